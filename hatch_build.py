@@ -1,6 +1,8 @@
-"""Compiles the files of C of the package when it is built; ``python hatch_build.py`` does that in a checkout.
+"""Compiles the files of C of the package when it is built; ``python hatch_build.py`` does that in a
+checkout.
 
-What they do torch's operations do too, so a machine without a C compiler builds the package without them.
+What they do torch's operations do too, so a machine without a C compiler builds the package without
+them.
 """
 
 import shutil
@@ -23,7 +25,9 @@ FLAGS = ("-O3", "-std=c99", "-ffp-contract=off", "-fPIC", "-shared")
 
 
 class CompileHook(BuildHookInterface):  # type: ignore[misc]
-    """Has the library in the wheel, which is for machines of this kind then, or beside its source."""
+    """Has the library in the wheel, which is for machines of this kind then, or beside its
+    source.
+    """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Is called before the wheel is written."""
@@ -36,19 +40,27 @@ class CompileHook(BuildHookInterface):  # type: ignore[misc]
 
 
 def compiled(source: Path) -> Path | None:
-    """Compiles a file of C into a library beside it; None, and no library, if that cannot be done here."""
+    """Compiles a file of C into a library beside it; None, and no library, if that cannot be done
+    here.
+    """
     library = source.with_name(f"lib{source.stem}.so")
     library.unlink(missing_ok=True)
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
-        print("There is no C compiler (cc, gcc, clang): operations of torch take the place of fp4.c, and longer.")
+        print(
+            "There is no C compiler (cc, gcc, clang): operations of torch take the place of"
+            " fp4.c, and longer."
+        )
         return None
     # Under another name until it is whole: a process may be loading the one before.
     part = library.with_suffix(".part")
     try:
         subprocess.run([compiler, *FLAGS, "-o", str(part), str(source)], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f"fp4.c was not compiled ({error}): operations of torch take its place, and take longer.")
+        print(
+            f"fp4.c was not compiled ({error}): operations of torch take its place, and take"
+            " longer."
+        )
         part.unlink(missing_ok=True)
         return None
     return part.rename(library)

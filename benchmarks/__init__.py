@@ -2,5 +2,6 @@
 
 import os
 
-# Sites have addresses without names, of which torch would warn in every process. Read when torch is imported.
+# Sites have addresses without names, of which torch would warn in every process. Read when torch is
+# imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

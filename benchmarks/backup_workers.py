@@ -1,20 +1,24 @@
-"""How much of the possible work counts where sites stall now and then: with a quorum, and waiting for all.
+"""How much of the possible work counts where sites stall now and then: with a quorum, and waiting
+for all.
 
     python -m benchmarks.backup_workers [--quick] [--json FILE]
 
-Eight sites train in rounds of 30 s (30 inner steps of a second), a launch lands 5 s later, and in 2 % of its rounds a
-site stalls for 60 s, while it still gives heartbeats. Time is virtual; the rules are the real ones, `Ledger` and
-`Follower`, without tensors. In the last two rows nobody stalls, and one site sends what it launches 8 s late.
+Eight sites train in rounds of 30 s (30 inner steps of a second), a launch lands 5 s later, and in 2
+% of its rounds a site stalls for 60 s, while it still gives heartbeats. Time is virtual; the rules
+are the real ones, `Ledger` and `Follower`, without tensors. In the last two rows nobody stalls, and
+one site sends what it launches 8 s late.
 
-- **goodput**: inner steps that counted in a record, over those that all sites could make in that time if nobody stalled
-  or waited. Each site stalls for 1.2 s in 30 s of training, so that 30 / 31.2 = 96.2 % is the most there can be.
-- **counted**: inner steps that counted, over those that were trained. The rest is pending at the end, or was dropped.
+- **goodput**: inner steps that counted in a record, over those that all sites could make in that
+  time if nobody stalled or waited. Each site stalls for 1.2 s in 30 s of training, so that 30 /
+  31.2 = 96.2 % is the most there can be.
+- **counted**: inner steps that counted, over those that were trained. The rest is pending at the
+  end, or was dropped.
 - **on time**: launches that counted in the round for which they were made, over all launches.
 - **landing**: mean seconds from a launch that counted until it landed.
 
-A site that was late carries what it has trained and trains on. With *idle catch-up* it trains no further until others
-begin the next round. Waiting for all in a fixed world is played with its own rule: nobody goes beyond a landing before
-the launches of all are there.
+A site that was late carries what it has trained and trains on. With *idle catch-up* it trains no
+further until others begin the next round. Waiting for all in a fixed world is played with its own
+rule: nobody goes beyond a landing before the launches of all are there.
 """
 
 import heapq
@@ -28,7 +32,14 @@ from typing import Any
 from benchmarks import report
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.ledger import Answer, Ledger
-from lightning_sdiloco.federation.messages import Call, Contribution, Hello, Payload, Position, Record
+from lightning_sdiloco.federation.messages import (
+    Call,
+    Contribution,
+    Hello,
+    Payload,
+    Position,
+    Record,
+)
 from lightning_sdiloco.federation.run_config import ChosenQuorum, Terms
 
 RUN_CONFIG = "00" * 32
@@ -74,7 +85,9 @@ class Case:
         return float(self.rounds * self.sync_every)
 
     def steps_of(self, site: int) -> Iterator[float]:
-        """Yields how long each inner step of a site takes: in some rounds one of them takes longer."""
+        """Yields how long each inner step of a site takes: in some rounds one of them takes
+        longer.
+        """
         random = Random(f"{self.seed} {site}")
         while True:
             stalls_at = random.randrange(self.sync_every) if random.random() < self.share else -1
@@ -118,7 +131,10 @@ class Play:
         follower.found([1])
         delay = self.case.delays[number] if self.case.delays else 0.0
         site = Site(follower.site, follower, self.case.steps_of(number), delay)
-        self.ledger.hello(Hello("play", site.name, follower.incarnation, RUN_CONFIG, (Position(0, RUN_CONFIG),)), 0.0)
+        self.ledger.hello(
+            Hello("play", site.name, follower.incarnation, RUN_CONFIG, (Position(0, RUN_CONFIG),)),
+            0.0,
+        )
         follower.reachable = True
         self._at(next(site.steps), lambda: self._turn(site, True))
         return site
@@ -135,7 +151,9 @@ class Play:
     # A site
 
     def _turn(self, site: Site, trains: bool) -> None:
-        """Ends an inner step, or a moment of waiting: hears, launches and lands, as `SitePace` does."""
+        """Ends an inner step, or a moment of waiting: hears, launches and lands, as `SitePace`
+        does.
+        """
         follower = site.follower
         site.step += 1
         if trains:
@@ -172,8 +190,12 @@ class Play:
         self._at(self.case.latency + site.delay, arrives)
 
     def _land(self, site: Site, record: Record) -> None:
-        # The payloads are whole numbers, so that any other order of the same records gives other values.
-        after = (31 * site.outer + sum(own.weight * int(own.payloads[0].key, 16) for own in record.counted)) % (1 << 61)
+        # The payloads are whole numbers, so that any other order of the same records gives other
+        # values.
+        after = (
+            31 * site.outer
+            + sum(own.weight * int(own.payloads[0].key, 16) for own in record.counted)
+        ) % (1 << 61)
         landing = site.follower.land(record, site.outer, after)
         assert landing in (MergeAction.MIX, MergeAction.CARRY), landing
         site.outer = after
@@ -241,19 +263,30 @@ def wait_for_all(case: Case) -> dict[str, float]:
         if made % case.sync_every == 0:
             launched = clocks
         if made > case.sync_every and made % case.sync_every == case.overlap_steps:
-            landing += [max(*launched, clock) - began for clock, began in zip(clocks, launched, strict=True)]
+            landing += [
+                max(*launched, clock) - began for clock, began in zip(clocks, launched, strict=True)
+            ]
             clocks = [max(*launched, clock) for clock in clocks]
-    return {"goodput": made / max(clocks), "counted": 1.0, "on_time": 1.0, "landing_seconds": mean(landing)}
+    return {
+        "goodput": made / max(clocks),
+        "counted": 1.0,
+        "on_time": 1.0,
+        "landing_seconds": mean(landing),
+    }
 
 
 def goodput_of_all(case: Case) -> float:
-    """Returns the goodput of waiting for all: every round in which anybody stalls costs what overlap leaves of it."""
+    """Returns the goodput of waiting for all: every round in which anybody stalls costs what
+    overlap leaves of it.
+    """
     anybody = 1 - (1 - case.share) ** case.sites
     return case.sync_every / (case.sync_every + anybody * (case.stall - case.overlap_steps))
 
 
 def goodput_at_most(case: Case) -> float:
-    """Returns the goodput if nobody waits for another: what stalls leave of the time of each site."""
+    """Returns the goodput if nobody waits for another: what stalls leave of the time of each
+    site.
+    """
     return case.sync_every / (case.sync_every + case.share * case.stall)
 
 
@@ -281,13 +314,21 @@ def main(arguments: list[str] | None = None) -> None:
         shares = [f"{own[key]:.1%}" for key in ("goodput", "counted", "on_time")]
         rows.append([name, *shares, f"{own['landing_seconds']:.1f} s"])
     caption = (
-        f"{rounds} rounds. Closed forms: {100 * goodput_of_all(every):.1f} % where a fixed world waits for all,"
+        f"{rounds} rounds. Closed forms: {100 * goodput_of_all(every):.1f} % where a fixed world"
+        " waits for all,"
         f" {100 * goodput_at_most(every):.1f} % where nobody waits."
     )
-    report.show("backup_workers", ["eight sites", "goodput", "counted", "on time", "landing"], rows, caption)
-    headline = {f"{name}, {key}": own[key] for name, own in found.items() for key in ("goodput", "counted")}
+    report.show(
+        "backup_workers", ["eight sites", "goodput", "counted", "on time", "landing"], rows, caption
+    )
+    headline = {
+        f"{name}, {key}": own[key] for name, own in found.items() for key in ("goodput", "counted")
+    }
     about = report.measured("backup_workers", options.quick)
-    closed: dict[str, Any] = {"waits for all": goodput_of_all(every), "nobody waits": goodput_at_most(every)}
+    closed: dict[str, Any] = {
+        "waits for all": goodput_of_all(every),
+        "nobody waits": goodput_at_most(every),
+    }
     report.write(options.json, headline, about, rounds=rounds, closed_forms=closed, rows=found)
 
 

@@ -13,11 +13,13 @@ from benchmarks.stamps import Stamps
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a virtual accelerator, and what all methods that exchange now and then have in common.
+    """A model, a virtual accelerator, and what all methods that exchange now and then have in
+    common.
 
     Attributes:
         size: The model.
-        fragments: Number of fragments, of equally many blocks; what stands outside goes with the first and the last.
+        fragments: Number of fragments, of equally many blocks; what stands outside goes with the
+            first and the last.
         batch: Windows of each group in a step.
         step_seconds: How long forward and backward take.
         sync_every: H.
@@ -59,7 +61,9 @@ class Case:
         return list(range(fragment, self.size.layers, self.fragments))
 
     def patterns(self, prefix: str) -> list[list[str]]:
-        cut = [[f"{prefix}blocks.{block}.*" for block in self.blocks(p)] for p in range(self.fragments)]
+        cut = [
+            [f"{prefix}blocks.{block}.*" for block in self.blocks(p)] for p in range(self.fragments)
+        ]
         cut[0] += [f"{prefix}byte_embedding.*", f"{prefix}position_embedding.*"]
         cut[-1] += [f"{prefix}norm.*", f"{prefix}head.*"]
         return cut

@@ -1,4 +1,6 @@
-"""How much worse than DDP a setting is: pairs of runs on the same data and start, as a table and as a picture."""
+"""How much worse than DDP a setting is: pairs of runs on the same data and start, as a table and
+as a picture.
+"""
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +23,9 @@ Pairs = Sequence[tuple[Training, Training]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A setting and what it is compared with, such as DDP, seed by seed, as far as both were made."""
+    """A setting and what it is compared with, such as DDP, seed by seed, as far as both were
+    made.
+    """
 
     name: str
     ours: Sequence[Run]
@@ -30,18 +34,31 @@ class Comparison:
     @property
     def nats(self) -> list[float]:
         """How much worse it is, in nats per byte."""
-        return [one["loss"] - plain["loss"] for one, plain in zip(self.ours, self.plain, strict=True)]
+        return [
+            one["loss"] - plain["loss"] for one, plain in zip(self.ours, self.plain, strict=True)
+        ]
 
     @property
     def percent(self) -> list[float]:
         """How much worse it is, in percent of the other's loss."""
-        return [100 * (one["loss"] / plain["loss"] - 1) for one, plain in zip(self.ours, self.plain, strict=True)]
+        return [
+            100 * (one["loss"] / plain["loss"] - 1)
+            for one, plain in zip(self.ours, self.plain, strict=True)
+        ]
 
     @property
     def verdict(self) -> str:
         """What the interval says: nothing where it holds 0."""
         half, more = half_width(self.percent), mean(self.percent)
-        return "" if half is None else "no difference" if abs(more) <= half else "worse" if more > 0 else "better"
+        return (
+            ""
+            if half is None
+            else "no difference"
+            if abs(more) <= half
+            else "worse"
+            if more > 0
+            else "better"
+        )
 
     def cells(self) -> list[str]:
         one, ddp = self.ours[0], self.plain[0]
@@ -86,10 +103,18 @@ def compared(runs: Runs, settings: Mapping[str, Pairs]) -> list[Comparison]:
 
 
 def tell(
-    title: str, comparisons: Sequence[Comparison], runs: Runs, options: argparse.Namespace, caption: str = ""
+    title: str,
+    comparisons: Sequence[Comparison],
+    runs: Runs,
+    options: argparse.Namespace,
+    caption: str = "",
 ) -> None:
-    """Prints a row for each setting, and writes and draws what the command line of a benchmark asks for."""
-    explained = "Loss in nats per byte; the difference is the mean over the seeds, with its 95 % interval."
+    """Prints a row for each setting, and writes and draws what the command line of a benchmark
+    asks for.
+    """
+    explained = (
+        "Loss in nats per byte; the difference is the mean over the seeds, with its 95 % interval."
+    )
     rows = [one.cells() for one in comparisons]
     report.show(title, COLUMNS, rows, " ".join(filter(None, [explained, caption])))
     runs.write(headline(comparisons), options.quick)
@@ -112,7 +137,11 @@ def draw(comparisons: Sequence[Comparison], path: Path | None) -> None:
     for position, one in enumerate(comparisons):
         plot(axes, position, one)
     axes.axvline(0, color=GREY, linewidth=1)
-    axes.set_yticks([-position for position in range(len(comparisons))], [one.name for one in comparisons], fontsize=8)
+    axes.set_yticks(
+        [-position for position in range(len(comparisons))],
+        [one.name for one in comparisons],
+        fontsize=8,
+    )
     axes.set_xlabel("validation loss above that of DDP, in %, with its 95 % interval")
     save(picture, path)
 

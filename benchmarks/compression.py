@@ -2,8 +2,9 @@
 
     python -m benchmarks.compression [--speed VALUES] [--two-shots] [--quick] [--json FILE]
 
---speed measures the speeds of what has a name alone, --two-shots what the second rounding of two shots costs, beside a
-gather and its bytes. The outer gradients are those of DiLoCo on small models, and synthetic ones that are harder.
+--speed measures the speeds of what has a name alone, --two-shots what the second rounding of two
+shots costs, beside a gather and its bytes. The outer gradients are those of DiLoCo on small models,
+and synthetic ones that are harder.
 """
 
 from __future__ import annotations
@@ -44,8 +45,12 @@ Replicas = list[Tensor]
 """One flat float32 vector per replica."""
 
 
-def outer_gradients(size: Size, rounds: int, groups: int = 2, sync_every: int = 20) -> list[Replicas]:
-    """Trains replicas, with SGD with Nesterov momentum outside, and returns their outer gradients of every round."""
+def outer_gradients(
+    size: Size, rounds: int, groups: int = 2, sync_every: int = 20
+) -> list[Replicas]:
+    """Trains replicas, with SGD with Nesterov momentum outside, and returns their outer gradients
+    of every round.
+    """
     training = Training(size, groups=groups, lr=1e-3, warmup=0.0)
     replicas = [training.group() for _ in range(groups)]
     batches = training.text().batches(training.seed, groups * training.batch)
@@ -55,10 +60,14 @@ def outer_gradients(size: Size, rounds: int, groups: int = 2, sync_every: int = 
         for replica in replicas:
             vector_to_parameters(outer.detach().clone(), replica.model.parameters())
         for tokens, targets in islice(batches, sync_every):
-            for replica, *windows in zip(replicas, tokens.chunk(groups), targets.chunk(groups), strict=True):
+            for replica, *windows in zip(
+                replicas, tokens.chunk(groups), targets.chunk(groups), strict=True
+            ):
                 replica.backward(windows[0], windows[1])
                 replica.step()
-        locals_ = [parameters_to_vector(replica.model.parameters()).detach() for replica in replicas]
+        locals_ = [
+            parameters_to_vector(replica.model.parameters()).detach() for replica in replicas
+        ]
         found.append([outer.detach() - local for local in locals_])
         outer.grad = torch.stack(found[-1]).mean(0)
         optimizer.step()
@@ -70,12 +79,15 @@ def heavy_tails(numel: int) -> dict[str, Replicas]:
     generator = torch.Generator().manual_seed(0)
     normal = [torch.randn(2, numel, generator=generator) for _ in range(5)]
     student = normal[0] / (torch.stack(normal[1:4]).square().mean(0)).sqrt()
-    return {"student-t, 3 d.o.f.": list(student), "normal * exp(normal)": list(normal[0] * normal[4].exp())}
+    return {
+        "student-t, 3 d.o.f.": list(student),
+        "normal * exp(normal)": list(normal[0] * normal[4].exp()),
+    }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # What the package has, its errors and speeds
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -135,8 +147,14 @@ class FP4ByTorch(FP4):
 
 
 def error_of_the_sum(rounds: list[Replicas], compression: Compression) -> float:
-    """Relative error of all rounds of a replica added up, with the memory that the compression asks for."""
-    sent, true, memory = torch.zeros_like(rounds[0][0]).double(), torch.zeros_like(rounds[0][0]).double(), None
+    """Relative error of all rounds of a replica added up, with the memory that the compression
+    asks for.
+    """
+    sent, true, memory = (
+        torch.zeros_like(rounds[0][0]).double(),
+        torch.zeros_like(rounds[0][0]).double(),
+        None,
+    )
     for step, (gradient, *_) in enumerate(rounds):
         now, decoded = compression.at(step), torch.empty_like(gradient)
         payload = now.encode(gradient if memory is None else gradient + memory)
@@ -155,7 +173,8 @@ def seconds(work: Callable[[], object]) -> float:
 def speeds(family: Mapping[str, Compression], numel: int, repeats: int) -> dict[str, list[float]]:
     """Speeds on one thread by name: first quartile, median and third, relative to a copy.
 
-    0.25 takes four times as long. Each time is compared with that of a copy right before it, or a load would tell.
+    0.25 takes four times as long. Each time is compared with that of a copy right before it, or a
+    load would tell.
     """
     values, out = torch.randn(numel), torch.empty(numel)
     ratios: dict[str, list[float]] = {}
@@ -179,15 +198,18 @@ def speeds(family: Mapping[str, Compression], numel: int, repeats: int) -> dict[
     return {name: quantiles(found, n=4, method="inclusive") for name, found in ratios.items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Two shots
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 GROUPS = (2, 3, 4, 8)
 
 
 def means(
-    shots: AllReduce, gradients: Replicas, memories: list[Tensor | None], residuals: list[Tensor | None]
+    shots: AllReduce,
+    gradients: Replicas,
+    memories: list[Tensor | None],
+    residuals: list[Tensor | None],
 ) -> Tensor:
     """The mean of a round in one place. What is remembered is replaced."""
     count = Count(dict.fromkeys(range(shots.groups), 1.0))
@@ -224,9 +246,21 @@ def two_shots(rounds: list[Replicas]) -> dict[str, float]:
     ways["two shots that forget"] = (TwoShotAllReduce, True)
     for (name, codec), groups in product(FAMILY.items(), GROUPS):
         gather, two = AllReduce(groups, codec, 0.0), TwoShotAllReduce(groups, codec, 0.0)
-        share = (two.payload_bytes(numel) + two.second_hop_bytes(numel)) / gather.payload_bytes(numel)
-        found = {what: error_of_the_means(kind, codec, rounds, groups, own) for what, (kind, own) in ways.items()}
-        rows.append([f"`{name}`", f"{groups}", f"{share:.2f}", *(f"{error:.4f}" for error in found.values())])
+        share = (two.payload_bytes(numel) + two.second_hop_bytes(numel)) / gather.payload_bytes(
+            numel
+        )
+        found = {
+            what: error_of_the_means(kind, codec, rounds, groups, own)
+            for what, (kind, own) in ways.items()
+        }
+        rows.append(
+            [
+                f"`{name}`",
+                f"{groups}",
+                f"{share:.2f}",
+                *(f"{error:.4f}" for error in found.values()),
+            ]
+        )
         headline |= {f"{name}, {groups} groups: {what}": error for what, error in found.items()}
     title = f"{numel:,} parameters, {len(rounds)} rounds"
     report.show(title, ["compression", "M", "bytes of two shots, of a gather's", *ways], rows)
@@ -234,7 +268,9 @@ def two_shots(rounds: list[Replicas]) -> dict[str, float]:
 
 
 def every(rounds: list[Replicas], found: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Shows the errors and speeds of all compressions, and returns the errors by compression and data set."""
+    """Shows the errors and speeds of all compressions, and returns the errors by compression and
+    data set.
+    """
     outer, numel = f"outer, round {len(rounds)}", 1 << 20
     data = {outer: rounds[-1], **heavy_tails(rounds[0][0].numel())}
     table, sums, rows = {}, {}, []
@@ -248,14 +284,25 @@ def every(rounds: list[Replicas], found: Mapping[str, list[float]]) -> dict[str,
         speed = [f"{found[f'{name}_{what}'][1]:.2f}" for what in ("encode", "decode")]
         rows.append([f"`{name}`", f"{bits:.3f}", *(f"{cell:.3f}" for cell in cells), *speed])
     tails_of = [f"error of {what}" for what in list(data)[1:]]
-    columns = ["bits", "error", "cosine", "error of the mean", "error of the sum", *tails_of, "encode", "decode"]
+    columns = [
+        "bits",
+        "error",
+        "cosine",
+        "error of the mean",
+        "error of the sum",
+        *tails_of,
+        "encode",
+        "decode",
+    ]
     report.show(outer, ["compression", *columns], rows)
     return {"errors": table, "sums": sums}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("--speed", type=int, metavar="VALUES", help="measure only speeds, of what has a name")
+    parser.add_argument(
+        "--speed", type=int, metavar="VALUES", help="measure only speeds, of what has a name"
+    )
     parser.add_argument("--two-shots", action="store_true", help="measure only what two shots cost")
     options = parser.parse_args(arguments)
     about, written = report.measured("compression", options.quick), dict[str, Any]()
@@ -263,7 +310,10 @@ def main(arguments: list[str] | None = None) -> None:
         rounds = outer_gradients(*((TINY, 3) if options.quick else (SMALL, 16)), groups=max(GROUPS))
         report.write(options.json, two_shots(rounds), about)
         return
-    family: dict[str, Compression] = {**(COMPRESSIONS if options.speed else FAMILY), "fp4 by torch": FP4ByTorch()}
+    family: dict[str, Compression] = {
+        **(COMPRESSIONS if options.speed else FAMILY),
+        "fp4 by torch": FP4ByTorch(),
+    }
     numel = options.speed or 1 << (18 if options.quick else 24)
     found = speeds(family, numel, repeats=3 if options.quick else 7)
     headline = {f"{name}_of_copy": median for name, (_, median, _) in found.items()}
@@ -271,11 +321,19 @@ def main(arguments: list[str] | None = None) -> None:
         written = every(outer_gradients(*((TINY, 3) if options.quick else (DEMO, 24))), found)
         fp4 = written["errors"]["fp4"]
         _, outer, *_ = fp4.values()
-        headline |= {"fp4_bits_per_value": fp4["bits"], **{f"fp4_outer_{name}": one for name, one in outer.items()}}
-    rows = [[f"`{name}`", f"{median:.2f}", f"{low:.2f} to {high:.2f}"] for name, (low, median, high) in found.items()]
+        headline |= {
+            "fp4_bits_per_value": fp4["bits"],
+            **{f"fp4_outer_{name}": one for name, one in outer.items()},
+        }
+    rows = [
+        [f"`{name}`", f"{median:.2f}", f"{low:.2f} to {high:.2f}"]
+        for name, (low, median, high) in found.items()
+    ]
     title = f"Speeds of {numel} values; medians of several repeats"
     report.show(title, ["work", "relative to a copy", "quartiles"], rows)
-    by_name = {name: dict(zip(("low", "median", "high"), one, strict=True)) for name, one in found.items()}
+    by_name = {
+        name: dict(zip(("low", "median", "high"), one, strict=True)) for name, one in found.items()
+    }
     report.write(options.json, headline, about, speeds=by_name, speed_values=numel, **written)
 
 

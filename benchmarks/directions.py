@@ -1,12 +1,14 @@
-"""What the direction of matrices costs a flight, beside inner steps and beside other ways to compute it.
+"""What the direction of matrices costs a flight, beside inner steps and beside other ways to
+compute it.
 
     python -m benchmarks.directions [--quick] [--json FILE]
 
-One thread. Of the models of the other benchmarks it times `equalised` of all matrices of a round, and inner steps at
-the batch with which they are trained: the share is what a round adds to H=100 of these, all of it in the background. Of
-single matrices, as wide as those of 100 million and a billion parameters, it times `equalised`, torch's decomposition
-of singular values, and Muon's five steps in float32, which has other bits on every kind of processor and does not make
-singular values equal. Three times each; the median counts.
+One thread. Of the models of the other benchmarks it times `equalised` of all matrices of a round,
+and inner steps at the batch with which they are trained: the share is what a round adds to H=100 of
+these, all of it in the background. Of single matrices, as wide as those of 100 million and a
+billion parameters, it times `equalised`, torch's decomposition of singular values, and Muon's five
+steps in float32, which has other bits on every kind of processor and does not make singular values
+equal. Three times each; the median counts.
 """
 
 import time
@@ -104,9 +106,21 @@ def main(arguments: list[str] | None = None) -> None:
         directing, training = of_round(trained)
         share = directing / (SYNC_EVERY * training)
         headline[f"{trained.name}, share of a round"] = share
-        rows.append([trained.name, f"{1000 * directing:.1f}", f"{1000 * training:.1f}", f"{100 * share:.1f}"])
+        rows.append(
+            [
+                trained.name,
+                f"{1000 * directing:.1f}",
+                f"{1000 * training:.1f}",
+                f"{100 * share:.1f}",
+            ]
+        )
         report.said(" ".join(rows[-1]))
-    columns = ["parameters", "direction of a round, ms", "inner step, ms", f"share at H={SYNC_EVERY}, %"]
+    columns = [
+        "parameters",
+        "direction of a round, ms",
+        "inner step, ms",
+        f"share at H={SYNC_EVERY}, %",
+    ]
     report.show("The direction of all matrices", columns, rows)
     rows = []
     for height, width in SHAPES[:1] if options.quick else SHAPES:
@@ -118,10 +132,22 @@ def main(arguments: list[str] | None = None) -> None:
         headline[f"{name}, decomposition over ours"] = svd / ours
         headline[f"{name}, ours over Muon's"] = ours / muon
         rows.append(
-            [name, *(f"{1000 * taken:.1f}" for taken in (ours, svd, muon)), f"{svd / ours:.1f}", f"{ours / muon:.1f}"]
+            [
+                name,
+                *(f"{1000 * taken:.1f}" for taken in (ours, svd, muon)),
+                f"{svd / ours:.1f}",
+                f"{ours / muon:.1f}",
+            ]
         )
         report.said(" ".join(rows[-1]))
-    columns = ["matrix", "ours, ms", "decomposition, ms", "Muon's, ms", "decomposition / ours", "ours / Muon's"]
+    columns = [
+        "matrix",
+        "ours, ms",
+        "decomposition, ms",
+        "Muon's, ms",
+        "decomposition / ours",
+        "ours / Muon's",
+    ]
     report.show("One matrix", columns, rows)
     report.write(options.json, headline, report.measured("directions", options.quick))
 

@@ -1,7 +1,9 @@
-"""Measures what DropCompute gains where micro-batches of the ranks of a group take unequal times, by sleeps.
+"""Measures what DropCompute gains where micro-batches of the ranks of a group take unequal times,
+by sleeps.
 
-Run it with ``python -m benchmarks.drop_compute [--quick] [--json FILE]``. Ranks of a group train with gloo; each
-micro-batch takes a lognormal time. The same steps are made without and with a budget that the ranks chose.
+Run it with ``python -m benchmarks.drop_compute [--quick] [--json FILE]``. Ranks of a group train
+with gloo; each micro-batch takes a lognormal time. The same steps are made without and with a
+budget that the ranks chose.
 """
 
 import time
@@ -80,8 +82,16 @@ def _rank(rank: int, world_size: int, case: Case) -> list[Timed]:
                 optimizer.zero_grad()
                 engine.step(trained=loader.trained)
                 ends.append(time.perf_counter())
-                trained += loader.trained if len(ends) > len(sleeps) // case.micro_batches - case.steps + 1 else 0
-        found.append(Timed(trained, sum(b - a for a, b in list(pairwise(ends))[-case.steps :]), loader.budget))
+                trained += (
+                    loader.trained
+                    if len(ends) > len(sleeps) // case.micro_batches - case.steps + 1
+                    else 0
+                )
+        found.append(
+            Timed(
+                trained, sum(b - a for a, b in list(pairwise(ends))[-case.steps :]), loader.budget
+            )
+        )
     engine.finish()
     return found
 
@@ -90,7 +100,8 @@ def measure(case: Case) -> dict[str, Any]:
     """Makes the same steps without and with dropping, and returns what was gained."""
     ranks = run_ranks(_rank, case.ranks, case, timeout=600)
     (without, plain), (kept, dropping) = (
-        (sum(rank[run].trained for rank in ranks), max(rank[run].seconds for rank in ranks)) for run in (0, 1)
+        (sum(rank[run].trained for rank in ranks), max(rank[run].seconds for rank in ranks))
+        for run in (0, 1)
     )
     return {
         "gain": (kept / dropping) / (without / plain) - 1,
@@ -111,9 +122,20 @@ def main(arguments: list[str] | None = None) -> None:
     exact = [f"{expected.gain:.1%}", f"{expected.dropped:.1%}", "", ""]
     title = f"{case.ranks} ranks, {case.micro_batches} micro-batches, sigma {case.sigma}"
     report.show(title, columns, [["closed form", *exact], ["measured", *row]])
-    headline = {"measured gain": found["gain"], "gain of the closed form": expected.gain, "dropped": found["dropped"]}
+    headline = {
+        "measured gain": found["gain"],
+        "gain of the closed form": expected.gain,
+        "dropped": found["dropped"],
+    }
     about = report.measured("drop_compute", options.quick)
-    report.write(options.json, headline, about, case=case._asdict(), closed_form=expected._asdict(), found=found)
+    report.write(
+        options.json,
+        headline,
+        about,
+        case=case._asdict(),
+        closed_form=expected._asdict(),
+        found=found,
+    )
 
 
 if __name__ == "__main__":

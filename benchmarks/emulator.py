@@ -1,11 +1,13 @@
-"""Joins network namespaces by slow links: a star of sites whose packets wait as they would on the way.
+"""Joins network namespaces by slow links: a star of sites whose packets wait as they would on the
+way.
 
-A process of its own, started by `benchmarks.links`. It needs root, Linux and nothing but the standard library: each
-site has a TUN device, and a packet read from one is written to another when it would have arrived. TCP hands over
-segments of up to 64 KB, which are counted as the packets of 1500 bytes that they stand for. So a link of 1 Gbit/s costs
-a third of a core.
+A process of its own, started by `benchmarks.links`. It needs root, Linux and nothing but the
+standard library: each site has a TUN device, and a packet read from one is written to another when
+it would have arrived. TCP hands over segments of up to 64 KB, which are counted as the packets of
+1500 bytes that they stand for. So a link of 1 Gbit/s costs a third of a core.
 
-A line of JSON on standard input changes the link of one site: its number as ``site``, and fields of `Site`.
+A line of JSON on standard input changes the link of one site: its number as ``site``, and fields of
+`Site`.
 """
 
 from __future__ import annotations
@@ -33,12 +35,17 @@ _ETHERNET = 14
 _AT_ONCE = 16  # packets that are read from one site before the others have their turn
 _VNET = struct.Struct("<BBHH")  # <linux/virtio_net.h>, of its 10 bytes the first 6
 _PR_SET_PDEATHSIG = 1
-_FROM, _TO = slice(22, 26), slice(26, 30)  # the addresses in a packet of IPv4, behind the header of virtio
+_FROM, _TO = (
+    slice(22, 26),
+    slice(26, 30),
+)  # the addresses in a packet of IPv4, behind the header of virtio
 
 
 @dataclass
 class Site:
-    """A site: its link to the star, alike in both directions but for `up_rate` and for what is cut."""
+    """A site: its link to the star, alike in both directions but for `up_rate` and for what is
+    cut.
+    """
 
     device: int
     rate: float
@@ -74,7 +81,9 @@ class Site:
 
 
 def _flow(packet: bytes, inside: slice, outside: slice) -> bytes:
-    """What a NAT tells the packets of a connection by, whichever way they go: addresses and ports."""
+    """What a NAT tells the packets of a connection by, whichever way they go: addresses and
+    ports.
+    """
     ports = 10 + 4 * (packet[10] & 15)
     port = {_FROM.start: packet[ports : ports + 2], _TO.start: packet[ports + 2 : ports + 4]}
     return packet[inside] + port[inside.start] + packet[outside] + port[outside.start]
@@ -82,7 +91,9 @@ def _flow(packet: bytes, inside: slice, outside: slice) -> bytes:
 
 def _begins(packet: bytes) -> bool:
     """Whether a packet begins a connection: the first of TCP, and any of others."""
-    return packet[19] != socket.IPPROTO_TCP or packet[10 + 4 * (packet[10] & 15) + 13] & 0x12 == 0x02
+    return (
+        packet[19] != socket.IPPROTO_TCP or packet[10 + 4 * (packet[10] & 15) + 13] & 0x12 == 0x02
+    )
 
 
 @dataclass(frozen=True)
@@ -101,7 +112,10 @@ def main() -> None:
     link = Link(**choices["link"])
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
     sites = [Site(_device(libc, home, name, host), **own) for name, host in choices["sites"]]
-    hosts = {socket.inet_aton(host): site for (_, host), site in zip(choices["sites"], sites, strict=True)}
+    hosts = {
+        socket.inet_aton(host): site
+        for (_, host), site in zip(choices["sites"], sites, strict=True)
+    }
     os.nice(-10)  # a packet that waits for the processor is a slower link
     print("ready", flush=True)
     Star(link, sites, hosts).run()
@@ -112,9 +126,15 @@ def _device(libc: Any, home: int, name: str, host: str) -> int:
         if libc.setns(namespace.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", b"wan0", _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR))
+    fcntl.ioctl(
+        device, _TUNSETIFF, struct.pack("16sH22x", b"wan0", _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR)
+    )
     fcntl.ioctl(device, _TUNSETOFFLOAD, 1 | 2)
-    for words in ("link set lo up", f"addr add {host}/24 dev wan0", "link set wan0 mtu 1500 txqueuelen 10000 up"):
+    for words in (
+        "link set lo up",
+        f"addr add {host}/24 dev wan0",
+        "link set wan0 mtu 1500 txqueuelen 10000 up",
+    ):
         subprocess.run(["ip", *words.split()], check=True)
     libc.setns(home, _CLONE_NEWNET)
     return device
@@ -127,7 +147,8 @@ class Star:
         self._link = link
         self._sites = {site.device: site for site in sites}
         self._hosts = hosts
-        # When, a number that keeps the order, whether it has come through the receiver's link, from, to, bytes, packet.
+        # When, a number that keeps the order, whether it has come through the receiver's link,
+        # from, to, bytes, packet.
         self._waiting: list[tuple[float, int, bool, Site, Site, int, bytes]] = []
         self._number = 0
 
@@ -179,7 +200,9 @@ class Star:
         at = site.arrived[to.device] = max(at + link.delay, site.arrived.get(to.device, 0.0))
         self._wait(at, False, site, to, wire, packet)
 
-    def _wait(self, at: float, through: bool, site: Site, to: Site, wire: int, packet: bytes) -> None:
+    def _wait(
+        self, at: float, through: bool, site: Site, to: Site, wire: int, packet: bytes
+    ) -> None:
         self._number += 1
         heapq.heappush(self._waiting, (at, self._number, through, site, to, wire, packet))
 

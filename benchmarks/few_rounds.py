@@ -1,11 +1,13 @@
-"""What few rounds, and rounds of few inner steps, cost against DDP: with an outer momentum of 0.9, and as chosen.
+"""What few rounds, and rounds of few inner steps, cost against DDP: with an outer momentum of 0.9,
+and as chosen.
 
     python -m benchmarks.few_rounds [--workers N] [--minutes M] [--quick] [--json FILE]
 
-Two groups, and 5, 10, 20 and 40 rounds of: a mean-variance regression of 32, 128 and 512 steps, which is of 2,752
-parameters and over in seconds; fine-tuning of 500 steps, with LoRA and of all parameters, as in
-`benchmarks.finetuning`; and a training from the start, with 16 tokens per parameter. Also from the start rounds of 5
-and 10 steps. With --json every run is kept at once, and runs that the file has are not made again.
+Two groups, and 5, 10, 20 and 40 rounds of: a mean-variance regression of 32, 128 and 512 steps,
+which is of 2,752 parameters and over in seconds; fine-tuning of 500 steps, with LoRA and of all
+parameters, as in `benchmarks.finetuning`; and a training from the start, with 16 tokens per
+parameter. Also from the start rounds of 5 and 10 steps. With --json every run is kept at once, and
+runs that the file has are not made again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +36,8 @@ SHORT = {5: 1, 10: 2}
 
 FROM_SCRATCH = Training(SMALL, groups=2, batch=2, lr=6e-3)
 LR = 3e-3
-"""With which groups do best from the start, where DDP does with twice as much; see `benchmarks.quality`."""
+"""With which groups do best from the start, where DDP does with twice as much; see
+`benchmarks.quality`."""
 
 
 def momenta(sync_every: int, rounds: int) -> list[float]:
@@ -56,16 +59,26 @@ def likelihood(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def regression(seed: int, steps: int, choices: dict[str, float] | None, batch: int = 32) -> float:
-    """Trains two groups, or as DDP does without choices; returns the root of the mean squared error."""
+    """Trains two groups, or as DDP does without choices; returns the root of the mean squared
+    error.
+    """
     random = torch.Generator().manual_seed(seed)
     x, y = points(2048, random)
     held_out = points(1000, random)
     models = []
     for _ in range(1 if choices is None else 2):
         torch.manual_seed(seed)
-        models.append(nn.Sequential(nn.Linear(1, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 2)))
+        models.append(
+            nn.Sequential(
+                nn.Linear(1, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 2)
+            )
+        )
     optimizers = [Adam(model.parameters(), lr=1e-2) for model in models]
-    simulated = None if choices is None else SimulatedGroups(models, [[one] for one in optimizers], **choices)
+    simulated = (
+        None
+        if choices is None
+        else SimulatedGroups(models, [[one] for one in optimizers], **choices)
+    )
     for _ in range(steps):
         drawn = torch.randint(len(x), (2 * batch,), generator=random)
         for model, optimizer, own in zip(models, optimizers, drawn.chunk(len(models)), strict=True):
@@ -89,10 +102,16 @@ def regressions(seeds: range) -> dict[str, list[float]]:
             if (every := steps // rounds) < 3:
                 continue
             for momentum in momenta(every, rounds):
-                choices = {"sync_every": every, "overlap_steps": min(5, every // 20), "outer_momentum": momentum}
+                choices = {
+                    "sync_every": every,
+                    "overlap_steps": min(5, every // 20),
+                    "outer_momentum": momentum,
+                }
                 losses = [regression(seed, steps, choices) for seed in seeds]
                 name = f"regression of {steps} steps, {rounds} rounds, H={every}, outer_momentum={momentum:g}"
-                found[name] = [100 * (own / ddp - 1) for own, ddp in zip(losses, plain, strict=True)]
+                found[name] = [
+                    100 * (own / ddp - 1) for own, ddp in zip(losses, plain, strict=True)
+                ]
     return found
 
 
@@ -101,26 +120,40 @@ def fine_tuned(seed: int) -> Iterator[finetuning.FineTuning]:
         yield ddp(method, seed)
         for every in (finetuning.STEPS // rounds for rounds in ROUNDS):
             for momentum in momenta(every, finetuning.STEPS // every):
-                yield ours(method, seed, sync_every=every, overlap_steps=min(5, every // 4), outer_momentum=momentum)
+                yield ours(
+                    method,
+                    seed,
+                    sync_every=every,
+                    overlap_steps=min(5, every // 4),
+                    outer_momentum=momentum,
+                )
 
 
 def from_scratch(seed: int) -> Iterator[Training]:
     yield (base := replace(FROM_SCRATCH, seed=seed))
     for every in [base.steps // rounds for rounds in ROUNDS] + list(SHORT):
         for momentum in momenta(every, base.steps // every):
-            own = {"sync_every": every, "overlap_steps": SHORT.get(every, 5), "outer_momentum": momentum}
+            own = {
+                "sync_every": every,
+                "overlap_steps": SHORT.get(every, 5),
+                "outer_momentum": momentum,
+            }
             yield replace(base, lr=LR, choices={**TWO_GROUPS, **own})
 
 
 def pairs_of(seeds: Sequence[int]) -> dict[str, list[tuple[Training, Training]]]:
     """Each training of language beside its DDP, by setting."""
     tuned = paired(one for seed in seeds for one in fine_tuned(seed))
-    found: dict[str, list[tuple[Training, Training]]] = {name: [*pairs] for name, pairs in tuned.items()}
+    found: dict[str, list[tuple[Training, Training]]] = {
+        name: [*pairs] for name, pairs in tuned.items()
+    }
     for seed in seeds[:2]:  # a minute and more each
         plain, *others = from_scratch(seed)
         for one in others:
             assert one.choices is not None
-            every, tau, momentum = (one.choices[name] for name in ("sync_every", "overlap_steps", "outer_momentum"))
+            every, tau, momentum = (
+                one.choices[name] for name in ("sync_every", "overlap_steps", "outer_momentum")
+            )
             name = f"from scratch, H={every}, tau={tau}, outer_momentum={momentum:g}"
             found.setdefault(name, []).append((one, plain))
     return found

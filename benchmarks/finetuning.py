@@ -1,12 +1,15 @@
 """What fine-tuning in worker groups costs against DDP, with LoRA and of all parameters.
 
-    python -m benchmarks.finetuning [--stage STAGE] [--workers N] [--minutes M] [--quick] [--json FILE] [--picture FILE]
+    python -m benchmarks.finetuning [--stage STAGE] [--workers N] [--minutes M] [--quick] [--json
+    FILE] [--picture FILE]
 
-A model is trained on the sources of Python's standard library first, and kept in the folder for temporary files. Then
-it is fine-tuned on English, the texts that ``help()`` shows, for 500 steps. Two stages:
+A model is trained on the sources of Python's standard library first, and kept in the folder for
+temporary files. Then it is fine-tuned on English, the texts that ``help()`` shows, for 500 steps.
+Two stages:
 
 - ``rates``: the inner learning rate, for DDP and for worker groups, each on its own, with one seed.
-- ``verdict``: three other seeds, with what the stage before has chosen, each paired with DDP on data and start.
+- ``verdict``: three other seeds, with what the stage before has chosen, each paired with DDP on
+  data and start.
 
 With --json every run is kept at once, and runs that the file has are not made again.
 """
@@ -21,6 +24,9 @@ from tempfile import gettempdir
 from typing import Any
 
 import torch
+
+# isort: skip  (on the path since benchmarks.models)
+from text_data import Windows, standard_library_sources
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -29,8 +35,6 @@ from benchmarks.models import SMALL, TINY, Size
 from benchmarks.quality import TWO_GROUPS
 from benchmarks.runs import Runs
 from benchmarks.training import Text, Training, parameters, trained
-
-from text_data import Windows, standard_library_sources  # isort: skip  (on the path since benchmarks.models)
 
 STEPS = 500
 BATCH = 4
@@ -61,7 +65,9 @@ DDP_LR = {"all parameters": 6e-3, "LoRA": 2e-2}
 
 
 class Adapted(nn.Module):
-    """A linear layer whose weight stays, plus a trainable product of two thin matrices that starts at zero."""
+    """A linear layer whose weight stays, plus a trainable product of two thin matrices that starts
+    at zero.
+    """
 
     def __init__(self, linear: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -85,10 +91,16 @@ def add_adapters(model: nn.Module, rank: int) -> None:
 
 
 class Sources(Text):
-    """The sources of the standard library without the texts of `Topics`; to train on, not to judge by."""
+    """The sources of the standard library without the texts of `Topics`; to train on, not to judge
+    by.
+    """
 
     def __init__(self, size: Size) -> None:
-        sources = [path.read_bytes() for path in standard_library_sources() if path.parent.name != "pydoc_data"]
+        sources = [
+            path.read_bytes()
+            for path in standard_library_sources()
+            if path.parent.name != "pydoc_data"
+        ]
         self.training = Windows(as_tensor(b"\0".join(sources)), size.context)
 
 
@@ -98,11 +110,17 @@ class Topics(Text):
     def __init__(self, size: Size, validation_windows: int) -> None:
         from pydoc_data.topics import topics
 
-        unique = {" ".join(part.split()): part for name in sorted(topics) for part in topics[name].split("\n\n")}
+        unique = {
+            " ".join(part.split()): part
+            for name in sorted(topics)
+            for part in topics[name].split("\n\n")
+        }
         judged_by = list(unique.values())[::10]
         trained_on = [part for index, part in enumerate(unique.values()) if index % 10]
         self.training = Windows(as_tensor("\n\n".join(trained_on).encode()), size.context)
-        self.validation = Windows(as_tensor("\n\n".join(judged_by).encode()), size.context, validation_windows)
+        self.validation = Windows(
+            as_tensor("\n\n".join(judged_by).encode()), size.context, validation_windows
+        )
 
 
 def as_tensor(text: bytes) -> Tensor:
@@ -122,7 +140,9 @@ class FineTuning(Training):
     @override
     def model(self) -> nn.Module:
         model = self.size.make()
-        model.load_state_dict(torch.load(pretrained_weights(self.size, self.pretrained), weights_only=True))
+        model.load_state_dict(
+            torch.load(pretrained_weights(self.size, self.pretrained), weights_only=True)
+        )
         torch.manual_seed(self.seed)
         if self.lora_rank:
             add_adapters(model, self.lora_rank)
@@ -136,10 +156,14 @@ class FineTuning(Training):
 def pretrained_weights(size: Size, budget: float) -> Path:
     """Returns the file of a pretrained model, and trains it if there is none."""
     shape = f"{size.layers}-{size.width}-{size.heads}-{size.context}"
-    path = Path(gettempdir()) / f"sdiloco-pretrained-{shape}-{budget:g}-torch-{torch.__version__}.pt"
+    path = (
+        Path(gettempdir()) / f"sdiloco-pretrained-{shape}-{budget:g}-torch-{torch.__version__}.pt"
+    )
     if not path.exists():
         report.said(f"pretraining {parameters(size):,} parameters")
-        one = Training(size, None, groups=2, budget=budget, batch=PRETRAINED_BATCH, lr=PRETRAINED_LR)
+        one = Training(
+            size, None, groups=2, budget=budget, batch=PRETRAINED_BATCH, lr=PRETRAINED_LR
+        )
         unfinished = path.with_name(f"{path.name}.{os.getpid()}")
         torch.save(trained(one, Sources(size)).state_dict(), unfinished)
         unfinished.replace(path)
@@ -147,7 +171,9 @@ def pretrained_weights(size: Size, budget: float) -> Path:
 
 
 def tuned(method: str, seed: int, lr: float, **choices: Any) -> FineTuning:
-    """Fine-tuning in two worker groups with choices of the engine, or as DDP does if there are none."""
+    """Fine-tuning in two worker groups with choices of the engine, or as DDP does if there are
+    none.
+    """
     return FineTuning(
         SMALL,
         choices or None,
@@ -160,7 +186,9 @@ def tuned(method: str, seed: int, lr: float, **choices: Any) -> FineTuning:
     )
 
 
-def ours(method: str, seed: int = TUNING_SEED, lr: float | None = None, **changes: Any) -> FineTuning:
+def ours(
+    method: str, seed: int = TUNING_SEED, lr: float | None = None, **changes: Any
+) -> FineTuning:
     return tuned(method, seed, LR[method] if lr is None else lr, **{**BASE, **changes})
 
 
@@ -212,15 +240,21 @@ def name(one: FineTuning) -> str:
     parts = [method_of(one), f"lr={one.lr:g}"]
     if one.choices is None:
         return ", ".join([*parts, "DDP"])
-    shown = [key for key, value in one.choices.items() if key == "sync_every" or BASE.get(key) != value]
+    shown = [
+        key for key, value in one.choices.items() if key == "sync_every" or BASE.get(key) != value
+    ]
     return ", ".join([*parts, *(f"{key}={one.choices[key]}" for key in shown)])
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = runs.parser(__doc__)
-    parser.add_argument("--stage", choices=STAGES, default="verdict", help="what to run (default: %(default)s)")
+    parser.add_argument(
+        "--stage", choices=STAGES, default="verdict", help="what to run (default: %(default)s)"
+    )
     options = runs.parsed(parser, arguments)
-    stage, trainings = ("quick", quick_trainings) if options.quick else (options.stage, STAGES[options.stage])
+    stage, trainings = (
+        ("quick", quick_trainings) if options.quick else (options.stage, STAGES[options.stage])
+    )
     wanted = list(trainings())
     # Once, before several processes want it.
     pretrained_weights(wanted[0].size, wanted[0].pretrained)

@@ -1,4 +1,6 @@
-"""A timed fit with a real Trainer in this process, with a virtual accelerator where one asks for it."""
+"""A timed fit with a real Trainer in this process, with a virtual accelerator where one asks for
+it.
+"""
 
 import logging
 import warnings
@@ -65,7 +67,9 @@ def fit(module: LightningModule, batches: Iterator[Batch], steps: int, **choices
     logging.disable(logging.WARNING)
     # So that Lightning looks for no other environment, such as MPI.
     choices = {"plugins": [LightningEnvironment()], **choices}
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = Trainer(max_steps=steps, **{"accelerator": "cpu", **quiet, **choices})

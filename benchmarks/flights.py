@@ -1,11 +1,14 @@
-"""Measures flights over links of 30 Mbit/s: how long they take beside what they send, and what that costs training.
+"""Measures flights over links of 30 Mbit/s: how long they take beside what they send, and what that
+costs training.
 
-Each is measured with connections that are paced, as they always are, and with those that send as fast as TCP does.
+Each is measured with connections that are paced, as they always are, and with those that send as
+fast as TCP does.
 
-Run it with ``python -m benchmarks.flights [--links] [--quick] [--json FILE]``; ``--links`` measures faster and longer
-links, and one with a short queue. Every site is a network namespace with one rank,
-so this needs root. Computation is asleep, and payloads are float32, so that two cores are enough for eight sites. A
-flight may take as many inner steps as the bound on its time fills: where it holds, training never waits.
+Run it with ``python -m benchmarks.flights [--links] [--quick] [--json FILE]``; ``--links`` measures
+faster and longer links, and one with a short queue. Every site is a network namespace with one
+rank, so this needs root. Computation is asleep, and payloads are float32, so that two cores are
+enough for eight sites. A flight may take as many inner steps as the bound on its time fills: where
+it holds, training never waits.
 """
 
 import math
@@ -90,7 +93,9 @@ class Ran(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What was measured; of flights the medians, from the last launch until the last group has the result."""
+    """What was measured; of flights the medians, from the last launch until the last group has the
+    result.
+    """
 
     flight: float
     bytes_alone: float
@@ -105,16 +110,25 @@ class Found(NamedTuple):
 
 def measure(case: Case) -> Found:
     """Trains over slow links, and over links that carry what they can."""
-    shaped, unshaped = _ranks(case, is_shaped=True), _ranks(case._replace(before=1), is_shaped=False)
+    shaped, unshaped = (
+        _ranks(case, is_shaped=True),
+        _ranks(case._replace(before=1), is_shaped=False),
+    )
     seconds, parts = list[float](), list[dict[str, float]]()
     for flights in zip(*(rank.spans for rank in shaped), strict=True):
         launched, ended = (max(spans["flight"][end] for spans in flights) for end in (0, 1))
         seconds.append(ended - launched)
-        lengths = [{name: spans[name][1] - spans[name][0] for name in _PARTS if name in spans} for spans in flights]
+        lengths = [
+            {name: spans[name][1] - spans[name][0] for name in _PARTS if name in spans}
+            for spans in flights
+        ]
         parts.append({name: max(one[name] for one in lengths) for name in lengths[0]})
     flight, trips = median(seconds), 2 * case.round_trip
     alone = case.on_link(median(sent for rank in shaped for sent in rank.sent))
-    step, free = (max(rank.seconds for rank in ranks) / case.flights / case.sync_every for ranks in (shaped, unshaped))
+    step, free = (
+        max(rank.seconds for rank in ranks) / case.flights / case.sync_every
+        for ranks in (shaped, unshaped)
+    )
     return Found(
         flight=flight,
         bytes_alone=alone,
@@ -130,8 +144,12 @@ def measure(case: Case) -> Found:
 
 def _ranks(case: Case, is_shaped: bool) -> list[Ran]:
     rate, delay = (case.mbit_s * 1e6, case.round_trip / 2) if is_shaped else (None, 0.0)
-    with Links(case.sites, rate, delay, queue=case.queue, congestion_control=case.congestion_control) as links:
-        return list(run_processes(partial(_rank, case, links), case.sites, ranks_per_node=1, timeout=300.0))
+    with Links(
+        case.sites, rate, delay, queue=case.queue, congestion_control=case.congestion_control
+    ) as links:
+        return list(
+            run_processes(partial(_rank, case, links), case.sites, ranks_per_node=1, timeout=300.0)
+        )
 
 
 def _rank(case: Case, links: Links, rank: int, world_size: int) -> Ran:
@@ -202,23 +220,39 @@ def _both_ways(paced: Mapping[str, Case]) -> dict[str, Case]:
 
 
 def show(found: Mapping[str, Found]) -> None:
-    numbers = ["flight, s", "bytes alone, s", "ratio", "without round trips", "ms a step", "unshaped", "kept"]
+    numbers = [
+        "flight, s",
+        "bytes alone, s",
+        "ratio",
+        "without round trips",
+        "ms a step",
+        "unshaped",
+        "kept",
+    ]
     rows = [
         [
             name,
-            *(f"{value:.3f}" for value in (one.flight, one.bytes_alone, one.ratio, one.without_round_trips)),
+            *(
+                f"{value:.3f}"
+                for value in (one.flight, one.bytes_alone, one.ratio, one.without_round_trips)
+            ),
             *(f"{1e3 * value:.1f}" for value in (one.step, one.unshaped_step)),
             f"{one.kept:.3f}",
         ]
         for name, one in found.items()
     ]
     report.show("Flights", ["", *numbers], rows)
-    parts = [[name, *(f"{one.parts[p]:.3f}" if p in one.parts else "-" for p in _PARTS)] for name, one in found.items()]
+    parts = [
+        [name, *(f"{one.parts[p]:.3f}" if p in one.parts else "-" for p in _PARTS)]
+        for name, one in found.items()
+    ]
     report.show("Parts of a flight in the slowest rank, s", ["", *_PARTS], parts)
 
 
 def draw(measured: Mapping[str, Case], found: Mapping[str, Found], path: Path | None) -> None:
-    """Draws every flight over what its bytes take alone, paced and not, for each congestion control."""
+    """Draws every flight over what its bytes take alone, paced and not, for each congestion
+    control.
+    """
     if path is None:
         return
     controls = sorted({case.congestion_control for case in measured.values()}, reverse=True)
@@ -232,7 +266,9 @@ def draw(measured: Mapping[str, Case], found: Mapping[str, Found], path: Path | 
             times = [(seconds - 2 * case.round_trip) / one.bytes_alone for seconds in one.flights]
             where = sites.index(case.sites) + (0.15 if case.paced else -0.15)
             spread = [where + 0.1 * (at / max(1, len(times) - 1) - 0.5) for at in range(len(times))]
-            axes.scatter(spread, times, s=18, color=color, label="paced" if case.paced else "not paced")
+            axes.scatter(
+                spread, times, s=18, color=color, label="paced" if case.paced else "not paced"
+            )
         axes.axhline(BOUND, color=QUIET, linewidth=1, linestyle="--")
         axes.set(title=control.upper(), ylim=(1.0, None), xlim=(-0.5, len(sites) - 0.5))
         axes.set_xticks(range(len(sites)), [f"{one} sites" for one in sites])
@@ -242,13 +278,17 @@ def draw(measured: Mapping[str, Case], found: Mapping[str, Found], path: Path | 
     panels[0].set_ylabel("a flight over its bytes alone")
     handles, labels = panels[0].get_legend_handles_labels()
     once = dict(zip(labels, handles, strict=True))
-    picture.legend(once.values(), once.keys(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    picture.legend(
+        once.values(), once.keys(), loc="outside lower center", ncols=2, frameon=False, fontsize=9
+    )
     save(picture, path)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("--links", action="store_true", help="measure other links than those of 30 Mbit/s")
+    parser.add_argument(
+        "--links", action="store_true", help="measure other links than those of 30 Mbit/s"
+    )
     options = parser.parse_args(arguments)
     if (lacks := missing()) is not None:
         raise SystemExit(lacks)
@@ -262,7 +302,9 @@ def main(arguments: list[str] | None = None) -> None:
     show(found)
     draw(measured, found, options.picture)
     named = ("ratio", "without_round_trips", "kept")
-    headline = {f"{name}: {what}": getattr(one, what) for name, one in found.items() for what in named}
+    headline = {
+        f"{name}: {what}": getattr(one, what) for name, one in found.items() for what in named
+    }
     report.write(options.json, headline, about, found=told)
 
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.guard [--quick] [--json FILE]
 
-Two and four groups train a small GPT from the first round on, each on files of its own, with two lengths of a
-round and two learning rates. What the guard would say with any factor follows from how much longer than usual each
-contribution is.
+Two and four groups train a small GPT from the first round on, each on files of its own, with two
+lengths of a round and two learning rates. What the guard would say with any factor follows from how
+much longer than usual each contribution is.
 """
 
 from collections import defaultdict
@@ -17,14 +17,21 @@ from lightning_sdiloco import Landing
 from lightning_sdiloco.algorithm.weighting import GUARD, REMEMBERED, usual
 
 CASES = [
-    (groups, sync_every, lr) for groups in (2, 4) for sync_every, lr in ((10, 3e-3), (10, 1e-2), (30, 3e-3), (30, 1e-2))
+    (groups, sync_every, lr)
+    for groups in (2, 4)
+    for sync_every, lr in ((10, 3e-3), (10, 1e-2), (30, 3e-3), (30, 1e-2))
 ]
 
 
 def landings(groups: int, sync_every: int, lr: float, budget: float) -> list[Landing]:
     """Trains, and returns all landings of the first group."""
     found: list[Landing] = []
-    choices = {"sync_every": sync_every, "overlap_steps": 2, "fragments": "strided:1", "compression": "fp4"}
+    choices = {
+        "sync_every": sync_every,
+        "overlap_steps": 2,
+        "fragments": "strided:1",
+        "compression": "fp4",
+    }
     training = Training(TINY, choices, groups=groups, budget=budget, lr=lr, split="by_file")
     loop = Loop(training, training.text())
     streaming: Any = loop._streaming
@@ -39,7 +46,9 @@ def lengths(found: list[Landing]) -> list[float]:
     past, longer = defaultdict[int, dict[int, list[float]]](lambda: defaultdict(list)), []
     for landing in found:
         own, norms = past[landing.fragment], dict(enumerate(landing.group_norms))
-        longer += [norm / known for group, norm in norms.items() if (known := usual(group, norms, own))]
+        longer += [
+            norm / known for group, norm in norms.items() if (known := usual(group, norms, own))
+        ]
         for group, norm in norms.items():
             own[group] = [*own[group], norm][-REMEMBERED:]
     return longer
@@ -50,12 +59,20 @@ def main(arguments: list[str] | None = None) -> None:
     rows, longest, contributions = [], 0.0, 0
     for groups, sync_every, lr in CASES[:1] if options.quick else CASES:
         found = landings(groups, sync_every, lr, budget=0.5 if options.quick else 24.0)
-        longest, contributions = max(longest, most := max(lengths(found))), contributions + groups * len(found)
-        rows.append([str(groups), str(sync_every), f"{lr:g}", str(groups * len(found)), f"{most:.2f}"])
+        longest, contributions = (
+            max(longest, most := max(lengths(found))),
+            contributions + groups * len(found),
+        )
+        rows.append(
+            [str(groups), str(sync_every), f"{lr:g}", str(groups * len(found)), f"{most:.2f}"]
+        )
         report.said(" ".join(rows[-1]))
     columns = ["groups", "sync_every", "learning rate", "contributions", "longest, times usual"]
     report.show(
-        "Honest contributions", columns, rows, f"The guard leaves out what is {GUARD:g} times as long as usual."
+        "Honest contributions",
+        columns,
+        rows,
+        f"The guard leaves out what is {GUARD:g} times as long as usual.",
     )
     headline = {"contributions": contributions, "longest, times usual": longest}
     report.write(options.json, headline, report.measured("guard", options.quick))

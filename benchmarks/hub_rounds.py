@@ -2,8 +2,9 @@
 
     python -m benchmarks.hub_rounds [--quick] [--json FILE]
 
-Sites without a model contribute random values in fp4, with TLS and certificates, and fetch those of the others, or the
-mean. All of them stand in another process. Heartbeats are in the numbers: one a second of each site.
+Sites without a model contribute random values in fp4, with TLS and certificates, and fetch those of
+the others, or the mean. All of them stand in another process. Heartbeats are in the numbers: one a
+second of each site.
 """
 
 import os
@@ -44,7 +45,9 @@ class LightSite(ScriptedSite):
     @override
     def encoded(self, gradient: np.ndarray, exact: bool) -> bytes:
         # The scale of the first block tells one payload from another.
-        return np.random.default_rng().integers(100, 16000, 1, np.uint16).tobytes() + self.payload[2:]
+        return (
+            np.random.default_rng().integers(100, 16000, 1, np.uint16).tobytes() + self.payload[2:]
+        )
 
     @override
     def stepped(self, record: Record, old: Values, payloads: Sequence[Any]) -> Values:
@@ -67,8 +70,13 @@ def measure(sites: int, size: int, at_hub: bool) -> dict[str, Any]:
         command = [sys.executable, "-m", "benchmarks.hub_rounds", "--serve", folder, str(sites)]
         hub = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert hub.stdout is not None
-        terms, values = replace(TERMS, hub_mean="fp4" if at_hub else None), size * 128 // 66 // 128 * 128
-        payload = encoded(np.random.default_rng(0).standard_normal(values).astype(np.float32), "fp4")
+        terms, values = (
+            replace(TERMS, hub_mean="fp4" if at_hub else None),
+            size * 128 // 66 // 128 * 128,
+        )
+        payload = encoded(
+            np.random.default_rng(0).standard_normal(values).astype(np.float32), "fp4"
+        )
         own = replace(run_config(terms), fragments=((("weight", f"({values},)"),),))
         port = int(hub.stdout.readline())
 
@@ -101,7 +109,9 @@ def serve(folder: str, sites: str) -> None:
     """Is the hub, until its input ends."""
     from lightning_sdiloco.federation.server import HubService
 
-    hub = HubService(RUN, Path(folder, "hub.sqlite"), int(sites), "127.0.0.1:0", keys=Path(folder, "keys"))
+    hub = HubService(
+        RUN, Path(folder, "hub.sqlite"), int(sites), "127.0.0.1:0", keys=Path(folder, "keys")
+    )
     hub.start()
     print(hub.port, flush=True)
     sys.stdin.read()
@@ -114,13 +124,23 @@ def main(arguments: list[str] | None = None) -> None:
         serve(*words[1:])
         return
     options = report.options(__doc__, words)
-    places = [(sites, size, at_hub) for size in BYTES for at_hub in (False, True) for sites in SITES]
+    places = [
+        (sites, size, at_hub) for size in BYTES for at_hub in (False, True) for sites in SITES
+    ]
     places = [place for place in places if place[0] ** 2 * place[1] <= MOST or place[2]]
     rows = [measure(*place) for place in (places[:1] if options.quick else places)]
     named = [(f"{row['bytes'] >> 10} KiB, mean at {row['mean']}", row) for row in rows]
-    table = [[name, f"{row['sites']}", f"{row['processor']:.3f}", f"{row['seconds']:.2f}"] for name, row in named]
-    report.show("A round at the hub", ["payloads", "sites", "its processor, s", "a round takes, s"], table)
-    headline = {f"{name}, {row['sites']} sites: s of the hub's processor": row["processor"] for name, row in named}
+    table = [
+        [name, f"{row['sites']}", f"{row['processor']:.3f}", f"{row['seconds']:.2f}"]
+        for name, row in named
+    ]
+    report.show(
+        "A round at the hub", ["payloads", "sites", "its processor, s", "a round takes, s"], table
+    )
+    headline = {
+        f"{name}, {row['sites']} sites: s of the hub's processor": row["processor"]
+        for name, row in named
+    }
     report.write(options.json, headline, report.measured("hub_rounds", options.quick), rows=rows)
 
 

@@ -1,10 +1,11 @@
-"""How fast a payload travels to a hub over a slow link, beside iperf3 over the same link. Linux, root, and iperf3.
+"""How fast a payload travels to a hub over a slow link, beside iperf3 over the same link. Linux,
+root, and iperf3.
 
     python -m benchmarks.hub_transport [--quick] [--json FILE]
 
-A site sends a payload to its hub, with TLS and certificates, and waits until the hub says that it is on its disk. Both
-stand in namespaces with 50 ms between them; TCP is cubic. iperf3 sends as many bytes over as many connections, in turn
-with it, so both see the same machine. Numbers are medians.
+A site sends a payload to its hub, with TLS and certificates, and waits until the hub says that it
+is on its disk. Both stand in namespaces with 50 ms between them; TCP is cubic. iperf3 sends as many
+bytes over as many connections, in turn with it, so both see the same machine. Numbers are medians.
 """
 
 import json
@@ -46,8 +47,19 @@ def iperf3(links: Links, size: int, connections: int) -> float:
     """What iperf3 carries from site 1 to site 0, in Mbit/s."""
     server = links.start(0, ["iperf3", "--server", "--one-off"], stdout=subprocess.DEVNULL)
     time.sleep(1.0)
-    words = ["iperf3", "--client", links.address(0), "--bytes", str(size), "--parallel", str(connections), "--json"]
-    told = subprocess.run(links.command(1, words), check=True, capture_output=True, text=True).stdout
+    words = [
+        "iperf3",
+        "--client",
+        links.address(0),
+        "--bytes",
+        str(size),
+        "--parallel",
+        str(connections),
+        "--json",
+    ]
+    told = subprocess.run(
+        links.command(1, words), check=True, capture_output=True, text=True
+    ).stdout
     server.wait()
     return float(json.loads(told)["end"]["sum_received"]["bits_per_second"]) / 1e6
 
@@ -58,7 +70,9 @@ def serve(folder: str) -> None:
     from lightning_sdiloco.federation.store import BlobStore
     from tests.federation.hubs import Noting
 
-    hub = Hub(Noting(), BlobStore(Path(folder, "store")), RUN, "0.0.0.0:7100", keys=Path(folder, "keys"))
+    hub = Hub(
+        Noting(), BlobStore(Path(folder, "store")), RUN, "0.0.0.0:7100", keys=Path(folder, "keys")
+    )
     hub.start()
     print("ready", flush=True)
     sys.stdin.read()
@@ -90,7 +104,9 @@ def measure(line: Line, repeats: int) -> list[dict[str, Any]]:
     rows = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        Links(2, line.mbit * 1e6, ROUND_TRIP / 2, loss=line.loss, congestion_control="cubic") as links,
+        Links(
+            2, line.mbit * 1e6, ROUND_TRIP / 2, loss=line.loss, congestion_control="cubic"
+        ) as links,
     ):
         init_keys(Path(folder, "keys"), RUN)
         add_keys(Path(folder, "keys"), "site", "site")
@@ -104,7 +120,10 @@ def measure(line: Line, repeats: int) -> list[dict[str, Any]]:
                 site.stdin.flush()
                 ours.append(float(site.stdout.readline()))
             rows.append(line._asdict() | {"size": size, "ours": ours, "iperf3": plain})
-            report.said(f"{line.mbit} Mbit/s, {size // 10**6} MB: {median(ours):.0f} of {median(plain):.0f} Mbit/s")
+            report.said(
+                f"{line.mbit} Mbit/s, {size // 10**6} MB: {median(ours):.0f} of"
+                f" {median(plain):.0f} Mbit/s"
+            )
         for process in (site, hub):
             process.communicate(timeout=30)
     return rows
@@ -114,7 +133,12 @@ def inside(links: Links, site: int, what: str, *arguments: str) -> Any:
     """Starts one of the two ends in its site, and waits until it is ready."""
     words = [sys.executable, "-m", "benchmarks.hub_transport", "--inside", what, *arguments]
     process = links.start(
-        site, words, {"OMP_NUM_THREADS": "1"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        site,
+        words,
+        {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     if process.stdout is None or process.stdout.readline() != "ready\n":
         raise RuntimeError(f"The part {what!r} did not start in site {site}; its error is above.")
@@ -127,12 +151,16 @@ def main(arguments: list[str] | None = None) -> None:
         (serve if words[1] == "serve" else send)(*words[2:])
         return
     options = report.options(__doc__, words)
-    lacks = missing() or (None if shutil.which("iperf3") else "iperf3 is not installed: apt-get install iperf3")
+    lacks = missing() or (
+        None if shutil.which("iperf3") else "iperf3 is not installed: apt-get install iperf3"
+    )
     if lacks:
         raise SystemExit(lacks)
     chosen = [LINES[0]._replace(sizes=(2_000_000,))] if options.quick else LINES
     rows = [row for line in chosen for row in measure(line, 1 if options.quick else 5)]
-    headline = {f"{name_of(row)}: of iperf3": median(row["ours"]) / median(row["iperf3"]) for row in rows}
+    headline = {
+        f"{name_of(row)}: of iperf3": median(row["ours"]) / median(row["iperf3"]) for row in rows
+    }
     headline |= {f"{name_of(row)}: of the link": median(row["ours"]) / row["mbit"] for row in rows}
     table = [[name_of(row), *cells_of(row)] for row in rows]
     report.show("A payload to the hub", ["link and payload", "Mbit/s", "iperf3", "of it"], table)

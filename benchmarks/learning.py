@@ -1,8 +1,10 @@
-"""A training whose loss is followed over time: text, an inner optimizer with a schedule, and what was learned by when.
+"""A training whose loss is followed over time: text, an inner optimizer with a schedule, and what
+was learned by when.
 
-Needs nothing but torch, so that it runs in a peer's Python too. The windows of text come from a file, and what a
-validation would look at goes to files: each rank writes down its model at some steps, and whoever started the ranks
-validates it afterwards. So no validation is in any of the times.
+Needs nothing but torch, so that it runs in a peer's Python too. The windows of text come from a
+file, and what a validation would look at goes to files: each rank writes down its model at some
+steps, and whoever started the ranks validates it afterwards. So no validation is in any of the
+times.
 """
 
 import time
@@ -22,7 +24,8 @@ from benchmarks.models import adamw, lr_factor
 from benchmarks.stamps import Stamps
 
 WINDOWS = "windows.pt"
-"""The file of the windows, in the folder of a case: ``uint8`` of shape ``(steps, windows, context + 1)``."""
+"""The file of the windows, in the folder of a case: ``uint8`` of shape
+``(steps, windows, context + 1)``."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,9 @@ class LearningCase(Case):
 
 
 class Snapshots(Stamps):
-    """Stamps whose clock stands still while the model is written down, and that clip the gradients."""
+    """Stamps whose clock stands still while the model is written down, and that clip the
+    gradients.
+    """
 
     def __init__(self, case: LearningCase, net: nn.Module, rank: int) -> None:
         super().__init__(case.step_seconds)
@@ -100,14 +105,21 @@ class Snapshots(Stamps):
 
     def _write(self, step: int) -> None:
         path = Path(self._case.folder, f"{step}-{self._rank}.pt")
-        spans = {name: series[-1] - series[0] for name, series in (("seconds", self.wall), ("bytes", self.sent))}
+        spans = {
+            name: series[-1] - series[0]
+            for name, series in (("seconds", self.wall), ("bytes", self.sent))
+        }
         # Whole or not at all: the rank may be killed at any time.
         torch.save({**spans, "model": self.model()}, path.with_suffix(".unfinished"))
         path.with_suffix(".unfinished").rename(path)
 
 
-def snapshots(case: LearningCase, ranks: int) -> Iterator[tuple[dict[str, float], dict[str, Tensor]]]:
-    """Yields what the ranks wrote down, step by step: what it took by then, and the mean of their models."""
+def snapshots(
+    case: LearningCase, ranks: int
+) -> Iterator[tuple[dict[str, float], dict[str, Tensor]]]:
+    """Yields what the ranks wrote down, step by step: what it took by then, and the mean of their
+    models.
+    """
     for step in case.snapshot_steps:
         paths = [Path(case.folder, f"{step}-{rank}.pt") for rank in range(ranks)]
         if all(path.exists() for path in paths):
@@ -117,4 +129,10 @@ def snapshots(case: LearningCase, ranks: int) -> Iterator[tuple[dict[str, float]
                 "seconds": max(one["seconds"] for one in found),
                 "bytes": sum(one["bytes"] for one in found) / ranks,
             }
-            yield took, {name: sum(one["model"][name] for one in found) / ranks for name in found[0]["model"]}
+            yield (
+                took,
+                {
+                    name: sum(one["model"][name] for one in found) / ranks
+                    for name in found[0]["model"]
+                },
+            )

@@ -16,7 +16,9 @@ from lightning_sdiloco import StreamingDiLoCoStrategy
 TIMEOUT = timedelta(minutes=10)
 
 
-def streaming(case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int) -> dict[str, Any]:
+def streaming(
+    case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int
+) -> dict[str, Any]:
     """Ours. One step more: the final exchange comes after what is counted."""
     strategy = StreamingDiLoCoStrategy(
         sync_every=case.sync_every,
@@ -27,34 +29,54 @@ def streaming(case: Case, net: nn.Module, batches: Batches, stamps: Stamps, step
         timeout=TIMEOUT,
     )
     _fit(case, net, batches, stamps, steps + 1, strategy)
-    return {**strategy.report(), "fragments": [fragment.nbytes // 4 for fragment in strategy.fragments]}
+    return {
+        **strategy.report(),
+        "fragments": [fragment.nbytes // 4 for fragment in strategy.fragments],
+    }
 
 
-def streaming_defaults(case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int) -> dict[str, Any]:
+def streaming_defaults(
+    case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int
+) -> dict[str, Any]:
     """Ours with H, and its defaults for the rest; the end is that of the final exchange."""
     strategy = StreamingDiLoCoStrategy(sync_every=case.sync_every, timeout=TIMEOUT)
-    stamps.model = lambda: {name.removeprefix("net."): it for name, it in strategy.outer_state_dict().items()}
+    stamps.model = lambda: {
+        name.removeprefix("net."): it for name, it in strategy.outer_state_dict().items()
+    }
     _fit(case, net, batches, stamps, steps, strategy)
     stamps.model = net.state_dict
     stamps.begin()
     return strategy.report()
 
 
-def lightning_alone(case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int) -> dict[str, Any]:
+def lightning_alone(
+    case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int
+) -> dict[str, Any]:
     """A Trainer in each rank that knows nothing of the others."""
     fit(Timed(net, stamps, case.inner), batches, steps + 1, devices=1)
     return {}
 
 
-def lightning_ddp(case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int) -> dict[str, Any]:
+def lightning_ddp(
+    case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int
+) -> dict[str, Any]:
     """Lightning's DDP. Ranks start alike, so it need not send the weights around first."""
     _fit(case, net, batches, stamps, steps + 1, DDPStrategy(init_sync=False, timeout=TIMEOUT))
     return {}
 
 
-def _fit(case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int, strategy: Any) -> None:
+def _fit(
+    case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int, strategy: Any
+) -> None:
     nodes = int(os.environ["WORLD_SIZE"])
-    fit(Timed(net, stamps, case.inner), batches, steps, strategy=strategy, devices=1, num_nodes=nodes)
+    fit(
+        Timed(net, stamps, case.inner),
+        batches,
+        steps,
+        strategy=strategy,
+        devices=1,
+        num_nodes=nodes,
+    )
 
 
 LOOPS: dict[str, Loop] = {

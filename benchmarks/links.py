@@ -26,7 +26,9 @@ def missing() -> str | None:
     if sys.platform != "linux":
         return "Slow links are made of Linux network namespaces, and this is not Linux."
     if os.geteuid() != 0:
-        return "Slow links are made of network namespaces, which need root. Run the command as root."
+        return (
+            "Slow links are made of network namespaces, which need root. Run the command as root."
+        )
     if shutil.which("ip") is None or shutil.which("unshare") is None:
         return "Slow links need the commands ip and unshare. Install the packages iproute2 and util-linux."
     if not Path("/dev/net/tun").exists():
@@ -44,10 +46,11 @@ def enter(namespace: str) -> None:
 class Links:
     """Sites joined by slow links, for the time of a ``with`` block.
 
-    Site ``i`` is a network namespace of its own with the address ``10.77.0.(i + 1)`` on the interface ``wan0`` and the
-    host name ``site<i>``, which all sites resolve. Its link has a rate in each direction, and all packets from one site
-    to another take the same time. Namespaces are named after this process, so several processes may have links at the
-    same time; they then share the cores.
+    Site ``i`` is a network namespace of its own with the address ``10.77.0.(i + 1)`` on the
+    interface ``wan0`` and the host name ``site<i>``, which all sites resolve. Its link has a rate
+    in each direction, and all packets from one site to another take the same time. Namespaces are
+    named after this process, so several processes may have links at the same time; they then share
+    the cores.
 
     Args:
         sites: Number of sites.
@@ -55,9 +58,12 @@ class Links:
         one_way_delay: Seconds that a packet takes from a site to another one, half a round trip.
         loss: Share of the packets that are lost.
         queue: Seconds of data that wait before a link at most; more is dropped.
-        congestion_control: That of TCP in all sites, such as ``"bbr"`` or ``"cubic"``; None: that of the machine.
-        slow_start_after_idle: Whether TCP starts slowly again after it was idle, which is Linux's default.
-        buffers: Bytes that a TCP connection may buffer at most in each direction; None: the machine's default.
+        congestion_control: That of TCP in all sites, such as ``"bbr"`` or ``"cubic"``; None: that
+            of the machine.
+        slow_start_after_idle: Whether TCP starts slowly again after it was idle, which is Linux's
+            default.
+        buffers: Bytes that a TCP connection may buffer at most in each direction; None: the
+            machine's default.
 
     Raises:
         RuntimeError: If this machine lacks something; see `missing`.
@@ -78,12 +84,23 @@ class Links:
         buffers: int | None = 32 << 20,
     ) -> None:
         self.names = [f"sdl{os.getpid()}x{site}" for site in range(sites)]
-        self._link = {"rate": (rate or 0.0) / 8, "delay": one_way_delay, "loss": loss, "queue": queue}
-        self._sysctl = {"tcp_slow_start_after_idle": str(int(slow_start_after_idle)), "tcp_no_metrics_save": "1"}
+        self._link = {
+            "rate": (rate or 0.0) / 8,
+            "delay": one_way_delay,
+            "loss": loss,
+            "queue": queue,
+        }
+        self._sysctl = {
+            "tcp_slow_start_after_idle": str(int(slow_start_after_idle)),
+            "tcp_no_metrics_save": "1",
+        }
         if congestion_control is not None:
             self._sysctl["tcp_congestion_control"] = congestion_control
         if buffers is not None:
-            self._sysctl |= {"tcp_rmem": f"4096 131072 {buffers}", "tcp_wmem": f"4096 65536 {buffers}"}
+            self._sysctl |= {
+                "tcp_rmem": f"4096 131072 {buffers}",
+                "tcp_wmem": f"4096 65536 {buffers}",
+            }
         self._emulator: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Links:
@@ -97,7 +114,10 @@ class Links:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._close()
 
@@ -105,7 +125,9 @@ class Links:
         return f"10.77.0.{site + 1}"
 
     def environment(self, site: int, port: int = 29500) -> dict[str, str]:
-        """What a process group of one rank per site needs; Lightning takes such ranks for launched by hand."""
+        """What a process group of one rank per site needs; Lightning takes such ranks for launched
+        by hand.
+        """
         return {
             "GLOO_SOCKET_IFNAME": self.interface,
             "MASTER_ADDR": self.address(0),
@@ -119,12 +141,30 @@ class Links:
     def command(self, site: int, words: Sequence[str]) -> list[str]:
         """The words of a command that runs another one in a site."""
         name_host = f'hostname site{site}; exec "$@"'
-        return ["ip", "netns", "exec", self.names[site], "unshare", "--uts", "sh", "-c", name_host, "sh", *words]
+        return [
+            "ip",
+            "netns",
+            "exec",
+            self.names[site],
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            name_host,
+            "sh",
+            *words,
+        ]
 
     def start(
-        self, site: int, words: Sequence[str], environment: Mapping[str, str] | None = None, **popen: Any
+        self,
+        site: int,
+        words: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        **popen: Any,
     ) -> subprocess.Popen[Any]:
-        return subprocess.Popen(self.command(site, words), env={**os.environ, **(environment or {})}, **popen)
+        return subprocess.Popen(
+            self.command(site, words), env={**os.environ, **(environment or {})}, **popen
+        )
 
     def enter(self, site: int) -> None:
         """Moves this process into a site: for a process that was forked for it."""
@@ -137,7 +177,9 @@ class Links:
         self._emulator.stdin.write(json.dumps({"site": site, **link}) + "\n")
 
     def _open(self) -> None:
-        hosts = "127.0.0.1 localhost\n" + "".join(f"{self.address(s)} site{s}\n" for s in range(len(self.names)))
+        hosts = "127.0.0.1 localhost\n" + "".join(
+            f"{self.address(s)} site{s}\n" for s in range(len(self.names))
+        )
         for name in self.names:
             subprocess.run(["ip", "netns", "add", name], check=True)
             folder = Path("/etc/netns", name)
@@ -148,7 +190,9 @@ class Links:
         words = [sys.executable, "-S", "-E", str(Path(__file__).with_name("emulator.py"))]
         choices = json.dumps({"link": self._link, "sites": sites})
         pipe = subprocess.PIPE
-        self._emulator = subprocess.Popen([*words, choices], stdin=pipe, stdout=pipe, text=True, bufsize=1)
+        self._emulator = subprocess.Popen(
+            [*words, choices], stdin=pipe, stdout=pipe, text=True, bufsize=1
+        )
         assert self._emulator.stdout is not None
         if self._emulator.stdout.readline() != "ready\n":
             raise RuntimeError("The emulator of the links did not start; its error is above.")
@@ -157,7 +201,9 @@ class Links:
             subprocess.run(["ip", "netns", "exec", name, "sysctl", "-qw", *settings], check=True)
 
     def _allow(self, congestion_control: str | None) -> None:
-        """In a namespace only the default one may be chosen, and those that are allowed for everyone."""
+        """In a namespace only the default one may be chosen, and those that are allowed for
+        everyone.
+        """
         allowed = _CONGESTION_CONTROLS.read_text().split()
         if congestion_control is not None and congestion_control not in allowed:
             _CONGESTION_CONTROLS.write_text(" ".join([*allowed, congestion_control]))

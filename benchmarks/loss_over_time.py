@@ -1,16 +1,20 @@
-"""When which method has reached which loss on a slow link: two sites, 100 Mbit/s, 50 ms round trip, real processes.
+"""When which method has reached which loss on a slow link: two sites, 100 Mbit/s, 50 ms round trip,
+real processes.
 
     python -m benchmarks.loss_over_time [--quick] [--json FILE] [--picture FILE]
 
-Every site is a network namespace with one rank that really computes, so this needs root and an idle machine of two
-cores. All methods start from the same weights and see the same windows of text in the same order, 16 tokens for each
-parameter, with the same two learning rates of the inner optimizer. A run ends when its tokens are used up or after 15
-minutes. Losses are those of snapshots, validated after the run: no validation is in the times.
+Every site is a network namespace with one rank that really computes, so this needs root and an idle
+machine of two cores. All methods start from the same weights and see the same windows of text in
+the same order, 16 tokens for each parameter, with the same two learning rates of the inner
+optimizer. A run ends when its tokens are used up or after 15 minutes. Losses are those of
+snapshots, validated after the run: no validation is in the times.
 
-Methods that exchange in every step hardly compute, so their runs share the machine, over links of their own. With
---json every row is kept at once, and rows that the file has are not measured again, unless they failed.
+Methods that exchange in every step hardly compute, so their runs share the machine, over links of
+their own. With --json every row is kept at once, and rows that the file has are not measured again,
+unless they failed.
 
-The peers need Pythons of their own: benchmarks/peers/install.sh. One that is not there is left out, with the reason.
+The peers need Pythons of their own: benchmarks/peers/install.sh. One that is not there is left out,
+with the reason.
 """
 
 import json
@@ -85,13 +89,25 @@ class Plan:
 
     def key(self) -> Row:
         case = {name: value for name, value in asdict(self.case).items() if name != "folder"}
-        return {"method": self.method, "steps": self.steps, "mbit_s": self.mbit_s, "beside": self.beside, "case": case}
+        return {
+            "method": self.method,
+            "steps": self.steps,
+            "mbit_s": self.mbit_s,
+            "beside": self.beside,
+            "case": case,
+        }
 
 
 def case(quick: bool, lr: float) -> LearningCase:
-    """What is trained. The cut and the mixing are those of torchft, which has no defaults for them that suit."""
+    """What is trained. The cut and the mixing are those of torchft, which has no defaults for them
+    that suit.
+    """
     size = TINY if quick else DEMONSTRATED
-    steps = 20 if quick else round(TOKENS_PER_PARAMETER * parameters(size) / (SITES * BATCH * size.context))
+    steps = (
+        20
+        if quick
+        else round(TOKENS_PER_PARAMETER * parameters(size) / (SITES * BATCH * size.context))
+    )
     return LearningCase(
         size,
         fragments=2,
@@ -108,7 +124,9 @@ def case(quick: bool, lr: float) -> LearningCase:
 
 def plans(quick: bool) -> Iterator[list[Plan]]:
     rates = RATES[1:] if quick else RATES
-    methods = ["streaming_defaults", "ddp"] if quick else [name for name in METHODS if name not in ALONE]
+    methods = (
+        ["streaming_defaults", "ddp"] if quick else [name for name in METHODS if name not in ALONE]
+    )
     few = max(1, case(quick, RATES[1]).steps // 30)
     for method in ALONE[:1] if quick else ALONE:
         yield [Plan(method, RATES[1], 10 * few, None, 0, case(quick, RATES[1]))]
@@ -116,18 +134,22 @@ def plans(quick: bool) -> Iterator[list[Plan]]:
         if method in EVERY_STEP and quick:
             continue
         if method in EVERY_STEP:
-            # How long a step takes where nothing else runs, to compare with the runs that share the machine.
+            # How long a step takes where nothing else runs, to compare with the runs that share the
+            # machine.
             yield [Plan(method, RATES[1], few, MBIT_S, 0, case(quick, RATES[1]))]
         else:
             for lr in rates:
                 yield [Plan(method, lr, case(quick, lr).steps, MBIT_S, 0, case(quick, lr))]
     beside = [(method, lr) for method in methods if method in EVERY_STEP for lr in rates]
-    yield [Plan(m, lr, case(quick, lr).steps, MBIT_S, len(beside) - 1, case(quick, lr)) for m, lr in beside]
+    yield [
+        Plan(m, lr, case(quick, lr).steps, MBIT_S, len(beside) - 1, case(quick, lr))
+        for m, lr in beside
+    ]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Measuring
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 class Validation:
@@ -138,7 +160,9 @@ class Validation:
         self._net = size.make()
 
     def write_windows(self, path: Path, steps: int) -> None:
-        """Writes the windows of all groups, and some more for loops that begin a step that does not count."""
+        """Writes the windows of all groups, and some more for loops that begin a step that does
+        not count.
+        """
         batches = self._text.batches(SEED, SITES * BATCH)
         windows = []
         for _ in range(steps + 4):
@@ -159,11 +183,15 @@ def measure(quick: bool, path: Path | None) -> list[Row]:
     rows: list[Row] = [row for row in kept if "reason" not in row]
     validation = Validation(case(quick, RATES[0]).size)
     for together in plans(quick):
-        wanted = [plan for plan in together if not any(row.items() >= plan.key().items() for row in rows)]
+        wanted = [
+            plan for plan in together if not any(row.items() >= plan.key().items() for row in rows)
+        ]
         for row in measured(wanted, validation):
             rows.append(row)
             report.write(path, headline(rows), report.measured("loss_over_time", quick), rows=rows)
-            report.said(f"{row['method']}, rate {row['case']['lr']:g}: {row.get('reason') or told(row)}")
+            report.said(
+                f"{row['method']}, rate {row['case']['lr']:g}: {row.get('reason') or told(row)}"
+            )
     return rows
 
 
@@ -177,7 +205,9 @@ def measured(together: list[Plan], validation: Validation) -> Iterator[Row]:
             validation.write_windows(own / WINDOWS, plan.case.steps)
             placed = replace(plan.case, folder=str(own))
             limit = LIMIT + 60
-            jobs.append(Job(plan.method, placed, SITES, plan.mbit_s, 0, plan.steps, ROUND_TRIP / 2, limit))
+            jobs.append(
+                Job(plan.method, placed, SITES, plan.mbit_s, 0, plan.steps, ROUND_TRIP / 2, limit)
+            )
         with ThreadPoolExecutor(max(1, len(jobs))) as pool:
             # A peer's Python, and several at a time, are processes of their own.
             alone = len(jobs) == 1 and jobs[0].method != "torchft"
@@ -187,7 +217,9 @@ def measured(together: list[Plan], validation: Validation) -> Iterator[Row]:
 
 
 def judged(plan: Plan, job: Job, found: Found, validation: Validation) -> Row:
-    """What is written down of a run: its points if it is one that learns, else how long a step took."""
+    """What is written down of a run: its points if it is one that learns, else how long a step
+    took.
+    """
     if "seconds" not in found and "did not finish" not in found.get("reason", ""):
         return {"reason": found["reason"]}
     if plan.steps < plan.case.steps:
@@ -200,14 +232,17 @@ def judged(plan: Plan, job: Job, found: Found, validation: Validation) -> Row:
         if took["seconds"] <= LIMIT
     ]
     last = points[-1]
-    each = {"step_seconds": last["seconds"] / last["step"], "bytes_per_step": last["bytes"] / last["step"]}
+    each = {
+        "step_seconds": last["seconds"] / last["step"],
+        "bytes_per_step": last["bytes"] / last["step"],
+    }
     told = {"told": found["told"]} if "told" in found else {}
     return {**each, "finished": last["step"] == plan.steps, "points": points, **told}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # What it means
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 def told(row: Row) -> str:
@@ -217,7 +252,9 @@ def told(row: Row) -> str:
 
 def curves(rows: list[Row]) -> list[Row]:
     """The rows of runs that learn, in the order of the methods."""
-    return [row for method in METHODS for row in rows if row["method"] == method and "points" in row]
+    return [
+        row for method in METHODS for row in rows if row["method"] == method and "points" in row
+    ]
 
 
 def final(row: Row) -> float:
@@ -238,7 +275,9 @@ def seconds_to(row: Row, loss: float) -> float | None:
 
 
 def targets(rows: list[Row]) -> dict[str, float]:
-    """The losses to reach: where DDP ends, what all whole runs reach, and what those reach too that were stopped."""
+    """The losses to reach: where DDP ends, what all whole runs reach, and what those reach too
+    that were stopped.
+    """
     ends = {method: final(row) for method, row in best(rows).items()}
     whole = [final(row) for row in best(rows).values() if row["finished"]]
     found = {"DDP's last loss": ends["ddp"]} if "ddp" in ends else {}
@@ -250,7 +289,10 @@ def targets(rows: list[Row]) -> dict[str, float]:
 
 
 def without_exchange(rows: list[Row], method: str = "alone") -> float | None:
-    return next((row["step_seconds"] for row in rows if row["method"] == method and "step_seconds" in row), None)
+    return next(
+        (row["step_seconds"] for row in rows if row["method"] == method and "step_seconds" in row),
+        None,
+    )
 
 
 def headline(rows: list[Row]) -> dict[str, float]:
@@ -280,22 +322,35 @@ def show(rows: list[Row]) -> None:
                 f"{row['case']['lr']:g}",
                 f"{1000 * row['step_seconds']:.1f}",
                 f"{last['bytes'] / 1e6:,.1f}",
-                f"{last['seconds']:.0f}" + ("" if row["finished"] else f" (stopped at step {last['step']:,})"),
+                f"{last['seconds']:.0f}"
+                + ("" if row["finished"] else f" (stopped at step {last['step']:,})"),
                 f"{last['loss']:.3f}",
                 *("-" if seconds is None else f"{seconds:.0f}" for seconds in reached),
             ]
         )
-    columns = ["method", "inner rate", "ms per step", "MB sent per rank", "seconds in all", "last loss"]
+    columns = [
+        "method",
+        "inner rate",
+        "ms per step",
+        "MB sent per rank",
+        "seconds in all",
+        "last loss",
+    ]
     goal_columns = [f"seconds to {loss:.3f}" for loss in goals.values()]
     size = next(iter(rows))["case"]
     for method in ALONE:
         if (bound := without_exchange(rows, method)) is not None:
             each, whole = f"{1000 * bound:.1f}", f"{bound * size['steps']:.0f}"
             table.append([METHODS[method][0], "", each, "0", whole, *[""] * (1 + len(goals))])
-    caption = "; ".join(f"{loss:.3f}: {name}" for name, loss in goals.items()) + ". At the first snapshot as good."
+    caption = (
+        "; ".join(f"{loss:.3f}: {name}" for name, loss in goals.items())
+        + ". At the first snapshot as good."
+    )
     title = f"{parameters(Size(**size['size'])):,} parameters, {size['steps']:,} steps, {MBIT_S:g} Mbit/s"
     report.show(title, columns + goal_columns, table, caption)
-    for reason in dict.fromkeys(f"{METHODS[r['method']][0]}: {r['reason']}" for r in rows if "reason" in r):
+    for reason in dict.fromkeys(
+        f"{METHODS[r['method']][0]}: {r['reason']}" for r in rows if "reason" in r
+    ):
         print(f"\nLeft out: {reason}")
 
 
@@ -307,17 +362,34 @@ def draw(rows: list[Row], path: Path | None) -> None:
     for method, row in best(rows).items():
         name, color = METHODS[method]
         last = row["points"][-1]
-        label = f"{name}: {last['loss']:.3f} after {last['seconds']:.0f} s" + ("" if row["finished"] else ", stopped")
-        points = [point["seconds"] for point in row["points"]], [point["loss"] for point in row["points"]]
-        axes.plot(*points, "o-", color=color, label=label, markersize=4, linewidth=2.5 if color == RED else 1.5)
+        label = f"{name}: {last['loss']:.3f} after {last['seconds']:.0f} s" + (
+            "" if row["finished"] else ", stopped"
+        )
+        points = (
+            [point["seconds"] for point in row["points"]],
+            [point["loss"] for point in row["points"]],
+        )
+        axes.plot(
+            *points,
+            "o-",
+            color=color,
+            label=label,
+            markersize=4,
+            linewidth=2.5 if color == RED else 1.5,
+        )
     bound, steps = without_exchange(rows), rows[0]["case"]["steps"]
     if bound is not None:
         label = f"without any exchange: {bound * steps:.0f} s"
         axes.axvline(bound * steps, color=GREY, linestyle=":", label=label)
     axes.set_xscale("log")
-    axes.set_xticks([5, 10, 30, 60, 120, 300, 600], ["5 s", "10 s", "30 s", "1 min", "2 min", "5 min", "10 min"])
+    axes.set_xticks(
+        [5, 10, 30, 60, 120, 300, 600], ["5 s", "10 s", "30 s", "1 min", "2 min", "5 min", "10 min"]
+    )
     axes.minorticks_off()
-    axes.set_xlabel(f"time on a link of {MBIT_S:g} Mbit/s with a round trip of {1000 * ROUND_TRIP:g} ms, measured")
+    axes.set_xlabel(
+        f"time on a link of {MBIT_S:g} Mbit/s with a round trip of {1000 * ROUND_TRIP:g} ms,"
+        " measured"
+    )
     axes.set_ylabel("validation loss, nats per byte")
     picture.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     save(picture, path)

@@ -2,10 +2,10 @@
 
     python -m benchmarks.memory [--quick] [--json FILE] [--picture FILE]
 
-First how much the resident memory of a rank grows while it trains, for each method, without and with the end, at which
-the last exchange lands. Then the engine alone in real processes: the processor time that a launch and a landing take
-from the training thread, and what the background takes.
-The peers need Pythons of their own: benchmarks/peers/install.sh.
+First how much the resident memory of a rank grows while it trains, for each method, without and
+with the end, at which the last exchange lands. Then the engine alone in real processes: the
+processor time that a launch and a landing take from the training thread, and what the background
+takes. The peers need Pythons of their own: benchmarks/peers/install.sh.
 """
 
 import gc
@@ -48,24 +48,30 @@ PEAKS = {"memory": "bytes per parameter", "memory_to_the_end": "bytes per parame
 
 Row = dict[str, Any]
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Memory
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 def memory(sizes: dict[str, Size], methods: list[str]) -> list[Row]:
     """How much a rank grows while it trains, with an inner optimizer that has no state."""
     # Several rounds, so that everything that is kept or in flight has been there at once.
     wanted = {
-        (name, method): Job(method, Case(size, 4, step_seconds=0.0, sync_every=8, overlap_steps=1), 2, None, 1, 22)
+        (name, method): Job(
+            method, Case(size, 4, step_seconds=0.0, sync_every=8, overlap_steps=1), 2, None, 1, 22
+        )
         for name, size in sizes.items()
         for method in methods
     }
     rows = []
-    for ((name, method), job), (_, found) in zip(wanted.items(), results(list(wanted.values())), strict=True):
+    for ((name, method), job), (_, found) in zip(
+        wanted.items(), results(list(wanted.values())), strict=True
+    ):
         numel = parameters(job.case.size)
         rows.append({"size": name, "parameters": numel, "method": method, **found})
-        peaks = [f"{found[peak] / numel:.1f} {unit}" for peak, unit in PEAKS.items() if peak in found]
+        peaks = [
+            f"{found[peak] / numel:.1f} {unit}" for peak, unit in PEAKS.items() if peak in found
+        ]
         report.said(f"{name}, {method}: {', '.join(peaks) or found['reason']}")
     return rows
 
@@ -75,9 +81,9 @@ def parameters(size: Size) -> int:
         return sum(parameter.numel() for parameter in size.make().parameters())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Flights
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,9 @@ def flown(flights: Flights, rank: int, world_size: int) -> Row:
     """What the flights of one rank cost, each the median, in seconds of processor time."""
     net = flights.size.make()
     patterns = Case(flights.size, flights.fragments).patterns("")
-    engine = StreamingDiLoCo(net, sync_every=2 * flights.fragments, overlap_steps=1, fragments=patterns)
+    engine = StreamingDiLoCo(
+        net, sync_every=2 * flights.fragments, overlap_steps=1, fragments=patterns
+    )
     gc.disable()
     launches: list[float] = []
     landings: list[float] = []
@@ -120,7 +128,9 @@ def flown(flights: Flights, rank: int, world_size: int) -> Row:
     return {
         "launch": median(launches[1:]),
         "landing": median(landings[1:]),
-        "background": max(0.0, median(everything[1:]) - median(launches[1:]) - median(landings[1:])),
+        "background": max(
+            0.0, median(everything[1:]) - median(launches[1:]) - median(landings[1:])
+        ),
         "bytes": told["bytes_sent"] / told["landings"],
     }
 
@@ -131,22 +141,30 @@ def costs(wanted: dict[str, Flights]) -> list[Row]:
         found = run_ranks(partial(flown, flights), flights.groups, timeout=900)[0]
         numel = parameters(flights.size)
         rows.append({"name": name, **asdict(flights), "parameters": numel, **found})
-        report.said(f"{name}: launch {1e3 * found['launch']:.2f} ms, landing {1e3 * found['landing']:.2f} ms")
+        report.said(
+            f"{name}: launch {1e3 * found['launch']:.2f} ms, landing"
+            f" {1e3 * found['landing']:.2f} ms"
+        )
     return rows
 
 
 def flights(quick: bool) -> dict[str, Flights]:
     if quick:
-        return {"tiny": Flights(QUICK["tiny"], rounds=2), "tiny, M=4": Flights(QUICK["tiny"], groups=4, rounds=2)}
+        return {
+            "tiny": Flights(QUICK["tiny"], rounds=2),
+            "tiny, M=4": Flights(QUICK["tiny"], groups=4, rounds=2),
+        }
     over_size = {f"{name} parameters": Flights(size) for name, size in SIZES.items()}
     over_groups = {f"10M, M={groups}": Flights(SIZES["10M"], groups=groups) for groups in (4, 8)}
-    over_fragments = {f"10M, P={count}": Flights(SIZES["10M"], fragments=count) for count in (1, 2, 8)}
+    over_fragments = {
+        f"10M, P={count}": Flights(SIZES["10M"], fragments=count) for count in (1, 2, 8)
+    }
     return over_size | over_groups | over_fragments
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Report
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 def headline(memories: list[Row], flown: list[Row]) -> dict[str, float]:
@@ -163,17 +181,29 @@ def headline(memories: list[Row], flown: list[Row]) -> dict[str, float]:
 
 
 def show(memories: list[Row], flown: list[Row]) -> None:
-    for peak, caption in {"memory": "until the last inner step", "memory_to_the_end": "with the end"}.items():
+    for peak, caption in {
+        "memory": "until the last inner step",
+        "memory_to_the_end": "with the end",
+    }.items():
         show_peaks(memories, peak, f"Peak memory of a rank over that before training, {caption}")
-    for reason in dict.fromkeys(f"{METHODS[r['method']][0]}: {r['reason']}" for r in memories if "reason" in r):
+    for reason in dict.fromkeys(
+        f"{METHODS[r['method']][0]}: {r['reason']}" for r in memories if "reason" in r
+    ):
         print(f"\nLeft out: {reason}")
     table = []
     for row in flown:
         values = row["parameters"] / row["fragments"]
         times = [f"{1e3 * row[what]:.2f}" for what in ("launch", "landing", "background")]
         each = [f"{row[what] * 1e9 / values:.2f}" for what in ("launch", "landing", "background")]
-        shape = [str(row["groups"]), str(row["fragments"]), f"{values:,.0f}", f"{row['bytes']:,.0f}"]
-        table.append([row["name"], *shape, *(f"{a} ({b})" for a, b in zip(times, each, strict=True))])
+        shape = [
+            str(row["groups"]),
+            str(row["fragments"]),
+            f"{values:,.0f}",
+            f"{row['bytes']:,.0f}",
+        ]
+        table.append(
+            [row["name"], *shape, *(f"{a} ({b})" for a, b in zip(times, each, strict=True))]
+        )
     columns = ["", "M", "P", "values in a fragment", "bytes sent per flight"]
     columns += [f"{what}, ms (ns per value)" for what in ("launch", "landing", "background")]
     caption = "Processor time of a flight: of the training thread at launch and landing, of all others between them."
@@ -187,7 +217,9 @@ def show_peaks(memories: list[Row], peak: str, caption: str) -> None:
         cells = []
         for size, numel in sizes:
             row = next(row for row in memories if (row["method"], row["size"]) == (method, size))
-            cells.append(f"{row[peak] / 1e6:,.0f} ({row[peak] / numel:.1f})" if peak in row else "-")
+            cells.append(
+                f"{row[peak] / 1e6:,.0f} ({row[peak] / numel:.1f})" if peak in row else "-"
+            )
         table.append([METHODS[method][0], *cells])
     columns = ["method", *(f"{numel:,} parameters" for _, numel in sizes)]
     report.show(f"{caption}, MB (bytes per parameter)", columns, table)
@@ -199,7 +231,10 @@ def draw(memories: list[Row], flown: list[Row], path: Path | None) -> None:
     picture, (left, right) = figure(columns=2, height=3.4)
     for method, (label, color) in METHODS.items():
         found = [row for row in memories if row["method"] == method and "memory" in row]
-        points = [row["parameters"] for row in found], [row["memory"] / row["parameters"] for row in found]
+        points = (
+            [row["parameters"] for row in found],
+            [row["memory"] / row["parameters"] for row in found],
+        )
         left.plot(*points, "o-", color=color, label=label)
     left.set_title("peak memory, bytes per parameter")
     left.set_ylim(bottom=0)

@@ -1,7 +1,7 @@
 """The model that the benchmarks train: the one of the examples, in several sizes.
 
-The examples are scripts, not a package, so their folder is put on the path. What they hold is one model and one text
-for everybody who measures something here.
+The examples are scripts, not a package, so their folder is put on the path. What they hold is one
+model and one text for everybody who measures something here.
 """
 
 import math
@@ -54,12 +54,20 @@ def next_byte_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def adamw(
-    parameters: Iterable[nn.Parameter], lr: float, weight_decay: float, kind: Callable[..., AdamW] = AdamW
+    parameters: Iterable[nn.Parameter],
+    lr: float,
+    weight_decay: float,
+    kind: Callable[..., AdamW] = AdamW,
 ) -> AdamW:
-    """The inner optimizer of all trainings whose loss is compared, or one like it; norms have no weight decay."""
+    """The inner optimizer of all trainings whose loss is compared, or one like it; norms have no
+    weight decay.
+    """
     every = list(parameters)
     matrices, vectors = [p for p in every if p.dim() > 1], [p for p in every if p.dim() <= 1]
-    parts = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    parts = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return kind(parts, lr=lr, betas=(0.9, 0.95), fused=True)
 
 
@@ -72,7 +80,9 @@ def lr_factor(step: int, steps: int, warmup: int) -> float:
 
 
 def random_batches(size: Size, batch: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """A few batches of random bytes, again and again: what they say matters for neither time nor bytes nor memory."""
+    """A few batches of random bytes, again and again: what they say matters for neither time nor
+    bytes nor memory.
+    """
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(256, (8, batch, size.context + 1), generator=generator)
     while True:

@@ -1,13 +1,14 @@
-"""What everything costs on a link that costs nothing: two worker groups against two Trainers on their own.
+"""What everything costs on a link that costs nothing: two worker groups against two Trainers on
+their own.
 
     python -m benchmarks.overhead [--quick] [--json FILE] [--picture FILE]
 
-Both pairs of processes train the same model on the same cores, with real work in every step. They take turns of one
-round, while the other pair sleeps; the ratio is taken between neighbouring turns, so that what else the machine does
-hits both alike. A round has every launch and every landing once.
+Both pairs of processes train the same model on the same cores, with real work in every step. They
+take turns of one round, while the other pair sleeps; the ratio is taken between neighbouring turns,
+so that what else the machine does hits both alike. A round has every launch and every landing once.
 
-Where the memory of a process comes to lie decides over a percent of its step time, as long as it lives. So all of it is
-done several times, in new processes.
+Where the memory of a process comes to lie decides over a percent of its step time, as long as it
+lives. So all of it is done several times, in new processes.
 """
 
 import multiprocessing
@@ -49,7 +50,9 @@ class Case:
 
     @property
     def first(self) -> int:
-        """The step with which the first turn starts: from here on every round has all launches and landings."""
+        """The step with which the first turn starts: from here on every round has all launches and
+        landings.
+        """
         return 2 * self.sync_every + self.overlap_steps - 1
 
     @property
@@ -73,7 +76,9 @@ class Seconds(NamedTuple):
 
 
 class Turns:
-    """Lets two pairs of ranks run by turns: plain, streaming, streaming, plain, plain, and so on."""
+    """Lets two pairs of ranks run by turns: plain, streaming, streaming, plain, plain, and so
+    on.
+    """
 
     def __init__(self, case: Case, barrier: Barrier, mine: int) -> None:
         self._case = case
@@ -126,7 +131,10 @@ def trained(case: Case, barrier: Barrier, rank: int, world_size: int) -> Told:
         compression=case.compression,
     )
     fit(module, batches, case.steps, strategy=strategy, devices=2)
-    return turns.found, {**strategy.report(), "fragments": [fragment.nbytes // 4 for fragment in strategy.fragments]}
+    return turns.found, {
+        **strategy.report(),
+        "fragments": [fragment.nbytes // 4 for fragment in strategy.fragments],
+    }
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -135,12 +143,17 @@ def measure(case: Case) -> dict[str, Any]:
     for number in range(case.runs):
         pairs, told = run(case)
         runs.append(pairs)
-        medians = ", ".join(f"{what} {median(ratio(pair, what) for pair in pairs):.3f}" for what in TARGETS)
+        medians = ", ".join(
+            f"{what} {median(ratio(pair, what) for pair in pairs):.3f}" for what in TARGETS
+        )
         report.said(f"run {number + 1} of {case.runs}: {medians}")
     pairs = [pair for own in runs for pair in own]
     return {
         "case": asdict(case),
-        "runs": [[{name: seconds._asdict() for name, seconds in pair.items()} for pair in own] for own in runs],
+        "runs": [
+            [{name: seconds._asdict() for name, seconds in pair.items()} for pair in own]
+            for own in runs
+        ],
         "plain_step_s": median(pair["plain"].wall for pair in pairs),
         "wall": [ratio(pair, "wall") for pair in pairs],
         "cpu": [ratio(pair, "cpu") for pair in pairs],
@@ -149,11 +162,17 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def run(case: Case) -> tuple[list[dict[str, Seconds]], dict[str, Any]]:
-    """All turns of both pairs in four processes; returns each two that belong together, and what a rank told."""
+    """All turns of both pairs in four processes; returns each two that belong together, and what a
+    rank told.
+    """
     barrier = multiprocessing.get_context("fork").Barrier(4)
     ranks = run_processes(partial(trained, case, barrier), 4, timeout=3600)
-    streaming, plain = (list(map(both, *(found for found, _ in pair))) for pair in (ranks[:2], ranks[2:]))
-    return [{"streaming": one, "plain": other} for one, other in zip(streaming, plain, strict=True)], ranks[0][1]
+    streaming, plain = (
+        list(map(both, *(found for found, _ in pair))) for pair in (ranks[:2], ranks[2:])
+    )
+    return [
+        {"streaming": one, "plain": other} for one, other in zip(streaming, plain, strict=True)
+    ], ranks[0][1]
 
 
 def both(one: Seconds, other: Seconds) -> Seconds:
@@ -176,7 +195,11 @@ def row(name: str, found: dict[str, Any]) -> list[str]:
 
 
 def headline(results: dict[str, dict[str, Any]]) -> dict[str, float]:
-    return {f"{name}: {what} ratio": median(found[what]) for name, found in results.items() for what in ("wall", "cpu")}
+    return {
+        f"{name}: {what} ratio": median(found[what])
+        for name, found in results.items()
+        for what in ("wall", "cpu")
+    }
 
 
 def draw(results: dict[str, dict[str, Any]], path: Path | None) -> None:
@@ -189,7 +212,12 @@ def draw(results: dict[str, dict[str, Any]], path: Path | None) -> None:
         for offset, (what, color) in zip((0.15, -0.15), _COLORS.items(), strict=True):
             values, at = by_run(found, what), -place + offset
             axes.plot(
-                values, [at] * len(values), "o", color=color, alpha=0.5, label=_LEGEND[what] if not place else None
+                values,
+                [at] * len(values),
+                "o",
+                color=color,
+                alpha=0.5,
+                label=_LEGEND[what] if not place else None,
             )
             axes.plot([median(found[what])] * 2, [at - 0.12, at + 0.12], color=color, linewidth=2.5)
         labels.append(f"{name} parameters")
@@ -218,7 +246,12 @@ def main(arguments: list[str] | None = None) -> None:
     for name, case in (QUICK if options.quick else CASES).items():
         report.said(f"{name} parameters")
         results[name] = measure(case)
-        report.write(options.json, headline(results), report.measured("overhead", options.quick), results=results)
+        report.write(
+            options.json,
+            headline(results),
+            report.measured("overhead", options.quick),
+            results=results,
+        )
     columns = [
         "parameters",
         "fragments",

@@ -1,16 +1,19 @@
-"""The ablations of Streaming DiLoCo (arXiv 2501.18512) in shape: does the order of the losses agree with the paper?
+"""The ablations of Streaming DiLoCo (arXiv 2501.18512) in shape: does the order of the losses agree
+with the paper?
 
     python -m benchmarks.paper [--workers N] [--minutes M] [--quick] [--json FILE] [--picture FILE]
 
-H, tau, alpha, the cut, bits, groups and overtraining, one factor at a time around two groups with H=50, on three seeds.
-The paper has a model of 500 million parameters; this one has 44,000 in four blocks, and 16 tokens for each. So its
-numbers are not to be expected here, but an order is. Beside it stands what ``benchmarks.quality`` has kept of 0.11
-million parameters: H and groups over five seeds, and H, tau, alpha and bits over two.
+H, tau, alpha, the cut, bits, groups and overtraining, one factor at a time around two groups with
+H=50, on three seeds. The paper has a model of 500 million parameters; this one has 44,000 in four
+blocks, and 16 tokens for each. So its numbers are not to be expected here, but an order is. Beside
+it stands what ``benchmarks.quality`` has kept of 0.11 million parameters: H and groups over five
+seeds, and H, tau, alpha and bits over two.
 
-A claim of the paper agrees where the whole 95 % interval over the seeds lies in what it says, disagrees where none of
-it does, and is open otherwise.
+A claim of the paper agrees where the whole 95 % interval over the seeds lies in what it says,
+disagrees where none of it does, and is open otherwise.
 
-With --json every run is kept at once, and runs that the file has are not made again: the same command goes on.
+With --json every run is kept at once, and runs that the file has are not made again: the same
+command goes on.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +47,9 @@ ALIKE = 0.5
 
 
 class Claim(NamedTuple):
-    """What the paper says of two values of a factor: the first one is worse than the second one, or as good."""
+    """What the paper says of two values of a factor: the first one is worse than the second one,
+    or as good.
+    """
 
     first: str
     second: str
@@ -52,7 +57,9 @@ class Claim(NamedTuple):
 
 
 class Ablation(NamedTuple):
-    """One factor: where the paper has it, its values, each with what it changes, and what the paper says of them."""
+    """One factor: where the paper has it, its values, each with what it changes, and what the
+    paper says of them.
+    """
 
     where: str
     values: Mapping[str, Mapping[str, Any]]
@@ -83,24 +90,39 @@ ABLATIONS = {
     "tau": Ablation(
         "Figure 8",
         of("overlap_steps", [1, 5, 10, 20, 40]),
-        [Claim("5", "1", False), Claim("10", "1", False), Claim("10", "5", False), Claim("40", "1", True)],
+        [
+            Claim("5", "1", False),
+            Claim("10", "1", False),
+            Claim("10", "5", False),
+            Claim("40", "1", True),
+        ],
     ),
     "alpha": Ablation(
-        "Figure 8", of("mixing", [0.0, 0.2, 0.5, 0.9]), [Claim("0.5", "0.0", False), Claim("0.9", "0.0", True)]
+        "Figure 8",
+        of("mixing", [0.0, 0.2, 0.5, 0.9]),
+        [Claim("0.5", "0.0", False), Claim("0.9", "0.0", True)],
     ),
-    "groups": Ablation("Figure 12, Table 6", of("groups", [2, 4, 8]), [Claim("4", "2", True), Claim("8", "4", True)]),
+    "groups": Ablation(
+        "Figure 12, Table 6",
+        of("groups", [2, 4, 8]),
+        [Claim("4", "2", True), Claim("8", "4", True)],
+    ),
     "cut": Ablation(
         "Figure 6",
         of("fragments", ["strided:1", "strided:2", "sequential:2", "strided:4"]),
         [Claim("sequential:2", "strided:2", True)],
     ),
-    "tokens for each parameter, beside DDP": Ablation("Tables 1 and 7", of("budget", [16.0, 64.0]), []),
+    "tokens for each parameter, beside DDP": Ablation(
+        "Tables 1 and 7", of("budget", [16.0, 64.0]), []
+    ),
 }
 """The factors, the most telling first."""
 
 
 class Model(NamedTuple):
-    """Trainings of one model and the file of their runs: worker groups and DDP, by factor, value and seed."""
+    """Trainings of one model and the file of their runs: worker groups and DDP, by factor, value
+    and seed.
+    """
 
     name: str
     kept: Runs
@@ -120,14 +142,18 @@ def small_pair(one: Training, factor: str, value: str, seed: int) -> Pair:
 
 
 def larger_pair(factor: str, value: str, seed: int) -> Pair | None:
-    """Returns what stage ``verdict`` of ``benchmarks.quality`` has trained: each number of groups at its best rates."""
+    """Returns what stage ``verdict`` of ``benchmarks.quality`` has trained: each number of groups
+    at its best rates.
+    """
     if factor == "H" and int(value) in quality.MODELS["0.1M"].every[2]:
         return quality.pair("0.1M", 2, seed, sync_every=int(value))
     return quality.pair("0.1M", int(value), seed, sync_every=20) if factor == "groups" else None
 
 
 def screened_pair(factor: str, value: str, seed: int) -> Pair | None:
-    """Returns what stage ``screen`` had trained with two windows a step, when the cut was the default of then."""
+    """Returns what stage ``screen`` had trained with two windows a step, when the cut was the
+    default of then.
+    """
     if factor not in ("H", "tau", "alpha", "bits"):
         return None
     choices = {**BASE, **ABLATIONS[factor].values[value]}
@@ -138,7 +164,9 @@ def screened_pair(factor: str, value: str, seed: int) -> Pair | None:
 
 def made_before() -> list[Model]:
     """Returns the models of which ``benchmarks.quality`` has kept the runs."""
-    quality_runs, screen = (Runs("quality", RESULTS / f"{name}.json") for name in ("quality", "defaults"))
+    quality_runs, screen = (
+        Runs("quality", RESULTS / f"{name}.json") for name in ("quality", "defaults")
+    )
     return [
         Model("0.11 million, 5 seeds", quality_runs, quality.HELD_OUT, larger_pair),
         Model("0.11 million, 2 seeds", screen, quality.TUNING, screened_pair),
@@ -163,40 +191,67 @@ def verdict(percent: Sequence[float], is_worse: bool) -> str:
 
 
 def judged(factor: str, claim: Claim, model: Model) -> list[str] | None:
-    """Returns a row: a claim, by how much the first value is worse, and whether that agrees; None without runs."""
-    both = [[ours for ours, _ in model.pairs(factor, value)] for value in (claim.first, claim.second)]
+    """Returns a row: a claim, by how much the first value is worse, and whether that agrees; None
+    without runs.
+    """
+    both = [
+        [ours for ours, _ in model.pairs(factor, value)] for value in (claim.first, claim.second)
+    ]
     found = compared(model.kept, {claim.first: list(zip(*both, strict=False))})
     if not found:
         return None
     percent, said = found[0].percent, "worse than" if claim.is_worse else "as good as"
     text = f"{factor}: {claim.first} is {said} {claim.second}"
-    return [text, model.name, str(len(percent)), interval(percent, digits=1), verdict(percent, claim.is_worse)]
+    return [
+        text,
+        model.name,
+        str(len(percent)),
+        interval(percent, digits=1),
+        verdict(percent, claim.is_worse),
+    ]
 
 
 def above_ddp(model: Model) -> dict[str, list[Comparison]]:
-    """Returns what was made, beside DDP on the same seeds, by factor; each value is the name of its comparison."""
+    """Returns what was made, beside DDP on the same seeds, by factor; each value is the name of
+    its comparison.
+    """
     every = {
-        factor: compared(model.kept, {value: model.pairs(factor, value) for value in ablation.values})
+        factor: compared(
+            model.kept, {value: model.pairs(factor, value) for value in ablation.values}
+        )
         for factor, ablation in ABLATIONS.items()
     }
     return {factor: found for factor, found in every.items() if found}
 
 
 def draw(models: Mapping[str, Mapping[str, Sequence[Comparison]]], path: Path) -> None:
-    """Draws a small panel for each factor: percent above DDP by value, a dot for each seed, and their mean."""
+    """Draws a small panel for each factor: percent above DDP by value, a dot for each seed, and
+    their mean.
+    """
     # Not at the head: a machine on which only numbers are measured may not have what draws.
     from benchmarks.picture import BLUE, GREEN, ORANGE, QUIET, figure, save
 
     factors = [factor for factor in ABLATIONS if any(factor in found for found in models.values())]
     values = {factor: list(ABLATIONS[factor].values) for factor in factors}
-    picture, panels = figure(len(factors), height=3.2, widths=[2 + len(values[factor]) for factor in factors])
+    picture, panels = figure(
+        len(factors), height=3.2, widths=[2 + len(values[factor]) for factor in factors]
+    )
     for axes, factor in zip(panels, factors, strict=True):
         for every, color in zip(models.values(), (BLUE, ORANGE, GREEN), strict=True):
             found = every.get(factor, ())
             places = [values[factor].index(one.name) for one in found]
             for at, one in zip(places, found, strict=True):
-                axes.scatter([at] * len(one.percent), one.percent, s=10, color=color, alpha=0.5, linewidth=0)
-            axes.plot(places, [mean(one.percent) for one in found], color=color, marker="_", markersize=9, linewidth=1)
+                axes.scatter(
+                    [at] * len(one.percent), one.percent, s=10, color=color, alpha=0.5, linewidth=0
+                )
+            axes.plot(
+                places,
+                [mean(one.percent) for one in found],
+                color=color,
+                marker="_",
+                markersize=9,
+                linewidth=1,
+            )
         axes.axhline(0, color=QUIET, linewidth=1)
         axes.set_title(factor.partition(" ")[0], fontsize=9)
         axes.set_xticks(range(len(values[factor])), values[factor], rotation=60, fontsize=7)
@@ -218,8 +273,15 @@ def main(arguments: list[str] | None = None) -> None:
         wanted = {"bits": ["fp32", "fp4"]}
         model = model._replace(name="tiny", seeds=SEEDS[:1], pair=partial(small_pair, QUICK))
     # All values on one seed before the next seed: so the picture has a shape early.
-    every = [model.pair(factor, value, seed) for factor in wanted for seed in model.seeds for value in wanted[factor]]
-    model.kept.make((one for pair in every if pair for one in pair), options.workers, options.minutes)
+    every = [
+        model.pair(factor, value, seed)
+        for factor in wanted
+        for seed in model.seeds
+        for value in wanted[factor]
+    ]
+    model.kept.make(
+        (one for pair in every if pair for one in pair), options.workers, options.minutes
+    )
     models = [model, *made_before()]
     found = {one.name: above_ddp(one) for one in models}
     for factor, ablation in ABLATIONS.items():
@@ -229,14 +291,20 @@ def main(arguments: list[str] | None = None) -> None:
             for one in by_factor.get(factor, ())
         ]
         if rows:
-            report.show(f"{factor} ({ablation.where})", ["value", "model", "seeds", "% above DDP"], rows)
+            report.show(
+                f"{factor} ({ablation.where})", ["value", "model", "seeds", "% above DDP"], rows
+            )
     claims = [
         judged(factor, claim, one)
         for factor, ablation in ABLATIONS.items()
         for claim in ablation.claims
         for one in models
     ]
-    report.show("What the paper says", ["claim", "model", "seeds", "% worse here", ""], [row for row in claims if row])
+    report.show(
+        "What the paper says",
+        ["claim", "model", "seeds", "% worse here", ""],
+        [row for row in claims if row],
+    )
     own = found[model.name]
     headline = {f"{factor} {one.name}": mean(one.percent) for factor in own for one in own[factor]}
     model.kept.write(headline, options.quick)

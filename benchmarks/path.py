@@ -1,12 +1,13 @@
-"""The way of one fragment from launch to landing: the code that it passes, and what that costs beside a plain loop.
+"""The way of one fragment from launch to landing: the code that it passes, and what that costs
+beside a plain loop.
 
     python -m benchmarks.path [--quick] [--calls] [--json FILE]
 
-Two worker groups over the loopback, fp4, the other settings as by default. The plain loop is Algorithm 2 for two groups
-of one rank, which tell each other what they launch and what they trained, and nothing else: no digest, no finite mask,
-no buffers, no shards, no checkpoint. Both fly the same fragment by turns in the same two processes, without any
-training, and the processor time is that of all threads.
---calls prints every call of the package, a line for every stay in a file.
+Two worker groups over the loopback, fp4, the other settings as by default. The plain loop is
+Algorithm 2 for two groups of one rank, which tell each other what they launch and what they
+trained, and nothing else: no digest, no finite mask, no buffers, no shards, no checkpoint. Both fly
+the same fragment by turns in the same two processes, without any training, and the processor time
+is that of all threads. --calls prints every call of the package, a line for every stay in a file.
 """
 
 import argparse
@@ -52,7 +53,9 @@ class Call(NamedTuple):
 
 
 def traced(rank: int, world_size: int) -> list[Call]:
-    """Returns the calls from the inner step that launches a fragment to the one that lands it, in all threads."""
+    """Returns the calls from the inner step that launches a fragment to the one that lands it, in
+    all threads.
+    """
     calls: list[Call] = []
     names = {threading.get_ident(): "training"}
     is_open = False
@@ -80,7 +83,9 @@ def traced(rank: int, world_size: int) -> list[Call]:
 
 
 class Plain:
-    """Algorithm 2 for two groups: launch, exchange, mean, outer step and landing of one fragment."""
+    """Algorithm 2 for two groups: launch, exchange, mean, outer step and landing of one
+    fragment.
+    """
 
     def __init__(self, model: nn.Module, lr: float, momentum: float, mixing: float) -> None:
         self.parameters, self.mixing, self.codec = list(model.parameters()), mixing, FP4()
@@ -110,7 +115,11 @@ class Plain:
             work.wait()
         heads = [one[:32].clone().view(torch.int64).tolist() for one in messages]
         assert heads[0][:2] == heads[1][:2], "both launch the same"
-        decoded, mean, trained = torch.empty_like(gradient), torch.zeros_like(gradient), heads[0][2] + heads[1][2]
+        decoded, mean, trained = (
+            torch.empty_like(gradient),
+            torch.zeros_like(gradient),
+            heads[0][2] + heads[1][2],
+        )
         for (_, _, weight, _), one in zip(heads, messages, strict=True):
             self.codec.decode(one[32:], decoded)
             mean += decoded if 2 * weight == trained else decoded * (2 * weight / trained)
@@ -125,7 +134,9 @@ class Plain:
             parameter.copy_(torch.lerp(new.view_as(parameter), parameter, self.mixing))
 
 
-def costs(width: int, flights: int, turns: int, rank: int, world_size: int) -> dict[str, list[float]]:
+def costs(
+    width: int, flights: int, turns: int, rank: int, world_size: int
+) -> dict[str, list[float]]:
     """Returns the milliseconds of processor time of a flight, by turns of each."""
     engine = StreamingDiLoCo(network(width), fragments=[["*"]], sync_every=2, overlap_steps=1)
     numbers = engine.report()
@@ -161,7 +172,9 @@ def print_calls(calls: list[Call]) -> None:
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = report.parser(__doc__)
-    parser.add_argument("--calls", action="store_true", help="print every call of the flight that is traced")
+    parser.add_argument(
+        "--calls", action="store_true", help="print every call of the flight that is traced"
+    )
     return parser.parse_args(arguments)
 
 
@@ -175,7 +188,9 @@ def main(arguments: list[str] | None = None) -> None:
         "functions": len({call[1:] for call in calls}),
         "calls": len(calls),
     }
-    headline: dict[str, float] = {f"from launch to landing: {name}": number for name, number in counted.items()}
+    headline: dict[str, float] = {
+        f"from launch to landing: {name}": number for name, number in counted.items()
+    }
     rows = []
     flights, turns = (5, 1) if options.quick else (20, 15)
     for name, width in list(WIDTHS.items())[:1] if options.quick else WIDTHS.items():
@@ -183,7 +198,9 @@ def main(arguments: list[str] | None = None) -> None:
         ours, plain = median(found["ours"]), median(found["plain"])
         headline[f"{name}: ms beyond a plain loop"] = ours - plain
         rows.append([name, f"{plain:.2f}", f"{ours:.2f}", f"{ours - plain:.2f}"])
-    report.show("From launch to landing, in all threads", list(counted), [list(map(str, counted.values()))])
+    report.show(
+        "From launch to landing, in all threads", list(counted), [list(map(str, counted.values()))]
+    )
     columns = ["parameters", "a plain loop, ms", "the engine, ms", "more, ms"]
     report.show("Processor time of a launch and its landing", columns, rows, f"Targets: {TARGETS}.")
     report.write(options.json, headline, report.measured("path", options.quick), targets=TARGETS)

@@ -1,4 +1,6 @@
-"""How the pictures of the benchmarks look: like those of the documentation, each for light and for dark pages."""
+"""How the pictures of the benchmarks look: like those of the documentation, each for light and for
+dark pages.
+"""
 
 import re
 from collections.abc import Sequence
@@ -19,16 +21,24 @@ ON_DARK = dict(zip(LIGHT.lines, DARK.lines, strict=True)) | {
 """The colours of a picture for a dark page, by those of the one for a light page."""
 
 
-def figure(columns: int = 1, height: float = 3.6, widths: Sequence[float] | None = None) -> tuple[Figure, list[Any]]:
-    """An empty picture of so many panels beside each other, with their relative widths; it fits a page."""
+def figure(
+    columns: int = 1, height: float = 3.6, widths: Sequence[float] | None = None
+) -> tuple[Figure, list[Any]]:
+    """An empty picture of so many panels beside each other, with their relative widths; it fits a
+    page.
+    """
     mpl.rcParams.update(LIGHT.style)
     drawn = Figure(figsize=(8.4, height), layout="constrained")
-    panels = drawn.subplots(1, columns, squeeze=False, gridspec_kw={"width_ratios": widths or [1] * columns})[0]
+    panels = drawn.subplots(
+        1, columns, squeeze=False, gridspec_kw={"width_ratios": widths or [1] * columns}
+    )[0]
     return drawn, list(panels)
 
 
 def save(drawn: Figure, path: Path) -> None:
-    """Writes a picture as its suffix says, the same bytes for the same numbers; an SVG for a dark page, too."""
+    """Writes a picture as its suffix says, the same bytes for the same numbers; an SVG for a dark
+    page, too.
+    """
     is_svg = path.suffix == ".svg"
     drawn.savefig(path, dpi=150, metadata={"Date": None} if is_svg else {"Software": None})
     if is_svg:

@@ -1,25 +1,31 @@
-"""What worker groups cost in loss against DDP, at equal tokens and with the settings that a user gets.
+"""What worker groups cost in loss against DDP, at equal tokens and with the settings that a user
+gets.
 
     python -m benchmarks.quality [--stage STAGE] [--size SIZE ...] [--budget X] [--device cuda]
-                                 [--workers N] [--minutes M] [--quick] [--json FILE] [--picture FILE]
+                                 [--workers N] [--minutes M] [--quick] [--json FILE] [--picture
+                                 FILE]
 
 - ``rates``: the inner learning rate, for DDP and for worker groups, on the seeds for tuning.
-- ``verdict``: three sizes, 2, 4 and 8 groups, on five other seeds, each method at its own best rate.
-- ``alone``: 2, 4 and 8 groups with an H of 20, and of 100 as nobody says it, of which the strategy chooses all else.
+- ``verdict``: three sizes, 2, 4 and 8 groups, on five other seeds, each method at its own best
+  rate.
+- ``alone``: 2, 4 and 8 groups with an H of 20, and of 100 as nobody says it, of which the strategy
+  chooses all else.
 - ``screen``: one factor at a time around two groups and H=50, on the seeds for tuning.
 - ``shares``: 4 and 8 groups with other shares of the steps as their dense beginning, on one seed.
-- ``muon``: Muon for the matrices inside both methods: its rates, and by itself on the seeds of the verdict.
+- ``muon``: Muon for the matrices inside both methods: its rates, and by itself on the seeds of the
+  verdict.
 - ``unequal``: 4 groups by themselves, each with files of its own.
 - ``sparse``: 1/64 of the values, beside fp4 with all else equal.
-- ``large``: 5 and 10 million parameters at two rates, and a pair of 50 million; for ``--device cuda``.
+- ``large``: 5 and 10 million parameters at two rates, and a pair of 50 million; for
+  ``--device cuda``.
 
-The worker groups are simulated in one process (`SimulatedGroups`), with the bits of as many processes, so that the load
-of the machine does not matter. DDP has the batches of all groups together. What nobody sets is chosen by the library,
-and kept as numbers: a run is that of its numbers, whatever the library chooses later. What has fewer than 14 rounds is
-left out.
+The worker groups are simulated in one process (`SimulatedGroups`), with the bits of as many
+processes, so that the load of the machine does not matter. DDP has the batches of all groups
+together. What nobody sets is chosen by the library, and kept as numbers: a run is that of its
+numbers, whatever the library chooses later. What has fewer than 14 rounds is left out.
 
-With --json every run is kept at once, and runs that the file has are not made again. With --minutes too, a training
-whose time is up goes on with the next call, bit for bit.
+With --json every run is kept at once, and runs that the file has are not made again. With --minutes
+too, a training whose time is up goes on with the next call, bit for bit.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +49,8 @@ Pair = tuple[Training, Training]
 """A training in worker groups, and one by DDP."""
 
 BATCH = 2
-"""Windows that a group sees in a step. With two DDP does better than with four, at either learning rate."""
+"""Windows that a group sees in a step. With two DDP does better than with four, at either learning
+rate."""
 
 TWO_GROUPS = {
     "overlap_steps": 5, "outer_lr": 0.7, "mixing": 0.2, "outer_momentum": 0.9, "compression": "fp4", "fragments": CUT,
@@ -70,8 +77,10 @@ class Model:
         rates: The best inner learning rates with AdamW, by the number of groups.
         batch: Windows that a group sees in a step.
         budget: Tokens per parameter.
-        every: The values of H for the verdict, by the number of groups; the first is that of all other stages.
-        alone: The best inner learning rates of groups of which nothing but H is said, by their number.
+        every: The values of H for the verdict, by the number of groups; the first is that of all
+            other stages.
+        alone: The best inner learning rates of groups of which nothing but H is said, by their
+            number.
         tried: Those that both methods try there, by the number of groups.
         alone_every: The values of H there.
         seeds: The seeds there.
@@ -88,7 +97,8 @@ class Model:
     seeds: Sequence[int] = HELD_OUT
 
 
-# More groups want larger rates of their own, since each steps on a smaller batch; larger models want smaller ones.
+# More groups want larger rates of their own, since each steps on a smaller batch; larger models
+# want smaller ones.
 MODELS = {
     "tiny": Model(TINY, {2: Rates(3e-3, 3e-3)}, budget=0.05),
     "0.1M": Model(
@@ -120,7 +130,11 @@ MODELS = {
 }
 """The models by name, with the rates that stage ``rates`` chooses; 0.2M is that of the demo."""
 
-TRIED, TRIED_LARGE, TRIED_MUON = (2e-3, 3e-3, 4.5e-3, 6e-3, 1.2e-2), (1.5e-3, 3e-3), (3e-3, 6e-3, 1.2e-2, 2.4e-2)
+TRIED, TRIED_LARGE, TRIED_MUON = (
+    (2e-3, 3e-3, 4.5e-3, 6e-3, 1.2e-2),
+    (1.5e-3, 3e-3),
+    (3e-3, 6e-3, 1.2e-2, 2.4e-2),
+)
 """Inner learning rates."""
 
 ELEMENTWISE = OuterOptimizer(direction="elementwise")
@@ -131,14 +145,27 @@ EQUALISED = OuterOptimizer(direction="equalised")
 
 MUON_RATES = {2: Rates(6e-3, 3e-3), 4: Rates(1.2e-2, 6e-3), 8: Rates(2.4e-2, 1.2e-2)}
 
-DILOCO: dict[str, Any] = {"overlap_steps": 0, "mixing": 0.0, "fragments": [["*"]], "compression": "fp32"}
-"""DiLoCo as it was before streaming: one fragment, float32, nothing in flight while groups train."""
+DILOCO: dict[str, Any] = {
+    "overlap_steps": 0,
+    "mixing": 0.0,
+    "fragments": [["*"]],
+    "compression": "fp32",
+}
+"""DiLoCo as it was before streaming: one fragment, float32, nothing in flight while groups
+train."""
 
 
 def pair(
-    size: str, groups: int = 2, seed: int = 0, rates: Rates | None = None, inner: str = "adamw", **choices: Any
+    size: str,
+    groups: int = 2,
+    seed: int = 0,
+    rates: Rates | None = None,
+    inner: str = "adamw",
+    **choices: Any,
 ) -> Pair:
-    """Makes worker groups and DDP on the same batches, from the same weights, each with a rate of its own."""
+    """Makes worker groups and DDP on the same batches, from the same weights, each with a rate of
+    its own.
+    """
     model = MODELS[size]
     rates = rates or model.rates[groups]
     ddp = Training(model.size, None, groups, model.budget, model.batch, rates.ddp, inner, seed)
@@ -148,7 +175,11 @@ def pair(
 def chosen(choices: Mapping[str, Any], groups: int) -> dict[str, Any]:
     """Returns choices with the numbers that the library chooses in place of what is left out."""
     settings = Settings(**{"outer_optimizer": ELEMENTWISE, **choices}).chosen_for(groups)
-    defaults = {"overlap_steps": settings.overlap_steps, "compression": settings.compression, "fragments": CUT}
+    defaults = {
+        "overlap_steps": settings.overlap_steps,
+        "compression": settings.compression,
+        "fragments": CUT,
+    }
     return {**defaults, **settings.numbers, **choices}
 
 
@@ -157,13 +188,23 @@ def verdict(size: str) -> Iterator[tuple[str, Pair]]:
     for groups in MODELS[size].rates:
         for sync_every in MODELS[size].every[groups]:
             for seed in HELD_OUT:
-                yield f"{size}, M={groups}, H={sync_every}", pair(size, groups, seed, sync_every=sync_every)
+                yield (
+                    f"{size}, M={groups}, H={sync_every}",
+                    pair(size, groups, seed, sync_every=sync_every),
+                )
 
 
 def alone(
-    size: str, groups: int, seed: int, rates: Rates | None = None, inner: str = "adamw", sync_every: int = 20
+    size: str,
+    groups: int,
+    seed: int,
+    rates: Rates | None = None,
+    inner: str = "adamw",
+    sync_every: int = 20,
 ) -> Pair:
-    """Makes groups of which nothing but H was said: the strategy cuts the model, and chooses a dense beginning."""
+    """Makes groups of which nothing but H was said: the strategy cuts the model, and chooses a
+    dense beginning.
+    """
     rates = rates or MODELS[size].alone[groups]
     steps = pair(size, groups, rates=rates)[0].steps
     dense = dense_for(groups, steps, Settings(sync_every=sync_every))
@@ -173,7 +214,9 @@ def alone(
 
 
 def by_itself(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields what the strategy does by itself, at the rates that both methods try, and over the other seeds."""
+    """Yields what the strategy does by itself, at the rates that both methods try, and over the
+    other seeds.
+    """
     model = MODELS[size]
     for groups, tried in model.tried.items():
         for rate, seed in product(tried, TUNING):
@@ -185,7 +228,9 @@ def by_itself(size: str) -> Iterator[tuple[str, Pair]]:
 
 
 def screen(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields one factor at a time around the defaults of two groups, with `BATCH` windows for each in a step."""
+    """Yields one factor at a time around the defaults of two groups, with `BATCH` windows for each
+    in a step.
+    """
     factors: dict[str, tuple[Any, ...]] = {
         "outer_lr": (0.4, 0.9),
         "mixing": (0.0, 0.5),
@@ -223,7 +268,9 @@ def rates(size: str) -> Iterator[tuple[str, Pair]]:
 
 
 def muon(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields Muon inside both methods: each rate on the seeds for tuning, and by itself the best ones on the others."""
+    """Yields Muon inside both methods: each rate on the seeds for tuning, and by itself the best
+    ones on the others.
+    """
     for rate, seed in product(TRIED_MUON, TUNING):
         rates = Rates(rate, rate)
         if rate < TRIED_MUON[-1]:  # two groups are worse at the last but one already
@@ -232,11 +279,16 @@ def muon(size: str) -> Iterator[tuple[str, Pair]]:
             name = at_rate(f"{size}, M={groups}, H=20, by itself, Muon", rate)
             yield name, alone(size, groups, seed, rates, "muon")
     for (groups, best), seed in product(MUON_RATES.items(), HELD_OUT):
-        yield f"{size}, M={groups}, H=20, by itself, Muon, other seeds", alone(size, groups, seed, best, "muon")
+        yield (
+            f"{size}, M={groups}, H=20, by itself, Muon, other seeds",
+            alone(size, groups, seed, best, "muon"),
+        )
 
 
 def unequal(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields four groups by themselves of which each has files of its own, and DDP on the same batches."""
+    """Yields four groups by themselves of which each has files of its own, and DDP on the same
+    batches.
+    """
     for seed in HELD_OUT:
         ours, ddp = (replace(one, split="by_file") for one in alone(size, 4, seed))
         yield f"{size}, M=4, H=20, by itself, files of its own for each group", (ours, ddp)
@@ -257,7 +309,9 @@ def sparse(size: str) -> Iterator[tuple[str, Pair]]:
 
 
 def large(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields one seed: two rates for both methods, or the one rate that is known where it would take too long."""
+    """Yields one seed: two rates for both methods, or the one rate that is known where it would
+    take too long.
+    """
     for rate in (None,) if size == "50M" else TRIED_LARGE:
         name, own = f"{size}, M=2, H=50", Rates(rate, rate) if rate else None
         yield at_rate(name, rate) if rate else name, pair(size, 2, HELD_OUT[0], own)
@@ -302,7 +356,9 @@ def at_rate(name: str, rate: float) -> str:
     return f"{name}{_AT}{rate:g}"
 
 
-def planned(stage: Stage, sizes: Sequence[str], budget: float | None, device: str) -> dict[str, list[Pair]]:
+def planned(
+    stage: Stage, sizes: Sequence[str], budget: float | None, device: str
+) -> dict[str, list[Pair]]:
     """Returns the pairs of a stage by their setting, what is worth most first."""
     found: dict[str, list[Pair]] = {}
     for size in sizes:
@@ -320,12 +376,17 @@ def has_enough_rounds(pairs: Sequence[Pair]) -> bool:
 
 
 def each_at_its_best(found: Sequence[Comparison]) -> list[Comparison]:
-    """Returns, for settings at several rates, the better runs of either method: where all rates have the same seeds."""
+    """Returns, for settings at several rates, the better runs of either method: where all rates
+    have the same seeds.
+    """
     best = []
     for name in dict.fromkeys(one.name.partition(_AT)[0] for one in found if _AT in one.name):
         tried = [one for one in found if one.name.partition(_AT)[0] == name]
         if len({tuple(run["seed"] for run in one.ours) for one in tried}) == 1:
-            ours, ddp = (min(of_one, key=loss) for of_one in ([t.ours for t in tried], [t.plain for t in tried]))
+            ours, ddp = (
+                min(of_one, key=loss)
+                for of_one in ([t.ours for t in tried], [t.plain for t in tried])
+            )
             best.append(Comparison(f"{name}, each at its best", ours, ddp))
     return best
 
@@ -336,18 +397,32 @@ def loss(made: Sequence[Mapping[str, Any]]) -> float:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = runs.parser(__doc__)
-    parser.add_argument("--stage", choices=STAGES, default="verdict", help="what to run (default: %(default)s)")
+    parser.add_argument(
+        "--stage", choices=STAGES, default="verdict", help="what to run (default: %(default)s)"
+    )
     parser.add_argument("--size", choices=MODELS, nargs="+", help="models (default: the stage's)")
     parser.add_argument("--budget", type=float, help="tokens per parameter (default: the stage's)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s"
+    )
     options = runs.parsed(parser, arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda needs a GPU that torch sees: torch.cuda.is_available() is False here.")
+        parser.error(
+            "--device cuda needs a GPU that torch sees: torch.cuda.is_available() is False here."
+        )
     stage = QUICK if options.quick else STAGES[options.stage]
-    every = planned(stage, (not options.quick and options.size) or stage.sizes, options.budget, options.device)
-    wanted = {name: pairs for name, pairs in every.items() if options.quick or has_enough_rounds(pairs)}
+    every = planned(
+        stage, (not options.quick and options.size) or stage.sizes, options.budget, options.device
+    )
+    wanted = {
+        name: pairs for name, pairs in every.items() if options.quick or has_enough_rounds(pairs)
+    }
     kept = Runs("quality" if options.quick else f"quality --stage {options.stage}", options.json)
-    kept.make((one for pairs in wanted.values() for pair in pairs for one in pair), options.workers, options.minutes)
+    kept.make(
+        (one for pairs in wanted.values() for pair in pairs for one in pair),
+        options.workers,
+        options.minutes,
+    )
     found = comparison.compared(kept, wanted)
     found += each_at_its_best(found)
     few = "; ".join(name for name in every if name not in wanted)

@@ -1,6 +1,7 @@
 """What all benchmarks have in common at their ends: the command line, and the file of results.
 
-A file of results is JSON: ``headline`` (names to numbers), ``measured`` (where and when), and what the benchmark adds.
+A file of results is JSON: ``headline`` (names to numbers), ``measured`` (where and when), and what
+the benchmark adds.
 """
 
 import argparse
@@ -18,7 +19,9 @@ import torch
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--quick", action="store_true", help="as little as shows that it runs")
     made.add_argument("--json", type=Path, help="write the numbers to this file")
     made.add_argument("--picture", type=Path, help="draw them into this .svg or .png file")
@@ -47,7 +50,9 @@ def measured(module: str, quick: bool) -> dict[str, Any]:
 def processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        return next(
+            line.partition(":")[2].strip() for line in lines if line.startswith("model name")
+        )
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 
@@ -58,7 +63,9 @@ def versions(*names: str) -> dict[str, str]:
     return {name: version(name) for name in names}
 
 
-def write(path: Path | None, headline: Mapping[str, float], about: Mapping[str, Any], **found: Any) -> None:
+def write(
+    path: Path | None, headline: Mapping[str, float], about: Mapping[str, Any], **found: Any
+) -> None:
     if path is not None:
         rounded = {name: float(f"{value:.6g}") for name, value in headline.items()}
         content = {"headline": rounded, "measured": dict(about), **found}
@@ -68,7 +75,9 @@ def write(path: Path | None, headline: Mapping[str, float], about: Mapping[str, 
 
 
 def show(title: str, columns: list[str], rows: list[list[str]], caption: str = "") -> None:
-    """Prints a table: the first column is text, the others are numbers. As Markdown where nobody watches."""
+    """Prints a table: the first column is text, the others are numbers. As Markdown where nobody
+    watches.
+    """
     if not sys.stdout.isatty():
         print(f"\n{title}\n")
         print("| " + " | ".join(columns) + " |")

@@ -1,4 +1,6 @@
-"""Many trainings: several at a time, each made once and kept in a file, in pieces of as many minutes as there are."""
+"""Many trainings: several at a time, each made once and kept in a file, in pieces of as many
+minutes as there are.
+"""
 
 import argparse
 import hashlib
@@ -23,11 +25,21 @@ _BEFORE = {"device": "cpu", "split": "shuffled"}
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Makes the command line of a benchmark of many trainings: that of `report.parser`, and how to make them."""
+    """Makes the command line of a benchmark of many trainings: that of `report.parser`, and how to
+    make them.
+    """
     made = report.parser(description)
-    made.add_argument("--workers", type=int, default=os.cpu_count(), help="trainings at a time (default: all cores)")
     made.add_argument(
-        "--minutes", type=float, default=math.inf, help="end in time; the next call goes on (with --json)"
+        "--workers",
+        type=int,
+        default=os.cpu_count(),
+        help="trainings at a time (default: all cores)",
+    )
+    made.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="end in time; the next call goes on (with --json)",
     )
     return made
 
@@ -35,7 +47,10 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.json is None and options.minutes < math.inf:
-        parser.error("--minutes needs --json FILE: the next call goes on with what lies in the file and beside it.")
+        parser.error(
+            "--minutes needs --json FILE: the next call goes on with what lies in the file and"
+            " beside it."
+        )
     if options.quick:
         options.workers = 1
     return options
@@ -46,7 +61,9 @@ class Runs:
 
     def __init__(self, command: str, path: Path | None) -> None:
         self._command, self._path = command, path
-        found: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {"runs": []}
+        found: dict[str, Any] = (
+            json.loads(path.read_text()) if path is not None and path.exists() else {"runs": []}
+        )
         self._headline: dict[str, float] = found.get("headline", {})
         self._done: list[Run] = [{**_BEFORE, **run} for run in found["runs"]]
 
@@ -76,7 +93,10 @@ class Runs:
                     self._keep(under_way.pop(future), future.result())
         missing = sum(self.get(one) is None for one in wanted.values())
         if missing:
-            report.said(f"{missing} of {len(wanted)} trainings are left. The same command goes on with them.")
+            report.said(
+                f"{missing} of {len(wanted)} trainings are left. The same command goes on with"
+                " them."
+            )
 
     def _keep(self, training: Training, run: Run | None) -> None:
         if run is None:
@@ -103,7 +123,9 @@ class Runs:
     def write(self, headline: Mapping[str, float], quick: bool = False) -> None:
         """Writes all runs, and what they say beside what earlier ones said."""
         self._headline.update(headline)
-        report.write(self._path, self._headline, report.measured(self._command, quick), runs=self._done)
+        report.write(
+            self._path, self._headline, report.measured(self._command, quick), runs=self._done
+        )
 
 
 def _name(training: Training) -> str:
@@ -111,7 +133,9 @@ def _name(training: Training) -> str:
 
 
 def _executor(workers: int) -> Executor:
-    return _Here() if workers == 1 else ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+    return (
+        _Here() if workers == 1 else ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+    )
 
 
 class _Here(Executor):

@@ -1,4 +1,6 @@
-"""Looks at the counter of an interface all the time, in a process of its own, for the busiest 100 ms."""
+"""Looks at the counter of an interface all the time, in a process of its own, for the busiest 100
+ms.
+"""
 
 import os
 import sys
@@ -11,7 +13,8 @@ from pathlib import Path
 from subprocess import Popen
 
 Sample = tuple[float, int]
-"""A time on the clock of ``time.perf_counter()``, which is one for all processes, and bytes sent by then."""
+"""A time on the clock of ``time.perf_counter()``, which is one for all processes, and bytes sent by
+then."""
 
 WINDOW = 0.1
 _EVERY = 0.004
@@ -35,11 +38,16 @@ def peak(samples: Sequence[Sample], since: float = 0.0) -> float:
 
 @contextmanager
 def sampled() -> Iterator[list[Sample]]:
-    """Samples the interface that gloo uses inside a ``with`` block; the list is filled when it ends."""
+    """Samples the interface that gloo uses inside a ``with`` block; the list is filled when it
+    ends.
+    """
     samples: list[Sample] = []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "samples")
-        with file.open("w") as out, Popen([sys.executable, "-S", "-E", __file__], stdout=out) as process:
+        with (
+            file.open("w") as out,
+            Popen([sys.executable, "-S", "-E", __file__], stdout=out) as process,
+        ):
             try:
                 yield samples
             finally:
@@ -54,7 +62,9 @@ def _sample() -> None:
     before = -1
     while True:
         lines = Path("/proc/self/net/dev").read_text().splitlines()
-        sent = next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith(prefix))
+        sent = next(
+            int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith(prefix)
+        )
         if sent != before:
             print(time.perf_counter(), sent, flush=True)
             before = sent

@@ -1,11 +1,13 @@
-"""Draws how far worker groups are from data parallel over the size of the model: what others measured, and our runs.
+"""Draws how far worker groups are from data parallel over the size of the model: what others
+measured, and our runs.
 
     python -m benchmarks.scaling [--json docs/benchmarks/quality.json] [--picture FILE]
 
-Measured by others is "Communication-Efficient Language Model Training Scales Reliably and Robustly: Scaling Laws for
-DiLoCo" (arXiv 2503.09799), with H=30 and 20 tokens per parameter, every method at its own best batch and rates. Nobody
-has measured below 35 million parameters: a fit of both losses and one of the gap alone, each a power law, say
-different things there, and all between them is drawn as a band.
+Measured by others is "Communication-Efficient Language Model Training Scales Reliably and Robustly:
+Scaling Laws for DiLoCo" (arXiv 2503.09799), with H=30 and 20 tokens per parameter, every method at
+its own best batch and rates. Nobody has measured below 35 million parameters: a fit of both losses
+and one of the gap alone, each a power law, say different things there, and all between them is
+drawn as a band.
 """
 
 import argparse
@@ -60,7 +62,8 @@ def by_losses(groups: int, numel: float) -> float:
 
 
 def by_gap(groups: int, numel: float) -> float:
-    """Returns the gap in percent that a power law of the gap says, fitted to those that are above zero.
+    """Returns the gap in percent that a power law of the gap says, fitted to those that are above
+    zero.
 
     Examples:
         >>> [round(by_gap(groups, 114_336)) for groups in LAWS]
@@ -73,11 +76,17 @@ def by_gap(groups: int, numel: float) -> float:
 
 
 def points(kept: Runs) -> list[Point]:
-    """Returns what the strategy does by itself on the seeds of the verdict; in two models two groups with H=50."""
+    """Returns what the strategy does by itself on the seeds of the verdict; in two models two
+    groups with H=50.
+    """
     found, alone = [], [(size, "alone") for size in ("0.1M", "0.5M", "2M")]
     for size, stage in (*alone, ("0.2M", "verdict"), ("0.5M", "verdict")):
         every = quality.planned(quality.STAGES[stage], [size], None, "cpu")
-        pairs = {name: own for name, own in every.items() if ", rate " not in name and "H=100" not in name}
+        pairs = {
+            name: own
+            for name, own in every.items()
+            if ", rate " not in name and "H=100" not in name
+        }
         for one in comparison.compared(kept, pairs):
             groups, numel = pairs[one.name][0][0].groups, parameters(pairs[one.name][0][0].size)
             found.append(Point(numel, groups, one.percent))
@@ -89,7 +98,9 @@ def draw(found: Sequence[Point], path: Path) -> None:
     numel = np.geomspace(*SHOWN, 100)
     small = numel[numel <= SIZES[0]]
     for groups, color in COLORS.items():
-        axes.plot(SIZES, GAPS[groups], color=color, marker="o", markersize=3, label=f"{groups} groups")
+        axes.plot(
+            SIZES, GAPS[groups], color=color, marker="o", markersize=3, label=f"{groups} groups"
+        )
         laws = [[law(groups, each) for each in small] for law in (by_losses, by_gap)]
         axes.fill_between(small, *laws, color=color, alpha=0.15, linewidth=0)
         own = [point for point in found if point.groups == groups]
@@ -113,9 +124,14 @@ def draw(found: Sequence[Point], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--json", type=Path, default=Path("docs/benchmarks/quality.json"), help="(default: %(default)s)"
+        "--json",
+        type=Path,
+        default=Path("docs/benchmarks/quality.json"),
+        help="(default: %(default)s)",
     )
     parser.add_argument("--picture", type=Path, help="a file to draw to, .svg or .png")
     options = parser.parse_args(arguments)
@@ -125,7 +141,9 @@ def main(arguments: list[str] | None = None) -> None:
         + [f"{law(one.groups, one.parameters):+.1f}" for law in (by_losses, by_gap)]
         for one in found
     ]
-    report.show("% above DDP", ["parameters", "groups", "here", "law of losses", "law of the gap"], rows)
+    report.show(
+        "% above DDP", ["parameters", "groups", "here", "law of losses", "law of the gap"], rows
+    )
     if options.picture:
         draw(found, options.picture)
 

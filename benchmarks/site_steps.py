@@ -2,9 +2,10 @@
 
     python -m benchmarks.site_steps [--quick] [--json FILE]
 
-A hub and two sites, with keys and TLS over the loopback, beside two worker groups that were launched together: the same
-model, settings and sleeps, at the same time, so that what else the machine does hits both alike. A round is
-`SYNC_EVERY` steps, with every launch and every landing once; the first three are left out.
+A hub and two sites, with keys and TLS over the loopback, beside two worker groups that were
+launched together: the same model, settings and sleeps, at the same time, so that what else the
+machine does hits both alike. A round is `SYNC_EVERY` steps, with every launch and every landing
+once; the first three are left out.
 """
 
 import multiprocessing
@@ -63,7 +64,10 @@ def trained(seconds: float, steps: int, group: int, federation: Federation | Non
         sync_every=SYNC_EVERY, overlap_steps=5, fragments="strided:2", federation=federation
     )
     generator = torch.Generator().manual_seed(group)
-    x, y = torch.randn(512, FEATURES, generator=generator), torch.randn(512, TARGETS, generator=generator)
+    x, y = (
+        torch.randn(512, FEATURES, generator=generator),
+        torch.randn(512, TARGETS, generator=generator),
+    )
     batches = DataLoader(TensorDataset(x, y), batch_size=BATCH)
     endless = (batch for _ in iter(int, 1) for batch in batches)
     devices = 1 if federation else len(SITES)
@@ -71,7 +75,9 @@ def trained(seconds: float, steps: int, group: int, federation: Federation | Non
     return times.rounds()
 
 
-def site(seconds: float, steps: int, federation: Callable[..., Federation], rank: int, world_size: int) -> list[float]:
+def site(
+    seconds: float, steps: int, federation: Callable[..., Federation], rank: int, world_size: int
+) -> list[float]:
     """Is a site: a world of its own."""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
@@ -85,7 +91,9 @@ def group(seconds: float, steps: int, rank: int, world_size: int) -> list[float]
 
 def serve(folder: Path, told: Any) -> None:
     """Is the hub, until it is killed."""
-    service = HubService(RUN, folder / "hub.sqlite", sites=len(SITES), listen="127.0.0.1:0", keys=folder / "keys")
+    service = HubService(
+        RUN, folder / "hub.sqlite", sites=len(SITES), listen="127.0.0.1:0", keys=folder / "keys"
+    )
     service.start()
     told.send(service.port)
     while True:
@@ -93,7 +101,9 @@ def serve(folder: Path, told: Any) -> None:
 
 
 def measure(seconds: float, steps: int) -> dict[str, list[float]]:
-    """Trains both at the same time, and returns the seconds of a step in every round, the mean of both ranks."""
+    """Trains both at the same time, and returns the seconds of a step in every round, the mean of
+    both ranks.
+    """
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -105,7 +115,10 @@ def measure(seconds: float, steps: int) -> dict[str, list[float]]:
         hub.start()
         address = f"127.0.0.1:{here.recv()}"
         federation = partial(Federation, hub=address, run=RUN, keys=folder / "keys")
-        ways = {"federation": partial(site, seconds, steps, federation), "fixed": partial(group, seconds, steps)}
+        ways = {
+            "federation": partial(site, seconds, steps, federation),
+            "fixed": partial(group, seconds, steps),
+        }
 
         def play(name: str) -> None:
             found[name] = run_processes(ways[name], len(SITES), timeout=600)
@@ -126,12 +139,24 @@ def main(arguments: list[str] | None = None) -> None:
     found = measure(seconds, steps)
     ratios = [ours / fixed for ours, fixed in zip(found["federation"], found["fixed"], strict=True)]
     headline = {"step time over that of the fixed world": median(ratios), "target": TARGET}
-    rows = [[name, f"{1e3 * median(found[name]):.2f}", f"{1e3 * max(found[name]):.2f}"] for name in found]
+    rows = [
+        [name, f"{1e3 * median(found[name]):.2f}", f"{1e3 * max(found[name]):.2f}"]
+        for name in found
+    ]
     report.show("A step", ["world", "median of rounds, ms", "slowest round, ms"], rows)
     middle = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    print(f"ratio: {median(ratios):.4f} (middle half {middle[0]:.4f} to {middle[2]:.4f}), {len(ratios)} rounds")
+    print(
+        f"ratio: {median(ratios):.4f} (middle half {middle[0]:.4f} to {middle[2]:.4f}),"
+        f" {len(ratios)} rounds"
+    )
     about = {"sleep": seconds, "sync_every": SYNC_EVERY, "overlap_steps": 5, "sites": len(SITES)}
-    report.write(options.json, headline, report.measured("site_steps", options.quick), case=about, rounds=found)
+    report.write(
+        options.json,
+        headline,
+        report.measured("site_steps", options.quick),
+        case=about,
+        rounds=found,
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Runs a method in several sites, one rank in each, and tells what it took: in this process or in a peer's Python.
+"""Runs a method in several sites, one rank in each, and tells what it took: in this process or in a
+peer's Python.
 
-As a command it reads jobs as JSON and prints what was found, a line for each. A peer's Python need not have Lightning.
+As a command it reads jobs as JSON and prints what was found, a line for each. A peer's Python need
+not have Lightning.
 """
 
 import ctypes
@@ -74,10 +76,16 @@ class Job:
 def run(job: Job) -> Found:
     loop = _loop(job.method)
     slow = job.mbit_s is not None
-    links = Links(job.sites, job.mbit_s * 1e6 if job.mbit_s else None, job.one_way_delay) if slow else nullcontext()
+    links = (
+        Links(job.sites, job.mbit_s * 1e6 if job.mbit_s else None, job.one_way_delay)
+        if slow
+        else nullcontext()
+    )
     try:
         with links as entered:
-            ranks = run_processes(partial(_rank, job, loop, entered), job.sites, ranks_per_node=1, timeout=job.seconds)
+            ranks = run_processes(
+                partial(_rank, job, loop, entered), job.sites, ranks_per_node=1, timeout=job.seconds
+            )
     except (RankError, TimeoutError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         return {"reason": lines[-1].strip()[:200]}
@@ -99,7 +107,10 @@ def run(job: Job) -> Found:
         "bytes": per_step("sent") / sharing,
         "bytes_to_the_end": to_the_end("sent"),
         "packets_to_the_end": to_the_end("packets"),
-        "peak_mbit_s": peak(ranks[0]["samples"], since=ranks[0]["wall"][job.first]) * 8 / 1e6 / sharing,
+        "peak_mbit_s": peak(ranks[0]["samples"], since=ranks[0]["wall"][job.first])
+        * 8
+        / 1e6
+        / sharing,
         "memory": sum(rank["memory"] for rank in ranks) / len(ranks),
         "memory_to_the_end": sum(rank["memory_to_the_end"] for rank in ranks) / len(ranks),
         "told": ranks[0]["told"],
@@ -119,14 +130,22 @@ def _rank(job: Job, loop: Loop, links: Links | None, rank: int, world_size: int)
     with sampled() if rank == 0 and job.sampled else nullcontext[list[Sample]]([]) as samples:
         told = loop(job.case, net, batches, stamps, job.first + job.counted)
     in_all = sent_so_far()
-    times = {"wall": stamps.wall, "cpu": stamps.cpu, "sent": stamps.sent, "packets": stamps.packets, "samples": samples}
+    times = {
+        "wall": stamps.wall,
+        "cpu": stamps.cpu,
+        "sent": stamps.sent,
+        "packets": stamps.packets,
+        "samples": samples,
+    }
     ends = {"sent_in_all": in_all.bytes, "packets_in_all": in_all.packets}
     memory = {"memory": stamps.memory - before, "memory_to_the_end": peak_memory() - before}
     return {**times, **ends, **memory, "told": told}
 
 
 def _call_this_host(address: str) -> None:
-    """Some peers tell others the name of their host: an address is a name that everybody can resolve."""
+    """Some peers tell others the name of their host: an address is a name that everybody can
+    resolve.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWUTS):
         raise OSError(ctypes.get_errno(), "cannot have a host name of its own")
@@ -134,7 +153,9 @@ def _call_this_host(address: str) -> None:
 
 
 def _loop(method: str) -> Loop:
-    """The loop of a method. Called before ranks are forked, so that they need not import what it does."""
+    """The loop of a method. Called before ranks are forked, so that they need not import what it
+    does.
+    """
     if method in LOOPS:
         return LOOPS[method]
     from benchmarks import lightning_loops
@@ -149,19 +170,32 @@ def results(jobs: list[Job]) -> Iterator[tuple[Job, Found]]:
 
 
 def run_apart(job: Job) -> Found:
-    """Runs a job in a process of its own, in the Python that its method needs; several may run at the same time."""
+    """Runs a job in a process of its own, in the Python that its method needs; several may run at
+    the same time.
+    """
     environment = ENVIRONMENTS.get(job.method)
     python = PEERS / environment / "bin" / "python" if environment else Path(sys.executable)
-    return _elsewhere(python, job) if python.exists() else {"reason": "not installed: benchmarks/peers/install.sh"}
+    return (
+        _elsewhere(python, job)
+        if python.exists()
+        else {"reason": "not installed: benchmarks/peers/install.sh"}
+    )
 
 
 def _elsewhere(python: Path, job: Job) -> Found:
     words = [str(python), "-m", "benchmarks.sites", json.dumps(asdict(job))]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "RUST_LOG": "error",
+    }
     with Popen(words, stdout=PIPE, text=True, cwd=ROOT, env=environment) as process:
         assert process.stdout is not None
         lines = [line for line in process.stdout if line.startswith('{"')]
-    return json.loads(lines[-1]) if lines else {"reason": f"ended with exit code {process.returncode}"}
+    return (
+        json.loads(lines[-1]) if lines else {"reason": f"ended with exit code {process.returncode}"}
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""How much of its speed each method keeps on slow links: two and four sites, 50 ms round trip, 1000 to 10 Mbit/s.
+"""How much of its speed each method keeps on slow links: two and four sites, 50 ms round trip, 1000
+to 10 Mbit/s.
 
     python -m benchmarks.slow_links [--quick] [--json FILE] [--picture FILE]
 
-Every site is a network namespace with one rank, so this needs root. The step is that of a virtual accelerator: forward
-and backward take 200 ms, most of it asleep, so that two cores are enough for four ranks and step times are steady.
-With --json every row is kept at once, and rows that the file has are not measured again, unless they failed.
+Every site is a network namespace with one rank, so this needs root. The step is that of a virtual
+accelerator: forward and backward take 200 ms, most of it asleep, so that two cores are enough for
+four ranks and step times are steady. With --json every row is kept at once, and rows that the file
+has are not measured again, unless they failed.
 
-The peers need Pythons of their own: benchmarks/peers/install.sh. One that is not there is left out, with the reason.
+The peers need Pythons of their own: benchmarks/peers/install.sh. One that is not there is left out,
+with the reason.
 """
 
 import json
@@ -83,41 +86,72 @@ def jobs(quick: bool) -> Iterator[Job]:
             for method in ("streaming", "lightning_ddp", "post_local_sgd") if quick else METHODS:
                 if method == "ddp_bf16" and (mbit_s is not None or sites != 2):
                     continue
-                yield Job(method, case, sites, mbit_s, *lengths(method, mbit_s, case), one_way_delay=ROUND_TRIP / 2)
+                yield Job(
+                    method,
+                    case,
+                    sites,
+                    mbit_s,
+                    *lengths(method, mbit_s, case),
+                    one_way_delay=ROUND_TRIP / 2,
+                )
 
 
 def measured_links(rows: list[Row], quick: bool) -> Iterator[Row]:
     """What the doctor says of the links of ours, but for what the rows have."""
     for job in jobs(quick):
-        if job.method == "streaming" and job.mbit_s is not None and not row_of(rows, "doctor", job.sites, job.mbit_s):
+        if (
+            job.method == "streaming"
+            and job.mbit_s is not None
+            and not row_of(rows, "doctor", job.sites, job.mbit_s)
+        ):
             with Links(job.sites, job.mbit_s * 1e6, ROUND_TRIP / 2) as links:
                 found = run_processes(_doctor, job.sites, links)[0]
             # What a connection carries on the slowest link, while all sites send.
-            rate, round_trip = min(link.bits_per_second for link in found), median(link.round_trip for link in found)
-            yield {**key(job), "method": "doctor", "bits_per_second": rate, "round_trip": round_trip}
+            rate, round_trip = (
+                min(link.bits_per_second for link in found),
+                median(link.round_trip for link in found),
+            )
+            yield {
+                **key(job),
+                "method": "doctor",
+                "bits_per_second": rate,
+                "round_trip": round_trip,
+            }
 
 
 def _doctor(rank: int, world_size: int, links: Links) -> list[doctor.MeasuredLink]:
     links.enter(rank)
     os.environ.update(links.environment(rank))
     rendezvous = rendezvous_at(links.address(0), 29500, rank, world_size, timedelta(seconds=30))
-    return doctor.measure(rendezvous, world_size, rank, True, links.address(rank), seconds=1.0, progress=report.said)
+    return doctor.measure(
+        rendezvous, world_size, rank, True, links.address(rank), seconds=1.0, progress=report.said
+    )
 
 
 def key(job: Job) -> Row:
-    return {"method": job.method, "sites": job.sites, "mbit_s": job.mbit_s, "case": asdict(job.case)}
+    return {
+        "method": job.method,
+        "sites": job.sites,
+        "mbit_s": job.mbit_s,
+        "case": asdict(job.case),
+    }
 
 
 def measure(quick: bool, path: Path | None) -> list[Row]:
     kept = json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
     rows: list[Row] = [row for row in kept if "reason" not in row]
-    wanted = [job for job in jobs(quick) if not any(row.items() >= key(job).items() for row in rows)]
+    wanted = [
+        job for job in jobs(quick) if not any(row.items() >= key(job).items() for row in rows)
+    ]
     if any(job.mbit_s is not None for job in wanted) and (lacks := missing()) is not None:
         raise SystemExit(lacks)
     for row in measured_links(rows, quick):
         rows.append(row)
         report.write(path, headline(rows), report.measured("slow_links", quick), rows=rows)
-        report.said(f"doctor, {row['sites']} sites, {row['mbit_s']} Mbit/s: {row['bits_per_second'] / 1e6:.1f} Mbit/s")
+        report.said(
+            f"doctor, {row['sites']} sites, {row['mbit_s']} Mbit/s:"
+            f" {row['bits_per_second'] / 1e6:.1f} Mbit/s"
+        )
     for job, found in results(wanted):
         rows.append({**key(job), "steps": job.counted, **found})
         told = f"{1000 * found['seconds']:.0f} ms" if "seconds" in found else found["reason"]
@@ -126,9 +160,9 @@ def measure(quick: bool, path: Path | None) -> list[Row]:
     return rows
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # What it means
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 def row_of(rows: list[Row], method: str, sites: int, mbit_s: float | None) -> Row:
@@ -172,7 +206,9 @@ def predictions(rows: list[Row]) -> list[Row]:
             method = plan(case, row["sites"])
             step = row_of(rows, "alone", row["sites"], None)["seconds"]
             groups = Groups(step_time=step, groups=row["sites"], memory_rate=10e9)
-            predicted = Streaming(Model.of_parameters(trainable(case.net())), method.settings, groups)
+            predicted = Streaming(
+                Model.of_parameters(trainable(case.net())), method.settings, groups
+            )
             seen = row_of(rows, "doctor", row["sites"], row["mbit_s"])
             link = Link(gbit_s=seen["bits_per_second"] / 1e9, round_trip=seen["round_trip"])
             skipped, counted = lengths("streaming", row["mbit_s"], case)
@@ -201,14 +237,20 @@ def headline(rows: list[Row]) -> dict[str, float]:
     for row in rows:
         share = relative(rows, row)
         if row["mbit_s"] is not None and share is not None:
-            numbers[f"{row['method']}, {row['sites']} sites, {row['mbit_s']:g} Mbit/s: throughput kept"] = share
+            numbers[
+                f"{row['method']}, {row['sites']} sites, {row['mbit_s']:g} Mbit/s: throughput kept"
+            ] = share
     for sites in (2, 4):
         for mbit_s in RATES[1:]:
             own = row_of(rows, "streaming", sites, mbit_s)
-            others = [row_of(rows, method, sites, mbit_s) for method in METHODS if method != "streaming"]
+            others = [
+                row_of(rows, method, sites, mbit_s) for method in METHODS if method != "streaming"
+            ]
             best = min((other["seconds"] for other in others if "seconds" in other), default=None)
             if best is not None and "seconds" in own:
-                numbers[f"{sites} sites, {mbit_s:g} Mbit/s: best peer's step over ours"] = best / own["seconds"]
+                numbers[f"{sites} sites, {mbit_s:g} Mbit/s: best peer's step over ours"] = (
+                    best / own["seconds"]
+                )
     return numbers
 
 
@@ -221,14 +263,27 @@ def show(rows: list[Row]) -> None:
         for method in METHODS:
             found = [row_of(rows, method, sites, mbit_s) for mbit_s in rates]
             if any(found):
-                sent = next((f"{row['bytes'] / 1e6:.3g}" for row in found[1:] if "bytes" in row), "-")
+                sent = next(
+                    (f"{row['bytes'] / 1e6:.3g}" for row in found[1:] if "bytes" in row), "-"
+                )
                 table.append([METHODS[method][0], *(cell(rows, row) for row in found), sent])
         step = row_of(rows, "alone", sites, None)
         title = f"{sites} sites: ms per step (throughput relative to the loopback)"
-        columns = ["method", *(f"{rate:g} Mbit/s" if rate else "loopback" for rate in rates), "MB sent per step"]
+        columns = [
+            "method",
+            *(f"{rate:g} Mbit/s" if rate else "loopback" for rate in rates),
+            "MB sent per step",
+        ]
         caption = f"H={case['sync_every']}, tau={case['overlap_steps']}. Without any exchange: "
-        report.show(title, columns, table, f"{caption}{1000 * step['seconds']:.0f} ms." if "seconds" in step else "")
-    for reason in dict.fromkeys(f"{METHODS[r['method']][0]}: {r['reason']}" for r in rows if "reason" in r):
+        report.show(
+            title,
+            columns,
+            table,
+            f"{caption}{1000 * step['seconds']:.0f} ms." if "seconds" in step else "",
+        )
+    for reason in dict.fromkeys(
+        f"{METHODS[r['method']][0]}: {r['reason']}" for r in rows if "reason" in r
+    ):
         print(f"\nLeft out: {reason}")
     show_predictions(rows)
 
@@ -262,8 +317,10 @@ def show_predictions(rows: list[Row]) -> None:
         for found in predictions(rows)
     ]
     caption = (
-        "doctor: Mbit/s that sdiloco doctor measures; planner and simulator predict from that and the step without any"
-        " exchange. suffices: a fragment and one round trip fit in tau steps, and all fragments in H steps. kept:"
+        "doctor: Mbit/s that sdiloco doctor measures; planner and simulator predict from that"
+        " and the step without any"
+        " exchange. suffices: a fragment and one round trip fit in tau steps, and all fragments"
+        " in H steps. kept:"
         " throughput relative to the loopback. bytes: per step, by the interface's counter."
     )
     report.show("Streaming DiLoCo: measured and planned", columns, table, caption)
@@ -277,12 +334,23 @@ def draw(rows: list[Row], path: Path | None) -> None:
     for number, axes in zip(sites, panels, strict=True):
         for method, (label, color) in METHODS.items():
             found = [
-                r for r in rows if (r["method"], r["sites"]) == (method, number) and r["mbit_s"] and "seconds" in r
+                r
+                for r in rows
+                if (r["method"], r["sites"]) == (method, number) and r["mbit_s"] and "seconds" in r
             ]
             found.sort(key=lambda row: row["mbit_s"])
             if found:
-                points = [row["mbit_s"] for row in found], [relative(rows, row) or 0 for row in found]
-                axes.plot(*points, "o-", color=color, label=label, linewidth=2.5 if method == "streaming" else 1.5)
+                points = (
+                    [row["mbit_s"] for row in found],
+                    [relative(rows, row) or 0 for row in found],
+                )
+                axes.plot(
+                    *points,
+                    "o-",
+                    color=color,
+                    label=label,
+                    linewidth=2.5 if method == "streaming" else 1.5,
+                )
         axes.set_xscale("log")
         axes.set_xticks([10, 30, 100, 1000], ["10", "30", "100", "1000"])
         axes.minorticks_off()

@@ -1,4 +1,6 @@
-"""When inner steps began, and what the process had used by then; and a virtual accelerator. Needs nothing at all."""
+"""When inner steps began, and what the process had used by then; and a virtual accelerator. Needs
+nothing at all.
+"""
 
 import os
 import time
@@ -15,7 +17,9 @@ class Sent(NamedTuple):
 
 
 def sent_so_far() -> Sent:
-    """What the interface that gloo uses has sent, by the system's own counters; nothing where it has none."""
+    """What the interface that gloo uses has sent, by the system's own counters; nothing where it
+    has none.
+    """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     try:
         lines = Path("/proc/self/net/dev").read_text().splitlines()
@@ -29,7 +33,9 @@ def sent_so_far() -> Sent:
 
 
 def forget_peak_memory() -> int:
-    """Starts to look for the peak anew. Returns the bytes of memory that this process has resident now."""
+    """Starts to look for the peak anew. Returns the bytes of memory that this process has resident
+    now.
+    """
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -47,12 +53,14 @@ def peak_memory() -> int:
 
 
 class Stamps:
-    """When inner steps began, and what this process had used by then: processor time, bytes on the wire.
+    """When inner steps began, and what this process had used by then: processor time, bytes on the
+    wire.
 
     Args:
-        step_seconds: A virtual accelerator: forward and backward take at least so long, the rest of it asleep. The step
-            time is then steady on a machine whose processor has other work too. What a strategy does after backward
-            comes on top; what DDP does during backward is hidden behind it.
+        step_seconds: A virtual accelerator: forward and backward take at least so long, the rest of
+            it asleep. The step time is then steady on a machine whose processor has other work too.
+            What a strategy does after backward comes on top; what DDP does during backward is
+            hidden behind it.
 
     Attributes:
         model: What a validation would look at, for those who write it down.

@@ -1,8 +1,10 @@
-"""Trains a small GPT on text with DDP's arithmetic or with worker groups, in one process and one thread.
+"""Trains a small GPT on text with DDP's arithmetic or with worker groups, in one process and one
+thread.
 
-The worker groups are simulated (`SimulatedGroups`): the bits are those of as many processes. Every way to train sees
-the same windows of text in the same order, so two runs with one seed differ by the method alone. A training whose time
-is up writes down its state, from which another process goes on bit for bit.
+The worker groups are simulated (`SimulatedGroups`): the bits are those of as many processes. Every
+way to train sees the same windows of text in the same order, so two runs with one seed differ by
+the method alone. A training whose time is up writes down its state, from which another process goes
+on bit for bit.
 """
 
 import json
@@ -31,7 +33,8 @@ from muon import muon_and_adamw  # isort: skip
 from text_data import VALIDATION_SHARE, Windows, build_corpus  # isort: skip
 
 CUT = "strided:3"
-"""How models were cut by default when most runs in ``docs/benchmarks`` were made: a run is that of its cut."""
+"""How models were cut by default when most runs in ``docs/benchmarks`` were made: a run is that of
+its cut."""
 
 Run = dict[str, Any]
 """What was trained, how, and how it ended; see `Training.key` and `made`."""
@@ -43,17 +46,20 @@ class Training:
 
     Attributes:
         size: The shape of the model.
-        choices: The arguments of the engine; None trains as DDP does, on the mean gradient of all groups.
+        choices: The arguments of the engine; None trains as DDP does, on the mean gradient of all
+            groups.
         groups: Worker groups. With DDP as many batches make a step.
         budget: Tokens to train on, per parameter.
         batch: Windows that one group sees in a step.
         lr: Learning rate of the inner optimizer after its warm-up.
-        inner: The inner optimizer: ``"adamw"``, ``"gpa"``, ``"sgd"``, or ``"muon"`` for the matrices of the blocks.
+        inner: The inner optimizer: ``"adamw"``, ``"gpa"``, ``"sgd"``, or ``"muon"`` for the
+            matrices of the blocks.
         seed: Of the initial weights and of the order of the windows.
         warmup: Share of the steps in which the learning rate rises.
         clip: The largest norm of a gradient.
         device: Where models and text are.
-        split: How the text is shared out: ``"shuffled"``, or ``"by_file"``, with files of its own for each group.
+        split: How the text is shared out: ``"shuffled"``, or ``"by_file"``, with files of its own
+            for each group.
     """
 
     size: Size
@@ -77,11 +83,15 @@ class Training:
 
     @property
     def steps(self) -> int:
-        return round(self.budget * parameters(self.size) / (self.groups * self.batch * self.size.context))
+        return round(
+            self.budget * parameters(self.size) / (self.groups * self.batch * self.size.context)
+        )
 
     @property
     def rounds(self) -> int:
-        """How often each fragment travels, after the dense beginning and before the final exchange; 0 with DDP."""
+        """How often each fragment travels, after the dense beginning and before the final
+        exchange; 0 with DDP.
+        """
         if self.choices is None:
             return 0
         dense = self.choices.get("dense_beginning")
@@ -98,14 +108,20 @@ class Training:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the steps are recorded: all groups train in each, and the optimizer asks the device for nothing."""
+        """Whether the steps are recorded: all groups train in each, and the optimizer asks the
+        device for nothing.
+        """
         return self.device == "cuda" and self.inner == "adamw"
 
     def model(self) -> nn.Module:
         return self.size.make(self.seed)
 
-    def simulated(self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]) -> "Simulated":
-        """Makes what joins the worker groups. There is room for everything, so nothing is offloaded."""
+    def simulated(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]
+    ) -> "Simulated":
+        """Makes what joins the worker groups. There is room for everything, so nothing is
+        offloaded.
+        """
         return SimulatedGroups(models, optimizers, **all_on_device(self.choices or {}))
 
     def group(self) -> "Group":
@@ -113,7 +129,9 @@ class Training:
         return Group(self)
 
     def trained(self, group: int, step: int) -> int:
-        """Returns how many windows of its batch a group trains in an inner step, counted from 0; with 0 it is idle."""
+        """Returns how many windows of its batch a group trains in an inner step, counted from 0;
+        with 0 it is idle.
+        """
         del group, step
         return self.batch
 
@@ -126,8 +144,13 @@ class Training:
 
 def all_on_device(choices: Mapping[str, Any]) -> dict[str, Any]:
     given = choices.get("outer_optimizer")
-    # A run is that of its numbers: those that say nothing of a direction are from before there were any.
-    outer = given if isinstance(given, OuterOptimizer) else OuterOptimizer(given, direction="elementwise")
+    # A run is that of its numbers: those that say nothing of a direction are from before there were
+    # any.
+    outer = (
+        given
+        if isinstance(given, OuterOptimizer)
+        else OuterOptimizer(given, direction="elementwise")
+    )
     return {**choices, "outer_optimizer": replace(outer, offload=False)}
 
 
@@ -141,8 +164,12 @@ class NamedTraining(Training):
         return {}
 
     @override
-    def simulated(self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]) -> "Simulated":
-        return SimulatedGroups(models, optimizers, **all_on_device({**(self.choices or {}), **self.given()}))
+    def simulated(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]
+    ) -> "Simulated":
+        return SimulatedGroups(
+            models, optimizers, **all_on_device({**(self.choices or {}), **self.given()})
+        )
 
 
 class Simulated(Protocol):
@@ -163,7 +190,9 @@ def parameters(size: Size) -> int:
 
 
 class Text:
-    """The text of the examples: windows to train on, in an order of the seed alone, and windows to judge by."""
+    """The text of the examples: windows to train on, in an order of the seed alone, and windows to
+    judge by.
+    """
 
     def __init__(self, size: Size, validation_windows: int, device: str = "cpu") -> None:
         import platform
@@ -177,10 +206,14 @@ class Text:
         self.training = Windows(text[:split], size.context)
         self.validation = Windows(text[split:], size.context, validation_windows)
 
-    def batches(self, seed: int, batch: int, first: int = 0, parts: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields batches for all groups together, from any of them on: pass after pass, each in an order of its own.
+    def batches(
+        self, seed: int, batch: int, first: int = 0, parts: int = 1
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields batches for all groups together, from any of them on: pass after pass, each in an
+        order of its own.
 
-        With several parts, as many groups have files of their own: windows stand in the order of these.
+        With several parts, as many groups have files of their own: windows stand in the order of
+        these.
         """
         for chosen in islice(self._order(seed, batch // parts, parts), first, None):
             yield _stacked(self.training, chosen)
@@ -188,17 +221,26 @@ class Text:
     def _order(self, seed: int, batch: int, parts: int) -> Iterator[Tensor]:
         generator, numel = torch.Generator().manual_seed(seed), len(self.training) // parts
         while True:
-            orders = [torch.randperm(numel, generator=generator) + part * numel for part in range(parts)]
+            orders = [
+                torch.randperm(numel, generator=generator) + part * numel for part in range(parts)
+            ]
             order = torch.stack(orders).to(self.training.text.device)
             # One after the other: to split all of them at once takes seconds.
-            yield from (order[:, start : start + batch].flatten() for start in range(0, numel // batch * batch, batch))
+            yield from (
+                order[:, start : start + batch].flatten()
+                for start in range(0, numel // batch * batch, batch)
+            )
 
     @torch.no_grad()
     def loss(self, model: nn.Module) -> float:
         """Returns the loss on what was not trained on, in nats per byte."""
         losses = []
-        for indices in torch.arange(len(self.validation), device=self.validation.text.device).split(16):
-            losses += [float(next_byte_loss(model, *_stacked(self.validation, indices)))] * len(indices)
+        for indices in torch.arange(len(self.validation), device=self.validation.text.device).split(
+            16
+        ):
+            losses += [float(next_byte_loss(model, *_stacked(self.validation, indices)))] * len(
+                indices
+            )
         return mean(losses)
 
 
@@ -238,7 +280,11 @@ class Group:
         self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "steps": self.steps}
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "steps": self.steps,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
@@ -247,7 +293,8 @@ class Group:
 
 
 class Recorded:
-    """Both halves of all groups' inner steps on a GPU, recorded once: else small models wait for their launches.
+    """Both halves of all groups' inner steps on a GPU, recorded once: else small models wait for
+    their launches.
 
     The groups, which have made a step, are beside each other there.
     """
@@ -258,7 +305,9 @@ class Recorded:
         for options in chain.from_iterable(group.optimizer.param_groups for group in groups):
             options.update(lr=self._lr, capturable=True)
         parts = zip(*(one.chunk(len(groups)) for one in self._batch), strict=True)
-        self._backward = _recorded([partial(group.backward, *part) for group, part in zip(groups, parts, strict=True)])
+        self._backward = _recorded(
+            [partial(group.backward, *part) for group, part in zip(groups, parts, strict=True)]
+        )
         self._update = _recorded([group.update for group in groups])
 
     def backward(self, batch: Sequence[Tensor]) -> None:
@@ -301,17 +350,25 @@ class Loop:
 
     def __init__(self, training: Training, text: Text) -> None:
         self._training, self._text = training, text
-        self._groups = [training.group() for _ in range(1 if training.choices is None else training.groups)]
+        self._groups = [
+            training.group() for _ in range(1 if training.choices is None else training.groups)
+        ]
         self._streaming: Simulated | None = None
         self._recorded: Recorded | None = None
         self.step = 0
         if training.choices is not None:
-            models, optimizers = [group.model for group in self._groups], [[group.optimizer] for group in self._groups]
+            models, optimizers = (
+                [group.model for group in self._groups],
+                [[group.optimizer] for group in self._groups],
+            )
             self._streaming = training.simulated(models, optimizers)
 
     def run(self, until: float = math.inf, steps: int | None = None) -> bool:
         """Trains to the end, or until a moment of `time.time`; tells whether it got to the end."""
-        own, parts = self._training, self._training.groups if self._training.split == "by_file" else 1
+        own, parts = (
+            self._training,
+            self._training.groups if self._training.split == "by_file" else 1,
+        )
         batches = self._text.batches(own.seed, own.groups * own.batch, self.step, parts)
         while self.step < (self._training.steps if steps is None else steps):
             if time.time() >= until:
@@ -359,7 +416,9 @@ class Loop:
 
     @property
     def traffic(self) -> Run:
-        """What a group has sent so far, in the mean of all: bytes and launches; nothing with DDP."""
+        """What a group has sent so far, in the mean of all: bytes and launches; nothing with
+        DDP.
+        """
         counted = [engine.report() for engine in self.engines]
         names = ("bytes_sent", "launches") if counted else ()
         return {name: round(mean(report[name] for report in counted)) for name in names}
@@ -401,7 +460,9 @@ def made(training: Training, until: float = math.inf, state: Path | None = None)
     is_done = loop.run(until)
     loss = text.loss(loop.finish()) if is_done else math.nan
     ended = time.process_time(), time.time()
-    cpu_seconds, seconds = (before + end - start for before, start, end in zip(spent, began, ended, strict=True))
+    cpu_seconds, seconds = (
+        before + end - start for before, start, end in zip(spent, began, ended, strict=True)
+    )
     if not is_done:
         if state is not None and loop.step and training.can_go_on:
             _save({"loop": loop.state_dict(), "spent": (cpu_seconds, seconds)}, state)

@@ -1,7 +1,9 @@
-"""How well groups learn with each kind of untrained state: a codebook that is a moving average of what was encoded.
+"""How well groups learn with each kind of untrained state: a codebook that is a moving average of
+what was encoded.
 
-``python -m benchmarks.untrained`` trains an autoencoder with a codebook on data of 16 clusters, and prints the error on
-all of them for each kind, beside one group. Groups see all clusters, or each its own share of them.
+``python -m benchmarks.untrained`` trains an autoencoder with a codebook on data of 16 clusters, and
+prints the error on all of them for each kind, beside one group. Groups see all clusters, or each
+its own share of them.
 """
 
 import argparse
@@ -17,7 +19,9 @@ WIDTH, CLUSTERS, CODES, STEPS = 16, 16, 32, 600
 
 
 class Codebook(nn.Module):
-    """Holds moving averages of how often each code was chosen, and of the sum of what it was chosen for."""
+    """Holds moving averages of how often each code was chosen, and of the sum of what it was
+    chosen for.
+    """
 
     counts: Tensor
     sums: Tensor
@@ -29,7 +33,9 @@ class Codebook(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """Encodes, takes the nearest code, and decodes. Codes are moving averages of what was encoded."""
+    """Encodes, takes the nearest code, and decodes. Codes are moving averages of what was
+    encoded.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,9 +57,13 @@ class Autoencoder(nn.Module):
         return self.decode(encoded + (quantised - encoded).detach())
 
 
-def batch(centres: Tensor, clusters: Sequence[int], generator: torch.Generator, size: int = 64) -> Tensor:
+def batch(
+    centres: Tensor, clusters: Sequence[int], generator: torch.Generator, size: int = 64
+) -> Tensor:
     picked = torch.randint(len(clusters), (size,), generator=generator)
-    return centres[torch.tensor(clusters)[picked]] + 0.3 * torch.randn(size, WIDTH, generator=generator)
+    return centres[torch.tensor(clusters)[picked]] + 0.3 * torch.randn(
+        size, WIDTH, generator=generator
+    )
 
 
 def error(groups: int, seed: int, kind: str | None, *, divided: bool) -> float:
@@ -86,13 +96,19 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     arguments = parser.parse_args()
     seeds = range(arguments.seeds)
-    choices = [(1, None), *((groups, kind) for groups in (2, 4) for kind in ("mean", "first", "own"))]
+    choices = [
+        (1, None),
+        *((groups, kind) for groups in (2, 4) for kind in ("mean", "first", "own")),
+    ]
     print(f"{'clusters':>10} {'groups':>8} {'kind':>8}   error")
     for divided in (False, True):
         for groups, kind in choices:
             errors = [error(groups, seed, kind, divided=divided) for seed in seeds]
             shown = f"{mean(errors):.3f} ± {stdev(errors) / len(errors) ** 0.5:.3f}"
-            print(f"{'divided' if divided else 'all':>10} {groups:>8} {kind or '':>8}   {shown}", flush=True)
+            print(
+                f"{'divided' if divided else 'all':>10} {groups:>8} {kind or '':>8}   {shown}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""What worker groups cost a vision model with BatchNorm: a ResNet-8 on generated images, beside DDP.
+"""What worker groups cost a vision model with BatchNorm: a ResNet-8 on generated images, beside
+DDP.
 
     python -m benchmarks.vision [--quick] [--json FILE]
 
-Each image is a grating in noise, and its class the direction of the grating. Four groups and H=20, of which the
-strategy chooses all else, and DDP, which takes the mean of the gradients of the same four batches in every step: SGD
-inside, each at the better of two rates, on two seeds for tuning and five others. Batches of 16 make the statistics of
-BatchNorm those of one group alone; running means and variances are buffers, of which the groups take the mean.
+Each image is a grating in noise, and its class the direction of the grating. Four groups and H=20,
+of which the strategy chooses all else, and DDP, which takes the mean of the gradients of the same
+four batches in every step: SGD inside, each at the better of two rates, on two seeds for tuning and
+five others. Batches of 16 make the statistics of BatchNorm those of one group alone; running means
+and variances are buffers, of which the groups take the mean.
 """
 
 import math
@@ -50,7 +52,9 @@ def resnet8(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
     blocks = [Block(16, 16, 1), Block(16, 32, 2), Block(32, 64, 2)]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES))
+    return nn.Sequential(
+        *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES)
+    )
 
 
 def images(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -67,19 +71,27 @@ def images(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 class Judged(NamedTuple):
-    """What came of a training: cross-entropy in nats, and the share of the images in a wrong class, in percent."""
+    """What came of a training: cross-entropy in nats, and the share of the images in a wrong
+    class, in percent.
+    """
 
     loss: float
     error: float
 
 
 def trained(in_groups: bool, lr: float, seed: int, steps: int) -> Judged:
-    """Trains with seeds of its own for weights and images, and judges by images that all seeds share."""
+    """Trains with seeds of its own for weights and images, and judges by images that all seeds
+    share.
+    """
     models = [resnet8(seed) for _ in range(GROUPS if in_groups else 1)]
     optimizers: list[Sequence[Optimizer]] = [
-        [SGD(model.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True)] for model in models
+        [SGD(model.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True)]
+        for model in models
     ]
-    schedules = [LambdaLR(own[0], lambda step: lr_factor(step, steps, warmup=steps // 20)) for own in optimizers]
+    schedules = [
+        LambdaLR(own[0], lambda step: lr_factor(step, steps, warmup=steps // 20))
+        for own in optimizers
+    ]
     streaming = None
     if in_groups:
         streaming = SimulatedGroups(models, optimizers, sync_every=EVERY)
@@ -107,14 +119,22 @@ def batches_of(seed: int, steps: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
 def judged(model: nn.Module) -> Judged:
     x, y = images(JUDGED_BY, torch.Generator().manual_seed(1000))
     answer = model.eval()(x)
-    return Judged(float(F.cross_entropy(answer, y)), 100 * float((answer.argmax(1) != y).float().mean()))
+    return Judged(
+        float(F.cross_entropy(answer, y)), 100 * float((answer.argmax(1) != y).float().mean())
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = report.parser(__doc__).parse_args(arguments)
     torch.set_num_threads(1)
-    steps, tuning, seeds = (4, TUNING[:1], HELD_OUT[:1]) if options.quick else (STEPS, TUNING, HELD_OUT)
-    ways, best, found = {"DDP": False, "worker groups": True}, dict[str, float](), dict[str, list[Judged]]()
+    steps, tuning, seeds = (
+        (4, TUNING[:1], HELD_OUT[:1]) if options.quick else (STEPS, TUNING, HELD_OUT)
+    )
+    ways, best, found = (
+        {"DDP": False, "worker groups": True},
+        dict[str, float](),
+        dict[str, list[Judged]](),
+    )
     tried = {
         name: {lr: mean(trained(way, lr, seed, steps).loss for seed in tuning) for lr in RATES}
         for name, way in ways.items()
@@ -126,7 +146,12 @@ def main(arguments: list[str] | None = None) -> None:
     more = [100 * (one.loss / plain.loss - 1) for one, plain in zip(ours, ddp, strict=True)]
     errors = [one.error - plain.error for one, plain in zip(ours, ddp, strict=True)]
     rows = [
-        [name, f"{best[name]:g}", f"{mean(one.loss for one in own):.3f}", f"{mean(one.error for one in own):.2f}"]
+        [
+            name,
+            f"{best[name]:g}",
+            f"{mean(one.loss for one in own):.3f}",
+            f"{mean(one.error for one in own):.2f}",
+        ]
         for name, own in found.items()
     ]
     more_said, errors_said = interval(more, digits=1), interval(errors, digits=2)
@@ -134,7 +159,13 @@ def main(arguments: list[str] | None = None) -> None:
     report.show("A ResNet-8 with BatchNorm", ["", "inner rate", "loss", "error, %"], rows, caption)
     headline = {"loss above DDP, %": mean(more), "error above DDP, points": mean(errors)}
     about = report.measured("vision", options.quick)
-    report.write(options.json, headline, about, tried=tried, found={name: [*own] for name, own in found.items()})
+    report.write(
+        options.json,
+        headline,
+        about,
+        tried=tried,
+        found={name: [*own] for name, own in found.items()},
+    )
 
 
 if __name__ == "__main__":

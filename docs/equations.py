@@ -1,4 +1,6 @@
-"""Equations of the pages: what is written between dollars in TeX becomes MathML, which browsers show by themselves."""
+"""Equations of the pages: what is written between dollars in TeX becomes MathML, which browsers
+show by themselves.
+"""
 
 from __future__ import annotations
 
@@ -21,5 +23,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def with_equations(text: str) -> str:
     """Replaces the equations of a text without code."""
-    text = BLOCK.sub(lambda found: f"<div>{convert(' '.join(found[1].split()), display='block')}</div>", text)
+    text = BLOCK.sub(
+        lambda found: f"<div>{convert(' '.join(found[1].split()), display='block')}</div>", text
+    )
     return INLINE.sub(lambda found: convert(found[1]), text)

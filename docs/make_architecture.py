@@ -1,8 +1,10 @@
-"""Draws the rooms of the package from its imports, and counts what they come to: python docs/make_architecture.py.
+"""Draws the rooms of the package from its imports, and counts what they come to: python
+docs/make_architecture.py.
 
-The picture has an arrow where one room imports another, also inside functions and for type checkers. An import that
-goes up, or to a room on the same floor, is drawn in red. Below the picture's files, the script prints a table of
-numbers. Other checkouts may stand beside this one: ``python docs/make_architecture.py --tree ../before --tree .``.
+The picture has an arrow where one room imports another, also inside functions and for type
+checkers. An import that goes up, or to a room on the same floor, is drawn in red. Below the
+picture's files, the script prints a table of numbers. Other checkouts may stand beside this one:
+``python docs/make_architecture.py --tree ../before --tree .``.
 """
 
 import argparse
@@ -103,7 +105,10 @@ class Source:
     @cached_property
     def longest_chain(self) -> list[set[str]]:
         """The longest chain of imports, from top to bottom; a circle counts as one link."""
-        link = {module: next((c for c in self.circles if module in c), {module}) for module in self.imports}
+        link = {
+            module: next((c for c in self.circles if module in c), {module})
+            for module in self.imports
+        }
         chains: dict[str, list[set[str]]] = {}
 
         def chain_from(module: str) -> list[set[str]]:
@@ -132,8 +137,14 @@ def room_of(module: str) -> str:
 
 
 def arrows(source: Source) -> Counter[tuple[str, str]]:
-    """How many imports lead from a room to another one: pairs of a file and a file that it imports."""
-    pairs = ((room_of(module), room_of(other)) for module, others in source.imports.items() for other in others)
+    """How many imports lead from a room to another one: pairs of a file and a file that it
+    imports.
+    """
+    pairs = (
+        (room_of(module), room_of(other))
+        for module, others in source.imports.items()
+        for other in others
+    )
     return Counter(pair for pair in pairs if pair[0] != pair[1])
 
 
@@ -232,7 +243,9 @@ def row(room: str) -> float:
 
 
 def draw(source: Source, colors: Colors, path: Path) -> None:
-    """Draws the rooms as a staircase: to the right of a room is what it imports, above it what imports it."""
+    """Draws the rooms as a staircase: to the right of a room is what it imports, above it what
+    imports it.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -264,7 +277,11 @@ def draw_floors(axes: Any, colors: Colors, width: float) -> None:
         rooms = [room for room in ORDER if ROOMS[room][0] == floor]
         top, height = ROW * ORDER.index(rooms[0]), ROW * len(rooms)
         if floor % 2:
-            axes.add_patch(Rectangle((0, top), width, height, facecolor=colors.band, edgecolor="none", zorder=0))
+            axes.add_patch(
+                Rectangle(
+                    (0, top), width, height, facecolor=colors.band, edgecolor="none", zorder=0
+                )
+            )
         if rooms != [FACE]:
             style = {"ha": "center", "va": "center", "fontsize": 9, "color": colors.quiet}
             axes.text(0.16, top + height / 2, str(floor), **style)
@@ -279,7 +296,14 @@ def draw_legend(axes: Any, colors: Colors) -> None:
         "Rooms on one floor do not know each other.",
     )
     for line, text in enumerate(said):
-        axes.text(0.42, row("compression") + 0.27 * line, text, va="center", fontsize=9, color=colors.quiet)
+        axes.text(
+            0.42,
+            row("compression") + 0.27 * line,
+            text,
+            va="center",
+            fontsize=9,
+            color=colors.quiet,
+        )
 
 
 def draw_room(axes: Any, colors: Colors, room: str, files: int) -> None:
@@ -288,14 +312,24 @@ def draw_room(axes: Any, colors: Colors, room: str, files: int) -> None:
 
     right, middle = column(room) + 0.16, row(room)
     left = right - WIDTH
-    style = {"boxstyle": "round,pad=0,rounding_size=0.07", "facecolor": colors.box, "edgecolor": colors.edge}
-    axes.add_patch(FancyBboxPatch((left, middle - BOX / 2), WIDTH, BOX, linewidth=1, zorder=3, **style))
+    style = {
+        "boxstyle": "round,pad=0,rounding_size=0.07",
+        "facecolor": colors.box,
+        "edgecolor": colors.edge,
+    }
+    axes.add_patch(
+        FancyBboxPatch((left, middle - BOX / 2), WIDTH, BOX, linewidth=1, zorder=3, **style)
+    )
     name = {FACE: "the face", "errors": "errors.py", "memory": "memory.py"}.get(room, f"{room}/")
     text = {"va": "center", "zorder": 4}
-    axes.text(left + 0.12, middle - 0.1, name, color=colors.ink, fontsize=10.5, weight="bold", **text)
+    axes.text(
+        left + 0.12, middle - 0.1, name, color=colors.ink, fontsize=10.5, weight="bold", **text
+    )
     axes.text(left + 0.12, middle + 0.125, ROOMS[room][1], color=colors.quiet, fontsize=8.5, **text)
     counted = f"{files} file{'s' * (files > 1)}"
-    axes.text(right - 0.12, middle - 0.1, counted, color=colors.quiet, fontsize=8, ha="right", **text)
+    axes.text(
+        right - 0.12, middle - 0.1, counted, color=colors.quiet, fontsize=8, ha="right", **text
+    )
 
 
 def draw_lines(axes: Any, colors: Colors, room: str, found: Counter[tuple[str, str]]) -> None:
@@ -303,9 +337,21 @@ def draw_lines(axes: Any, colors: Colors, room: str, found: Counter[tuple[str, s
     imported = [column(other) for one, other in found if one == room and allowed(one, other)]
     importers = [row(one) for one, other in found if other == room and allowed(one, other)]
     if imported:
-        axes.plot([column(room) + 0.16, max(imported)], [row(room)] * 2, color=colors.line, linewidth=1.2, zorder=1)
+        axes.plot(
+            [column(room) + 0.16, max(imported)],
+            [row(room)] * 2,
+            color=colors.line,
+            linewidth=1.2,
+            zorder=1,
+        )
     if importers:
-        arrow = {"arrowstyle": "-|>", "color": colors.line, "linewidth": 1.2, "shrinkA": 0, "shrinkB": 0}
+        arrow = {
+            "arrowstyle": "-|>",
+            "color": colors.line,
+            "linewidth": 1.2,
+            "shrinkA": 0,
+            "shrinkB": 0,
+        }
         end = (column(room), row(room) - BOX / 2)
         axes.annotate("", end, (column(room), min(importers)), arrowprops=arrow, zorder=1)
 
@@ -313,8 +359,20 @@ def draw_lines(axes: Any, colors: Colors, room: str, found: Counter[tuple[str, s
 def draw_number(axes: Any, colors: Colors, pair: tuple[str, str], count: int) -> None:
     """Writes how many imports there are where the line of a room meets that of what it imports."""
     color = colors.number if allowed(*pair) else colors.wrong
-    circle = {"boxstyle": "circle,pad=0.25", "facecolor": colors.page, "edgecolor": color, "linewidth": 1}
-    style = {"ha": "center", "va": "center", "fontsize": 8, "color": color, "weight": "bold", "bbox": circle}
+    circle = {
+        "boxstyle": "circle,pad=0.25",
+        "facecolor": colors.page,
+        "edgecolor": color,
+        "linewidth": 1,
+    }
+    style = {
+        "ha": "center",
+        "va": "center",
+        "fontsize": 8,
+        "color": color,
+        "weight": "bold",
+        "bbox": circle,
+    }
     axes.text(column(pair[1]), row(pair[0]), str(count), zorder=5, gid=gid(pair, count), **style)
 
 
@@ -332,8 +390,12 @@ def draw_both() -> None:
 
 def main() -> None:
     """Writes the pictures, and prints the numbers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tree", type=Path, action="append", help="a checkout to count; this one if none is given")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tree", type=Path, action="append", help="a checkout to count; this one if none is given"
+    )
     trees = parser.parse_args().tree or [ROOT]
     draw_both()
     print_numbers([tree.resolve() for tree in trees])

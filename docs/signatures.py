@@ -1,4 +1,6 @@
-"""Shows the strategies on the API page with the docstring and the arguments that they get when they are imported."""
+"""Shows the strategies on the API page with the docstring and the arguments that they get when
+they are imported.
+"""
 
 import inspect
 import re
@@ -11,7 +13,9 @@ from griffe import Class, Docstring, Extension, Function, Parameter, ParameterKi
 
 class Signatures(Extension):
     def on_class_members(self, *, cls: Class, **_: Any) -> None:
-        if cls.module.path != "lightning_sdiloco.lightning_pytorch" or not cls.name.endswith("Strategy"):
+        if cls.module.path != "lightning_sdiloco.lightning_pytorch" or not cls.name.endswith(
+            "Strategy"
+        ):
             return
         strategy = getattr(import_module(cls.module.path), cls.name)
         cls.docstring = Docstring(strategy.__doc__, parent=cls, parser="google")
@@ -31,4 +35,8 @@ def written(hint: Any) -> str:
     """Writes a type as people do: Union[int, Literal['auto']] is int | Literal['auto']."""
     if get_origin(hint) in (Union, UnionType):
         return " | ".join(map(written, get_args(hint)))
-    return "None" if hint is type(None) else re.sub(r"\b(?:\w+\.)+(\w)", r"\1", inspect.formatannotation(hint))
+    return (
+        "None"
+        if hint is type(None)
+        else re.sub(r"\b(?:\w+\.)+(\w)", r"\1", inspect.formatannotation(hint))
+    )

@@ -1,4 +1,6 @@
-"""What the records of sites tell of one that was killed and returned: two sentences, and a timeline as a picture."""
+"""What the records of sites tell of one that was killed and returned: two sentences, and a
+timeline as a picture.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,23 @@ PAUSE = 1.0
 
 
 def slowest_step(rank: Rank, began: float, ended: float) -> float:
-    """Returns the longest time between the ends of two inner steps in a span of time, in seconds."""
+    """Returns the longest time between the ends of two inner steps in a span of time, in
+    seconds.
+    """
     done = [step.done for step in rank.steps if began <= step.done <= ended]
     return max((after - before for before, after in pairwise(done)), default=0.0)
 
 
 def sentences(
-    runs: Mapping[str, Run], results: Mapping[str, Mapping[str, Any]], at: Mapping[str, float], killed: str
+    runs: Mapping[str, Run],
+    results: Mapping[str, Mapping[str, Any]],
+    at: Mapping[str, float],
+    killed: str,
 ) -> list[str]:
     """Says what the death of a site was to the others, and what became of it.
 
-    ``at`` says when the run was ``founded``, the site ``killed``, ``started`` again and ``back``, and how many rounds
-    went by while the others were ``alone``.
+    ``at`` says when the run was ``founded``, the site ``killed``, ``started`` again and ``back``,
+    and how many rounds went by while the others were ``alone``.
     """
     others = [run.heads[0] for name, run in runs.items() if name != killed]
     before = max(slowest_step(rank, at["founded"], at["killed"]) for rank in others)
@@ -36,13 +43,16 @@ def sentences(
     losses = [result["val_loss"] for result in results.values()]
     same = len({result["sha256"] for result in results.values()}) == 1
     ends = (
-        f"all {len(results)} sites ended with the same parameters, bit for bit, at {losses[0]:.3f} nats per byte"
+        f"all {len(results)} sites ended with the same parameters, bit for bit, at"
+        f" {losses[0]:.3f} nats per byte"
         if same
         else "the sites DID NOT end with the same parameters, which is a bug: please report it"
     )
     return [
-        f"{killed} was killed with -9 after {at['killed'] - at['founded']:.0f} s, and the others trained on: until it"
-        f" was started again, {at['alone']:.0f} rounds later, their slowest inner step took {1000 * after:.0f} ms, and"
+        f"{killed} was killed with -9 after {at['killed'] - at['founded']:.0f} s, and the others"
+        " trained on: until it"
+        f" was started again, {at['alone']:.0f} rounds later, their slowest inner step took"
+        f" {1000 * after:.0f} ms, and"
         f" before its death {1000 * before:.0f} ms.",
         f"It went on from inner step {first[-1][1]:,} of its own checkpoint, counted again"
         f" {at['back'] - at['started']:.1f} s after its process was started, and {ends}.",
@@ -62,7 +72,9 @@ def training(rank: Rank) -> list[tuple[float, float]]:
 
 
 def draw(folder: Path, runs: Mapping[str, Run], at: Mapping[str, float], killed: str) -> list[Path]:
-    """Draws when each site trained and counted, and its loss, for light and for dark pages; returns the files."""
+    """Draws when each site trained and counted, and its loss, for light and for dark pages;
+    returns the files.
+    """
 
     def drawn(figure: Any) -> None:
         rows, losses = figure.subplots(2, 1, sharex=True, height_ratios=(2, 3))
@@ -71,7 +83,11 @@ def draw(folder: Path, runs: Mapping[str, Run], at: Mapping[str, float], killed:
             color, rank = COLORS[row % len(COLORS)], run.heads[0]
             spans = [(began - at["founded"], ended - began) for began, ended in training(rank)]
             rows.broken_barh(spans, (row - 0.3, 0.6), color="C9", alpha=0.4, linewidth=0)
-            moments = [one.spans["land"][1] - at["founded"] for one in seen_by.landings if name in one.sites]
+            moments = [
+                one.spans["land"][1] - at["founded"]
+                for one in seen_by.landings
+                if name in one.sites
+            ]
             rows.plot(moments, [row] * len(moments), "|", color=color, markersize=13)
             losses.plot(*smooth(rank, at["founded"]), color=color, linewidth=1.4, label=name)
         for axes in (rows, losses):
@@ -82,7 +98,9 @@ def draw(folder: Path, runs: Mapping[str, Run], at: Mapping[str, float], killed:
         for number, (moment, text) in enumerate(marks.items()):
             place = at[moment] - at["founded"], len(runs) - 0.5 + 0.3 * (number == 2)
             side = "left" if number else "right"
-            rows.annotate(text, place, color="C1", ha=side, va="top", fontsize=8, annotation_clip=False)
+            rows.annotate(
+                text, place, color="C1", ha=side, va="top", fontsize=8, annotation_clip=False
+            )
         rows.set_yticks(range(len(runs)), list(runs))
         rows.set_ylim(len(runs) + 0.1, -0.5)
         rows.set_title("grey: trains; a mark: counts in a round", fontsize=9, loc="left")
@@ -94,11 +112,19 @@ def draw(folder: Path, runs: Mapping[str, Run], at: Mapping[str, float], killed:
 
 
 def smooth(rank: Rank, zero: float) -> tuple[list[float], list[float]]:
-    """Returns the training loss over time, in means of neighbours; nothing is drawn where a site was away."""
+    """Returns the training loss over time, in means of neighbours; nothing is drawn where a site
+    was away.
+    """
     done = {step.step: step.done for step in rank.steps}
-    points = sorted((done[int(step)] - zero, loss) for step, loss in rank.losses if int(step) in done)
+    points = sorted(
+        (done[int(step)] - zero, loss) for step, loss in rank.losses if int(step) in done
+    )
     width = max(1, len(points) // 40)
-    cuts = [0, *(at for at, (one, two) in enumerate(pairwise(points), 1) if two[0] - one[0] > 5 * PAUSE), len(points)]
+    cuts = [
+        0,
+        *(at for at, (one, two) in enumerate(pairwise(points), 1) if two[0] - one[0] > 5 * PAUSE),
+        len(points),
+    ]
     moments, values = list[float](), list[float]()
     for begin, end in pairwise(cuts):
         for first in range(begin, end, width):

@@ -1,10 +1,12 @@
-"""Starts a hub and three sites on this machine, kills one of them with -9, brings it back, and shows what happens.
+"""Starts a hub and three sites on this machine, kills one of them with -9, brings it back, and
+shows what happens.
 
     python examples/demo_federation.py
 
-Each site is a job of its own: ``pretrain_text.py`` with a file of its own, which says the site's name and where the hub
-is. This script starts them as anybody would, prints the commands, and watches: it asks the hub for its status and reads
-the records of the sites' monitors. Logs, records and a picture of what happened are in ``--out``.
+Each site is a job of its own: ``pretrain_text.py`` with a file of its own, which says the site's
+name and where the hub is. This script starts them as anybody would, prints the commands, and
+watches: it asks the hub for its status and reads the records of the sites' monitors. Logs, records
+and a picture of what happened are in ``--out``.
 """
 
 from __future__ import annotations
@@ -79,7 +81,12 @@ class Site:
         self.folder.mkdir(parents=True)
         federation = {"hub": hub, "run": RUN, "site": self.name, "keys": str(keys), "lease": 3.0}
         monitor = {"folder": str(self.records), "diagnostics": False}
-        saved = {"dirpath": str(self.folder), "save_last": True, "every_n_train_steps": 50, "save_top_k": 0}
+        saved = {
+            "dirpath": str(self.folder),
+            "save_last": True,
+            "every_n_train_steps": 50,
+            "save_top_k": 0,
+        }
         own = {
             # The run begins with the parameters of one of them.
             "seed_everything": SITES.index(self.name),
@@ -89,12 +96,21 @@ class Site:
                     "init_args": {
                         "sync_every": 20,
                         "fragments": "strided:1",
-                        "federation": {"class_path": "lightning_sdiloco.Federation", "init_args": federation},
+                        "federation": {
+                            "class_path": "lightning_sdiloco.Federation",
+                            "init_args": federation,
+                        },
                     },
                 },
                 "callbacks": [
-                    {"class_path": "lightning_sdiloco.StreamingDiLoCoMonitor", "init_args": monitor},
-                    {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": saved},
+                    {
+                        "class_path": "lightning_sdiloco.StreamingDiLoCoMonitor",
+                        "init_args": monitor,
+                    },
+                    {
+                        "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+                        "init_args": saved,
+                    },
                 ],
                 "logger": {
                     "class_path": "lightning.pytorch.loggers.CSVLogger",
@@ -102,15 +118,24 @@ class Site:
                 },
             },
         }
-        (self.folder / "site.yaml").write_text(yaml.safe_dump(own, sort_keys=False), encoding="utf-8")
+        (self.folder / "site.yaml").write_text(
+            yaml.safe_dump(own, sort_keys=False), encoding="utf-8"
+        )
 
     def command(self) -> list[str]:
         """Returns the command that starts it, from its checkpoint if it has one."""
         command = [sys.executable, str(EXAMPLES / "pretrain_text.py"), "fit"]
         for path in (EXAMPLES / "configs" / "base.yaml", EXAMPLES / "configs" / "federated.yaml"):
             command += ["--config", str(path)]
-        command += ["--config", str(self.folder / "site.yaml"), "--result", str(self.folder / "result.json")]
-        return [*command, "--ckpt_path", str(self.checkpoint)] if self.checkpoint.exists() else command
+        command += [
+            "--config",
+            str(self.folder / "site.yaml"),
+            "--result",
+            str(self.folder / "result.json"),
+        ]
+        return (
+            [*command, "--ckpt_path", str(self.checkpoint)] if self.checkpoint.exists() else command
+        )
 
     def start(self) -> None:
         with (self.folder / "log.txt").open("ab") as log:
@@ -150,7 +175,17 @@ class Demo:
         add_keys(self.keys, "operator", "operator")
 
     def start(self) -> None:
-        command = ["hub", "--run", RUN, "--keys", str(self.keys), "--sites", str(len(SITES)), "--listen", self.hub]
+        command = [
+            "hub",
+            "--run",
+            RUN,
+            "--keys",
+            str(self.keys),
+            "--sites",
+            str(len(SITES)),
+            "--listen",
+            self.hub,
+        ]
         command += ["--ledger", str(self.folder / "hub.sqlite")]
         self.show(["sdiloco", *command])
         with (self.folder / "hub.log").open("wb") as log:
@@ -162,7 +197,9 @@ class Demo:
         self.note("a hub and three sites are started, each a process of its own")
 
     def show(self, command: Sequence[str]) -> None:
-        self.console.print(f"$ {shlex.join(command)}", style="dim", soft_wrap=True, highlight=False, markup=False)
+        self.console.print(
+            f"$ {shlex.join(command)}", style="dim", soft_wrap=True, highlight=False, markup=False
+        )
 
     def note(self, what: str) -> float:
         now = time.time()
@@ -175,37 +212,59 @@ class Demo:
         """Trains, kills a site, brings it back, and ends the run; returns when what happened."""
         with Live(self.table(), console=self.console, auto_refresh=False, transient=True) as live:
             self.until("the hub answers", live, lambda: is_open(self.hub))
-            with closing(HubOptions(self.hub, str(self.keys / "operator.bundle")).mailbox("operator")) as hub:
+            with closing(
+                HubOptions(self.hub, str(self.keys / "operator.bundle")).mailbox("operator")
+            ) as hub:
                 return self.parts(hub, live)
 
     def parts(self, hub: HubClient, live: Live) -> dict[str, float]:
-        killed, others = self.sites[KILLED], [site for site in self.sites.values() if site.name != KILLED]
+        killed, others = (
+            self.sites[KILLED],
+            [site for site in self.sites.values() if site.name != KILLED],
+        )
 
         def counted_since(moment: float) -> bool:
             landings = [landing for site in others if site.seen for landing in site.seen.landings]
-            return any(landing.spans["land"][1] > moment and KILLED in landing.sites for landing in landings)
+            return any(
+                landing.spans["land"][1] > moment and KILLED in landing.sites
+                for landing in landings
+            )
 
         def rounds() -> int:
             return min((own["round"] for own in self.status.get("fragments", [])), default=0)
 
         self.until("the run is founded", live, lambda: self.status.get("founded"), hub)
         at = {"founded": self.note("all three are there: the run is founded, and trains")}
-        self.until("time has passed", live, lambda: time.time() > at["founded"] + KILL_AT * self.seconds, hub)
+        self.until(
+            "time has passed",
+            live,
+            lambda: time.time() > at["founded"] + KILL_AT * self.seconds,
+            hub,
+        )
         self.until("it can go on from a checkpoint", live, killed.checkpoint.exists, hub)
         self.until("rounds have landed", live, lambda: rounds() >= 2, hub)
         killed.kill()
         at["killed"], before = self.note(f"{KILLED} is killed with -9"), rounds()
-        self.until("time has passed", live, lambda: time.time() > at["founded"] + RETURN_AT * self.seconds, hub)
+        self.until(
+            "time has passed",
+            live,
+            lambda: time.time() > at["founded"] + RETURN_AT * self.seconds,
+            hub,
+        )
         self.until("the others go on", live, lambda: rounds() >= before + 2, hub)
         at["alone"] = float(rounds() - before)
-        at["started"] = self.note(f"{KILLED} is started again, from its checkpoint; {rounds() - before} rounds went by")
+        at["started"] = self.note(
+            f"{KILLED} is started again, from its checkpoint; {rounds() - before} rounds went by"
+        )
         killed.start()
         self.until("it counts again", live, lambda: counted_since(at["started"]), hub)
         at["back"] = self.note(f"{KILLED} counts again")
         self.until("time has passed", live, lambda: time.time() > at["founded"] + self.seconds, hub)
         asked(hub, "end")
         at["ended"] = self.note("the operator ends the run: sdiloco hub end")
-        self.until("all have ended", live, lambda: not any(map(self.is_running, self.sites.values())), hub)
+        self.until(
+            "all have ended", live, lambda: not any(map(self.is_running, self.sites.values())), hub
+        )
         return at
 
     def is_running(self, site: Site) -> bool:
@@ -217,22 +276,43 @@ class Demo:
             for site in self.sites.values():
                 site.look()
                 if site.process is not None and site.process.poll():
-                    raise SystemExit(f"{site.name} ended with an error; see {site.folder / 'log.txt'}.")
+                    raise SystemExit(
+                        f"{site.name} ended with an error; see {site.folder / 'log.txt'}."
+                    )
             if self.process is not None and self.process.poll() is not None:
                 raise SystemExit(f"The hub has ended; see {self.folder / 'hub.log'}.")
             if time.time() > end:
-                raise SystemExit(f"It did not come true within {PATIENCE + self.seconds:.0f} s that {what}.")
+                raise SystemExit(
+                    f"It did not come true within {PATIENCE + self.seconds:.0f} s that {what}."
+                )
             if hub is not None:
-                with suppress(ValueError):  # on a busy machine it may take the hub too long to answer
+                with suppress(
+                    ValueError
+                ):  # on a busy machine it may take the hub too long to answer
                     self.status = status_of(hub)
             live.update(self.table(), refresh=True)
             time.sleep(0.5)
 
     def table(self) -> Table:
-        """Returns what is to be seen now: what the hub says, and what the sites' monitors wrote down."""
+        """Returns what is to be seen now: what the hub says, and what the sites' monitors wrote
+        down.
+        """
         rounds = [own["round"] for own in self.status.get("fragments", [])]
-        table = Table(title=f"rounds of the fragments: {', '.join(map(str, rounds)) or '-'}", title_justify="left")
-        for name in ("site", "", "inner steps", "loss", "last heartbeat", "behind", "share", "late", "starts"):
+        table = Table(
+            title=f"rounds of the fragments: {', '.join(map(str, rounds)) or '-'}",
+            title_justify="left",
+        )
+        for name in (
+            "site",
+            "",
+            "inner steps",
+            "loss",
+            "last heartbeat",
+            "behind",
+            "share",
+            "late",
+            "starts",
+        ):
             table.add_column(name, justify="left" if name in ("site", "") else "right")
         for name, site in self.sites.items():
             own = self.status.get("sites", {}).get(name)
@@ -242,8 +322,16 @@ class Demo:
                 told = [f"{site.seen.steps[-1].step:,}", f"{site.seen.losses[-1][1]:.2f}"]
             if own:
                 behind = "-" if own["rounds_behind"] is None else str(own["rounds_behind"])
-                heartbeat = "-" if own["last_heartbeat"] is None else f"{own['last_heartbeat']:.1f} s"
-                told += [heartbeat, behind, f"{own['share']:.0%}", str(own["late"]), str(own["incarnations"])]
+                heartbeat = (
+                    "-" if own["last_heartbeat"] is None else f"{own['last_heartbeat']:.1f} s"
+                )
+                told += [
+                    heartbeat,
+                    behind,
+                    f"{own['share']:.0%}",
+                    str(own["late"]),
+                    str(own["incarnations"]),
+                ]
             table.add_row(name, Text(state, style=STATES.get(state, "dim")), *told)
         return table
 
@@ -262,20 +350,35 @@ def is_open(address: str) -> bool:
 
 def tell(demo: Demo, at: dict[str, float], console: Console) -> None:
     runs = {name: read_run(site.records) for name, site in demo.sites.items()}
-    results = {name: json.loads((site.folder / "result.json").read_text()) for name, site in demo.sites.items()}
+    results = {
+        name: json.loads((site.folder / "result.json").read_text())
+        for name, site in demo.sites.items()
+    }
     for sentence in came_and_went.sentences(runs, results, at, KILLED):
         console.print(sentence, highlight=False)
     pictures = came_and_went.draw(demo.folder, runs, at, KILLED) if find_spec("matplotlib") else []
     if pictures:
         console.print("Saved:", *map(str, pictures), highlight=False, soft_wrap=True)
     else:
-        console.print("There is no picture: matplotlib is not installed. Install it with pip install matplotlib.")
+        console.print(
+            "There is no picture: matplotlib is not installed. Install it with pip install"
+            " matplotlib."
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="A hub and three sites on this machine; one is killed and returns.")
-    parser.add_argument("--seconds", type=float, default=90.0, help="how long to train (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("runs/demo_federation"), help="folder for all that it writes")
+    parser = argparse.ArgumentParser(
+        description="A hub and three sites on this machine; one is killed and returns."
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=90.0, help="how long to train (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/demo_federation"),
+        help="folder for all that it writes",
+    )
     given = parser.parse_args(arguments)
     console = Console()
     demo = Demo(given.out, given.seconds, console)

@@ -1,4 +1,6 @@
-"""A byte-level GPT, without anything that trains it: the network of the example and of the benchmarks."""
+"""A byte-level GPT, without anything that trains it: the network of the example and of the
+benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ BYTE_VALUES = 256
 
 
 class Block(nn.Module):
-    """One layer of the transformer: causal attention, then a two-layer perceptron, each added to what comes in."""
+    """One layer of the transformer: causal attention, then a two-layer perceptron, each added to
+    what comes in.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -32,13 +36,17 @@ class Block(nn.Module):
 
     def attention(self, x: Tensor) -> Tensor:
         batch, time, width = x.shape
-        query, key, value = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        query, key, value = (
+            self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return mixed.transpose(1, 2).reshape(batch, time, width)
 
 
 class GPT(nn.Module):
-    """Bytes of shape ``(batch, time)`` to logits of shape ``(batch, time, 256)`` for the byte that follows each."""
+    """Bytes of shape ``(batch, time)`` to logits of shape ``(batch, time, 256)`` for the byte that
+    follows each.
+    """
 
     def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
         super().__init__()
@@ -51,7 +59,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def initialize(self, layers: int) -> None:
-        """Draws weights as GPT-2 does: what is added to the residual stream starts smaller the deeper the network."""
+        """Draws weights as GPT-2 does: what is added to the residual stream starts smaller the
+        deeper the network.
+        """
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 writes_to_stream = name.endswith(("attention_out.weight", "mlp_out.weight"))

@@ -1,8 +1,9 @@
-"""Trains a small mixture of experts in two worker groups, and watches what each landing does to its routers.
+"""Trains a small mixture of experts in two worker groups, and watches what each landing does to its
+routers.
 
-Between landings the routers of the groups drift apart. For every landing of a router this prints, just before it and
-just after it, how far both are from each other, which share of their choices on the same tokens is the same, and how
-evenly experts are used.
+Between landings the routers of the groups drift apart. For every landing of a router this prints,
+just before it and just after it, how far both are from each other, which share of their choices on
+the same tokens is the same, and how evenly experts are used.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ EXPERTS, TOP_K, BALANCE = 8, 2, 0.01
 
 
 class MoEBlock(Block):
-    """A block in which every token goes through the two experts to which the router gives the most weight."""
+    """A block in which every token goes through the two experts to which the router gives the most
+    weight.
+    """
 
     def __init__(self) -> None:
         super().__init__(WIDTH, HEADS)
@@ -72,7 +75,9 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 def overlap(one: Tensor, other: Tensor) -> float:
-    """Returns the share of choices of shape ``(tokens, top_k)`` that both made; by chance it is 1/4."""
+    """Returns the share of choices of shape ``(tokens, top_k)`` that both made; by chance it is
+    1/4.
+    """
     return float((one.unsqueeze(-1) == other.unsqueeze(-2)).any(-1).float().mean())
 
 
@@ -81,10 +86,12 @@ def use_of(chosen: Tensor) -> Tensor:
 
 
 class RouterWatch(Callback):
-    """Watches the routers at their landings, on tokens that are the same in both groups, of one rank each.
+    """Watches the routers at their landings, on tokens that are the same in both groups, of one
+    rank each.
 
-    Groups exchange what they saw when training ends: until then none waits for the other because of it. Then `seen`
-    holds, by inner step and layer, distance, overlap and use just before the landing, and just after it.
+    Groups exchange what they saw when training ends: until then none waits for the other because of
+    it. Then `seen` holds, by inner step and layer, distance, overlap and use just before the
+    landing, and just after it.
     """
 
     def __init__(self, tokens: Tensor) -> None:
@@ -94,7 +101,9 @@ class RouterWatch(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         # The last moment before a landing: the inner step has been made, and is not counted yet.
-        trainer.optimizers[0].register_step_post_hook(lambda *_: self.look(trainer, pl_module, trainer.global_step + 1))
+        trainer.optimizers[0].register_step_post_hook(
+            lambda *_: self.look(trainer, pl_module, trainer.global_step + 1)
+        )
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         self.look(trainer, pl_module, trainer.global_step)
@@ -121,11 +130,17 @@ class RouterWatch(Callback):
 
 @rank_zero_only
 def tell(watch: RouterWatch) -> None:
-    """Prints a line for each landing of a router; experts in use are the perplexity of their use."""
+    """Prints a line for each landing of a router; experts in use are the perplexity of their
+    use.
+    """
     print("inner step, layer    distance          overlap           experts in use  use moved")
     for (step, layer), (before, after) in watch.seen.items():
-        apart, alike = (f"{old:.3f} -> {new:.3f}" for old, new in zip(before[:2], after[:2], strict=True))
-        used = " -> ".join(f"{float(torch.special.entr(use).sum().exp()):.2f}" for *_, use in (before, after))
+        apart, alike = (
+            f"{old:.3f} -> {new:.3f}" for old, new in zip(before[:2], after[:2], strict=True)
+        )
+        used = " -> ".join(
+            f"{float(torch.special.entr(use).sum().exp()):.2f}" for *_, use in (before, after)
+        )
         moved = float((before[2] - after[2]).abs().sum() / 2)
         print(f"{step:>10} {layer:>6}    {apart:<17} {alike:<17} {used:<15} {moved:.1%}")
 
@@ -138,7 +153,9 @@ def train(steps: int, seed: int = 0, **settings: Any) -> RouterWatch:
     watch = RouterWatch(torch.stack([data.validation[number][0] for number in range(0, 512, 64)]))
     strategy = StreamingDiLoCoStrategy(worker_groups=2, **{"sync_every": 20, **settings})
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "limit_val_batches": 0}
-    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=steps, callbacks=[watch], **quiet)
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_steps=steps, callbacks=[watch], **quiet
+    )
     trainer.fit(MoEGPT(), data)
     return watch
 

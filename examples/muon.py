@@ -2,7 +2,8 @@
 
     optimizer = muon_and_adamw(model, lr=3e-3)
 
-A scheduler, a checkpoint or a gradient scaler sees an optimizer like any other: one list of groups, one state.
+A scheduler, a checkpoint or a gradient scaler sees an optimizer like any other: one list of groups,
+one state.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from typing_extensions import override
 def require_muon() -> None:
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(
-            f"The optimizer 'muon' needs torch.optim.Muon, which torch {torch.__version__} does not have. "
+            f"The optimizer 'muon' needs torch.optim.Muon, which torch {torch.__version__} does"
+            " not have. "
             "Install torch 2.9 or newer, or choose the optimizer 'adamw'."
         )
 
 
 def is_matrix_of_a_block(name: str, parameter: Tensor) -> bool:
-    """Tells whether Muon takes a parameter: a matrix in a list called ``blocks``, so no embedding, norm or head."""
+    """Tells whether Muon takes a parameter: a matrix in a list called ``blocks``, so no embedding,
+    norm or head.
+    """
     return parameter.dim() == 2 and "blocks" in name.split(".")
 
 
@@ -36,10 +40,11 @@ def muon_and_adamw(
     weight_decay: float = 0.1,
     betas: tuple[float, float] = (0.9, 0.95),
 ) -> MuonAndAdamW:
-    """Makes the optimizer for a model whose layers lie in a list called ``blocks``, as in `gpt.GPT`.
+    """Makes the optimizer for a model whose layers lie in a list called ``blocks``, as in
+    `gpt.GPT`.
 
-    Muon's steps are scaled to the size of AdamW's (``adjust_lr_fn="match_rms_adamw"``), so one rate serves both unless
-    ``muon_lr`` is another one. Matrices and embeddings decay, vectors do not.
+    Muon's steps are scaled to the size of AdamW's (``adjust_lr_fn="match_rms_adamw"``), so one rate
+    serves both unless ``muon_lr`` is another one. Matrices and embeddings decay, vectors do not.
     """
     require_muon()
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -47,7 +52,8 @@ def muon_and_adamw(
     others = [p for name, p in trainable.items() if not is_matrix_of_a_block(name, p)]
     if not matrices:
         raise ValueError(
-            f"Muon trains the matrices of the blocks, and {type(model).__name__} has no trainable matrix in a list "
+            f"Muon trains the matrices of the blocks, and {type(model).__name__} has no"
+            " trainable matrix in a list "
             "called 'blocks'. Call the list of layers so, or train with AdamW alone."
         )
     decay_of = {True: weight_decay, False: 0.0}
@@ -56,13 +62,20 @@ def muon_and_adamw(
         for decays in (True, False)
     ]
     muon = torch.optim.Muon(
-        matrices, lr=lr if muon_lr is None else muon_lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+        matrices,
+        lr=lr if muon_lr is None else muon_lr,
+        weight_decay=weight_decay,
+        adjust_lr_fn="match_rms_adamw",
     )
-    return MuonAndAdamW(muon, AdamW([group for group in groups if group["params"]], lr=lr, betas=betas))
+    return MuonAndAdamW(
+        muon, AdamW([group for group in groups if group["params"]], lr=lr, betas=betas)
+    )
 
 
 class MuonAndAdamW(Optimizer):
-    """Two optimizers of different parameters, with the groups and the state of both, Muon's first."""
+    """Two optimizers of different parameters, with the groups and the state of both, Muon's
+    first.
+    """
 
     def __init__(self, muon: Optimizer, adamw: Optimizer) -> None:
         self.parts: tuple[Optimizer, ...] = ()
@@ -71,9 +84,13 @@ class MuonAndAdamW(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Lets the parts work on the groups and the state of this optimizer, which may be new objects."""
+        """Lets the parts work on the groups and the state of this optimizer, which may be new
+        objects.
+        """
         first = len(self.parts[0].param_groups)
-        for part, groups in zip(self.parts, (self.param_groups[:first], self.param_groups[first:]), strict=True):
+        for part, groups in zip(
+            self.parts, (self.param_groups[:first], self.param_groups[first:]), strict=True
+        ):
             part.param_groups, part.state = groups, self.state
 
     @override
@@ -89,7 +106,10 @@ class MuonAndAdamW(Optimizer):
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.parts:
-            raise ValueError("Muon and AdamW divide the parameters once: make the optimizer of all of them instead.")
+            raise ValueError(
+                "Muon and AdamW divide the parameters once: make the optimizer of all of them"
+                " instead."
+            )
         super().add_param_group(param_group)
 
     @torch.no_grad()

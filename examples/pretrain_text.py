@@ -1,6 +1,8 @@
-"""Trains a byte-level GPT on the source of Python's standard library; the strategy is a line of the configuration.
+"""Trains a byte-level GPT on the source of Python's standard library; the strategy is a line of the
+configuration.
 
-    python examples/pretrain_text.py fit --config examples/configs/base.yaml --config examples/configs/ddp.yaml
+    python examples/pretrain_text.py fit --config examples/configs/base.yaml --config
+    examples/configs/ddp.yaml
 
 From top to bottom: the training module, what is written down at the end, the command line.
 Nothing here knows which strategy trains it.
@@ -44,7 +46,8 @@ class ByteGPT(LightningModule):
         warmup_steps: Steps over which the learning rate rises from zero.
         schedule: After the warm-up, fall along a cosine to a tenth of ``lr``, or stay.
         weight_decay: Decay of matrices and embeddings; norms have none.
-        optimizer: AdamW for all, or Muon for the matrices of the blocks and AdamW for the rest; see ``muon.py``.
+        optimizer: AdamW for all, or Muon for the matrices of the blocks and AdamW for the rest; see
+            ``muon.py``.
     """
 
     def __init__(
@@ -64,7 +67,12 @@ class ByteGPT(LightningModule):
             require_muon()
         self.save_hyperparameters()
         self.optimizer = optimizer
-        self.lr, self.warmup_steps, self.schedule, self.weight_decay = lr, warmup_steps, schedule, weight_decay
+        self.lr, self.warmup_steps, self.schedule, self.weight_decay = (
+            lr,
+            warmup_steps,
+            schedule,
+            weight_decay,
+        )
         self.net = GPT(layers, width, heads, context)
         self.perplexity = Perplexity()
         self.clock = Clock()
@@ -93,16 +101,23 @@ class ByteGPT(LightningModule):
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer = (
-            muon_and_adamw(self, self.lr, weight_decay=self.weight_decay) if self.optimizer == "muon" else self.adamw()
+            muon_and_adamw(self, self.lr, weight_decay=self.weight_decay)
+            if self.optimizer == "muon"
+            else self.adamw()
         )
         total_steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.lr_factor(step, total_steps))
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: self.lr_factor(step, total_steps)
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def adamw(self) -> torch.optim.Optimizer:
         matrices = [p for p in self.parameters() if p.dim() > 1]
         vectors = [p for p in self.parameters() if p.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [
+            {"params": matrices, "weight_decay": self.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
         return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
 
     def lr_factor(self, step: int, total_steps: int) -> float:
@@ -129,12 +144,16 @@ class ByteGPT(LightningModule):
     @override
     def on_validation_end(self) -> None:
         if not self.trainer.sanity_checking:
-            self.val_losses[self.trainer.global_step] = float(self.trainer.callback_metrics["val_loss"])
+            self.val_losses[self.trainer.global_step] = float(
+                self.trainer.callback_metrics["val_loss"]
+            )
         self.clock.resume()
 
 
 class Clock:
-    """Measures training without the validations in it; `tick` is called at the start of every step, and at the end."""
+    """Measures training without the validations in it; `tick` is called at the start of every
+    step, and at the end.
+    """
 
     def __init__(self) -> None:
         self.ticks: list[float] = []
@@ -155,15 +174,17 @@ class Clock:
 
     @property
     def step_seconds(self) -> float:
-        """The median of the steps, so that those in which something starts or waits do not count."""
+        """The median of the steps, so that those in which something starts or waits do not
+        count.
+        """
         return median(after - before for before, after in pairwise(self.ticks))
 
 
 def bytes_sent(trainer: Trainer, model: LightningModule) -> int:
     """Returns how many bytes this rank sent to the other ranks during the fit.
 
-    Streaming DiLoCo counts them. DDP does not, so for it this is the arithmetic of a ring all-reduce: each of n ranks
-    sends 2 (n - 1) / n times the gradients in every step.
+    Streaming DiLoCo counts them. DDP does not, so for it this is the arithmetic of a ring
+    all-reduce: each of n ranks sends 2 (n - 1) / n times the gradients in every step.
     """
     report = getattr(trainer.strategy, "report", None)
     if report is not None:
@@ -174,7 +195,9 @@ def bytes_sent(trainer: Trainer, model: LightningModule) -> int:
 
 def fingerprint(model: LightningModule) -> str:
     """Returns a digest of all parameters: the same for the same bits."""
-    return hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())).hexdigest()
+    return hashlib.sha256(
+        b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
+    ).hexdigest()
 
 
 class StepCount(Callback):
@@ -182,26 +205,39 @@ class StepCount(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.is_global_zero and (trainer.global_step % 20 == 0 or trainer.global_step == trainer.max_steps):
+        if trainer.is_global_zero and (
+            trainer.global_step % 20 == 0 or trainer.global_step == trainer.max_steps
+        ):
             print(f"step {trainer.global_step}", flush=True)
 
 
 class PretrainCLI(LightningCLI):
-    """The command line: one ``context`` for data and model, and a file of results when asked for."""
+    """The command line: one ``context`` for data and model, and a file of results when asked
+    for.
+    """
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.link_arguments("data.context", "model.context")
-        parser.add_argument("--result", type=str | None, default=None, help="JSON file to write results to after fit.")
+        parser.add_argument(
+            "--result",
+            type=str | None,
+            default=None,
+            help="JSON file to write results to after fit.",
+        )
 
     def after_fit(self) -> None:
-        """Validates what training left in the module, and writes the numbers down if ``--result`` names a file."""
+        """Validates what training left in the module, and writes the numbers down if ``--result``
+        names a file.
+        """
         path = self.config.fit.result
         if path is None:
             return
         metrics = self.trainer.validate(self.model, self.datamodule, verbose=False)[0]
         if self.trainer.is_global_zero:
-            Path(path).write_text(json.dumps(self.summary(metrics), indent=2) + "\n", encoding="utf-8")
+            Path(path).write_text(
+                json.dumps(self.summary(metrics), indent=2) + "\n", encoding="utf-8"
+            )
 
     def summary(self, metrics: Any) -> dict[str, Any]:
         """Returns what was trained, how long it took, and the loss on the way, by step."""
@@ -224,9 +260,12 @@ class PretrainCLI(LightningCLI):
 
 
 def prepare_process() -> None:
-    """Gives each rank one thread on a machine without GPU, and drops warnings that do not apply to this example."""
+    """Gives each rank one thread on a machine without GPU, and drops warnings that do not apply to
+    this example.
+    """
     if not torch.cuda.is_available():
-        # Ranks share the cores of one machine; threads beyond that wait for each other and take many times longer.
+        # Ranks share the cores of one machine; threads beyond that wait for each other and take
+        # many times longer.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
@@ -238,7 +277,8 @@ def prepare_process() -> None:
 def main() -> None:
     prepare_process()
     PretrainCLI(ByteGPT, StandardLibraryText, auto_configure_optimizers=False)
-    # Threads of gloo drop the tensors of the last collective a little later, and need the interpreter for that.
+    # Threads of gloo drop the tensors of the last collective a little later, and need the
+    # interpreter for that.
     time.sleep(0.2)
 
 

@@ -1,4 +1,6 @@
-"""Text that every machine has: the source code of Python's standard library, cut into windows of bytes."""
+"""Text that every machine has: the source code of Python's standard library, cut into windows of
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,22 @@ INSTALLED_PACKAGES = {"site-packages", "dist-packages"}
 
 
 def standard_library_sources() -> list[Path]:
-    """Lists every ``.py`` file of the running interpreter's standard library, in the same order on every machine."""
+    """Lists every ``.py`` file of the running interpreter's standard library, in the same order on
+    every machine.
+    """
     root = Path(sysconfig.get_path("stdlib"))
-    files = (path for path in root.rglob("*.py") if INSTALLED_PACKAGES.isdisjoint(path.relative_to(root).parts))
+    files = (
+        path
+        for path in root.rglob("*.py")
+        if INSTALLED_PACKAGES.isdisjoint(path.relative_to(root).parts)
+    )
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
 def build_corpus(target: Path) -> None:
-    """Writes all sources into one file, one zero byte between two of them; it appears whole or not at all."""
+    """Writes all sources into one file, one zero byte between two of them; it appears whole or not
+    at all.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f"{target.name}.{os.getpid()}")
     with unfinished.open("wb") as file:
@@ -35,7 +45,8 @@ def build_corpus(target: Path) -> None:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Non-overlapping windows of a text, ``uint8`` of shape ``(length,)``, ``count`` of them or all that fit.
+    """Non-overlapping windows of a text, ``uint8`` of shape ``(length,)``, ``count`` of them or all
+    that fit.
 
     Each gives ``context`` bytes and the bytes that follow them.
     """
@@ -44,7 +55,10 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         fitting = (len(text) - 1) // context
         stride = 1 if count is None else fitting // count
         if stride < 1:
-            raise ValueError(f"{count} windows of {context} bytes were asked for, but the text holds only {fitting}.")
+            raise ValueError(
+                f"{count} windows of {context} bytes were asked for, but the text holds only"
+                f" {fitting}."
+            )
         self.text, self.context, self.stride = text, context, stride
         self.count = fitting if count is None else count
 
@@ -61,8 +75,8 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 class StandardLibraryText(LightningDataModule):
     """The source of Python's standard library (about 30 MB), the last 5 % of it for validation.
 
-    Training windows are shuffled once per epoch by Lightning's ``DistributedSampler``, which gives each rank its own
-    share of them. Validation windows are the same in every run.
+    Training windows are shuffled once per epoch by Lightning's ``DistributedSampler``, which gives
+    each rank its own share of them. Validation windows are the same in every run.
 
     Args:
         context: Bytes in one window, which is also the context of the model.
@@ -72,10 +86,18 @@ class StandardLibraryText(LightningDataModule):
     """
 
     def __init__(
-        self, context: int = 128, batch_size: int = 8, validation_windows: int = 512, cache_dir: str = "data"
+        self,
+        context: int = 128,
+        batch_size: int = 8,
+        validation_windows: int = 512,
+        cache_dir: str = "data",
     ) -> None:
         super().__init__()
-        self.context, self.batch_size, self.validation_windows = context, batch_size, validation_windows
+        self.context, self.batch_size, self.validation_windows = (
+            context,
+            batch_size,
+            validation_windows,
+        )
         # The sources differ between versions of Python, so each version has a corpus of its own.
         self.corpus = Path(cache_dir) / f"python-{platform.python_version()}.bin"
 

@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from lightning_sdiloco.algorithm.merge import Carry, LandingRule, Mix
     from lightning_sdiloco.algorithm.partition import Fragment
     from lightning_sdiloco.algorithm.reduce import TwoShot
-    from lightning_sdiloco.algorithm.schedule import DenseBeginning, Heard, LaunchSchedule, Schedule, Selective
+    from lightning_sdiloco.algorithm.schedule import (
+        DenseBeginning,
+        Heard,
+        LaunchSchedule,
+        Schedule,
+        Selective,
+    )
     from lightning_sdiloco.algorithm.weighting import Control, Count, Weighing
     from lightning_sdiloco.compression import FP4, BFloat16, Compression, Float32
     from lightning_sdiloco.engine.drop_compute import DropCompute
@@ -35,9 +41,27 @@ __version__ = VERSION
 
 # The files of the public names, in the order in which they are looked for.
 _HOMES = (
-    *("engine.engine", "engine.start", "engine.simulation", "engine.drop_compute", "engine.fragments"),
-    *("algorithm.config", "algorithm.gossip", "algorithm.merge", "algorithm.partition", "algorithm.reduce"),
-    *("algorithm.schedule", "algorithm.weighting", "compression", "federation.config", "federation.quorum"),
+    *(
+        "engine.engine",
+        "engine.start",
+        "engine.simulation",
+        "engine.drop_compute",
+        "engine.fragments",
+    ),
+    *(
+        "algorithm.config",
+        "algorithm.gossip",
+        "algorithm.merge",
+        "algorithm.partition",
+        "algorithm.reduce",
+    ),
+    *(
+        "algorithm.schedule",
+        "algorithm.weighting",
+        "compression",
+        "federation.config",
+        "federation.quorum",
+    ),
     *("errors", "lightning_pytorch"),
 )
 __all__ = [
@@ -103,7 +127,9 @@ register_when_imported()
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Imports what is used when it is used: torch takes a second, and each distribution of Lightning two more."""
+        """Imports what is used when it is used: torch takes a second, and each distribution of
+        Lightning two more.
+        """
         if name in __all__:
             homes = (import_module(f"{__name__}.{home}") for home in _HOMES)
             return next(getattr(home, name) for home in homes if hasattr(home, name))
@@ -111,8 +137,10 @@ if not TYPE_CHECKING:
             return import_module(f"{__name__}.{name}")
         if name in _EXAMPLES:
             raise _IsAnExample(
-                f"lightning_sdiloco has no {name}: it is an example, not a part of the package. Copy"
-                f" examples/methods/{_EXAMPLES[name]} from the repository next to your script, and import it from"
+                f"lightning_sdiloco has no {name}: it is an example, not a part of the package."
+                " Copy"
+                f" examples/methods/{_EXAMPLES[name]} from the repository next to your script,"
+                " and import it from"
                 " there."
             )
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,12 +6,18 @@ class ExchangeError(RuntimeError):
 
 
 class AgreementError(RuntimeError):
-    """The worker groups no longer agree: on the outer parameters, on what is due, or on finite values."""
+    """The worker groups no longer agree: on the outer parameters, on what is due, or on finite
+    values.
+    """
 
 
 class Refused(ValueError):
-    """A request was refused, for the reason given: it is not allowed, or does not fit. Asking again does not help."""
+    """A request was refused, for the reason given: it is not allowed, or does not fit. Asking
+    again does not help.
+    """
 
 
 class Malformed(Refused):
-    """What was read is not what it should be: damaged, of another version, out of bounds, or malicious."""
+    """What was read is not what it should be: damaged, of another version, out of bounds, or
+    malicious.
+    """

@@ -1,11 +1,13 @@
-"""Memory of long vectors that lives as long as a flight, and then serves the next one or goes back to the system.
+"""Memory of long vectors that lives as long as a flight, and then serves the next one or goes back
+to the system.
 
-[Note: spare pages] The system zeroes a page before it gives it, which takes longer than most passes over what is then
-written there. So the pages that a flight leaves wait for the next one, as far as a caller asks for that with
-`SparePages`. Where the next flight needs other sizes, spare pages are given back as it takes new ones: all pages, spare
-ones included, are hardly more than were in use at another time. The margin holds a few messages, for which the pages of
-a long vector would go and come again. What spare pages are worth, in two processes of one machine: without them a
-launch and its landing take 1.4, 1.1 and 1.3 times as long with 0.5, 2.1 and 8.4 million parameters.
+[Note: spare pages] The system zeroes a page before it gives it, which takes longer than most passes
+over what is then written there. So the pages that a flight leaves wait for the next one, as far as
+a caller asks for that with `SparePages`. Where the next flight needs other sizes, spare pages are
+given back as it takes new ones: all pages, spare ones included, are hardly more than were in use at
+another time. The margin holds a few messages, for which the pages of a long vector would go and
+come again. What spare pages are worth, in two processes of one machine: without them a launch and
+its landing take 1.4, 1.1 and 1.3 times as long with 0.5, 2.1 and 8.4 million parameters.
 """
 
 import ctypes
@@ -33,13 +35,16 @@ def new_vector(numel: int, device: torch.device, dtype: torch.dtype = torch.floa
 
 def give_back_free_memory() -> None:
     """Gives memory that the allocator of the host keeps for later to the system, where it can."""
-    # glibc keeps what lies between blocks in use. Others do not know this function, or there is no such library.
+    # glibc keeps what lies between blocks in use. Others do not know this function, or there is no
+    # such library.
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class SparePages:
-    """Asks to keep pages that are no longer used for the vectors that come next, as long as this object lives."""
+    """Asks to keep pages that are no longer used for the vectors that come next, as long as this
+    object lives.
+    """
 
     def __init__(self, size: int) -> None:
         _SPARES.ask(id(self), size)
@@ -49,7 +54,8 @@ class SparePages:
 class _Spares:
     """Lends pages, and keeps returned ones while a caller asks for it.
 
-    A finalizer may run wherever memory is allocated, also in here: who finds the lock taken leaves the pages alone.
+    A finalizer may run wherever memory is allocated, also in here: who finds the lock taken leaves
+    the pages alone.
     """
 
     def __init__(self) -> None:
@@ -67,7 +73,9 @@ class _Spares:
         self._change([])
 
     def lend(self, size: int) -> memoryview:
-        """Returns pages of at least that many bytes; they come back when nothing refers to them any more."""
+        """Returns pages of at least that many bytes; they come back when nothing refers to them
+        any more.
+        """
         pages = self._change([], size) or _new_pages(size)
         lent = memoryview(pages)
         self._lent[id(lent)] = len(pages)
@@ -85,17 +93,22 @@ class _Spares:
         self._change([pages])
 
     def _change(self, back: list[mmap.mmap], size: int = 0) -> mmap.mmap | None:
-        """Keeps what comes back; takes the smallest spare pages for a size that are hardly larger, if asked to."""
+        """Keeps what comes back; takes the smallest spare pages for a size that are hardly larger,
+        if asked to.
+        """
         if not self._lock.acquire(blocking=False):
             return None
         try:
             self._pages += back
             if size:
-                fitting = [pages for pages in self._pages if size <= len(pages) <= size + size // 16]
+                fitting = [
+                    pages for pages in self._pages if size <= len(pages) <= size + size // 16
+                ]
                 best = min(fitting, key=len, default=None)
                 self._pages = [pages for pages in self._pages if pages is not best]
                 return best
-            # Pages that are not asked for go, and those far beyond the most ever in use: the oldest first.
+            # Pages that are not asked for go, and those far beyond the most ever in use: the oldest
+            # first.
             asked = sum(list(self._asked.values()))
             excess = sum(map(len, self._pages)) - min(asked, self._most + asked // 5 - self._in_use)
             while excess > 0 and self._pages:

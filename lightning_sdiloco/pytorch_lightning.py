@@ -23,7 +23,9 @@ class StreamingDiLoCoCallback(Fit, Callback):
 class StreamingDiLoCoMonitor(StreamingDiLoCoMonitorMixin, Callback):
     __doc__ = StreamingDiLoCoMonitorMixin.__doc__
     # Imported when a fit has ended: the command needs more than a training does.
-    _report = staticmethod(lambda folder: import_module("lightning_sdiloco.tools.report").report(folder))
+    _report = staticmethod(
+        lambda folder: import_module("lightning_sdiloco.tools.report").report(folder)
+    )
 
 
 class _Launcher(LauncherMixin, _MultiProcessingLauncher):

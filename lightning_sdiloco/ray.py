@@ -1,4 +1,6 @@
-"""The strategy for Ray Train, whose ``prepare_trainer`` takes only subclasses of its own; needs ``ray[train]``."""
+"""The strategy for Ray Train, whose ``prepare_trainer`` takes only subclasses of its own; needs
+``ray[train]``.
+"""
 
 from typing import Any
 
@@ -11,12 +13,14 @@ from lightning_sdiloco.lightning_pytorch import StreamingDiLoCoStrategy
 class RayStreamingDiLoCoStrategy(StreamingDiLoCoStrategy, RayDDPStrategy):
     """Trains one model on the workers of Ray Train, in worker groups.
 
-    Takes the arguments of ``StreamingDiLoCoStrategy``. With ``worker_groups="auto"``, the default, the workers of each
-    node make a group; on a single node each worker is one. Give the Trainer ``devices="auto"`` and a
-    ``RayLightningEnvironment``, as Ray's guide says, and leave ``num_nodes`` alone: Ray knows the nodes.
+    Takes the arguments of ``StreamingDiLoCoStrategy``. With ``worker_groups="auto"``, the default,
+    the workers of each node make a group; on a single node each worker is one. Give the Trainer
+    ``devices="auto"`` and a ``RayLightningEnvironment``, as Ray's guide says, and leave
+    ``num_nodes`` alone: Ray knows the nodes.
 
     Raises:
-        ValueError: In the Trainer, with ``worker_groups="auto"``, if nodes have different numbers of workers.
+        ValueError: In the Trainer, with ``worker_groups="auto"``, if nodes have different numbers
+            of workers.
 
     Example:
         In the function that a ``ray.train.torch.TorchTrainer`` runs in each worker::
@@ -42,7 +46,8 @@ class RayStreamingDiLoCoStrategy(StreamingDiLoCoStrategy, RayDDPStrategy):
         if about.get_world_size() % here or first != about.get_node_rank() * here:
             raise ValueError(
                 f"worker_groups='auto' makes each node a worker group, but Ray has placed {here} of"
-                f" {about.get_world_size()} workers on node {about.get_node_rank()}, and other numbers elsewhere. Set"
+                f" {about.get_world_size()} workers on node {about.get_node_rank()}, and other"
+                " numbers elsewhere. Set"
                 " worker_groups to a number, or place equally many on every node with"
                 " ScalingConfig(placement_strategy=...)."
             )

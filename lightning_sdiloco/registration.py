@@ -1,11 +1,12 @@
 """Gives both distributions of Lightning the names of the strategies, and imports neither of them.
 
-[Note: registered when imported] `import lightning_sdiloco` is all that `Trainer(strategy="streaming_diloco")` needs,
-whichever distribution the Trainer is from, and whether that is imported before or after. A distribution that is there
-is given the names at once. For another one, a finder stands in front of Python's: it lets them find, and gives
-the distribution the names once its registry has been imported. What is registered is a function that imports the
-strategy when a Trainer asks for it. A LightningCLI also finds classes by their names alone, among those that are
-imported: with its module, ours is.
+[Note: registered when imported] `import lightning_sdiloco` is all that
+`Trainer(strategy="streaming_diloco")` needs, whichever distribution the Trainer is from, and
+whether that is imported before or after. A distribution that is there is given the names at once.
+For another one, a finder stands in front of Python's: it lets them find, and gives the distribution
+the names once its registry has been imported. What is registered is a function that imports the
+strategy when a Trainer asks for it. A LightningCLI also finds classes by their names alone, among
+those that are imported: with its module, ours is.
 """
 
 import sys
@@ -23,7 +24,8 @@ _TRAINER = {
 }
 _FABRIC = {"streaming_diloco": "StreamingDiLoCoFabricStrategy"}
 
-# Each module that has a registry: how it calls it, our module for its distribution, and the classes by name.
+# Each module that has a registry: how it calls it, our module for its distribution, and the classes
+# by name.
 _REGISTRIES = {
     "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_pytorch", _TRAINER),
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_pytorch", _FABRIC),
@@ -48,12 +50,17 @@ _UNUSED_PARAMETERS: dict[str, dict[str, Any]] = {
 
 
 def variants(name: str) -> dict[str, dict[str, Any]]:
-    """Returns the names under which a strategy is registered, each with the arguments that it stands for."""
+    """Returns the names under which a strategy is registered, each with the arguments that it
+    stands for.
+    """
     if name != "streaming_diloco":
         return {name: {}}
     # Those that Lightning has for DDP. Some packages look for "ddp" in the name.
     return {
-        "_".join(filter(None, (start, method, unused))): {**_START_METHODS[method], **_UNUSED_PARAMETERS[unused]}
+        "_".join(filter(None, (start, method, unused))): {
+            **_START_METHODS[method],
+            **_UNUSED_PARAMETERS[unused],
+        }
         for start in (name, "_".join((name, "ddp")))
         for method in _START_METHODS
         for unused in _UNUSED_PARAMETERS
@@ -77,7 +84,9 @@ def _register(module: ModuleType) -> None:
         for name, arguments in variants(start).items():
             if name not in registry:
                 make = partial(_make, f"lightning_sdiloco.{ours}", strategy)
-                registry.register(name, make, description="Streaming DiLoCo over worker groups", **arguments)
+                registry.register(
+                    name, make, description="Streaming DiLoCo over worker groups", **arguments
+                )
 
 
 def _make(module: str, strategy: str, **arguments: Any) -> Any:
@@ -93,7 +102,9 @@ class _Finder(MetaPathFinder):
         if fullname not in _REGISTRIES:
             return None
         others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
-        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        spec = next(
+            filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None
+        )
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

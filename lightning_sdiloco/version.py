@@ -1,3 +1,5 @@
-"""The version of the package: of its distribution, which is built with it, of checkpoints and of run configs."""
+"""The version of the package: of its distribution, which is built with it, of checkpoints and of
+run configs.
+"""
 
 VERSION = "0.1.0"

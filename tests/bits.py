@@ -16,8 +16,12 @@ def vector(values: list[float], numel: int) -> Tensor:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Tells whether tensors have the same dtype, shape and bits, those of zeros and NaN among them."""
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(_bytes(one), _bytes(other))
+    """Tells whether tensors have the same dtype, shape and bits, those of zeros and NaN among
+    them.
+    """
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
+        _bytes(one), _bytes(other)
+    )
 
 
 def fingerprints(values: dict[str, Tensor]) -> dict[str, str]:
@@ -35,4 +39,6 @@ def _hash(tensor: Tensor) -> str:
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """Tells whether tensors by name are the same."""
-    return one.keys() == other.keys() and all(torch.equal(values, other[name]) for name, values in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(values, other[name]) for name, values in one.items()
+    )

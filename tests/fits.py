@@ -37,11 +37,15 @@ def said_by(*names: str) -> list[str]:
     return said
 
 
-Place = tuple[int, int, int]  # Of a rank: its group, its number in the group, and the ranks of the group.
+Place = tuple[
+    int, int, int
+]  # Of a rank: its group, its number in the group, and the ranks of the group.
 
 
 class Stream(IterableDataset):
-    """So many batches of a group, perhaps others in later epochs, of which a rank sees its part; it can be resumed."""
+    """So many batches of a group, perhaps others in later epochs, of which a rank sees its part;
+    it can be resumed.
+    """
 
     draw = staticmethod(batch)
 
@@ -70,7 +74,9 @@ class Stream(IterableDataset):
 class Announced(Stream):
     """Announces a length, which may be wrong."""
 
-    def __init__(self, place: Place, batches: int, announced: int | None = None, later: int | None = None) -> None:
+    def __init__(
+        self, place: Place, batches: int, announced: int | None = None, later: int | None = None
+    ) -> None:
         super().__init__(place, batches, later)
         self.announced = batches if announced is None else announced
 
@@ -97,9 +103,15 @@ class SomeBatches:
 
 
 def module(
-    distribution: str = LIGHTNING, inner: str = "sgd", seed: int = 0, net: nn.Module | None = None, **members: Any
+    distribution: str = LIGHTNING,
+    inner: str = "sgd",
+    seed: int = 0,
+    net: nn.Module | None = None,
+    **members: Any,
 ) -> Any:
-    """A LightningModule of one distribution that trains a small model, and has some members of its own."""
+    """A LightningModule of one distribution that trains a small model, and has some members of its
+    own.
+    """
     base = importlib.import_module(distribution).LightningModule
 
     class Regression(base):
@@ -120,7 +132,9 @@ def module(
 
 
 def strategy(distribution: str = LIGHTNING, **choices: Any) -> Any:
-    """The strategy of one distribution: that for sharded models where the sizes of a group are given."""
+    """The strategy of one distribution: that for sharded models where the sizes of a group are
+    given.
+    """
     package = lightning_sdiloco if distribution == LIGHTNING else other_distribution
     if "data_parallel_size" in choices:
         return package.StreamingDiLoCoModelParallelStrategy(**choices)
@@ -128,14 +142,22 @@ def strategy(distribution: str = LIGHTNING, **choices: Any) -> Any:
 
 
 def trainer(distribution: str = LIGHTNING, **choices: Any) -> Any:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return importlib.import_module(distribution).Trainer(**{"accelerator": "cpu", **quiet, **choices})
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    return importlib.import_module(distribution).Trainer(
+        **{"accelerator": "cpu", **quiet, **choices}
+    )
 
 
 def environment_that_knows(distribution: str = LIGHTNING) -> Any:
-    """An environment that says how many processes there are, whatever it is told, as that of Ray does."""
+    """An environment that says how many processes there are, whatever it is told, as that of Ray
+    does.
+    """
     base = importlib.import_module(f"{distribution}.plugins.environments").TorchElasticEnvironment
-    return type("Knows", (base,), {"validate_settings": lambda self, num_devices, num_nodes: None})()
+    return type(
+        "Knows", (base,), {"validate_settings": lambda self, num_devices, num_nodes: None}
+    )()
 
 
 def fit(
@@ -160,14 +182,22 @@ def fit(
         loader = batches(rank // size, rank % size, size)
     chosen = strategy(distribution, **{"worker_groups": groups, **choices})
     runner = trainer(
-        distribution, **{"strategy": chosen, "devices": world_size, "max_steps": steps, **(trainer_choices or {})}
+        distribution,
+        **{
+            "strategy": chosen,
+            "devices": world_size,
+            "max_steps": steps,
+            **(trainer_choices or {}),
+        },
     )
     loops = runner.fit_loop, runner.fit_loop.epoch_loop, runner._signal_connector
     before = [set(vars(loop)) for loop in loops]
     runner.fit(model, loader, validation, ckpt_path=resume and str(resume))
     assert [set(vars(loop)) for loop in loops] == before, "nothing is left behind"
     return {
-        "outer": {name.removeprefix("net."): values for name, values in chosen.outer_state_dict().items()},
+        "outer": {
+            name.removeprefix("net."): values for name, values in chosen.outer_state_dict().items()
+        },
         "model": {name: whole(p) for name, p in model.net.named_parameters()},
         "report": chosen.report(),
         "inspected": inspect(runner, model),
@@ -180,8 +210,12 @@ def whole(parameter: Any) -> Tensor:
     return values.detach().clone()
 
 
-def play(world_size: int, cases: Mapping[str, Callable[..., Any]], timeout: float = 110.0) -> dict[str, list[Any]]:
-    """Calls functions of rank and world size one after the other in one world: their results by name, then rank."""
+def play(
+    world_size: int, cases: Mapping[str, Callable[..., Any]], timeout: float = 110.0
+) -> dict[str, list[Any]]:
+    """Calls functions of rank and world size one after the other in one world: their results by
+    name, then rank.
+    """
 
     def run(rank: int, world_size: int) -> dict[str, Any]:
         return {name: case(rank, world_size) for name, case in cases.items()}
@@ -192,7 +226,9 @@ def play(world_size: int, cases: Mapping[str, Callable[..., Any]], timeout: floa
 
 def saving(distribution: str, folder: Any, **choices: Any) -> list[Any]:
     callbacks = importlib.import_module(distribution).callbacks
-    return [callbacks.ModelCheckpoint(folder, **{"filename": "{step}", "save_top_k": -1, **choices})]
+    return [
+        callbacks.ModelCheckpoint(folder, **{"filename": "{step}", "save_top_k": -1, **choices})
+    ]
 
 
 def on(distribution: str = LIGHTNING, **hooks: Callable[..., Any]) -> Any:
@@ -217,14 +253,20 @@ def save(path: Any) -> Act:
 def unequal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
     """The names of what is not the same, to the bit."""
     held = {**actual, **expected}
-    return [n for n in held if not (n in actual and n in expected and torch.equal(actual[n], expected[n]))]
+    return [
+        n
+        for n in held
+        if not (n in actual and n in expected and torch.equal(actual[n], expected[n]))
+    ]
 
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert unequal(actual, expected) == []
 
 
-def refusal(call: Callable[..., Any], *args: Any, kind: type[BaseException] = ValueError, **choices: Any) -> str:
+def refusal(
+    call: Callable[..., Any], *args: Any, kind: type[BaseException] = ValueError, **choices: Any
+) -> str:
     with pytest.raises(kind) as caught:
         call(*args, **choices)
     return str(caught.value)

@@ -1,4 +1,6 @@
-"""A training whose bits are known on every device: parameters and buffers move by known noise, and nothing else."""
+"""A training whose bits are known on every device: parameters and buffers move by known noise, and
+nothing else.
+"""
 
 import time
 from collections.abc import Callable, Iterable
@@ -21,7 +23,12 @@ from tests.bits import same_bits
 Seen = list[list[Tensor]]  # what a model held, time after time
 STEPS = 17
 GROUPS = 2
-SHORT: dict[str, Any] = {"sync_every": 6, "overlap_steps": 4, "fragments": "strided:1", "mixing": 0.5}
+SHORT: dict[str, Any] = {
+    "sync_every": 6,
+    "overlap_steps": 4,
+    "fragments": "strided:1",
+    "mixing": 0.5,
+}
 
 
 class LateFlight(Pending[Any]):
@@ -45,7 +52,9 @@ class LateLane(ThreadBackground):
 
 def model_on(device: str) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(20, 20), nn.BatchNorm1d(20)) for _ in range(4))).to(device)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(20, 20), nn.BatchNorm1d(20)) for _ in range(4))
+    ).to(device)
 
 
 def floating(model: nn.Module) -> list[Tensor]:
@@ -54,8 +63,13 @@ def floating(model: nn.Module) -> list[Tensor]:
 
 def noise_of(group: int) -> list[list[Tensor]]:
     """How the parameters and buffers of a group move in every step."""
-    generator, shapes = torch.Generator().manual_seed(group + 1), [values.shape for values in floating(model_on("cpu"))]
-    return [[0.1 * torch.randn(shape, generator=generator) for shape in shapes] for _ in range(STEPS)]
+    generator, shapes = (
+        torch.Generator().manual_seed(group + 1),
+        [values.shape for values in floating(model_on("cpu"))],
+    )
+    return [
+        [0.1 * torch.randn(shape, generator=generator) for shape in shapes] for _ in range(STEPS)
+    ]
 
 
 @torch.no_grad()
@@ -65,7 +79,9 @@ def move(model: nn.Module, noise: Iterable[Tensor]) -> None:
 
 
 class Training:
-    """A model whose parameters and buffers move by known noise. The training thread never waits for the device."""
+    """A model whose parameters and buffers move by known noise. The training thread never waits
+    for the device.
+    """
 
     def __init__(
         self,
@@ -78,7 +94,9 @@ class Training:
     ) -> None:
         self.model = model_on(device)
         self.noise = [[values.to(device) for values in step] for step in noise_of(group)]
-        topology = replace(topology or default_topology(groups, timedelta(seconds=30)), background=lane)
+        topology = replace(
+            topology or default_topology(groups, timedelta(seconds=30)), background=lane
+        )
         self.engine = StreamingDiLoCo(self.model, topology=topology, **{**SHORT, **choices})
         self.seen: list[list[Tensor]] = []
         self.most_in_flight, self.left_out = 0, set[int]()
@@ -110,32 +128,48 @@ def same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
 
 
 def wait_for_flights(engine: StreamingDiLoCo) -> None:
-    """Waits until the lane is done with what is in flight, without asking the device for anything."""
+    """Waits until the lane is done with what is in flight, without asking the device for
+    anything.
+    """
     deadline = time.monotonic() + 30
     while not all(flight.pending.is_ready for flight in engine.rounds.flights):
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-CLIPPED, GUARDED = OuterOptimizer(clip_norm=0.1), OuterOptimizer(partial(AdamW, lr=0.1), outlier_guard=2.0)
+CLIPPED, GUARDED = (
+    OuterOptimizer(clip_norm=0.1),
+    OuterOptimizer(partial(AdamW, lr=0.1), outlier_guard=2.0),
+)
 CHOICES: dict[str, dict[str, Any]] = {
     "fp4": {},
     "fp32, two shots": {"compression": "fp32", "exchange": "two_shot", "mixing": 0.0},
     "error feedback": {"compression": ErrorFeedback(TopK(1 / 16, Int2()))},
-    "random, two shots": {"compression": RandomK(2, Int2()), "exchange": "two_shot", "outer_optimizer": CLIPPED},
+    "random, two shots": {
+        "compression": RandomK(2, Int2()),
+        "exchange": "two_shot",
+        "outer_optimizer": CLIPPED,
+    },
     "outer AdamW": {"compression": "int8", "outer_optimizer": GUARDED},
 }
 
 
 def offloaded(choices: dict[str, Any], offload: bool = True) -> dict[str, Any]:
-    return {**choices, "outer_optimizer": replace(choices.get("outer_optimizer", OuterOptimizer()), offload=offload)}
+    return {
+        **choices,
+        "outer_optimizer": replace(
+            choices.get("outer_optimizer", OuterOptimizer()), offload=offload
+        ),
+    }
 
 
 CHOICES |= {f"{name}, offloaded": offloaded(choices) for name, choices in CHOICES.items()}
 
 
 def shown_run(training: Training) -> Seen:
-    """Trains to the end; every third step the outer model is shown in between. Returns the trajectory."""
+    """Trains to the end; every third step the outer model is shown in between. Returns the
+    trajectory.
+    """
     for step in range(STEPS):
         training.step()
         if step % 3 == 1:
@@ -146,8 +180,12 @@ def shown_run(training: Training) -> Seen:
     return training.trajectory()
 
 
-def whole_run(device: str, group: int, lane: type[ThreadBackground], choices: dict[str, Any]) -> Seen:
-    """Trains with several fragments in flight and one group that is once not finite, and returns the trajectory."""
+def whole_run(
+    device: str, group: int, lane: type[ThreadBackground], choices: dict[str, Any]
+) -> Seen:
+    """Trains with several fragments in flight and one group that is once not finite, and returns
+    the trajectory.
+    """
     training = Training(device, group, lane=lane, **choices)
     training.engine.diagnose()
     if group == 1:
@@ -159,7 +197,9 @@ def whole_run(device: str, group: int, lane: type[ThreadBackground], choices: di
 
 
 def resumed_run(device: str, group: int, choices: dict[str, Any]) -> Seen:
-    """Trains from what was saved in flight, with the bits of a run that goes on, and returns the trajectory."""
+    """Trains from what was saved in flight, with the bits of a run that goes on, and returns the
+    trajectory.
+    """
     whole, first, second = (Training(device, group, **choices) for _ in range(3))
     for _ in range(STEPS):
         whole.step()

@@ -1,4 +1,6 @@
-"""The methods of the examples, which tests import as a user does who has copied the files beside a script."""
+"""The methods of the examples, which tests import as a user does who has copied the files beside a
+script.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Sites of their own address and network counter on this machine: network namespaces joined by a pair of interfaces."""
+"""Sites of their own address and network counter on this machine: network namespaces joined by a
+pair of interfaces.
+"""
 
 import os
 import subprocess
@@ -15,20 +17,44 @@ _HEADERS = 14 + 20 + 32  # Ethernet, IP, and TCP with its time stamps
 
 @contextmanager
 def two_sites() -> Iterator[list[str]]:
-    """Two namespaces named after this process, with the addresses 10.79.0.1 and 10.79.0.2 on interface ``wire``."""
+    """Two namespaces named after this process, with the addresses 10.79.0.1 and 10.79.0.2 on
+    interface ``wire``.
+    """
     names = [f"sdiloco{os.getpid()}{side}" for side in "ab"]
     try:
         for name in names:
             _ip("netns", "add", name)
             _ip("-n", name, "link", "set", "lo", "up")
-        _ip("-n", names[0], "link", "add", "name", "wire", "type", "veth", "peer", "name", "wire", "netns", names[1])
+        _ip(
+            "-n",
+            names[0],
+            "link",
+            "add",
+            "name",
+            "wire",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "wire",
+            "netns",
+            names[1],
+        )
         for host, name in enumerate(names, start=1):
             _ip("-n", name, "address", "add", f"10.79.0.{host}/24", "dev", "wire")
             # Large packets, as a datacentre's card makes them of what it is given.
             _ip("-n", name, "link", "set", "wire", "mtu", "65535", "up")
             # Nothing gets lost here, so a late answer is no reason to send again.
             _ip("-n", name, "route", "replace", "10.79.0.0/24", "dev", "wire", "rto_min", "30s")
-            _ip("netns", "exec", name, "sysctl", "-qw", "net.ipv4.tcp_early_retrans=0", "net.ipv4.tcp_recovery=0")
+            _ip(
+                "netns",
+                "exec",
+                name,
+                "sysctl",
+                "-qw",
+                "net.ipv4.tcp_early_retrans=0",
+                "net.ipv4.tcp_recovery=0",
+            )
     except (OSError, subprocess.CalledProcessError) as error:
         _remove(names)
         pytest.skip(f"network namespaces need root and iproute2 ({error})")
@@ -40,17 +66,43 @@ def two_sites() -> Iterator[list[str]]:
 
 def add_interface(name: str, interface: str, address: str) -> None:
     """Gives a namespace another interface with an address, to which the others know no way."""
-    _ip("-n", name, "link", "add", "name", interface, "type", "veth", "peer", "name", f"{interface}0")
+    _ip(
+        "-n",
+        name,
+        "link",
+        "add",
+        "name",
+        interface,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        f"{interface}0",
+    )
     _ip("-n", name, "address", "add", f"{address}/32", "dev", interface)
     for end in (interface, f"{interface}0"):
         _ip("-n", name, "link", "set", end, "up")
 
 
 def lose_packets(name: str, address: str) -> None:
-    """What a namespace sends to an address gets lost without a word, as behind a firewall that drops it."""
+    """What a namespace sends to an address gets lost without a word, as behind a firewall that
+    drops it.
+    """
     _ip("-n", name, "route", "add", f"{address}/32", "dev", "wire")
     # A station that does not exist.
-    _ip("-n", name, "neighbour", "add", address, "lladdr", "02:00:00:00:00:01", "dev", "wire", "nud", "permanent")
+    _ip(
+        "-n",
+        name,
+        "neighbour",
+        "add",
+        address,
+        "lladdr",
+        "02:00:00:00:00:01",
+        "dev",
+        "wire",
+        "nud",
+        "permanent",
+    )
 
 
 def enter(name: str) -> None:
@@ -70,7 +122,9 @@ def bytes_on_the_wire() -> tuple[int, int]:
 
 
 def retransmitted() -> int:
-    """Segments that TCP sent twice in this process's namespace: a late answer looks like a loss to it."""
+    """Segments that TCP sent twice in this process's namespace: a late answer looks like a loss to
+    it.
+    """
     lines = [line.split() for line in Path("/proc/self/net/snmp").read_text().splitlines()]
     names, values = (line for line in lines if line[0] == "Tcp:")
     return int(values[names.index("RetransSegs")])

@@ -8,7 +8,9 @@ from torch.optim import SGD, Optimizer
 
 
 class ScheduleFreeSGD(Optimizer):
-    """Schedule-free SGD (arXiv 2405.15682): parameters are y in training, and x between `eval` and `train`."""
+    """Schedule-free SGD (arXiv 2405.15682): parameters are y in training, and x between `eval` and
+    `train`.
+    """
 
     def __init__(self, params: Any, lr: float = 0.05, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": False})
@@ -51,7 +53,9 @@ class ScheduleFreeSGD(Optimizer):
 
 
 class Lookahead(Optimizer):
-    """Wraps an optimizer, and goes back to the middle of the way every ``k`` steps (arXiv 1907.08610)."""
+    """Wraps an optimizer, and goes back to the middle of the way every ``k`` steps (arXiv
+    1907.08610).
+    """
 
     def __init__(self, optimizer: Optimizer, k: int = 3, alpha: float = 0.5) -> None:
         super().__init__(optimizer.param_groups, {})
@@ -109,7 +113,9 @@ class HiddenMasterSGD(SGD):
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, lr)
-        self.masters: list[Tensor] = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        self.masters: list[Tensor] = [
+            p.detach().clone() for group in self.param_groups for p in group["params"]
+        ]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]

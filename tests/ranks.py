@@ -1,7 +1,9 @@
-"""Run a function on several ranks: forked processes with or without a process group, results and errors in the parent.
+"""Run a function on several ranks: forked processes with or without a process group, results and
+errors in the parent.
 
-Fork, because a test then starts in a tenth of a second and may be a local function. The price: a parent that ran
-backward on an accelerator cannot have usable children, so hide accelerators from tests that fork.
+Fork, because a test then starts in a tenth of a second and may be a local function. The price: a
+parent that ran backward on an accelerator cannot have usable children, so hide accelerators from
+tests that fork.
 """
 
 import contextlib
@@ -56,23 +58,35 @@ class Report(NamedTuple):
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = PATIENCE, expect_failure: bool = False
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = PATIENCE,
+    expect_failure: bool = False,
 ) -> Any:
-    """Calls `function(rank, world_size, *args)` on every rank of a gloo world; returns the results in their order.
+    """Calls `function(rank, world_size, *args)` on every rank of a gloo world; returns the results
+    in their order.
 
-    The function may be a local one, arguments are inherited by the fork, and only what it returns is pickled. A rank
-    that fails raises `RankError`, and the others have a grace of some seconds; those that are not there after the
-    timeout, a `TimeoutError` that names them. With `expect_failure` every rank is waited for, and the errors come back,
-    rank to text, the first one first.
+    The function may be a local one, arguments are inherited by the fork, and only what it returns
+    is pickled. A rank that fails raises `RankError`, and the others have a grace of some seconds;
+    those that are not there after the timeout, a `TimeoutError` that names them. With
+    `expect_failure` every rank is waited for, and the errors come back, rank to text, the first one
+    first.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
 
         def target(rank: int) -> Any:
             dist.init_process_group(
-                "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
+                "gloo",
+                init_method=f"file://{folder}/store",
+                rank=rank,
+                world_size=world_size,
+                timeout=GROUP_TIMEOUT,
             )
             value = function(rank, world_size, *args)
-            if dist.is_initialized():  # after a failure the end of the process closes the connections
+            if (
+                dist.is_initialized()
+            ):  # after a failure the end of the process closes the connections
                 dist.destroy_process_group()
             return value
 
@@ -88,11 +102,13 @@ def run_processes(
     ranks_per_node: int | None = None,
     torchelastic: bool = False,
 ) -> Any:
-    """Like `run_ranks`, but without a process group and with the environment that a launcher would set.
+    """Like `run_ranks`, but without a process group and with the environment that a launcher would
+    set.
 
     Lightning then takes the processes for externally launched: `Trainer(devices=ranks_per_node,
     num_nodes=world_size // ranks_per_node)` works in each of them. They look as if started by hand
-    (LightningEnvironment), or by `torchrun` (TorchElasticEnvironment). By default all ranks share a node.
+    (LightningEnvironment), or by `torchrun` (TorchElasticEnvironment). By default all ranks share a
+    node.
     """
     per_node = ranks_per_node or world_size
     assert world_size % per_node == 0, f"{world_size} ranks do not fill nodes of {per_node}"
@@ -101,19 +117,41 @@ def run_processes(
     environments = []
     for rank in range(world_size):
         node, local = divmod(rank, per_node)
-        values = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local, "NODE_RANK": node, "MASTER_PORT": port}
+        values = {
+            "RANK": rank,
+            "WORLD_SIZE": world_size,
+            "LOCAL_RANK": local,
+            "NODE_RANK": node,
+            "MASTER_PORT": port,
+        }
         if torchelastic:
-            values |= {"GROUP_RANK": node, "GROUP_WORLD_SIZE": world_size // per_node, "LOCAL_WORLD_SIZE": per_node}
+            values |= {
+                "GROUP_RANK": node,
+                "GROUP_WORLD_SIZE": world_size // per_node,
+                "LOCAL_WORLD_SIZE": per_node,
+            }
             values |= {"ROLE_RANK": rank, "ROLE_WORLD_SIZE": world_size, "ROLE_NAME": "default"}
             values |= {"TORCHELASTIC_RUN_ID": "tests"}
             values |= dict.fromkeys(("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"), 0)
-        environments.append({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in values.items()}})
+        environments.append(
+            {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in values.items()}}
+        )
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        return _run(lambda rank: function(rank, world_size, *args), environments, Path(folder), timeout, expect_failure)
+        return _run(
+            lambda rank: function(rank, world_size, *args),
+            environments,
+            Path(folder),
+            timeout,
+            expect_failure,
+        )
 
 
-def in_ranks(world_size: int, timeout: float = PATIENCE) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Plays a test in every rank of a world, which is its first argument, as `run_processes` does."""
+def in_ranks(
+    world_size: int, timeout: float = PATIENCE
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Plays a test in every rank of a world, which is its first argument, as `run_processes`
+    does.
+    """
 
     def decorated(test: Callable[..., None]) -> Callable[..., None]:
         def play(**fixtures: Any) -> None:
@@ -140,29 +178,46 @@ def agreed(value: Any) -> bool:
 
 
 def _run(
-    target: Callable[[int], Any], environments: list[dict[str, str]], folder: Path, timeout: float, expect_failure: bool
+    target: Callable[[int], Any],
+    environments: list[dict[str, str]],
+    folder: Path,
+    timeout: float,
+    expect_failure: bool,
 ) -> Any:
     context, reports = multiprocessing.get_context("fork"), dict[int, Report]()
     processes = [
-        context.Process(target=_child, args=(target, rank, environment, folder, os.getpid()), name=f"rank {rank}")
+        context.Process(
+            target=_child,
+            args=(target, rank, environment, folder, os.getpid()),
+            name=f"rank {rank}",
+        )
         for rank, environment in enumerate(environments)
     ]
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+            warnings.filterwarnings(
+                "ignore", message=".*multi-threaded.*fork", category=DeprecationWarning
+            )
             for process in processes:
                 process.start()
         running, deadline = dict(enumerate(processes)), time.monotonic() + timeout
         while running and time.monotonic() < deadline:
-            # Short waits: a grandchild that outlives its rank keeps the sentinel from ever becoming ready.
+            # Short waits: a grandchild that outlives its rank keeps the sentinel from ever becoming
+            # ready.
             wait([process.sentinel for process in running.values()], timeout=0.05)
             for rank in [rank for rank, process in running.items() if not process.is_alive()]:
                 path, code = folder / f"{rank}.pt", running.pop(rank).exitcode
-                # A death without a result is the cause of what the other ranks report, so it comes first.
+                # A death without a result is the cause of what the other ranks report, so it comes
+                # first.
                 died = Report(0.0, error=f"rank {rank} ended without a result, exit code {code}")
                 reports[rank] = torch.load(path, weights_only=False) if path.exists() else died
-                if reports[rank].error and sum(bool(report.error) for report in reports.values()) == 1:
-                    deadline = min(deadline, time.monotonic() + (timeout if expect_failure else GRACE))
+                if (
+                    reports[rank].error
+                    and sum(bool(report.error) for report in reports.values()) == 1
+                ):
+                    deadline = min(
+                        deadline, time.monotonic() + (timeout if expect_failure else GRACE)
+                    )
     finally:
         # Whatever a rank started ends with it: it leads a process group, unless it does not yet.
         for process in (process for process in processes if process.pid is not None):
@@ -171,7 +226,9 @@ def _run(
                     os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
             process.join()
-    failed = sorted((rank for rank in reports if reports[rank].error), key=lambda rank: reports[rank].seconds)
+    failed = sorted(
+        (rank for rank in reports if reports[rank].error), key=lambda rank: reports[rank].seconds
+    )
     errors = {rank: reports[rank].error for rank in failed}
     unfinished = [rank for rank in range(len(processes)) if rank not in reports]
     if errors and not expect_failure:
@@ -187,12 +244,18 @@ def _run(
 
 
 def _child(
-    target: Callable[[int], Any], rank: int, environment: Mapping[str, str], folder: Path, parent: int
+    target: Callable[[int], Any],
+    rank: int,
+    environment: Mapping[str, str],
+    folder: Path,
+    parent: int,
 ) -> NoReturn:
     try:
         os.setsid()
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # when the parent dies, by whatever means
+            ctypes.CDLL(None).prctl(
+                PR_SET_PDEATHSIG, signal.SIGKILL
+            )  # when the parent dies, by whatever means
         if os.getppid() != parent:
             os._exit(1)
         restore_signals()
@@ -204,7 +267,8 @@ def _child(
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if environment:
             replace_environment(environment)
-            # Lightning reads the rank from the environment on import, which the parent may have done.
+            # Lightning reads the rank from the environment on import, which the parent may have
+            # done.
             if module := sys.modules.get("lightning_utilities.core.rank_zero"):
                 module.rank_zero_only.rank = rank
         scratch = folder / f"{rank}.tmp"

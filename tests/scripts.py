@@ -1,4 +1,6 @@
-"""Runs scripts that know nothing of a launcher, in a fork of this process or with a fresh Python."""
+"""Runs scripts that know nothing of a launcher, in a fork of this process or with a fresh
+Python.
+"""
 
 import logging
 import multiprocessing
@@ -22,17 +24,26 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
 def unlaunched() -> dict[str, str]:
-    """The environment without what a launcher sets, for quiet processes of this checkout on this machine."""
+    """The environment without what a launcher sets, for quiet processes of this checkout on this
+    machine.
+    """
     known = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
     return {**known, **quiet, "PYTHONPATH": str(ROOT)}
 
 
 def run_python(*arguments: Any, folder: Path, seconds: float = 280.0, **environment: str) -> str:
-    """Runs a fresh Python to its end in a session of its own, of which nothing is left; returns what it printed."""
+    """Runs a fresh Python to its end in a session of its own, of which nothing is left; returns
+    what it printed.
+    """
     command = [sys.executable, *map(str, arguments)]
     with tempfile.TemporaryFile("w+") as printed:
-        about: Any = {"stdout": printed, "stderr": subprocess.STDOUT, "start_new_session": True, "cwd": folder}
+        about: Any = {
+            "stdout": printed,
+            "stderr": subprocess.STDOUT,
+            "start_new_session": True,
+            "cwd": folder,
+        }
         process = subprocess.Popen(command, env={**unlaunched(), **environment}, **about)
         try:
             code: int | str = process.wait(seconds)
@@ -48,8 +59,11 @@ def run_python(*arguments: Any, folder: Path, seconds: float = 280.0, **environm
     return text
 
 
-def start_script(script: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> ForkProcess:
-    """Starts a script as the main process of a session of its own, which knows nothing of a launcher.
+def start_script(
+    script: Path, *arguments: str, environment: Mapping[str, str] | None = None
+) -> ForkProcess:
+    """Starts a script as the main process of a session of its own, which knows nothing of a
+    launcher.
 
     Beside the script are then files with what it prints: ``stdout`` and ``stderr``.
     """

@@ -1,4 +1,6 @@
-"""Fits of sharded models, with FSDP2 and tensor parallelism inside the worker groups, for several test files."""
+"""Fits of sharded models, with FSDP2 and tensor parallelism inside the worker groups, for several
+test files.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,14 +15,25 @@ from tests import fits
 from tests.fits import LIGHTNING
 from tests.lightning.test_checkpoint import run_fit, traced
 
-PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(), "6": RowwiseParallel()}
+PLAN = {
+    "0": ColwiseParallel(),
+    "2": RowwiseParallel(),
+    "4": ColwiseParallel(),
+    "6": RowwiseParallel(),
+}
 
 
 def even(seed: int) -> nn.Sequential:
     """Four layers whose sizes tensor parallelism can halve where it must, and FSDP2 cannot."""
     torch.manual_seed(seed)
     return nn.Sequential(
-        nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 7), nn.Tanh(), nn.Linear(7, 10), nn.Tanh(), nn.Linear(10, 3)
+        nn.Linear(5, 12),
+        nn.Tanh(),
+        nn.Linear(12, 7),
+        nn.Tanh(),
+        nn.Linear(7, 10),
+        nn.Tanh(),
+        nn.Linear(10, 3),
     )
 
 
@@ -36,7 +49,10 @@ def plain(
 
 
 def sharded(
-    distribution: str = LIGHTNING, seed: int = 0, inner: str = "sgd", net: Callable[[int], nn.Module] = even
+    distribution: str = LIGHTNING,
+    seed: int = 0,
+    inner: str = "sgd",
+    net: Callable[[int], nn.Module] = even,
 ) -> Any:
     """A module that shards itself as a user would write it, for whatever mesh it gets."""
 
@@ -76,4 +92,6 @@ def fit(
     make = partial(sharded, seed=rank // size, inner=inner, net=net)
     place = (rank // size, rank % size // tensor, data)
     mesh = {"data_parallel_size": data, "tensor_parallel_size": tensor, "groups": groups}
-    return run_fit(rank, world_size, make=lambda name, _: make(name), place=place, **mesh, **choices)
+    return run_fit(
+        rank, world_size, make=lambda name, _: make(name), place=place, **mesh, **choices
+    )

@@ -11,7 +11,9 @@ import pytest
 
 @contextmanager
 def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
-    """Mounts one on a folder, for the time of a ``with`` block; skips the test where that is not allowed."""
+    """Mounts one on a folder, for the time of a ``with`` block; skips the test where that is not
+    allowed.
+    """
     folder.mkdir(exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "sdiloco", folder]
     if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:

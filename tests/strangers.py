@@ -12,14 +12,18 @@ from torch.distributed import TCPStore
 
 @contextmanager
 def listening(program: str) -> Iterator[int]:
-    """The port of 127.0.0.1 on which a program listens: "http", "ssh", "silent", "closing", "store" of a training."""
+    """The port of 127.0.0.1 on which a program listens: "http", "ssh", "silent", "closing",
+    "store" of a training.
+    """
     if program == "http":
         with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as http:
             threading.Thread(target=http.serve_forever, daemon=True).start()
             yield http.server_port
             http.shutdown()
     elif program == "store":
-        store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
+        store = TCPStore(
+            "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False
+        )
         yield store.port
         del store
     else:

@@ -1,4 +1,6 @@
-"""The blocks of the pages: commands print what is shown, Python names what there is, and the quickstart runs."""
+"""The blocks of the pages: commands print what is shown, Python names what there is, and the
+quickstart runs.
+"""
 
 import ast
 import inspect
@@ -38,7 +40,9 @@ def test_commands_print_what_the_page_shows(page: Path) -> None:
     for words, lines in shown(page):
         if words[0] == "sdiloco" and words[1] in CHECKED and lines and "--model" not in words:
             printed = [line.rstrip() for line in told(*words[1:]).splitlines()]
-            assert [line for line in lines if line != "..." and line.rstrip() not in printed] == [], words
+            assert [
+                line for line in lines if line != "..." and line.rstrip() not in printed
+            ] == [], words
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -47,20 +51,30 @@ def test_python_imports_names_that_there_are_and_gives_arguments_that_are_taken(
     for _, text in blocks(page, "python"):
         tree = ast.parse(text)
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lightning_sdiloco"):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith(
+                "lightning_sdiloco"
+            ):
                 if node.module == "lightning_sdiloco.ray":  # needs Ray
                     continue
                 module = import_module(str(node.module))
                 known |= {alias.name: getattr(module, alias.name) for alias in node.names}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known:
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in known
+            ):
                 taken = inspect.signature(known[node.func.id]).parameters  # type: ignore[arg-type]
                 names = {word.arg for word in node.keywords} - {None}
-                assert names <= taken.keys() or any(one.kind is one.VAR_KEYWORD for one in taken.values()), node.func.id
+                assert names <= taken.keys() or any(
+                    one.kind is one.VAR_KEYWORD for one in taken.values()
+                ), node.func.id
 
 
 @pytest.mark.slow
-def test_the_simulator_prints_the_tables_that_its_page_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_simulator_prints_the_tables_that_its_page_shows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The numbers are those of another machine and Python, so that all digits are alike here."""
     page = ROOT / "docs" / "simulate.md"
     commands = [words[2:] for words, _ in shown(page) if words[:2] == ["sdiloco", "simulate"]]
@@ -70,16 +84,23 @@ def test_the_simulator_prints_the_tables_that_its_page_shows(monkeypatch: pytest
         sweep[sweep.index(name)] = str(tmp_path / name)
     monkeypatch.chdir(ROOT / "examples")
     texts = [text for _, text in blocks(page, "text")]
-    for text, words in zip(texts, (one, [*one, "--set", "trainer.max_steps=160", *sweep]), strict=True):
+    for text, words in zip(
+        texts, (one, [*one, "--set", "trainer.max_steps=160", *sweep]), strict=True
+    ):
         printed = told("simulate", *words)
-        lines = [[re.sub(r"[\d.,]+", "0", line).split() for line in of.splitlines()] for of in (text, printed)]
+        lines = [
+            [re.sub(r"[\d.,]+", "0", line).split() for line in of.splitlines()]
+            for of in (text, printed)
+        ]
         assert lines[0] == lines[1]
 
 
 @pytest.mark.slow
 def test_the_files_of_the_quickstart_run(tmp_path: Path) -> None:
     page = ROOT / "docs" / "quickstart.md"
-    files = {title: text for kind in ("python", "yaml") for title, text in blocks(page, kind) if title}
+    files = {
+        title: text for kind in ("python", "yaml") for title, text in blocks(page, kind) if title
+    }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     configurations = [name for name in files if name.endswith(".yaml")]

@@ -1,4 +1,6 @@
-"""The notebook runs from its first cell to its last and shows what it says; a mixture of experts is watched rightly."""
+"""The notebook runs from its first cell to its last and shows what it says; a mixture of experts
+is watched rightly.
+"""
 
 import json
 import re
@@ -43,18 +45,33 @@ def test_the_notebook_shows_what_it_promises(tmp_path: Path) -> None:
 
     (parameters,) = numbers(r"(\d+),\d{3} parameters, [\d,]+ windows")
     assert parameters >= 100
-    ddp, ours = (numbers(rf"\n{name} +(\S+) +(\S+) +(\S+)\n") for name in ("DDP", "Streaming DiLoCo"))
+    ddp, ours = (
+        numbers(rf"\n{name} +(\S+) +(\S+) +(\S+)\n") for name in ("DDP", "Streaming DiLoCo")
+    )
     for first, last, _ in (ddp, ours):
         assert last < 0.95 * first
     assert ours[1] < 1.15 * ddp[1]
     assert ddp[2] > 50 * ours[2]
-    assert numbers(r"Streaming DiLoCo sent 1/(\d+) of the bytes\.") == [pytest.approx(ddp[2] / ours[2], rel=0.02)]
-    slow, fast = (numbers(rf"{name}: .*; \d+ steps take (\d+) s on this link") for name in ("DDP", "Streaming DiLoCo"))
+    assert numbers(r"Streaming DiLoCo sent 1/(\d+) of the bytes\.") == [
+        pytest.approx(ddp[2] / ours[2], rel=0.02)
+    ]
+    slow, fast = (
+        numbers(rf"{name}: .*; \d+ steps take (\d+) s on this link")
+        for name in ("DDP", "Streaming DiLoCo")
+    )
     assert slow[0] > 3 * fast[0]
-    shown = [(kind, "".join(data)) for output in outputs for kind, data in output.get("data", {}).items()]
-    assert sum(kind == "image/png" and len(data) > 10_000 for kind, data in shown) == 2, "the schedule, and both losses"
-    assert any(kind == "image/svg+xml" and "</svg>" in data for kind, data in shown), "the planner's picture"
-    assert any(kind == "text/html" and "Streaming DiLoCo run" in data for kind, data in shown), "the report"
+    shown = [
+        (kind, "".join(data)) for output in outputs for kind, data in output.get("data", {}).items()
+    ]
+    assert sum(kind == "image/png" and len(data) > 10_000 for kind, data in shown) == 2, (
+        "the schedule, and both losses"
+    )
+    assert any(kind == "image/svg+xml" and "</svg>" in data for kind, data in shown), (
+        "the planner's picture"
+    )
+    assert any(kind == "text/html" and "Streaming DiLoCo run" in data for kind, data in shown), (
+        "the report"
+    )
 
 
 def test_what_is_said_of_routers_has_known_answers() -> None:
@@ -67,13 +84,16 @@ def test_what_is_said_of_routers_has_known_answers() -> None:
 
 
 @pytest.mark.parametrize("mixing", [0.0, 0.5])
-def test_a_landing_makes_routers_as_much_alike_as_mixing_says(mixing: float, tmp_path: Path) -> None:
+def test_a_landing_makes_routers_as_much_alike_as_mixing_says(
+    mixing: float, tmp_path: Path
+) -> None:
     """All parameters land together, so groups that keep nothing of their own are the same model."""
     settings = f"sync_every=6, overlap_steps=1, mixing={mixing}, fragments=[['*']]"
     script = tmp_path / "train.py"
     script.write_text(
         f"import sys, torch\nsys.path.insert(0, {str(EXAMPLES)!r})\nimport moe\n"
-        f"watch = moe.train(26, {settings})\nmoe.rank_zero_only(torch.save)(watch.seen, 'seen.pt')\n"
+        f"watch = moe.train(26, {settings})\nmoe.rank_zero_only(torch.save)(watch.seen,"
+        " 'seen.pt')\n"
         "moe.tell(watch)\n"
     )
     printed = run_python(script, folder=tmp_path)

@@ -1,4 +1,5 @@
-"""Pages that are no longer used serve the next vectors, no more of them than asked for, and never while in use.
+"""Pages that are no longer used serve the next vectors, no more of them than asked for, and never
+while in use.
 
 What a rank holds of a fragment while it is in flight, by the resident memory of real processes.
 """
@@ -26,7 +27,9 @@ from lightning_sdiloco.memory import SparePages, new_vector
 from tests.engine.groups import outer_state
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(not hasattr(memory.mmap, "MADV_HUGEPAGE"), reason="needs pages of one's own")
+pytestmark = pytest.mark.skipif(
+    not hasattr(memory.mmap, "MADV_HUGEPAGE"), reason="needs pages of one's own"
+)
 
 LONG = 300_000
 
@@ -47,7 +50,9 @@ def spare_bytes(spares: memory._Spares) -> int:
     return sum(map(len, spares._pages))
 
 
-def test_what_is_freed_serves_the_next_vector_and_nothing_another_while_any_view_of_it_lives() -> None:
+def test_what_is_freed_serves_the_next_vector_and_nothing_another_while_any_view_of_it_lives() -> (
+    None
+):
     asking = SparePages(8 * LONG)
     first = vector()
     address = first.data_ptr()
@@ -64,7 +69,9 @@ def test_what_is_freed_serves_the_next_vector_and_nothing_another_while_any_view
     del asking
 
 
-def test_no_more_is_kept_than_asked_for_and_another_size_drops_nothing_while_less_is_in_use_than_before() -> None:
+def test_no_more_is_kept_than_asked_for_and_another_size_drops_nothing_while_less_is_in_use_than_before() -> (
+    None
+):
     spares = memory._SPARES
     vector()
     assert spare_bytes(spares) == 0, "nobody asks"
@@ -139,7 +146,9 @@ def test_flights_take_what_those_before_left_and_nothing_that_anybody_still_read
             engine.step()
 
     train(17)
-    read = [(one.outer.values, one.outer.state["momentum_buffer"]) for one in engine.rounds.fragments]
+    read = [
+        (one.outer.values, one.outer.state["momentum_buffer"]) for one in engine.rounds.fragments
+    ]
     copies = [[values.clone() for values in one] for one in read]
     train(12)
     assert all(map(torch.equal, chain(*read), chain(*copies)))
@@ -162,7 +171,8 @@ CASES: list[tuple[float, dict[str, Any]]] = [
     (3, {"exchange": "two_shot"}),
     # A group that carries what it has trained gathers by how much the outer parameters move.
     (4, {"mixing": Carry()}),
-    # What is remembered for the next launch: the old one waits for the landing, as outer parameters do.
+    # What is remembered for the next launch: the old one waits for the landing, as outer parameters
+    # do.
     (4, {"compression": ErrorFeedback(Int4())}),
     (4, {"compression": ErrorFeedback(Int2()), "exchange": "two_shot"}),
     # Positions have 64 bits until they are packed.
@@ -174,7 +184,9 @@ CASES: list[tuple[float, dict[str, Any]]] = [
 def train(numel: int, steps: int, choices: dict[str, Any]) -> StreamingDiLoCo:
     """Moves the values, and launches and lands the only fragment every fourth step."""
     model = nn.ParameterList([torch.ones(numel)])
-    engine = StreamingDiLoCo(model, sync_every=4, overlap_steps=2, fragments=[["*"]], **{"outer_lr": 0.7, **choices})
+    engine = StreamingDiLoCo(
+        model, sync_every=4, overlap_steps=2, fragments=[["*"]], **{"outer_lr": 0.7, **choices}
+    )
     for _ in range(steps):
         for part in model[0].split(1 << 16):
             part.add_(torch.linspace(-1e-3, 1e-3, len(part)))
@@ -199,18 +211,28 @@ def test_no_vector_is_new_because_a_message_is_long() -> None:
 
 
 def held(choices: dict[str, Any], rank: int, world_size: int) -> float:
-    """In copies of the fragment, what a flight holds at most beside what is held where nothing is in flight."""
+    """In copies of the fragment, what a flight holds at most beside what is held where nothing is
+    in flight.
+    """
     # Code and threads that the first flights of a process bring with them are no copies.
     train(600_000, 12, choices).close()
-    # What tests in the process from which this one was forked have left free would be used again, and not be seen.
+    # What tests in the process from which this one was forked have left free would be used again,
+    # and not be seen.
     ctypes.CDLL(None).malloc_trim(0)
     before = forget_peak_memory()
     engine = train(NUMEL, 14, choices)
     assert engine.report()["landings"] == 3
     copies = (peak_memory() - before) / (4 * NUMEL) - 1  # the model itself
     (own,) = outer_state(engine)
-    # With two shots, what the second rounding lost of a part: it rests too, and the flight makes the new one.
-    vectors = [own["outer"], *own["state"].values(), own["memory"], own["residual"], own["residual"]]
+    # With two shots, what the second rounding lost of a part: it rests too, and the flight makes
+    # the new one.
+    vectors = [
+        own["outer"],
+        *own["state"].values(),
+        own["memory"],
+        own["residual"],
+        own["residual"],
+    ]
     engine.close()
     return copies - sum(one.numel() for one in vectors if isinstance(one, Tensor)) / NUMEL
 
@@ -220,28 +242,39 @@ def held(choices: dict[str, Any], rank: int, world_size: int) -> float:
 def test_a_flight_holds_at_most_three_copies_and_what_is_new_of_what_is_remembered(
     copies: float, choices: dict[str, Any]
 ) -> None:
-    # A rank that waits for a processor keeps its messages longer, now and then. A copy too many is there in each run.
+    # A rank that waits for a processor keeps its messages longer, now and then. A copy too many is
+    # there in each run.
     extra = []
     for _ in range(3):
         extra.append([own - copies for own in run_ranks(partial(held, choices), 2)])
         if all(-0.6 < own < BESIDES for own in extra[-1]):
             return
-    raise AssertionError(f"copies beside those that the flight needs, in three runs by rank: {extra}")
+    raise AssertionError(
+        f"copies beside those that the flight needs, in three runs by rank: {extra}"
+    )
 
 
-MMAP_THRESHOLD = -3  # <malloc.h>: allocations of this size and more go back to the system when they are freed
+MMAP_THRESHOLD = (
+    -3
+)  # <malloc.h>: allocations of this size and more go back to the system when they are freed
 
 
 @torch.no_grad()
-def most_copies(choices: dict[str, Any], steps: int, rank: int, world_size: int) -> tuple[float, float]:
-    """Returns how many copies of the model, itself included, a rank holds at most in rounds, and with the end."""
+def most_copies(
+    choices: dict[str, Any], steps: int, rank: int, world_size: int
+) -> tuple[float, float]:
+    """Returns how many copies of the model, itself included, a rank holds at most in rounds, and
+    with the end.
+    """
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 20)
     train(600_000, 13, choices).finish()
     ctypes.CDLL(None).malloc_trim(0)
     before = forget_peak_memory()
     model = nn.ParameterList([torch.ones(NUMEL // 6) for _ in range(4)])
     fragments = [[str(index)] for index in range(4)]
-    engine = StreamingDiLoCo(model, **{"sync_every": 8, "overlap_steps": 1, "fragments": fragments, **choices})
+    engine = StreamingDiLoCo(
+        model, **{"sync_every": 8, "overlap_steps": 1, "fragments": fragments, **choices}
+    )
     for parameter in model:
         parameter.grad = torch.full_like(parameter, 1e-3)
     for _ in range(steps):
@@ -260,7 +293,9 @@ def most_copies(choices: dict[str, Any], steps: int, rank: int, world_size: int)
     ("ranks", "steps", "choices"),
     [(2, 18, {}), (2, 19, {}), (2, 18, {"compression": ErrorFeedback(Int4())}), (3, 19, {})],
 )
-def test_the_end_of_training_takes_no_more_memory_than_a_round(ranks: int, steps: int, choices: dict[str, Any]) -> None:
+def test_the_end_of_training_takes_no_more_memory_than_a_round(
+    ranks: int, steps: int, choices: dict[str, Any]
+) -> None:
     """With a fragment in flight before the end, and without."""
     seen = []
     for _ in range(3):

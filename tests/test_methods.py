@@ -1,4 +1,6 @@
-"""Methods of examples run, are short and in the docs, and do what their equations say; and so does DropCompute."""
+"""Methods of examples run, are short and in the docs, and do what their equations say; and so does
+DropCompute.
+"""
 
 import logging
 import runpy
@@ -25,7 +27,17 @@ from lightning_sdiloco import DropCompute, Landing, OuterOptimizer, SimulatedGro
 from lightning_sdiloco.engine.drop_compute import DroppingLoader, best_drop
 from tests import fits
 from tests.engine.groups import copied, grouped, unlike
-from tests.methods import FOLDER, GPA, SNOO, DelayedNesterov, EagerGroups, EagerUpdates, Paced, Stay, fedglomo
+from tests.methods import (
+    FOLDER,
+    GPA,
+    SNOO,
+    DelayedNesterov,
+    EagerGroups,
+    EagerUpdates,
+    Paced,
+    Stay,
+    fedglomo,
+)
 from tests.ranks import run_ranks
 from tests.training import batch, inner_optimizer, mlp, train_step
 
@@ -35,12 +47,16 @@ EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.name not in SHARE
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_every_example_runs(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_example_runs(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "path", [str(FOLDER), str(FOLDER.parent), *sys.path])
     import side_by_side
 
     whole = side_by_side.train
-    monkeypatch.setattr(side_by_side, "train", lambda groups, steps, *how: whole(groups, min(steps, 45), *how))
+    monkeypatch.setattr(
+        side_by_side, "train", lambda groups, steps, *how: whole(groups, min(steps, 45), *how)
+    )
     runpy.run_path(str(path), run_name="__main__")
     assert capsys.readouterr().out.strip()
 
@@ -78,7 +94,9 @@ def test_every_example_is_short_and_in_the_docs_and_what_is_one_says_where_it_is
     momentum=st.sampled_from([0.0, 0.5, 0.9]),
     gradients=st.lists(st.floats(-10, 10), min_size=1, max_size=12),
 )
-def test_delayed_nesterov_is_its_equations(every: int, spread: float, momentum: float, gradients: list[float]) -> None:
+def test_delayed_nesterov_is_its_equations(
+    every: int, spread: float, momentum: float, gradients: list[float]
+) -> None:
     spread /= every
     value = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     optimizer = DelayedNesterov([value], lr=0.3, momentum=momentum, every=every, spread=spread)
@@ -98,7 +116,9 @@ def test_delayed_nesterov_is_its_equations(every: int, spread: float, momentum: 
 def test_snoo_and_lookahead_are_ten_lines_of_a_plain_loop() -> None:
     for momentum in (0.0, 0.37):
         model, plain = mlp(), mlp()
-        engine = StreamingDiLoCo(model, worker_groups=1, **{**SNOO, "sync_every": 7, "outer_momentum": momentum})
+        engine = StreamingDiLoCo(
+            model, worker_groups=1, **{**SNOO, "sync_every": 7, "outer_momentum": momentum}
+        )
         optimizer, inner = inner_optimizer("adamw", model), inner_optimizer("adamw", plain)
         slow = [parameter.detach().clone() for parameter in plain.parameters()]
         outer = torch.optim.SGD(slow, lr=0.68, momentum=momentum, nesterov=momentum > 0)
@@ -122,10 +142,14 @@ def test_fedglomo_is_its_equations() -> None:
         model, (x, y) = mlp(), batch(group, step)
         nn.utils.vector_to_parameters(weights, model.parameters())
         nn.functional.mse_loss(model(x), y).backward()
-        return nn.utils.parameters_to_vector(own.grad for own in model.parameters() if own.grad is not None)
+        return nn.utils.parameters_to_vector(
+            own.grad for own in model.parameters() if own.grad is not None
+        )
 
     def moved(start: Tensor, steps: range) -> Tensor:
-        """The mean over the clients of start minus end of their local steps, each with its local momentum."""
+        """The mean over the clients of start minus end of their local steps, each with its local
+        momentum.
+        """
         every = []
         for group in range(3):
             now = before = start
@@ -147,10 +171,16 @@ def test_fedglomo_is_its_equations() -> None:
             u = d if number == 0 else beta * d + (1 - beta) * (u + d - moved(last, steps))
             last, w = w, w - u
         for model in models:
-            torch.testing.assert_close(nn.utils.parameters_to_vector(model.parameters()), w, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                nn.utils.parameters_to_vector(model.parameters()), w, rtol=1e-4, atol=1e-5
+            )
 
 
-@given(mx=st.floats(0, 0.999), my=st.floats(0.3, 1), gradients=st.lists(st.floats(-3, 3), min_size=1, max_size=8))
+@given(
+    mx=st.floats(0, 0.999),
+    my=st.floats(0.3, 1),
+    gradients=st.lists(st.floats(-3, 3), min_size=1, max_size=8),
+)
 def test_gpa_is_its_equations(mx: float, my: float, gradients: list[float]) -> None:
     value = torch.ones(1, dtype=torch.float64, requires_grad=True)
     optimizer = GPA([value], lr=0.1, mx=mx, my=my, betas=(0.9, 0.95), weight_decay=0.2)
@@ -171,12 +201,16 @@ def test_gpa_is_its_equations(mx: float, my: float, gradients: list[float]) -> N
     assert value.item() == pytest.approx(y, rel=1e-8, abs=1e-8)
 
 
-def test_who_averages_inside_is_warned_of_an_outer_momentum(caplog: pytest.LogCaptureFixture) -> None:
+def test_who_averages_inside_is_warned_of_an_outer_momentum(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     for momentum, warns in ((0.9, True), (0.0, False)):
         model = mlp()
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            SimulatedGroups([model], [[GPA(model.parameters(), lr=0.1)]], outer_lr=1.0, outer_momentum=momentum)
+            SimulatedGroups(
+                [model], [[GPA(model.parameters(), lr=0.1)]], outer_lr=1.0, outer_momentum=momentum
+            )
         assert ("GPA averages its steps" in caplog.text) is warns
 
 
@@ -185,7 +219,11 @@ class HandsOn(torch.optim.Optimizer):
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
-        self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
+        self.param_groups, self.state, self.defaults = (
+            optimizer.param_groups,
+            optimizer.state,
+            optimizer.defaults,
+        )
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         return self.optimizer.step(closure)
@@ -205,23 +243,40 @@ def test_a_wrapper_averages_only_if_what_it_wraps_does(
 ) -> None:
     model = mlp()
     with caplog.at_level(logging.WARNING):
-        SimulatedGroups([model], [[HandsOn(kind(model.parameters(), lr=0.1))]], outer_lr=1.0, outer_momentum=0.9)
+        SimulatedGroups(
+            [model], [[HandsOn(kind(model.parameters(), lr=0.1))]], outer_lr=1.0, outer_momentum=0.9
+        )
     assert ("GPA averages its steps" in caplog.text) is warns
     assert ("averages its steps" in caplog.text) is warns
 
 
 # Eager updates
 
-EAGER: dict[str, Any] = {"sync_every": 5, "overlap_steps": 4, "fragments": grouped(2), "compression": "fp32"}
-EAGER |= {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_optimizer": OuterOptimizer(direction="elementwise")}
+EAGER: dict[str, Any] = {
+    "sync_every": 5,
+    "overlap_steps": 4,
+    "fragments": grouped(2),
+    "compression": "fp32",
+}
+EAGER |= {
+    "outer_lr": 0.7,
+    "outer_momentum": 0.9,
+    "outer_optimizer": OuterOptimizer(direction="elementwise"),
+}
 
 
-def eager_loops(groups: int, steps: int, lr: float, momentum: float, every: int, fragments: int) -> Iterator[Any]:
-    """Algorithm 3 of arXiv 2502.12996: every group has outer parameters and a Nesterov momentum of its own."""
+def eager_loops(
+    groups: int, steps: int, lr: float, momentum: float, every: int, fragments: int
+) -> Iterator[Any]:
+    """Algorithm 3 of arXiv 2502.12996: every group has outer parameters and a Nesterov momentum of
+    its own.
+    """
     models = [mlp() for _ in range(groups)]
     optimizers = [inner_optimizer("sgd", model) for model in models]
     outer = [[parameter.detach().clone() for parameter in model.parameters()] for model in models]
-    buffers, before = ([[torch.zeros_like(own) for own in outer[0]] for _ in models] for _ in range(2))
+    buffers, before = (
+        [[torch.zeros_like(own) for own in outer[0]] for _ in models] for _ in range(2)
+    )
     mean = [torch.zeros_like(own) for own in outer[0]]
     for step in range(1, steps + 1):
         for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
@@ -258,10 +313,22 @@ class Trained(EagerGroups):
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 7), st.integers(0, 6), st.sampled_from([0.0, 0.9]), st.integers(1, 2))
-def test_groups_do_what_the_paper_says(groups: int, every: int, overlap: int, momentum: float, fragments: int) -> None:
+@given(
+    st.integers(1, 4),
+    st.integers(1, 7),
+    st.integers(0, 6),
+    st.sampled_from([0.0, 0.9]),
+    st.integers(1, 2),
+)
+def test_groups_do_what_the_paper_says(
+    groups: int, every: int, overlap: int, momentum: float, fragments: int
+) -> None:
     """Whenever the mean comes: nothing of it is taken in before the next launch."""
-    choices = {"sync_every": every, "overlap_steps": min(overlap, every - 1), "outer_momentum": momentum}
+    choices = {
+        "sync_every": every,
+        "overlap_steps": min(overlap, every - 1),
+        "outer_momentum": momentum,
+    }
     run = Trained(groups, **choices, fragments=grouped(fragments))
     for number, expected in enumerate(eager_loops(groups, 22, 0.7, momentum, every, fragments), 1):
         run.train(number)
@@ -272,7 +339,9 @@ def test_groups_do_what_the_paper_says(groups: int, every: int, overlap: int, mo
 def test_processes_make_the_eager_updates_of_the_simulation() -> None:
     def in_process(rank: int, world_size: int) -> tuple[list[Tensor], float]:
         model = mlp()
-        engine = StreamingDiLoCo(model, worker_groups=2, **{**EAGER, "mixing": Stay(), "compression": "fp4"})
+        engine = StreamingDiLoCo(
+            model, worker_groups=2, **{**EAGER, "mixing": Stay(), "compression": "fp4"}
+        )
         optimizer, eager = inner_optimizer("sgd", model), EagerUpdates(engine, model)
         for step in range(1, 32):
             train_step(model, optimizer, rank, step)
@@ -293,8 +362,12 @@ def test_processes_make_the_eager_updates_of_the_simulation() -> None:
     assert len({apart for _, apart in told}) == 2, "groups train from parameters of their own"
 
 
-def test_the_last_mean_is_that_of_all_progress_and_who_is_not_finite_is_left_out_and_comes_back() -> None:
-    """What was trained since the last launch counts once, and so does what a landing has brought meanwhile."""
+def test_the_last_mean_is_that_of_all_progress_and_who_is_not_finite_is_left_out_and_comes_back() -> (
+    None
+):
+    """What was trained since the last launch counts once, and so does what a landing has brought
+    meanwhile.
+    """
     run = Trained(2, fragments=grouped(1), sync_every=6, overlap_steps=2)
     for number in range(1, 10):
         run.train(number)
@@ -319,16 +392,33 @@ def test_the_last_mean_is_that_of_all_progress_and_who_is_not_finite_is_left_out
         assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-def test_in_t_steps_as_many_are_trained_as_there_is_time_for_each_with_all_its_micro_batches() -> None:
+def test_in_t_steps_as_many_are_trained_as_there_is_time_for_each_with_all_its_micro_batches() -> (
+    None
+):
     for speed in (0.1, 0.3, 0.5, 2 / 3, 0.99, 1.0):
         batches = list(Paced(range(1000), speed=speed))
         trained = list(accumulate(batch is not None for batch in batches))
         assert trained == [floor(speed * step + 1e-6) for step in range(1, 1001)]
         # What is left of the time is not lost at the end of an epoch.
         short = Paced(range(7), speed=speed)
-        assert sum(batch is not None for _ in range(100) for batch in short) == floor(speed * 700 + 1e-6)
-    assert list(Paced(range(10), speed=0.5, micro_batches=4)) == [None, None, None, None, 0, 1, 2, 3, None, None]
-    assert list(Paced(iter(range(3)), speed=0.5)) == [None, 0, None, 1, None, 2, None], "without a length"
+        assert sum(batch is not None for _ in range(100) for batch in short) == floor(
+            speed * 700 + 1e-6
+        )
+    assert list(Paced(range(10), speed=0.5, micro_batches=4)) == [
+        None,
+        None,
+        None,
+        None,
+        0,
+        1,
+        2,
+        3,
+        None,
+        None,
+    ]
+    assert list(Paced(iter(range(3)), speed=0.5)) == [None, 0, None, 1, None, 2, None], (
+        "without a length"
+    )
 
 
 class Numbers(fits.Announced):
@@ -341,7 +431,9 @@ def heard(*times: float) -> Any:
     return SimpleNamespace(site=None, topology=topology, last_landing=landing)
 
 
-def test_a_paced_loader_goes_on_where_it_was_and_auto_is_the_share_of_the_fastest_among_what_is_known() -> None:
+def test_a_paced_loader_goes_on_where_it_was_and_auto_is_the_share_of_the_fastest_among_what_is_known() -> (
+    None
+):
     for stop in range(1, 9):
         first = Paced(Numbers((0, 0, 1), 9), micro_batches=2).follow(heard(1.0, 1.6))
         items = iter(first)
@@ -358,7 +450,9 @@ def test_a_paced_loader_goes_on_where_it_was_and_auto_is_the_share_of_the_fastes
         assert paced.speed == speed
 
 
-def test_a_paced_loader_refuses_a_federation_and_a_step_what_is_no_number_of_micro_batches() -> None:
+def test_a_paced_loader_refuses_a_federation_and_a_step_what_is_no_number_of_micro_batches() -> (
+    None
+):
     with pytest.raises(ValueError, match="does not work with a federation"):
         Paced([]).follow(SimpleNamespace(site="berlin"))
     for micro_batches in (-1, 1.5):
@@ -370,11 +464,15 @@ STEP = 0.05
 
 
 def test_real_processes_do_not_wait_for_a_paced_group() -> None:
-    """The last of four groups is half as fast; all others go on at their own speed once it has been heard."""
+    """The last of four groups is half as fast; all others go on at their own speed once it has
+    been heard.
+    """
 
     def run(rank: int, world_size: int) -> tuple[float, int, float]:
         model = torch.nn.Linear(4, 4)
-        engine = StreamingDiLoCo(model, sync_every=8, overlap_steps=2, fragments=[["*"]], compression="fp32")
+        engine = StreamingDiLoCo(
+            model, sync_every=8, overlap_steps=2, fragments=[["*"]], compression="fp32"
+        )
         paced, done, began = Paced(range(58)).follow(engine), 0, 0.0
         for step, item in enumerate(paced, start=1):
             if item is not None:
@@ -390,7 +488,8 @@ def test_real_processes_do_not_wait_for_a_paced_group() -> None:
     ranks = run_ranks(run, 4)
     assert ranks[3][2] == pytest.approx(0.5, rel=0.1)
     assert all(done >= 36 for _, done, _ in ranks[:3])
-    # By the clock of planning: one slow inner step more than the fast groups need, in place of twice the time.
+    # By the clock of planning: one slow inner step more than the fast groups need, in place of
+    # twice the time.
     assert max(seconds for seconds, *_ in ranks) == pytest.approx(41 * STEP, rel=0.05)
 
 
@@ -401,16 +500,23 @@ def by_hand(times: np.ndarray, rest: float, most_dropped: float) -> tuple[float,
     """The rule in plain loops over ranks, steps and micro-batches."""
     ranks, steps, parts = times.shape
     done = times.cumsum(axis=2)
-    whole = np.mean([max(done[rank, step, -1] for rank in range(ranks)) for step in range(steps)]) + rest
+    whole = (
+        np.mean([max(done[rank, step, -1] for rank in range(ranks)) for step in range(steps)])
+        + rest
+    )
     best = (inf, 0.0, 0.0)
     for budget in np.linspace(done[:, :, 0].min(), done[:, :, -1].max(), 200):
         kept, lasts = 0, []
         for step in range(steps):
             slowest = 0.0
             for rank in range(ranks):
-                ran = [k in (0, parts - 1) or done[rank, step, k - 1] <= budget for k in range(parts)]
+                ran = [
+                    k in (0, parts - 1) or done[rank, step, k - 1] <= budget for k in range(parts)
+                ]
                 kept += sum(ran)
-                slowest = max(slowest, sum(t for t, runs in zip(times[rank, step], ran, strict=True) if runs))
+                slowest = max(
+                    slowest, sum(t for t, runs in zip(times[rank, step], ran, strict=True) if runs)
+                )
             lasts.append(slowest)
         dropped = 1 - kept / times.size
         shorter = 1 - (np.mean(lasts) + rest) / whole
@@ -423,8 +529,12 @@ def by_hand(times: np.ndarray, rest: float, most_dropped: float) -> tuple[float,
 def test_the_rule_is_that_of_plain_loops_and_the_bound_holds() -> None:
     for sigma, rest, most in ((0.2, 0.0, 0.1), (0.6, 0.5, 0.3), (0.6, 0.0, 0.05)):
         times = np.random.default_rng(0).lognormal(0.0, sigma, size=(3, 5, 6))
-        assert best_drop(times.tolist(), rest, most) == pytest.approx(by_hand(times, rest, most), rel=1e-9)
-    assert best_drop([[[1.0] * 6] * 9] * 4, 0.1, 0.5) == (inf, 0.0, 0.0), "without jitter nothing is dropped"
+        assert best_drop(times.tolist(), rest, most) == pytest.approx(
+            by_hand(times, rest, most), rel=1e-9
+        )
+    assert best_drop([[[1.0] * 6] * 9] * 4, 0.1, 0.5) == (inf, 0.0, 0.0), (
+        "without jitter nothing is dropped"
+    )
     wild = np.random.default_rng(1).lognormal(0.0, 0.6, size=(2, 40, 12))
     # Unbounded it would drop most of what there is.
     assert best_drop(wild.tolist(), 0.0, 0.99).dropped > 0.2
@@ -443,7 +553,9 @@ class Clock:
         return self.now
 
 
-def played(loader: DroppingLoader, clock: Clock, seconds: list[float]) -> list[tuple[Any, int, bool]]:
+def played(
+    loader: DroppingLoader, clock: Clock, seconds: list[float]
+) -> list[tuple[Any, int, bool]]:
     seen = []
     for item, takes in zip(loader, seconds, strict=False):
         seen.append((item, loader.trained, loader.is_last))
@@ -463,12 +575,16 @@ def test_what_is_late_is_left_out_but_for_the_last() -> None:
     assert list(paced) == [None, None, 0, 1, None, None, 2, 3]
 
 
-def test_auto_chooses_after_fifty_steps_from_what_all_ranks_say_and_goes_on_after_a_resume() -> None:
+def test_auto_chooses_after_fifty_steps_from_what_all_ranks_say_and_goes_on_after_a_resume() -> (
+    None
+):
     other = [[1.0, 2.0, 3.0, 4.2]] * 49 + [[3.0, 6.0, 9.0, 10.2]]
     in_group = SimpleNamespace(all_gather_object=lambda table: [table, other])
     engine: Any = SimpleNamespace(topology=SimpleNamespace(group_size=1, in_group=in_group))
     clocks = [Clock() for _ in range(3)]
-    whole, first, second = (DroppingLoader(DropCompute(4), range(220), clock).follow(engine) for clock in clocks)
+    whole, first, second = (
+        DroppingLoader(DropCompute(4), range(220), clock).follow(engine) for clock in clocks
+    )
     seen = played(whole, clocks[0], [1.0] * 216 + [9.0] * 4)
     assert whole.budget < 9.0
     assert [batch for batch, *_ in seen[-4:]] == [216, None, None, 219]
@@ -511,6 +627,8 @@ def test_without_jitter_a_run_is_bit_for_bit_the_one_without_it() -> None:
         return engine.outer_state_dict()
 
     data = [batch(0, step) for step in range(48)]
-    plain, auto, drops = (run(loader) for loader in (data, DropCompute(4)(data), DropCompute(4, budget=0.0)(data)))
+    plain, auto, drops = (
+        run(loader) for loader in (data, DropCompute(4)(data), DropCompute(4, budget=0.0)(data))
+    )
     assert unlike(plain, auto) == []
     assert unlike(plain, drops) != []

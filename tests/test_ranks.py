@@ -1,4 +1,6 @@
-"""Tests of the harness that runs functions on several ranks: results, errors, timeouts, and nothing left running."""
+"""Tests of the harness that runs functions on several ranks: results, errors, timeouts, and
+nothing left running.
+"""
 
 import atexit
 import os
@@ -32,14 +34,25 @@ def test_results_come_back_in_the_order_of_ranks_of_fresh_processes(tmp_path: Pa
         assert (dist.get_backend(), dist.get_world_size(), value.item()) == ("gloo", 3, 6.0)
         return function(rank, world_size, base)
 
-    before, handler = {number: signal.getsignal(number) for number in signals}, (tmp_path / "ran").touch
+    before, handler = (
+        {number: signal.getsignal(number) for number in signals},
+        (tmp_path / "ran").touch,
+    )
     atexit.register(handler)
     try:
         for number in signals:
             signal.signal(number, lambda *_: None)
-        for results in (run_ranks(of_world, 3, torch.ones(2)), run_processes(function, 3, torch.ones(2))):
+        for results in (
+            run_ranks(of_world, 3, torch.ones(2)),
+            run_processes(function, 3, torch.ones(2)),
+        ):
             for rank, (own, threads, tensor, view) in enumerate(results):
-                assert (own, threads, tensor.tolist(), view.tolist()) == (rank, 1, [1.0 + rank] * 2, [rank, 3 + rank])
+                assert (own, threads, tensor.tolist(), view.tolist()) == (
+                    rank,
+                    1,
+                    [1.0 + rank] * 2,
+                    [rank, 3 + rank],
+                )
                 assert not tensor.is_shared()
             assert not (tmp_path / "ran").exists(), "an exit handler of the parent"
     finally:
@@ -55,14 +68,22 @@ def test_the_first_exception_comes_back_with_its_traceback_and_a_death_before_al
 
     def waits_for_a_failed_one(rank: int, world_size: int, how: str) -> None:
         if rank == 1:
-            {"raise": lambda: [].pop(), "exit": lambda: os._exit(3), "kill": lambda: os.kill(os.getpid(), 9)}[how]()
+            {
+                "raise": lambda: [].pop(),
+                "exit": lambda: os._exit(3),
+                "kill": lambda: os.kill(os.getpid(), 9),
+            }[how]()
         dist.barrier()
 
     with pytest.raises(RankError, match=r"(?s)rank 0 failed first.*broken_on_purpose") as caught:
         run_processes(broken_on_purpose, 2)
     assert list(caught.value.errors) == [0, 1]
     assert caught.value.errors[1].strip().endswith("ValueError: from rank 1")
-    for how, told in (("raise", "IndexError: pop from"), ("exit", "exit code 3"), ("kill", "exit code -9")):
+    for how, told in (
+        ("raise", "IndexError: pop from"),
+        ("exit", "exit code 3"),
+        ("kill", "exit code -9"),
+    ):
         errors = run_ranks(waits_for_a_failed_one, 2, how, expect_failure=True)
         assert next(iter(errors)) == 1
         assert told in errors[1].splitlines()[-1]
@@ -93,7 +114,9 @@ def test_nothing_is_left_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     if sys.platform == "linux":  # the kernel tells children there of a parent's death
         parent = os.fork()
         if not parent:
-            tempfile.tempdir = str(tmp_path)  # it cannot remove its temporary folder: that lies where pytest cleans up
+            tempfile.tempdir = str(
+                tmp_path
+            )  # it cannot remove its temporary folder: that lies where pytest cleans up
             try:
                 run_processes(function, 2, "with a killed parent")
             finally:
@@ -102,7 +125,12 @@ def test_nothing_is_left_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             time.sleep(0.02)
         os.kill(parent, signal.SIGKILL)
         os.waitpid(parent, 0)
-    stats, deadline = [Path(f"/proc/{path.stem}/stat") for path in tmp_path.glob("*.pid")], time.monotonic() + 5
-    while any(path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z" for path in stats):
+    stats, deadline = (
+        [Path(f"/proc/{path.stem}/stat") for path in tmp_path.glob("*.pid")],
+        time.monotonic() + 5,
+    )
+    while any(
+        path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z" for path in stats
+    ):
         assert time.monotonic() < deadline, "what a rank has started still runs"
         time.sleep(0.02)

@@ -1,6 +1,8 @@
-"""The rules of the house as tests: rooms whose imports go down only, one door to the network, no Lightning below.
+"""The rules of the house as tests: rooms whose imports go down only, one door to the network, no
+Lightning below.
 
-Documentation cannot lie: pictures are those of the imports, and what pages name exists and is described.
+Documentation cannot lie: pictures are those of the imports, and what pages name exists and is
+described.
 """
 
 import ast
@@ -22,11 +24,22 @@ sys.path.append(str(ROOT / "docs"))
 import make_architecture as architecture  # noqa: E402
 
 SOURCE = architecture.Source(ROOT)
-FLOOR = {room: floor for room, (floor, _) in architecture.ROOMS.items() if room != architecture.FACE}
-GROUND = {room for room, floor in FLOOR.items() if floor == 0}  # single files, which everybody may use
+FLOOR = {
+    room: floor for room, (floor, _) in architecture.ROOMS.items() if room != architecture.FACE
+}
+GROUND = {
+    room for room, floor in FLOOR.items() if floor == 0
+}  # single files, which everybody may use
 FACE = {"__init__", "lightning_pytorch", "pytorch_lightning", "ray"}
-LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
-# What of a federation decides, given the time and what was heard; and what of it trains. The rest moves bytes.
+LIGHTNING = {
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "lightning_utilities",
+    "torchmetrics",
+}
+# What of a federation decides, given the time and what was heard; and what of it trains. The rest
+# moves bytes.
 RULES = [
     f"{NAME}.federation.{name}"
     for name in ("run_config", "codec", "follower", "ledger", "messages", "quorum", "untrained")
@@ -66,7 +79,11 @@ def tops_of(module: str) -> set[str]:
 
 def words_of(module: str) -> set[str]:
     """The dotted names that occur in a module, such as os.environ, and their last parts."""
-    names = {ast.unparse(node) for node in nodes_of(module) if isinstance(node, (ast.Attribute, ast.Name))}
+    names = {
+        ast.unparse(node)
+        for node in nodes_of(module)
+        if isinstance(node, (ast.Attribute, ast.Name))
+    }
     return names | {name.rpartition(".")[2] for name in names}
 
 
@@ -82,7 +99,9 @@ def imported_from(module: str) -> list[tuple[str, str]]:
 
 
 def defined_in(module: str) -> set[str]:
-    """The functions, classes, methods and attributes that a module defines, methods also behind their class."""
+    """The functions, classes, methods and attributes that a module defines, methods also behind
+    their class.
+    """
     names = set()
     for node in nodes_of(module):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -92,7 +111,11 @@ def defined_in(module: str) -> set[str]:
         elif isinstance(node, ast.arg):
             names.add(node.arg)
         if isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+            names |= {
+                f"{node.name}.{part.name}"
+                for part in node.body
+                if isinstance(part, ast.FunctionDef)
+            }
     return names
 
 
@@ -105,23 +128,34 @@ def test_every_file_is_in_a_room_and_imports_go_down_only_without_a_circle() -> 
     assert [pair for pair in architecture.arrows(SOURCE) if not architecture.allowed(*pair)] == []
     assert SOURCE.circles == []
     # The reading of the source finds what is known.
-    assert SOURCE.imports[f"{NAME}.engine.simulation"] >= {f"{NAME}.engine.engine", f"{NAME}.comm.topology"}
+    assert SOURCE.imports[f"{NAME}.engine.simulation"] >= {
+        f"{NAME}.engine.engine",
+        f"{NAME}.comm.topology",
+    }
     assert f"{NAME}.lightning_pytorch" in SOURCE.imports[NAME]
     assert "lightning" in tops_of(f"{NAME}.lightning_pytorch")
 
 
 def private_names(modules: list[str]) -> set[str]:
-    """The private names that modules define, without methods of named tuples, and the names of Lightning's objects."""
+    """The private names that modules define, without methods of named tuples, and the names of
+    Lightning's objects.
+    """
     names = set[str]().union(*map(defined_in, modules)) - {entry.name for entry in REGISTER}
     return {name for name in names if re.match("_[^_]", name)} - {"_make", "_replace", "_asdict"}
 
 
-def test_no_room_reaches_into_the_private_names_of_another_says_what_it_is_for_and_forwards_no_name() -> None:
+def test_no_room_reaches_into_the_private_names_of_another_says_what_it_is_for_and_forwards_no_name() -> (
+    None
+):
     for room in FLOOR.keys() - GROUND:
         foreign = private_names(of_rooms(*FLOOR.keys() - {room})) - private_names(of_rooms(room))
         for module in of_rooms(room):
             attributes = [node for node in nodes_of(module) if isinstance(node, ast.Attribute)]
-            reached = [node for node in attributes if ast.unparse(node.value) not in ("self", "cls", "super()")]
+            reached = [
+                node
+                for node in attributes
+                if ast.unparse(node.value) not in ("self", "cls", "super()")
+            ]
             assert [ast.unparse(node) for node in reached if node.attr in foreign] == [], module
             ours = [name for source, name in imported_from(module) if source.startswith(NAME)]
             assert [name for name in ours if name.startswith("_")] == [], module
@@ -138,21 +172,46 @@ def test_only_the_rooms_of_lightning_know_it_and_only_its_face_imports_a_distrib
     # What is mixed with classes of either distribution is checked against one of them.
     for_types = set(of_rooms("lightning", "tools"))
     assert users - for_types <= {NAME, *(f"{NAME}.{face}" for face in FACE)}
-    for distribution, face in (("lightning", "lightning_pytorch"), ("pytorch_lightning", "pytorch_lightning")):
-        assert {module for module in users - for_types if distribution in tops_of(module)} == {f"{NAME}.{face}"}
+    for distribution, face in (
+        ("lightning", "lightning_pytorch"),
+        ("pytorch_lightning", "pytorch_lightning"),
+    ):
+        assert {module for module in users - for_types if distribution in tops_of(module)} == {
+            f"{NAME}.{face}"
+        }
         for module in for_types:
-            statements = [node for node in SOURCE.trees[module].body if isinstance(node, (ast.Import, ast.ImportFrom))]
-            assert not [node for node in statements if ast.unparse(node).split()[1].split(".")[0] == distribution]
+            statements = [
+                node
+                for node in SOURCE.trees[module].body
+                if isinstance(node, (ast.Import, ast.ImportFrom))
+            ]
+            assert not [
+                node
+                for node in statements
+                if ast.unparse(node).split()[1].split(".")[0] == distribution
+            ]
 
 
 def test_what_is_below_lightning_needs_torch_alone_and_arithmetic_not_even_that() -> None:
-    standard, below = set(sys.stdlib_module_names), [room for room in FLOOR if FLOOR[room] < FLOOR["lightning"]]
-    arithmetic = ("algorithm.partition", "algorithm.schedule", "errors", "planning.link", "planning.paper")
+    standard, below = (
+        set(sys.stdlib_module_names),
+        [room for room in FLOOR if FLOOR[room] < FLOOR["lightning"]],
+    )
+    arithmetic = (
+        "algorithm.partition",
+        "algorithm.schedule",
+        "errors",
+        "planning.link",
+        "planning.paper",
+    )
     plain = standard | {NAME, "typing_extensions"}
     mean = f"{NAME}.federation.mean"
     for modules, allowed in (
         # typing_extensions and fsspec come with torch.
-        ([module for module in of_rooms(*below) if module not in (mean, TRITON)], plain | {"torch", "fsspec"}),
+        (
+            [module for module in of_rooms(*below) if module not in (mean, TRITON)],
+            plain | {"torch", "fsspec"},
+        ),
         ([mean], plain | {"numpy"}),
         ([TRITON], plain | {"torch", "triton"}),
         ([f"{NAME}.{name}" for name in arithmetic], standard),
@@ -161,25 +220,57 @@ def test_what_is_below_lightning_needs_torch_alone_and_arithmetic_not_even_that(
         for module in modules:
             assert tops_of(module) <= allowed, module
             # An extra is imported by its name, where it is used.
-            extras = {ast.literal_eval(call.args[0]).split(".")[0] for call in calls_of(module, "extra")}
-            assert extras <= ({"grpc", "grpc_health", "cryptography"} if room_of(module) == "federation" else set()), (
-                module
-            )
+            extras = {
+                ast.literal_eval(call.args[0]).split(".")[0] for call in calls_of(module, "extra")
+            }
+            assert extras <= (
+                {"grpc", "grpc_health", "cryptography"}
+                if room_of(module) == "federation"
+                else set()
+            ), module
 
 
-def test_a_compression_knows_no_other_one_and_the_rules_of_a_federation_no_clock_no_chance_and_no_file() -> None:
+def test_a_compression_knows_no_other_one_and_the_rules_of_a_federation_no_clock_no_chance_and_no_file() -> (
+    None
+):
     ground = {f"{NAME}.{name}" for name in GROUND}
     bases = {f"{NAME}.compression.{name}" for name in ("base", "blockwise")} | ground | {TRITON}
-    members = {module for module in of_rooms("compression") if module != f"{NAME}.compression"} - bases
+    members = {
+        module for module in of_rooms("compression") if module != f"{NAME}.compression"
+    } - bases
     assert len(members) >= 2
-    assert {member: SOURCE.imports[member] - bases for member in members if SOURCE.imports[member] - bases} == {}
+    assert {
+        member: SOURCE.imports[member] - bases
+        for member in members
+        if SOURCE.imports[member] - bases
+    } == {}
     assert SOURCE.imports[f"{NAME}.compression.base"] <= ground
-    clocks_and_files = {"time", "datetime", "random", "secrets", "os", "pathlib", "socket", "threading", "asyncio"}
+    clocks_and_files = {
+        "time",
+        "datetime",
+        "random",
+        "secrets",
+        "os",
+        "pathlib",
+        "socket",
+        "threading",
+        "asyncio",
+    }
     arithmetic = [f"{NAME}.algorithm.{name}" for name in ("schedule", "weighting")]
     for module in RULES:
         assert tops_of(module) & clocks_and_files == set(), module
         assert SOURCE.imports[module] <= {*RULES, f"{NAME}.errors", *arithmetic}, module
-    pure = {"abc", "collections", "dataclasses", "functools", "itertools", "math", "operator", "re", "statistics"}
+    pure = {
+        "abc",
+        "collections",
+        "dataclasses",
+        "functools",
+        "itertools",
+        "math",
+        "operator",
+        "re",
+        "statistics",
+    }
     for module in arithmetic:
         assert tops_of(module) <= {*pure, "struct", "typing", "typing_extensions", NAME}, module
         assert SOURCE.imports[module] <= {f"{NAME}.errors"}, module
@@ -191,9 +282,15 @@ def test_nothing_that_another_rank_or_the_network_sends_is_unpickled() -> None:
     objects |= {f"dist.{name}_object_list" for name in ("broadcast", "scatter", "send", "recv")}
     for module in SOURCE.files:
         # Threads of one process hand each other whatever a project broadcasts.
-        assert module == f"{NAME}.tools.simulate.threads" or tops_of(module) & pickling == set(), module
+        assert module == f"{NAME}.tools.simulate.threads" or tops_of(module) & pickling == set(), (
+            module
+        )
         assert words_of(module) & objects == set(), module
-        loads = [ast.unparse(call) for call in calls_of(module, "load") if "torch.load" in ast.unparse(call)]
+        loads = [
+            ast.unparse(call)
+            for call in calls_of(module, "load")
+            if "torch.load" in ast.unparse(call)
+        ]
         # The exception is a file that the user names, read as the user says.
         is_users = module == f"{NAME}.lightning.model_format"
         assert is_users or all("weights_only=True" in load for load in loads), module
@@ -205,7 +302,11 @@ def test_nothing_that_another_rank_or_the_network_sends_is_unpickled() -> None:
 
 def test_only_launch_and_tools_read_the_environment() -> None:
     words = {"environ", "environb", "getenv", "getenvb"}
-    readers = {room_of(m) for m in SOURCE.files if (words_of(m) | {name for _, name in imported_from(m)}) & words}
+    readers = {
+        room_of(m)
+        for m in SOURCE.files
+        if (words_of(m) | {name for _, name in imported_from(m)}) & words
+    }
     assert readers == {"launch", "tools"}
 
 
@@ -213,15 +314,27 @@ def test_only_comm_issues_collectives_and_makes_process_groups() -> None:
     """Others may take types from ``torch.distributed``, stores at which ranks meet, and files."""
     types = {"ProcessGroup", "DTensor", "DeviceMesh", "Work"}
     names_of = {"launch": {"Store", "TCPStore", "PrefixStore"}}
-    modules_of = {"launch": "torch.distributed.elastic", "lightning": "torch.distributed.checkpoint"}
+    modules_of = {
+        "launch": "torch.distributed.elastic",
+        "lightning": "torch.distributed.checkpoint",
+    }
     for module in set(SOURCE.files) - set(of_rooms("comm")):
         room = room_of(module)
         for source, name in imported_from(module):
-            is_allowed = name in types | names_of.get(room, set()) or source.startswith(modules_of.get(room, "-"))
+            is_allowed = name in types | names_of.get(room, set()) or source.startswith(
+                modules_of.get(room, "-")
+            )
             assert is_allowed or not f"{source}.{name}".startswith("torch.distributed"), module
-        imports = [alias.name for node in nodes_of(module) if isinstance(node, ast.Import) for alias in node.names]
+        imports = [
+            alias.name
+            for node in nodes_of(module)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        ]
         assert not [name for name in imports if name.startswith("torch.distributed")], module
-        attributes = [ast.unparse(node) for node in nodes_of(module) if isinstance(node, ast.Attribute)]
+        attributes = [
+            ast.unparse(node) for node in nodes_of(module) if isinstance(node, ast.Attribute)
+        ]
         assert not [name for name in attributes if "torch.distributed" in name], module
 
 
@@ -234,9 +347,9 @@ def test_the_pictures_are_those_of_the_imports() -> None:
     for picture in ("architecture", "architecture-dark"):
         text = (ROOT / "docs" / "images" / f"{picture}.svg").read_text()
         drawn = re.findall(r'id="(\w+)-imports-(\w+)-(\d+)"', text)
-        assert {(one, other): int(count) for one, other, count in drawn} == dict(architecture.arrows(SOURCE)), (
-            "imports changed: run python docs/make_architecture.py, and look at the picture"
-        )
+        assert {(one, other): int(count) for one, other, count in drawn} == dict(
+            architecture.arrows(SOURCE)
+        ), "imports changed: run python docs/make_architecture.py, and look at the picture"
 
 
 def test_chains_and_circles_of_imports_are_found(tmp_path: Path) -> None:
@@ -260,7 +373,9 @@ def quoted(text: str) -> list[str]:
 
 
 def test_what_the_page_names_is_there() -> None:
-    """Files, also those of CONTRIBUTING.md; names, such as of functions and arguments; what a step's file defines."""
+    """Files, also those of CONTRIBUTING.md; names, such as of functions and arguments; what a
+    step's file defines.
+    """
     page = quoted(PAGE)
     files = {
         name
@@ -276,29 +391,46 @@ def test_what_the_page_names_is_there() -> None:
     wrong |= names - set().union(*there.values())
     for file, told in steps:
         wrong |= {
-            f"{file}: {name}" for name in set(quoted(told)) - there.get(f"{NAME}.{file.replace('/', '.')}", set())
+            f"{file}: {name}"
+            for name in set(quoted(told)) - there.get(f"{NAME}.{file.replace('/', '.')}", set())
         }
     assert wrong == set()
 
 
-def test_the_tests_that_a_page_names_exist_and_every_row_of_what_works_with_what_names_one() -> None:
+def test_the_tests_that_a_page_names_exist_and_every_row_of_what_works_with_what_names_one() -> (
+    None
+):
     for name in ("works-with.md", "methods.md"):
         named = re.findall(r"`(test_\w+\.py)::(\w+)`", (ROOT / "docs" / name).read_text())
         assert named
         for file, test in named:
-            assert any(f"\ndef {test}(" in path.read_text() for path in (ROOT / "tests").rglob(file)), (file, test)
-    rows = [line for line in (ROOT / "docs" / "works-with.md").read_text().splitlines() if line.startswith("| ")]
+            assert any(
+                f"\ndef {test}(" in path.read_text() for path in (ROOT / "tests").rglob(file)
+            ), (file, test)
+    rows = [
+        line
+        for line in (ROOT / "docs" / "works-with.md").read_text().splitlines()
+        if line.startswith("| ")
+    ]
     heads = ("| what ", "| works ", "| refused ")
     assert [row for row in rows if not row.startswith(heads) and "::test_" not in row] == []
 
 
-def test_public_names_appear_once_are_in_the_api_reference_and_have_docstrings_with_an_example() -> None:
-    """What users can name, with the public members that the package defines; internals describe themselves."""
+def test_public_names_appear_once_are_in_the_api_reference_and_have_docstrings_with_an_example() -> (
+    None
+):
+    """What users can name, with the public members that the package defines; internals describe
+    themselves.
+    """
     names = lightning_sdiloco.__all__
     assert len(set(names)) == len(names)
     assert "StreamingDiLoCoStrategy" in names
     page = (ROOT / "docs" / "api.md").read_text()
-    assert set(names) - {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)", page, flags=re.M)} == set()
+    assert (
+        set(names)
+        - {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)", page, flags=re.M)}
+        == set()
+    )
     found: dict[str, object] = {}
     for room in (lightning_sdiloco, lightning_sdiloco.compression):
         found |= {f"{room.__name__}.{name}": getattr(room, name) for name in room.__all__}
@@ -309,11 +441,23 @@ def test_public_names_appear_once_are_in_the_api_reference_and_have_docstrings_w
                 "lightning",
                 architecture.FACE,
             ):
-                members = [(name, member) for name, member in vars(base).items() if not name.startswith("_")]
+                members = [
+                    (name, member)
+                    for name, member in vars(base).items()
+                    if not name.startswith("_")
+                ]
                 found |= {f"{base.__qualname__}.{name}": member for name, member in members}
     assert {"StreamingDiLoCo.step", "Compression.encode", f"{NAME}.FP4"} <= found.keys()
     described = (type, types.FunctionType, property, classmethod, staticmethod)
-    assert [name for name, thing in found.items() if isinstance(thing, described) and not inspect.getdoc(thing)] == []
-    classes = [thing for thing in (getattr(lightning_sdiloco, name) for name in names) if isinstance(thing, type)]
+    assert [
+        name
+        for name, thing in found.items()
+        if isinstance(thing, described) and not inspect.getdoc(thing)
+    ] == []
+    classes = [
+        thing
+        for thing in (getattr(lightning_sdiloco, name) for name in names)
+        if isinstance(thing, type)
+    ]
     bare = [thing for thing in classes if "Examples:\n" not in (inspect.getdoc(thing) or "")]
     assert all(issubclass(thing, Exception) for thing in bare), bare

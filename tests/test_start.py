@@ -1,4 +1,6 @@
-"""What is imported when, and what needs no Lightning, only one distribution of it, or not even torch."""
+"""What is imported when, and what needs no Lightning, only one distribution of it, or not even
+torch.
+"""
 
 from pathlib import Path
 
@@ -22,7 +24,10 @@ PLACES = {
     "lightning": {"trainer": "lightning.pytorch", "fabric": "lightning.fabric"},
     "pytorch_lightning": {"trainer": "pytorch_lightning", "fabric": "lightning_fabric"},
 }
-OURS = {"lightning": "lightning_sdiloco.lightning_pytorch", "pytorch_lightning": "lightning_sdiloco.pytorch_lightning"}
+OURS = {
+    "lightning": "lightning_sdiloco.lightning_pytorch",
+    "pytorch_lightning": "lightning_sdiloco.pytorch_lightning",
+}
 
 BY_NAME = """
 from {trainer} import cli
@@ -55,7 +60,9 @@ assert all(hasattr(lightning_sdiloco, name) for name in lightning_sdiloco.__all_
 
 
 def run_python(code: str, without: set[str] = frozenset()) -> str:
-    """What a script prints in a process of its own, in which some packages are as if they were not installed."""
+    """What a script prints in a process of its own, in which some packages are as if they were not
+    installed.
+    """
     hidden = f"import sys; sys.modules.update(dict.fromkeys({sorted(without)}))\n"
     return scripts.run_python("-c", hidden + code, folder=ROOT)
 
@@ -74,16 +81,22 @@ assert ("StreamingDiLoCoStrategy" in lightning_sdiloco.__all__) == ({distributio
     run_python(code, without={other})
 
 
-def test_both_distributions_and_their_command_lines_find_the_strategies_one_imported_before_and_one_after() -> None:
+def test_both_distributions_and_their_command_lines_find_the_strategies_one_imported_before_and_one_after() -> (
+    None
+):
     before, after = (TRAINERS.format(**PLACES[distribution]) for distribution in OURS)
     code = f"{before}\nimport lightning_sdiloco\none = made()\n{after}\nprint([*one, *made()])\n"
     code += "".join(BY_NAME.format(**place) for place in PLACES.values())
-    found, *by_name = (line for line in run_python(code).splitlines() if "lightning_sdiloco" in line)
+    found, *by_name = (
+        line for line in run_python(code).splitlines() if "lightning_sdiloco" in line
+    )
     assert found == str(list(OURS.values()))
     assert [name.rpartition(".")[2] for name in by_name] == ["StreamingDiLoCoStrategy"] * 2
 
 
-def test_the_engine_trains_without_lightning_and_commands_that_need_no_tensor_import_no_torch(tmp_path: Path) -> None:
+def test_the_engine_trains_without_lightning_and_commands_that_need_no_tensor_import_no_torch(
+    tmp_path: Path,
+) -> None:
     run_python(TRAINING, without=LIGHTNING | {"jsonargparse", "rich"})
     commands = {"--help": 0, "--version": 0, f"keys init {tmp_path}/keys": 0}
     commands |= {"hub": 2, "hub end --hub=127.0.0.1:1": 2, "status --hub=127.0.0.1:1": 2}

@@ -1,7 +1,8 @@
-"""What users hold on to: names, arguments, class paths, options of the command line, and keys of checkpoints.
+"""What users hold on to: names, arguments, class paths, options of the command line, and keys of
+checkpoints.
 
-``surface.json`` was written by ``python -m tests.test_surface`` before the package was divided into rooms. Where
-something is added on purpose, write it again, and look at what changed.
+``surface.json`` was written by ``python -m tests.test_surface`` before the package was divided into
+rooms. Where something is added on purpose, write it again, and look at what changed.
 """
 
 import contextlib
@@ -21,7 +22,12 @@ from tests.engine.groups import Groups, with_statistics
 FILE = Path(__file__).with_name("surface.json")
 FACES = ("lightning_sdiloco.lightning_pytorch", "lightning_sdiloco.pytorch_lightning")
 STRATEGIES = ("StreamingDiLoCoStrategy", "StreamingDiLoCoModelParallelStrategy")
-COMMANDS = ["demo", "doctor", "hub", *(f"hub {act}" for act in ("amend", "backup", "end", "evict", "rollback"))]
+COMMANDS = [
+    "demo",
+    "doctor",
+    "hub",
+    *(f"hub {act}" for act in ("amend", "backup", "end", "evict", "rollback")),
+]
 COMMANDS += ["keys", *(f"keys {act}" for act in ("add", "init", "revoke"))]
 COMMANDS += ["completion", "plan", "report", "schedule", "simulate", "status"]
 
@@ -30,7 +36,9 @@ def arguments_of(function: Any) -> list[str]:
     """The arguments in their order, each with its default."""
     parameters = inspect.signature(function).parameters.values()
     return [
-        parameter.name if parameter.default is inspect.Parameter.empty else f"{parameter.name}={parameter.default!r}"
+        parameter.name
+        if parameter.default is inspect.Parameter.empty
+        else f"{parameter.name}={parameter.default!r}"
         for parameter in parameters
     ]
 
@@ -45,7 +53,13 @@ def options_of(command: str) -> list[str]:
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         main([*command.split(), "--help"])
     # An option of torch's classes, which jsonargparse lists, is none of ours.
-    return sorted(set(re.findall(r"(?<![\w.-])--[a-z][\w-]*(?![\w.])", printed.getvalue().partition("\nexamples:")[0])))
+    return sorted(
+        set(
+            re.findall(
+                r"(?<![\w.-])--[a-z][\w-]*(?![\w.])", printed.getvalue().partition("\nexamples:")[0]
+            )
+        )
+    )
 
 
 def keys_of_checkpoint() -> dict[str, list[str]]:
@@ -54,13 +68,19 @@ def keys_of_checkpoint() -> dict[str, list[str]]:
     run.until(9)
     state = run.engines[0].state_dict()
     parts = {"state": state, "fragment": state["fragments"][0], "flight": state["flights"][0]}
-    return {name: sorted(part) for name, part in (parts | {n: state[n] for n in ("counts", "described")}).items()}
+    return {
+        name: sorted(part)
+        for name, part in (parts | {n: state[n] for n in ("counts", "described")}).items()
+    }
 
 
 def surface() -> dict[str, Any]:
     """All of it, as plain values."""
     faces = {name: importlib.import_module(name) for name in FACES}
-    registries = [importlib.import_module(f"{name}.strategies") for name in ("lightning.pytorch", "pytorch_lightning")]
+    registries = [
+        importlib.import_module(f"{name}.strategies")
+        for name in ("lightning.pytorch", "pytorch_lightning")
+    ]
     return {
         "names": sorted(lightning_sdiloco.__all__),
         "compressions": sorted(lightning_sdiloco.compression.__all__),
@@ -71,9 +91,16 @@ def surface() -> dict[str, Any]:
             for face, module in faces.items()
             for name in STRATEGIES
         },
-        "monitors": {face: arguments_of(module.StreamingDiLoCoMonitor) for face, module in faces.items()},
-        "registered": sorted(name for own in registries for name in own.StrategyRegistry if "diloco" in name),
-        "engine": {"arguments": arguments_of(StreamingDiLoCo), "members": public_members(StreamingDiLoCo)},
+        "monitors": {
+            face: arguments_of(module.StreamingDiLoCoMonitor) for face, module in faces.items()
+        },
+        "registered": sorted(
+            name for own in registries for name in own.StrategyRegistry if "diloco" in name
+        ),
+        "engine": {
+            "arguments": arguments_of(StreamingDiLoCo),
+            "members": public_members(StreamingDiLoCo),
+        },
         "simulated": arguments_of(SimulatedGroups),
         "landing": list(lightning_sdiloco.Landing._fields),
         "fragment": public_members(lightning_sdiloco.Fragment),

@@ -1,4 +1,6 @@
-"""What several test files train: small models, and batches that depend on the group and the step."""
+"""What several test files train: small models, and batches that depend on the group and the
+step.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +10,13 @@ def mlp(seed: int = 0) -> nn.Sequential:
     """Four layers of 61 and more parameters, so that no shard has a round size."""
     torch.manual_seed(seed)
     return nn.Sequential(
-        nn.Linear(5, 11), nn.Tanh(), nn.Linear(11, 7), nn.Tanh(), nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3)
+        nn.Linear(5, 11),
+        nn.Tanh(),
+        nn.Linear(11, 7),
+        nn.Tanh(),
+        nn.Linear(7, 9),
+        nn.Tanh(),
+        nn.Linear(9, 3),
     )
 
 
@@ -23,7 +31,9 @@ def batch(group: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def inner_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """An inner optimizer by name; Muon for the matrices and AdamW for the vectors, as one, where torch has Muon."""
+    """An inner optimizer by name; Muon for the matrices and AdamW for the vectors, as one, where
+    torch has Muon.
+    """
     if name in ("sgd", "whole"):
         return torch.optim.SGD(model.parameters(), lr=0.05 if name == "sgd" else 1.0)
     if name == "muon" and hasattr(torch.optim, "Muon"):
@@ -32,7 +42,9 @@ def inner_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
         matrices = [p for p in model.parameters() if p.dim() == 2]
         vectors = [p for p in model.parameters() if p.dim() != 2]
-        return MuonAndAdamW(torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(vectors, lr=0.01))
+        return MuonAndAdamW(
+            torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(vectors, lr=0.01)
+        )
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 

@@ -35,7 +35,9 @@ class Mask(Part):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("constant_mask", torch.full((WIDTH, WIDTH), -INFINITE).triu(1))
-        self.register_buffer("constant_exact", torch.tensor([0.1, 16777217.0, 3e38], dtype=torch.float64))
+        self.register_buffer(
+            "constant_exact", torch.tensor([0.1, 16777217.0, 3e38], dtype=torch.float64)
+        )
 
 
 class Constants(Part):
@@ -44,7 +46,9 @@ class Constants(Part):
         self.register_buffer("constant_time", torch.tensor(1732847520.123456, dtype=torch.float64))
         self.register_buffer("constant_times", torch.tensor([1732847520123456789, -1]))
         self.register_buffer("constant_tiny", torch.tensor([-0.0, 0.0, 1e-45]))
-        self.register_buffer("constant_half", torch.tensor([0.1, 3.0, 65504.0], dtype=torch.float16))
+        self.register_buffer(
+            "constant_half", torch.tensor([0.1, 3.0, 65504.0], dtype=torch.float16)
+        )
         self.register_buffer("constant_unset", torch.full((2,), float("nan")))
 
 
@@ -83,7 +87,9 @@ class Queue(Part):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("unit_features", nn.functional.normalize(torch.randn(self.length, WIDTH), dim=1))
+        self.register_buffer(
+            "unit_features", nn.functional.normalize(torch.randn(self.length, WIDTH), dim=1)
+        )
         self.register_buffer("place", torch.zeros((), dtype=torch.int64))
 
     def move(self, y: Tensor) -> None:
@@ -102,7 +108,9 @@ class Teacher(Part):
         self.teacher = deepcopy(self.layer).requires_grad_(False)
 
     def move(self, y: Tensor) -> None:
-        for teacher, student in zip(self.teacher.parameters(), self.layer.parameters(), strict=True):
+        for teacher, student in zip(
+            self.teacher.parameters(), self.layer.parameters(), strict=True
+        ):
             teacher.data = 0.9 * teacher.data + 0.1 * student.data
 
 
@@ -134,7 +142,9 @@ PARTS: list[Callable[[], nn.Module]] = [
 
 
 def tree(seed: int, numbers: list[int], rank: int = 0) -> nn.Module:
-    """A model of parts by their numbers, some of them nested in others, by a seed; each rank draws other values."""
+    """A model of parts by their numbers, some of them nested in others, by a seed; each rank draws
+    other values.
+    """
     torch.manual_seed(1_000 * rank + seed)
     chance = random.Random(seed)
     layers: list[nn.Module] = [nn.Linear(5, WIDTH)]
@@ -149,11 +159,17 @@ def tree(seed: int, numbers: list[int], rank: int = 0) -> nn.Module:
 
 def altered_constants(values: dict[str, Tensor], initial: dict[str, Tensor]) -> list[str]:
     """The names of constants that do not have the bits with which they were made."""
-    return [name for name in initial if "constant" in name and not same_bits(values[name], initial[name])]
+    return [
+        name
+        for name in initial
+        if "constant" in name and not same_bits(values[name], initial[name])
+    ]
 
 
 def broken(values: dict[str, Tensor], steps: int) -> list[str]:
-    """The names of what is not what it must be after so many steps: unit vectors, counters, finite parameters."""
+    """The names of what is not what it must be after so many steps: unit vectors, counters, finite
+    parameters.
+    """
     wrong = []
     for name, tensor in values.items():
         if "unit" in name or name.endswith(("._u", "._v")):

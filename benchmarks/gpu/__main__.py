@@ -1,17 +1,19 @@
-"""What a GPU shows in ten minutes, on a machine that has torch and Lightning and perhaps nothing else.
+"""What a GPU shows in ten minutes, on a machine that has torch and Lightning and perhaps nothing
+else.
 
     python -m benchmarks.gpu [--minutes 10] [--out DIR] [--stage tests numbers] [--only NAME ...]
                              [--device cuda] [--quick]
 
-- ``tests``: the bits of the CPU, no race, no wait inside a step, memory, precisions, compiled models, resuming, NCCL;
-  five minutes at most.
-- ``numbers``: passes as shares of the copy bandwidth, step time and memory with 125 million and a billion parameters,
-  two groups on one device.
+- ``tests``: the bits of the CPU, no race, no wait inside a step, memory, precisions, compiled
+  models, resuming, NCCL; five minutes at most.
+- ``numbers``: passes as shares of the copy bandwidth, step time and memory with 125 million and a
+  billion parameters, two groups on one device.
 
 What worker groups learn there, `benchmarks.quality --device cuda` measures.
 
-Each piece of work runs in processes of its own and is written to DIR at once, with all that it prints beside it. What
-is there already is not done again; what failed, or was left out for want of time, is. So the same command goes on.
+Each piece of work runs in processes of its own and is written to DIR at once, with all that it
+prints beside it. What is there already is not done again; what failed, or was left out for want of
+time, is. So the same command goes on.
 """
 
 import argparse
@@ -35,11 +37,19 @@ LEAST = 20.0
 
 NUMBERS: dict[str, Task] = {
     "passes": Task("share of copy bandwidth of every pass", passes.shares, seconds=120),
-    "overhead 125M": Task("step time and memory, 125M", partial(steps.overhead, "125M"), seconds=120),
+    "overhead 125M": Task(
+        "step time and memory, 125M", partial(steps.overhead, "125M"), seconds=120
+    ),
     "overhead 1B": Task("step time and memory, 1B", partial(steps.overhead, "1B"), seconds=240),
-    "overlap": Task("a round of two groups in the profiler", partial(overlapped, "125M"), ranks=2, seconds=90),
+    "overlap": Task(
+        "a round of two groups in the profiler", partial(overlapped, "125M"), ranks=2, seconds=90
+    ),
     "two groups": Task(
-        "two groups on one device", partial(steps.end_to_end, "125M"), ranks=2, connected=False, seconds=180
+        "two groups on one device",
+        partial(steps.end_to_end, "125M"),
+        ranks=2,
+        connected=False,
+        seconds=180,
     ),
 }
 
@@ -67,7 +77,9 @@ class Results:
         self._folder, self._about = folder, about
 
     def path(self, piece: Piece) -> Path:
-        return self._folder / piece.stage / f"{piece.name.replace(', ', '-').replace(' ', '_')}.json"
+        return (
+            self._folder / piece.stage / f"{piece.name.replace(', ', '-').replace(' ', '_')}.json"
+        )
 
     def read(self, piece: Piece) -> dict[str, Any] | None:
         """Returns what is kept of a piece of work, or None if there is nothing."""
@@ -85,17 +97,33 @@ class Results:
         path, found = self.path(piece), dict(outcome.found)
         path.parent.mkdir(parents=True, exist_ok=True)
         told = {key: getattr(outcome, key) for key in ("status", "seconds", "reason", "trace")}
-        report.write(path, found.pop("headline", {}), self._about, shows=piece.task.about, **told, found=found)
+        report.write(
+            path,
+            found.pop("headline", {}),
+            self._about,
+            shows=piece.task.about,
+            **told,
+            found=found,
+        )
 
     def summarise(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Writes and returns how every piece of work ended, and all numbers."""
         kept = {f"{piece.stage}: {piece.name}": self.read(piece) for piece in pieces}
-        found = {name: each or {"status": "left", "headline": {}, "reason": ""} for name, each in kept.items()}
-        headline = {key: value for each in found.values() for key, value in each["headline"].items()}
-        ended = {name: {key: each[key] for key in ("status", "reason")} for name, each in found.items()}
+        found = {
+            name: each or {"status": "left", "headline": {}, "reason": ""}
+            for name, each in kept.items()
+        }
+        headline = {
+            key: value for each in found.values() for key, value in each["headline"].items()
+        }
+        ended = {
+            name: {key: each[key] for key in ("status", "reason")} for name, each in found.items()
+        }
         numbers = {piece.name: self.read(piece) for piece in pieces if piece.stage == "numbers"}
         told = {name: each["found"] for name, each in numbers.items() if each is not None}
-        report.write(self._folder / "summary.json", headline, self._about, ended=ended, numbers=told)
+        report.write(
+            self._folder / "summary.json", headline, self._about, ended=ended, numbers=told
+        )
         return {"headline": headline, "ended": ended}
 
 
@@ -103,7 +131,9 @@ def pieces(options: argparse.Namespace) -> Iterator[Piece]:
     every = {"tests": CHECKS | FITS, "numbers": NUMBERS}
     for stage in options.stage:
         names = options.only or (QUICK[stage] if options.quick else every[stage])
-        yield from (Piece(stage, name, every[stage][name]) for name in names if name in every[stage])
+        yield from (
+            Piece(stage, name, every[stage][name]) for name in names if name in every[stage]
+        )
 
 
 class Clock:
@@ -147,12 +177,24 @@ def work(wanted: Sequence[Piece], results: Results, place: Place, clock: Clock) 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs all that there is time for, and returns 1 if something failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0, help="how long it may take (default: %(default)g)")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="the folder (default: %(default)s)")
-    parser.add_argument("--stage", nargs="+", choices=QUICK, default=list(QUICK), help="what to run (default: all)")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="pieces of work by name (default: all)")
-    parser.add_argument("--device", choices=("cuda", "cpu", "pretend"), default="cuda", help="default: %(default)s")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="how long it may take (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/gpu"), help="the folder (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--stage", nargs="+", choices=QUICK, default=list(QUICK), help="what to run (default: all)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="pieces of work by name (default: all)"
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu", "pretend"), default="cuda", help="default: %(default)s"
+    )
     parser.add_argument("--quick", action="store_true", help="as little as shows that it runs")
     options = parser.parse_args(arguments)
     clock, wanted = Clock(options.minutes), list(pieces(options))
@@ -160,7 +202,10 @@ def main(arguments: list[str] | None = None) -> int:
     place = Place(options.device, options.out.resolve(), options.quick)
     device = do(DEVICE, place._replace(seconds=120), options.out / "device.log")
     if device.status != "done":
-        report.said(f"There is no device to run on: {device.reason}. --device cpu tries what a CPU can show.")
+        report.said(
+            f"There is no device to run on: {device.reason}. --device cpu tries what a CPU can"
+            " show."
+        )
         return 1
     report.said(f"On {device.found['device']}, into {options.out}")
     results = Results(options.out, {**report.measured("gpu", options.quick), **device.found})
@@ -172,13 +217,21 @@ def tell(summary: dict[str, Any]) -> int:
     """Prints what was found; returns 1 if something failed."""
     rows = [[name, each["status"], each["reason"]] for name, each in summary["ended"].items()]
     report.show("What was run", ["", "ended", "because"], rows)
-    report.show("Numbers", ["", "number"], [[name, f"{value:.4g}"] for name, value in summary["headline"].items()])
-    failed = [name for name, each in summary["ended"].items() if each["status"] in ("failed", "timed out")]
+    report.show(
+        "Numbers",
+        ["", "number"],
+        [[name, f"{value:.4g}"] for name, value in summary["headline"].items()],
+    )
+    failed = [
+        name for name, each in summary["ended"].items() if each["status"] in ("failed", "timed out")
+    ]
     left = [name for name, each in summary["ended"].items() if each["status"] == "left"]
     if left:
         report.said(f"{len(left)} of {len(rows)} are left. The same command goes on with them.")
     if failed:
-        report.said(f"Failed: {'; '.join(failed)}. The .log and .json files beside each other say why.")
+        report.said(
+            f"Failed: {'; '.join(failed)}. The .log and .json files beside each other say why."
+        )
     return int(bool(failed))
 
 

@@ -1,4 +1,5 @@
-"""What the side stream of a GPU does beside training: a profile of two groups on one device, and its picture.
+"""What the side stream of a GPU does beside training: a profile of two groups on one device, and
+its picture.
 
     python -m benchmarks.gpu.overlap docs/benchmarks/gpu.json docs/images/benchmark-gpu.svg 408 462
 
@@ -40,7 +41,11 @@ def overlapped(name: str, place: Place, rank: int, world_size: int) -> Found:
     size, batch = (TINY, 2) if place.quick else SIZES[name]
     loop = Loop(place, size, batch)
     loop.engine = StreamingDiLoCo(
-        loop.model, sync_every=SYNC_EVERY, overlap_steps=OVERLAP_STEPS, fragments=cut(size), worker_groups=2
+        loop.model,
+        sync_every=SYNC_EVERY,
+        overlap_steps=OVERLAP_STEPS,
+        fragments=cut(size),
+        worker_groups=2,
     )
     loop.seconds(2 * SYNC_EVERY)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -55,11 +60,19 @@ def overlapped(name: str, place: Place, rank: int, world_size: int) -> Found:
 
 def spans_of(events: list[dict[str, Any]]) -> list[Span]:
     """Returns what streams did, from the first of it on, in order for each stream."""
-    there = sorted([event for event in events if event.get("cat") in KINDS], key=lambda event: float(event["ts"]))
+    there = sorted(
+        [event for event in events if event.get("cat") in KINDS],
+        key=lambda event: float(event["ts"]),
+    )
     first, spans = there[0]["ts"], dict[tuple[int, str], list[Span]]()
     for event in there:
         began = (event["ts"] - first) / 1e3
-        span = Span(event["args"]["stream"], KINDS[event["cat"]], round(began, 3), round(began + event["dur"] / 1e3, 3))
+        span = Span(
+            event["args"]["stream"],
+            KINDS[event["cat"]],
+            round(began, 3),
+            round(began + event["dur"] / 1e3, 3),
+        )
         own = spans.setdefault(span[:2], [])
         if own and span.began < own[-1].ended + TOGETHER:
             own[-1] = own[-1]._replace(ended=max(span.ended, own[-1].ended))
@@ -69,11 +82,16 @@ def spans_of(events: list[dict[str, Any]]) -> list[Span]:
 
 
 def busy_ms(spans: list[Span]) -> dict[int, float]:
-    return {stream: sum(span.ended - span.began for span in spans if span.stream == stream) for stream, *_ in spans}
+    return {
+        stream: sum(span.ended - span.began for span in spans if span.stream == stream)
+        for stream, *_ in spans
+    }
 
 
 def shares(spans: list[Span]) -> Found:
-    """Returns the milliseconds that each stream is busy, and for how many of them training, the busiest, is too."""
+    """Returns the milliseconds that each stream is busy, and for how many of them training, the
+    busiest, is too.
+    """
     busy = busy_ms(spans)
     most = max(busy, key=lambda stream: busy[stream])
     training = [span for span in spans if span.stream == most]
@@ -89,7 +107,10 @@ def shares(spans: list[Span]) -> Found:
     }
     return {
         "training": {"busy_ms": busy[most]},
-        **{str(stream): {"busy_ms": busy[stream], "beside_training_ms": beside[stream]} for stream in beside},
+        **{
+            str(stream): {"busy_ms": busy[stream], "beside_training_ms": beside[stream]}
+            for stream in beside
+        },
     }
 
 
@@ -100,12 +121,18 @@ def draw(spans: list[Span], path: Path, first: float, last: float) -> None:
     busy = busy_ms(spans)
     training = max(busy, key=lambda stream: busy[stream])
     picture, (axes,) = figure(height=1.9)
-    rows = ((0, GREY, None, "training"), (1, BLUE, "kernels", "side stream: kernels"), (2, ORANGE, "copies", "copies"))
+    rows = (
+        (0, GREY, None, "training"),
+        (1, BLUE, "kernels", "side stream: kernels"),
+        (2, ORANGE, "copies", "copies"),
+    )
     for row, color, kind, _ in rows:
         shown = [
             (span.began - first, span.ended - span.began)
             for span in spans
-            if (span.stream == training) == (kind is None) and kind in (None, span.kind) and span.ended > first
+            if (span.stream == training) == (kind is None)
+            and kind in (None, span.kind)
+            and span.ended > first
         ]
         axes.broken_barh(shown, (row - 0.35, 0.7), color=color)
     axes.set_yticks([row for row, *_ in rows], [label for *_, label in rows])
@@ -114,6 +141,11 @@ def draw(spans: list[Span], path: Path, first: float, last: float) -> None:
 
 
 if __name__ == "__main__":
-    source, target, first, last = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
+    source, target, first, last = (
+        sys.argv[1],
+        Path(sys.argv[2]),
+        float(sys.argv[3]),
+        float(sys.argv[4]),
+    )
     spans = json.loads(Path(source).read_text())["numbers"]["overlap"]["spans"]
     draw([Span(*span) for span in spans], target, first, last)

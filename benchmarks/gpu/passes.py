@@ -1,7 +1,8 @@
-"""How fast the passes over a fragment are, as a share of the bandwidth with which the device copies.
+"""How fast the passes over a fragment are, as a share of the bandwidth with which the device
+copies.
 
-A pass is what a launch, a flight or a landing does to every value. Its share is that of the time which the bytes that
-it cannot do without would take in a plain copy: 1 is as fast as memory allows.
+A pass is what a launch, a flight or a landing does to every value. Its share is that of the time
+which the bytes that it cannot do without would take in a plain copy: 1 is as fast as memory allows.
 """
 
 import time
@@ -29,7 +30,8 @@ GOAL = 0.7
 GROUPS = 2
 
 TOGETHER = 8
-"""How often a pass is done until the host waits for it: so the device does not wait for the host."""
+"""How often a pass is done until the host waits for it: so the device does not wait for the
+host."""
 
 
 class Net(nn.Module):
@@ -41,7 +43,9 @@ class Net(nn.Module):
 
 
 def seconds_of(place: Place, work: Callable[[], object], repeats: int) -> float:
-    """Returns how long some work takes, all of its operations on the device included: the median."""
+    """Returns how long some work takes, all of its operations on the device included: the
+    median.
+    """
     found = []
     for repeat in range(repeats + 2):
         place.module.synchronize()
@@ -55,10 +59,14 @@ def seconds_of(place: Place, work: Callable[[], object], repeats: int) -> float:
 
 
 def passes(numel: int, place: Place) -> dict[str, tuple[float, Callable[[], object]]]:
-    """Returns the passes by name: the bytes a value that each must read and write, and what does it."""
+    """Returns the passes by name: the bytes a value that each must read and write, and what does
+    it.
+    """
     device = torch.device(place.device)
     model, fp4 = Net(numel, place.device), FP4()
-    engine = StreamingDiLoCo(model, fragments=[["*"]], outer_optimizer=OuterOptimizer(offload=False))
+    engine = StreamingDiLoCo(
+        model, fragments=[["*"]], outer_optimizer=OuterOptimizer(offload=False)
+    )
     (fragment,) = engine.rounds.fragments
     outer = fragment.outer.values
     gradient = (torch.randn(numel, device="cpu") / 100).to(device)
@@ -80,7 +88,10 @@ def passes(numel: int, place: Place) -> dict[str, tuple[float, Callable[[], obje
     return {
         "launch: outer minus local": (12, no_grad(lambda: fragment.layout.outer_gradient(outer))),
         "encode fp4": (4 + coded, no_grad(lambda: fp4.encode(gradient))),
-        "encode fp4, operations of torch": (4 + coded, no_grad(lambda: Blockwise.encode(fp4, gradient))),
+        "encode fp4, operations of torch": (
+            4 + coded,
+            no_grad(lambda: Blockwise.encode(fp4, gradient)),
+        ),
         "mean of two fp4": (4 + GROUPS * coded, no_grad(lambda: fp4.mean(payloads, into))),
         "mean of two fp4, operations of torch": (
             4 + GROUPS * coded,
@@ -120,6 +131,9 @@ def shares(place: Place, rank: int, world_size: int) -> Found:
         "below the goal": [name for name, row in rows.items() if row["share_of_copy"] < GOAL],
         "headline": {
             "copy, GB/s": bandwidth / 1e9,
-            **{f"{name}, share of copy bandwidth": row["share_of_copy"] for name, row in rows.items()},
+            **{
+                f"{name}, share of copy bandwidth": row["share_of_copy"]
+                for name, row in rows.items()
+            },
         },
     }

@@ -1,4 +1,6 @@
-"""What inner steps cost: step time and memory with the engine over those without it, and two groups on one device."""
+"""What inner steps cost: step time and memory with the engine over those without it, and two
+groups on one device.
+"""
 
 import os
 import time
@@ -24,7 +26,8 @@ GOAL = 1.01
 """The step time over that of a plain step."""
 
 DDP_BYTES = 4
-"""Bytes a parameter that DDP takes for its buckets. They, 1 more, and what is in flight are the goal for memory."""
+"""Bytes a parameter that DDP takes for its buckets. They, 1 more, and what is in flight are the
+goal for memory."""
 
 SIZES = {
     "125M": (Size(layers=18, width=768, heads=12, context=512), 16),
@@ -50,7 +53,9 @@ class Loop:
                 self.model: nn.Module = self.size.make()
         else:
             self.model = self.size.make().to(device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=self.place.is_cuda)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-4, fused=self.place.is_cuda
+        )
         self.engine: StreamingDiLoCo | None = None
         self.ddp: nn.Module | None = None
         self._batches = on_device(random_batches(self.size, self.batch), device)
@@ -84,7 +89,9 @@ class Loop:
         return int(self.place.module.max_memory_allocated())
 
 
-def on_device(batches: Iterator[tuple[Tensor, Tensor]], device: str) -> Iterator[tuple[Tensor, Tensor]]:
+def on_device(
+    batches: Iterator[tuple[Tensor, Tensor]], device: str
+) -> Iterator[tuple[Tensor, Tensor]]:
     """The same few batches, which lie on a device already."""
     kept = [tuple(part.to(device) for part in next(batches)) for _ in range(8)]
     while True:
@@ -92,7 +99,10 @@ def on_device(batches: Iterator[tuple[Tensor, Tensor]], device: str) -> Iterator
 
 
 def cut(size: Size) -> list[list[str]]:
-    parts = [[f"blocks.{block}.*" for block in range(p, size.layers, FRAGMENTS)] for p in range(FRAGMENTS)]
+    parts = [
+        [f"blocks.{block}.*" for block in range(p, size.layers, FRAGMENTS)]
+        for p in range(FRAGMENTS)
+    ]
     parts = [part for part in parts if part]
     parts[0] += ["*embedding*"]
     parts[-1] += ["norm.*", "head.*"]
@@ -100,7 +110,9 @@ def cut(size: Size) -> list[list[str]]:
 
 
 def overhead(name: str, place: Place, rank: int, world_size: int) -> Found:
-    """Measures step time and memory of one group with the engine, in turns of a round with and without it."""
+    """Measures step time and memory of one group with the engine, in turns of a round with and
+    without it.
+    """
     size, batch = (TINY, 2) if place.quick else SIZES[name]
     every, turns = (4, 1) if place.quick else (SYNC_EVERY, 6)
     found: dict[str, Any] = {"model": name}
@@ -110,7 +122,9 @@ def overhead(name: str, place: Place, rank: int, world_size: int) -> Found:
         loop.seconds(every // 2)
         plain = loop.peak(lambda: loop.seconds(2))
         found |= {"parameters": numel, "plain_bytes": plain}
-        for offload in (False,) if place.device == "cpu" else (True,) if place.quick else (True, False):
+        for offload in (
+            (False,) if place.device == "cpu" else (True,) if place.quick else (True, False)
+        ):
             row = with_engine(loop, every, turns, offload)
             row["extra_bytes_a_parameter"] = (row.pop("peak") - plain) / numel
             row["goal_bytes_a_parameter"] = DDP_BYTES + 1 + row["in_flight_bytes"] / numel
@@ -119,11 +133,16 @@ def overhead(name: str, place: Place, rank: int, world_size: int) -> Found:
         found["DDP"] = {**row, "extra_bytes_a_parameter": (row.pop("peak") - plain) / numel}
     except torch.cuda.OutOfMemoryError as error:
         if "offload=True" not in found:
-            raise NotHere(f"the device has too little memory for {name}: {str(error).splitlines()[0]}") from None
+            raise NotHere(
+                f"the device has too little memory for {name}: {str(error).splitlines()[0]}"
+            ) from None
         found["no memory"] = str(error).splitlines()[0]
     rows = {key: row for key, row in found.items() if isinstance(row, dict)}
     told = {f"{name}, {key}: step time over plain": row["ratio"] for key, row in rows.items()}
-    told |= {f"{name}, {key}: extra bytes a parameter": row["extra_bytes_a_parameter"] for key, row in rows.items()}
+    told |= {
+        f"{name}, {key}: extra bytes a parameter": row["extra_bytes_a_parameter"]
+        for key, row in rows.items()
+    }
     return {**found, "goal": GOAL, "headline": told}
 
 
@@ -137,7 +156,10 @@ def with_engine(loop: Loop, every: int, turns: int, offload: bool) -> dict[str, 
     peak = loop.peak(lambda: loop.seconds(every))
     in_flight, before = len(engine.in_flight), engine.report()
     found = in_turns(loop, "engine", engine, every, turns)
-    told = {name: engine.report()[name] - before[name] for name in ("exposed_wait_s", "in_flight_s", "landings")}
+    told = {
+        name: engine.report()[name] - before[name]
+        for name in ("exposed_wait_s", "in_flight_s", "landings")
+    }
     engine.close()
     return {
         "peak": peak,
@@ -145,7 +167,8 @@ def with_engine(loop: Loop, every: int, turns: int, offload: bool) -> dict[str, 
         "exposed_wait_s": told["exposed_wait_s"],
         "flight_s": told["in_flight_s"] / max(1, told["landings"]),
         # One float32 copy of each fragment that can be in flight at once.
-        "in_flight_bytes": max(1, in_flight) * max(fragment.nbytes for fragment in engine.fragments),
+        "in_flight_bytes": max(1, in_flight)
+        * max(fragment.nbytes for fragment in engine.fragments),
     }
 
 
@@ -162,7 +185,9 @@ def in_turns(loop: Loop, name: str, own: object, steps: int, turns: int) -> dict
 
 
 def with_ddp(loop: Loop, every: int, turns: int) -> dict[str, Any]:
-    """Measures DDP with one rank, which has nothing to send: its buckets, and what it does around a step."""
+    """Measures DDP with one rank, which has nothing to send: its buckets, and what it does around
+    a step.
+    """
     backend = "nccl" if loop.place.is_cuda else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
@@ -177,7 +202,9 @@ def with_ddp(loop: Loop, every: int, turns: int) -> dict[str, Any]:
 
 
 def end_to_end(name: str, place: Place, rank: int, world_size: int) -> Found:
-    """Trains two groups on one device with real Trainers over gloo, between two on their own and two of DDP."""
+    """Trains two groups on one device with real Trainers over gloo, between two on their own and
+    two of DDP.
+    """
     size, batch = (TINY, 2) if place.quick else SIZES[name]
     every, rounds = (6, 2) if place.quick else (SYNC_EVERY, 3)
     steps, found = every * rounds + 1, {}
@@ -194,7 +221,9 @@ def end_to_end(name: str, place: Place, rank: int, world_size: int) -> Found:
         sync_every=every, overlap_steps=min(OVERLAP_STEPS, every - 1), process_group_backend="gloo",
         fragments=[[f"net.{pattern}" if pattern[0] != "*" else pattern for pattern in part] for part in cut(size)],
     )  # fmt: skip
-    found["streaming"] = step_times(size, batch, rank, steps, every, strategy=strategy, num_nodes=2, **common)
+    found["streaming"] = step_times(
+        size, batch, rank, steps, every, strategy=strategy, num_nodes=2, **common
+    )
     told = strategy.report()
     # DDP on the same way between the processes, in as few steps as show what one takes.
     ddp = DDPStrategy(process_group_backend="gloo")
@@ -204,7 +233,10 @@ def end_to_end(name: str, place: Place, rank: int, world_size: int) -> Found:
         "model": name,
         "step_s": found,
         "report": told,
-        "headline": {f"{name}, two groups on one device, {key}: step over plain": ratios[key] for key in ratios},
+        "headline": {
+            f"{name}, two groups on one device, {key}: step over plain": ratios[key]
+            for key in ratios
+        },
     }
 
 

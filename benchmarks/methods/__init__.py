@@ -1,1 +1,3 @@
-"""What each method does to loss and bytes on a language model. `python -m benchmarks.methods` runs it."""
+"""What each method does to loss and bytes on a language model. `python -m benchmarks.methods` runs
+it.
+"""

@@ -1,9 +1,11 @@
-"""What each seed system claims, put to the test where its claim can hold: a number or a picture for each.
+"""What each seed system claims, put to the test where its claim can hold: a number or a picture for
+each.
 
     python -m benchmarks.methods.claims [NAME ...] [--quick] [--json FILE] [--picture FILE]
 
-Some rest on rules and virtual time, some on small trainings, some on links between network namespaces (root). With
---json every row is kept at once, and rows that the file has are not made again.
+Some rest on rules and virtual time, some on small trainings, some on links between network
+namespaces (root). With --json every row is kept at once, and rows that the file has are not made
+again.
 """
 
 import json
@@ -135,16 +137,27 @@ def together(rows: Sequence[Row], name: str) -> list[tuple[Row, list[Row]]]:
 
 
 def summary(rows: Sequence[Row], name: str) -> list[Row]:
-    """Returns what rows that differ in their seed have in the mean, and how their losses differ from the other's."""
+    """Returns what rows that differ in their seed have in the mean, and how their losses differ
+    from the other's.
+    """
     claim, groups, found = CLAIMS[name], together(rows, name), list[Row]()
     for shared, own in groups:
         numbers = [key for key, value in own[0].items() if isinstance(value, float)]
-        each: Row = {**shared, **{key: mean(row[key] for row in own) for key in numbers if key not in shared}}
-        plain = next((of for other, of in groups if other == {**shared, "method": claim.beside}), [])
+        each: Row = {
+            **shared,
+            **{key: mean(row[key] for row in own) for key in numbers if key not in shared},
+        }
+        plain = next(
+            (of for other, of in groups if other == {**shared, "method": claim.beside}), []
+        )
         if plain and plain is not own:
             both = list(zip(own, plain, strict=False))
             percent = [100 * (one["loss"] / other["loss"] - 1) for one, other in both]
-            each |= {"percent": mean(percent), "half_width": half_width(percent), "interval": interval(percent, 1)}
+            each |= {
+                "percent": mean(percent),
+                "half_width": half_width(percent),
+                "interval": interval(percent, 1),
+            }
         found.append(each)
     return found
 
@@ -152,7 +165,9 @@ def summary(rows: Sequence[Row], name: str) -> list[Row]:
 def _headline(rows: Sequence[Row]) -> dict[str, float]:
     named = ("percent", "gain", "goodput", "speed_up", "step")
     return {
-        ", ".join([name, *(f"{key}={each[key]}" for key in CLAIMS[name].cases if key in each), key]): each[key]
+        ", ".join(
+            [name, *(f"{key}={each[key]}" for key in CLAIMS[name].cases if key in each), key]
+        ): each[key]
         for name in CLAIMS
         for each in summary(rows, name)
         for key in named
@@ -162,7 +177,9 @@ def _headline(rows: Sequence[Row]) -> dict[str, float]:
 
 def _show(rows: Sequence[Row], name: str) -> None:
     each = summary(rows, name)
-    columns = list(dict.fromkeys(key for one in each for key in one if key not in ("percent", "half_width")))
+    columns = list(
+        dict.fromkeys(key for one in each for key in one if key not in ("percent", "half_width"))
+    )
     cells = [[_cell(one.get(key, "")) for key in columns] for one in each]
     report.show(f"{name}: {CLAIMS[name].about}", columns, cells)
 
@@ -172,21 +189,40 @@ def _cell(value: Any) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path | None) -> None:
-    """Draws what grows: DropCompute's gain with ranks, goodput with sites, the speed-up of ByLink with the ratio."""
+    """Draws what grows: DropCompute's gain with ranks, goodput with sites, the speed-up of ByLink
+    with the ratio.
+    """
     if path is None:
         return
     picture, (drops, goodput, speed) = figure(columns=3, height=3.0)
     for axes, name, along, about, lines in (
-        (drops, "drop_compute", "ranks", "gain of DropCompute, %", {"sigma": [(0.2, BLUE), (0.6, RED)]}),
-        (goodput, "backup_workers", "sites", "goodput, %", {"quorum": [(False, GREY), (True, GREEN)]}),
+        (
+            drops,
+            "drop_compute",
+            "ranks",
+            "gain of DropCompute, %",
+            {"sigma": [(0.2, BLUE), (0.6, RED)]},
+        ),
+        (
+            goodput,
+            "backup_workers",
+            "sites",
+            "goodput, %",
+            {"quorum": [(False, GREY), (True, GREEN)]},
+        ),
         (speed, "fusionllm", "ratio", "speed-up by ByLink", {"": [(None, BLUE)]}),
     ):
         ((key, values),) = lines.items()
-        number = {"drop_compute": "gain", "backup_workers": "goodput", "fusionllm": "speed_up"}[name]
+        number = {"drop_compute": "gain", "backup_workers": "goodput", "fusionllm": "speed_up"}[
+            name
+        ]
         for value, color in values:
             own = [each for each in summary(rows, name) if each.get(key) == value]
             scale = 1 if name == "fusionllm" else 100
-            label = {"sigma": f"σ {value}", "quorum": "quorum of half" if value else "waits for all"}.get(key)
+            label = {
+                "sigma": f"σ {value}",
+                "quorum": "quorum of half" if value else "waits for all",
+            }.get(key)
             points = [each[along] for each in own], [scale * each[number] for each in own]
             axes.plot(*points, "o-", color=color, label=label, markersize=4)
         axes.set_xscale("log")
@@ -204,16 +240,22 @@ def draw(rows: Sequence[Row], path: Path | None) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which: {', '.join(CLAIMS)}; all if none is given")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"which: {', '.join(CLAIMS)}; all if none is given"
+    )
     options = parser.parse_args(arguments)
     if unknown := sorted({*options.names} - CLAIMS.keys()):
         parser.error(f"{unknown[0]!r} is no claim. Choose among {', '.join(CLAIMS)}.")
     path = options.json
-    rows: list[Row] = json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
+    rows: list[Row] = (
+        json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
+    )
     for name in options.names or CLAIMS:
         for row in measured(rows, name, options.quick):
             rows.append(row)
-            report.write(path, _headline(rows), report.measured("methods.claims", options.quick), rows=rows)
+            report.write(
+                path, _headline(rows), report.measured("methods.claims", options.quick), rows=rows
+            )
         _show(rows, name)
     draw(rows, options.picture)
 

@@ -1,4 +1,6 @@
-"""Claims that rules and clocks decide, without a training: what the rules of the package say, in virtual time."""
+"""Claims that rules and clocks decide, without a training: what the rules of the package say, in
+virtual time.
+"""
 
 from dataclasses import replace
 
@@ -15,7 +17,9 @@ Numbers = dict[str, float]
 
 
 def dropping(ranks: int, sigma: float, seed: int, steps: int = 500) -> Numbers:
-    """Chooses a budget from 50 inner steps, as ranks do, and counts in numpy what it gains in others."""
+    """Chooses a budget from 50 inner steps, as ranks do, and counts in numpy what it gains in
+    others.
+    """
     case = drop_compute.Case(ranks, micro_batches=12, sigma=sigma)
     seen = drop_compute.times(case, 50, seed)
     budget = best_drop(seen.tolist(), rest=0.0, most_dropped=0.1).budget
@@ -32,7 +36,9 @@ def dropping(ranks: int, sigma: float, seed: int, steps: int = 500) -> Numbers:
 
 def backups(sites: int, quorum: bool, seed: int, rounds: int | None = None) -> Numbers:
     """Plays sites that stall for 60 s in 2 % of their rounds of 30 s; a quorum is half of them."""
-    case = backup_workers.Case(sites=sites, rounds=rounds or min(400, 3200 // sites), seed=seed, grace=FOR_EVER)
+    case = backup_workers.Case(
+        sites=sites, rounds=rounds or min(400, 3200 // sites), seed=seed, grace=FOR_EVER
+    )
     if quorum:
         case = replace(case, quorum=max(1, sites // 2), grace=2.0)
     found = Play(case).run().found()
@@ -41,7 +47,9 @@ def backups(sites: int, quorum: bool, seed: int, rounds: int | None = None) -> N
 
 
 def slow_uplink(ratio: float, steps: int = 2000) -> Numbers:
-    """Plays four groups that train 300 million parameters, of which one sends slower than 1 Gbit/s."""
+    """Plays four groups that train 300 million parameters, of which one sends slower than 1
+    Gbit/s.
+    """
     lines = [Line(Link(1.0), Link(1.0))] * 3 + [Line(up=Link(1.0 / ratio), down=Link(1.0))]
     model, groups = Model.of_size(300_000_000, layers=12), Groups(step_time=2.0, groups=4)
 

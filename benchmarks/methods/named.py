@@ -19,7 +19,12 @@ from delayed_nesterov import DelayedNesterov  # isort: skip  (on the path since 
 from edit import ByMedian, ByNorm, ZScore  # isort: skip
 from snoo import LOOKAHEAD, SNOO  # isort: skip
 
-DEFAULTS, ALONE, LARGER, AVERAGED = "defaults", "AdamW alone", "defaults, 8 windows a step", "FedAvg, SGD inside"
+DEFAULTS, ALONE, LARGER, AVERAGED = (
+    "defaults",
+    "AdamW alone",
+    "defaults, 8 windows a step",
+    "FedAvg, SGD inside",
+)
 
 SIZE, SYNC_EVERY, OVERLAP_STEPS = "0.1M", 20, 5
 
@@ -39,7 +44,8 @@ class Method:
 
     Attributes:
         sets: Makes the arguments of the engine.
-        beside: The method that it is compared with, with as many groups; None: it is there to be compared with.
+        beside: The method that it is compared with, with as many groups; None: it is there to be
+            compared with.
         groups: With how many worker groups; one trains without the engine if `beside` is None.
         changes: What is different in its trainings.
         training: What trains it.
@@ -83,14 +89,18 @@ METHODS: Mapping[str, Method] = {
     "Paced, one at half speed": Method(training=HalfSpeed),
     "TwoShot([0.4, 0.2, 0.2, 0.2])": Method(lambda: {"exchange": TwoShot([0.4, 0.2, 0.2, 0.2])}),
     # With NoLoCo's own numbers, and as the mean itself.
-    "RandomPairs": Method(lambda: {"route": RandomPairs(), **_PAIRS, "outer_lr": 0.7, "outer_momentum": 0.5}),
+    "RandomPairs": Method(
+        lambda: {"route": RandomPairs(), **_PAIRS, "outer_lr": 0.7, "outer_momentum": 0.5}
+    ),
     "FastestPairs": Method(
         lambda: {"route": FastestPairs(speeds=()), **_PAIRS, "outer_lr": 1.0, "outer_momentum": 0.0}
     ),
     "Ring": Method(lambda: {"route": Ring(), **_PAIRS}),
     "Muon": Method(changes={"inner": "muon", "lr": MUON_RATES[2].ours}),
     "GPA inside, outer momentum": Method(changes=_GPA),
-    "GPA inside, none outside": Method(lambda: {"outer_lr": 1.0, "outer_momentum": 0.0}, changes=_GPA),
+    "GPA inside, none outside": Method(
+        lambda: {"outer_lr": 1.0, "outer_momentum": 0.0}, changes=_GPA
+    ),
     LARGER: Method(beside=None, changes={"batch": 8}),
     "DropCompute": Method(beside=LARGER, changes={"batch": 8}, training=Dropping),
     AVERAGED: Method(lambda: {**DILOCO, "outer_lr": 1.0, "outer_momentum": 0.0}, changes=_SGD),
@@ -122,10 +132,19 @@ def training(method: str, groups: int, seed: int) -> NamedTraining:
     if groups == 1 and how.beside is None:
         return replace(one, choices=None)
     given = one.given()
-    base = {"sync_every": SYNC_EVERY, "overlap_steps": OVERLAP_STEPS, "outer_optimizer": ELEMENTWISE}
+    base = {
+        "sync_every": SYNC_EVERY,
+        "overlap_steps": OVERLAP_STEPS,
+        "outer_optimizer": ELEMENTWISE,
+    }
     settings = Settings(**{**base, **given}).chosen_for(groups)
     numbers = {name: value for name, value in settings.numbers.items() if name not in given}
-    choices = {"sync_every": settings.sync_every, "overlap_steps": settings.overlap_steps, "fragments": CUT, **numbers}
+    choices = {
+        "sync_every": settings.sync_every,
+        "overlap_steps": settings.overlap_steps,
+        "fragments": CUT,
+        **numbers,
+    }
     return replace(one, choices=choices)
 
 
@@ -133,7 +152,11 @@ def wanted() -> Iterator[NamedTraining]:
     """Yields all trainings: seed by seed, so that what is made is paired."""
     for groups in (2, 4, 1):
         for seed in HELD_OUT:
-            yield from (training(name, groups, seed) for name, how in METHODS.items() if groups in how.groups)
+            yield from (
+                training(name, groups, seed)
+                for name, how in METHODS.items()
+                if groups in how.groups
+            )
 
 
 def rates() -> Iterator[NamedTraining]:
@@ -145,8 +168,16 @@ def rates() -> Iterator[NamedTraining]:
 
 
 def quick() -> Iterator[NamedTraining]:
-    """Yields trainings that show that the benchmark runs: all that is trained in another way, and what is beside it."""
-    special = [name for name, how in METHODS.items() if how.training is not MethodTraining or how.groups == (1,)]
-    for name in dict.fromkeys(both for one in special for both in (METHODS[one].beside or one, one)):
+    """Yields trainings that show that the benchmark runs: all that is trained in another way, and
+    what is beside it.
+    """
+    special = [
+        name
+        for name, how in METHODS.items()
+        if how.training is not MethodTraining or how.groups == (1,)
+    ]
+    for name in dict.fromkeys(
+        both for one in special for both in (METHODS[one].beside or one, one)
+    ):
         groups = METHODS[name].groups[-1]
         yield replace(training(name, groups, 0), size=TINY, budget=0.05, validation_windows=32)

@@ -1,4 +1,6 @@
-"""Claims on links that are really shaped: sites are network namespaces with a rank each, of which one is slower."""
+"""Claims on links that are really shaped: sites are network namespaces with a rank each, of which
+one is slower.
+"""
 
 import os
 import time
@@ -30,11 +32,15 @@ def _measured(sites: int, slow: dict[str, float], rounds: int, given: dict[str, 
         raise SystemExit(lacks)
     with Links(sites, MBIT_S * 1e6, 0.005) as links:
         links.change(sites - 1, **slow)
-        found = run_processes(partial(_rank, links, rounds, given), sites, ranks_per_node=1, timeout=600)
+        found = run_processes(
+            partial(_rank, links, rounds, given), sites, ranks_per_node=1, timeout=600
+        )
     return {"step": max(seconds for seconds, _ in found), "bytes": found[0][1]}
 
 
-def _rank(links: Links, rounds: int, given: dict[str, Any], rank: int, world_size: int) -> tuple[float, float]:
+def _rank(
+    links: Links, rounds: int, given: dict[str, Any], rank: int, world_size: int
+) -> tuple[float, float]:
     links.enter(rank)
     os.environ.update(links.environment(rank))
     torch.set_num_threads(1)
@@ -42,7 +48,12 @@ def _rank(links: Links, rounds: int, given: dict[str, Any], rank: int, world_siz
     torch.manual_seed(rank)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     engine = StreamingDiLoCo(
-        model, worker_groups=WorkerGroups(world_size), sync_every=SYNC_EVERY, overlap_steps=8, fragments=4, **given
+        model,
+        worker_groups=WorkerGroups(world_size),
+        sync_every=SYNC_EVERY,
+        overlap_steps=8,
+        fragments=4,
+        **given,
     )
     warm = 4 * SYNC_EVERY
     for step in range(warm + rounds * SYNC_EVERY):

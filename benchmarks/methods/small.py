@@ -1,4 +1,6 @@
-"""Claims about loss that small models can show: many groups, sampled clients, tables, and time on a link."""
+"""Claims about loss that small models can show: many groups, sampled clients, tables, and time on
+a link.
+"""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -28,23 +30,34 @@ from fedglomo import SETTINGS as FEDGLOMO  # isort: skip  (on the path since ben
 from local_momentum import LocalMomentum  # isort: skip
 
 MEAN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
-AT_ONCE: dict[str, Any] = {"overlap_steps": 0, "mixing": 0.0, "fragments": [["*"]], "compression": "fp32"}
+AT_ONCE: dict[str, Any] = {
+    "overlap_steps": 0,
+    "mixing": 0.0,
+    "fragments": [["*"]],
+    "compression": "fp32",
+}
 
 CLASSES, FEATURES = 10, 32
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Classes of points that each group or client sees in shares of its own
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 class Points:
-    """Points around a centre for each class; who sees which classes follows a Dirichlet distribution."""
+    """Points around a centre for each class; who sees which classes follows a Dirichlet
+    distribution.
+    """
 
     def __init__(self, holders: int, seed: int, concentration: float = 0.3) -> None:
         self._random = torch.Generator().manual_seed(seed)
-        self._centres = torch.randn(CLASSES, 3, FEATURES, generator=self._random)  # three for each class
+        self._centres = torch.randn(
+            CLASSES, 3, FEATURES, generator=self._random
+        )  # three for each class
         torch.manual_seed(seed)
-        self.shares = torch.distributions.Dirichlet(torch.full((CLASSES,), concentration)).sample((holders,))
+        self.shares = torch.distributions.Dirichlet(torch.full((CLASSES,), concentration)).sample(
+            (holders,)
+        )
         self.validation = self.draw(torch.full((CLASSES,), 0.1), 2000)
 
     def draw(self, shares: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -62,7 +75,9 @@ HIDDEN = 64
 
 
 class Net(nn.Module):
-    """A net of 2,762 parameters, not convex. Those of several are parts of the same tensors, to be trained at once."""
+    """A net of 2,762 parameters, not convex. Those of several are parts of the same tensors, to be
+    trained at once.
+    """
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         super().__init__()
@@ -80,7 +95,9 @@ def forward(x: Tensor, into: Tensor, bias: Tensor, out: Tensor, end: Tensor) -> 
 def nets(count: int, seed: int) -> tuple[list[Tensor], list[Net]]:
     random = torch.Generator().manual_seed(seed)
     shapes = (FEATURES, HIDDEN), (1, HIDDEN), (HIDDEN, CLASSES), (1, CLASSES)
-    first = [torch.randn(shape, generator=random) * (shape[0] > 1) / shape[0] ** 0.5 for shape in shapes]
+    first = [
+        torch.randn(shape, generator=random) * (shape[0] > 1) / shape[0] ** 0.5 for shape in shapes
+    ]
     together = [part.repeat(count, 1, 1) for part in first]
     return together, [Net([part[number] for part in together]) for number in range(count)]
 
@@ -98,10 +115,17 @@ ROUTES: dict[str, dict[str, Any]] = {
 }
 
 
-def gossip(method: str, groups: int, seed: int, sync_every: int = 5, rounds: int = 50, lr: float = 0.1) -> Numbers:
-    """Trains groups that see unlike classes; judges what each holds, and the mean of all, on all classes alike."""
+def gossip(
+    method: str, groups: int, seed: int, sync_every: int = 5, rounds: int = 50, lr: float = 0.1
+) -> Numbers:
+    """Trains groups that see unlike classes; judges what each holds, and the mean of all, on all
+    classes alike.
+    """
     points = Points(groups, seed)
-    x, y = (torch.stack(part) for part in zip(*(points.draw(own, 2000) for own in points.shares), strict=True))
+    x, y = (
+        torch.stack(part)
+        for part in zip(*(points.draw(own, 2000) for own in points.shares), strict=True)
+    )
     together, models = nets(groups, seed)
     simulated = SimulatedGroups(models, **{**AT_ONCE, **ROUTES[method]}, sync_every=sync_every)
     random = torch.Generator().manual_seed(seed)
@@ -109,7 +133,9 @@ def gossip(method: str, groups: int, seed: int, sync_every: int = 5, rounds: int
         chosen = torch.randint(x.shape[1], (16,), generator=random)
         leaves = [part.detach().requires_grad_() for part in together]
         logits = forward(x[:, chosen], *leaves)
-        loss = F.cross_entropy(logits.flatten(0, 1), y[:, chosen].flatten(), reduction="sum") / len(chosen)
+        loss = F.cross_entropy(logits.flatten(0, 1), y[:, chosen].flatten(), reduction="sum") / len(
+            chosen
+        )
         with torch.no_grad():
             for part, gradient in zip(together, torch.autograd.grad(loss, leaves), strict=True):
                 part.sub_(gradient, alpha=lr)
@@ -120,14 +146,22 @@ def gossip(method: str, groups: int, seed: int, sync_every: int = 5, rounds: int
     return {"loss": own, "loss_of_mean": points.loss(models[0]), "bytes": sent / rounds}
 
 
-def glomo(method: str, lr: float, seed: int, clients: int = 50, rounds: int = 40, steps: int = 5) -> Numbers:
-    """Trains on 5 of many clients in each round, who have unlike classes and between 20 and some 1000 points.
+def glomo(
+    method: str, lr: float, seed: int, clients: int = 50, rounds: int = 40, steps: int = 5
+) -> Numbers:
+    """Trains on 5 of many clients in each round, who have unlike classes and between 20 and some
+    1000 points.
 
-    With FedGLOMO the first gradient of a client in a round is that of all its points, as its authors have it.
+    With FedGLOMO the first gradient of a client in a round is that of all its points, as its
+    authors have it.
     """
     points = Points(clients, seed)
-    sizes = (80 * torch.exp(torch.randn(clients, generator=torch.Generator().manual_seed(seed)))).clamp(20, 1000)
-    data = [points.draw(shares, int(size)) for shares, size in zip(points.shares, sizes, strict=True)]
+    sizes = (
+        80 * torch.exp(torch.randn(clients, generator=torch.Generator().manual_seed(seed)))
+    ).clamp(20, 1000)
+    data = [
+        points.draw(shares, int(size)) for shares, size in zip(points.shares, sizes, strict=True)
+    ]
     all_points = [torch.cat(part) for part in zip(*data, strict=True)]
     random = torch.Generator().manual_seed(seed)
     _, models = nets(5, seed)
@@ -140,7 +174,10 @@ def glomo(method: str, lr: float, seed: int, clients: int = 50, rounds: int = 40
         sampled = torch.randperm(clients, generator=random)[:5].tolist()
         pairs = [(LocalMomentum(model, cross_entropy), None) for model in models]
         if previous:
-            pairs = [(now, LocalMomentum(old, cross_entropy)) for (now, _), old in zip(pairs, previous, strict=True)]  # type: ignore[misc]
+            pairs = [
+                (now, LocalMomentum(old, cross_entropy))  # type: ignore[misc]
+                for (now, _), old in zip(pairs, previous, strict=True)
+            ]
         for step in range(steps):
             for client, model, (now, before) in zip(sampled, models, pairs, strict=True):
                 x, y = data[client]
@@ -168,15 +205,17 @@ def _sgd(model: nn.Module, x: Tensor, y: Tensor, lr: float) -> None:
             parameter.sub_(gradient, alpha=lr)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Embedding tables, and loss over time
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 ROWS = 1 << 14
 
 
 class Tables(nn.Module):
-    """Predicts a byte from the three before it, by tables of two sizes; 0.3 million parameters, most of them rows."""
+    """Predicts a byte from the three before it, by tables of two sizes; 0.3 million parameters,
+    most of them rows.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +224,9 @@ class Tables(nn.Module):
 
     @override
     def forward(self, context: Tensor) -> Tensor:
-        made: Tensor = self.head(torch.cat([self.last(context[:, -1]), self.all(hashed(context))], dim=1))
+        made: Tensor = self.head(
+            torch.cat([self.last(context[:, -1]), self.all(hashed(context))], dim=1)
+        )
         return made
 
 
@@ -206,7 +247,9 @@ def _text() -> Text:
 
 
 def tables(method: str, groups: int, seed: int, sync_every: int = 10, rounds: int = 150) -> Numbers:
-    """Trains a model of tables with AdaGrad, as recommenders are; most rows have no gradient in a round."""
+    """Trains a model of tables with AdaGrad, as recommenders are; most rows have no gradient in a
+    round.
+    """
     text = _text().training.text
     random = torch.Generator().manual_seed(seed)
     split = int(0.95 * len(text))
@@ -220,7 +263,9 @@ def tables(method: str, groups: int, seed: int, sync_every: int = 10, rounds: in
     torch.manual_seed(seed)
     models = [Tables() for _ in range(groups)]
     optimizers = [Adagrad(model.parameters(), lr=0.05) for model in models]
-    simulated = SimulatedGroups(models, compression=COMPRESSIONS[method], sync_every=sync_every, overlap_steps=1)
+    simulated = SimulatedGroups(
+        models, compression=COMPRESSIONS[method], sync_every=sync_every, overlap_steps=1
+    )
     touched = torch.zeros(ROWS, dtype=torch.bool)
     for step in range(sync_every * rounds):
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -235,7 +280,11 @@ def tables(method: str, groups: int, seed: int, sync_every: int = 10, rounds: in
     simulated.finish()
     with torch.no_grad():
         loss = float(cross_entropy(models[0], *held_out))
-    return {"loss": loss, "bytes": sent / rounds, "rows_with_a_gradient": float(touched.float().mean())}
+    return {
+        "loss": loss,
+        "bytes": sent / rounds,
+        "rows_with_a_gradient": float(touched.float().mean()),
+    }
 
 
 SCHEDULES: dict[str, dict[str, Any] | None] = {
@@ -248,12 +297,18 @@ STEP_SECONDS, POINTS = 0.1, 10
 
 
 def over_time(method: str, seed: int, budget: float = 4.0, size: Size = SMALL) -> dict[str, Any]:
-    """Trains two groups, and plays when they make each step on a link that carries half of what H=20 sends."""
+    """Trains two groups, and plays when they make each step on a link that carries half of what
+    H=20 sends.
+    """
     choices = SCHEDULES[method]
     given = None if choices is None else {"overlap_steps": 5, "fragments": CUT, **choices}
     training = Training(size, given, 2, budget, seed=seed, validation_windows=128)
     text = training.text()
-    loop, found, launches = Loop(training, text), list[tuple[int, float]](), dict[int, tuple[int, ...]]()
+    loop, found, launches = (
+        Loop(training, text),
+        list[tuple[int, float]](),
+        dict[int, tuple[int, ...]](),
+    )
     for step, batch in enumerate(islice(text.batches(seed, 2 * training.batch), training.steps), 1):
         if loop.engines and (due := loop.engines[0].launches_next):
             launches[step] = due
@@ -269,7 +324,9 @@ def over_time(method: str, seed: int, budget: float = 4.0, size: Size = SMALL) -
     }
 
 
-def _ends(size: Size, given: dict[str, Any] | None, steps: int, launches: dict[int, tuple[int, ...]]) -> list[float]:
+def _ends(
+    size: Size, given: dict[str, Any] | None, steps: int, launches: dict[int, tuple[int, ...]]
+) -> list[float]:
     """Returns when each inner step ends on the link."""
     model, groups = Model.of_parameters(trainable(size.make())), Groups(STEP_SECONDS, groups=2)
     plain = Settings(sync_every=20, overlap_steps=5, fragments=CUT)

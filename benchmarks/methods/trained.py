@@ -1,4 +1,6 @@
-"""Trainings in which a method changes more than the arguments of the engine: who trains how much, and how."""
+"""Trainings in which a method changes more than the arguments of the engine: who trains how much,
+and how.
+"""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -50,12 +52,17 @@ class Eager(NamedTraining):
         return {**key, "choices": {**key["choices"], "outer_momentum": 0.5}}
 
     @override
-    def simulated(self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]) -> Simulated:
-        return EagerGroups(models, optimizers, **all_on_device({**(self.choices or {}), **self.given()}))
+    def simulated(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]
+    ) -> Simulated:
+        return EagerGroups(
+            models, optimizers, **all_on_device({**(self.choices or {}), **self.given()})
+        )
 
 
 RANKS, MICRO_BATCHES, SIGMA, MOST_DROPPED = 2, 4, 0.5, 0.1
-"""A group of `Dropping`: ranks, micro-batches of a step of each, and by how much their times vary."""
+"""A group of `Dropping`: ranks, micro-batches of a step of each, and by how much their times
+vary."""
 
 
 @dataclass(frozen=True)
@@ -81,25 +88,34 @@ def _budget() -> float:
 
 @dataclass(frozen=True)
 class SlowUplink(NamedTraining):
-    """The last group sends by a link that carries the smallest code of `ByLink` alone, the others by fast ones."""
+    """The last group sends by a link that carries the smallest code of `ByLink` alone, the others
+    by fast ones.
+    """
 
     @override
     def given(self) -> Mapping[str, Any]:
         return {"compression": ByLink(("fp4", "int2", "sparse"))}
 
     @override
-    def simulated(self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]) -> Simulated:
+    def simulated(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]
+    ) -> Simulated:
         groups = super().simulated(models, optimizers)
         for number, engine in enumerate(groups.engines):
-            # An inner step takes a second. In the fifth of a round that a fragment is in flight a byte a second is
-            # nothing, so it is the code with the fewest bytes.
-            engine.link.fixed, engine.rounds.step_clock = 1e9 if number < self.groups - 1 else 1.0, StepClock(1.0)
+            # An inner step takes a second. In the fifth of a round that a fragment is in flight a
+            # byte a second is nothing, so it is the code with the fewest bytes.
+            engine.link.fixed, engine.rounds.step_clock = (
+                1e9 if number < self.groups - 1 else 1.0,
+                StepClock(1.0),
+            )
         return groups
 
 
 @dataclass(frozen=True)
 class FedGLOMO(NamedTraining):
-    """Momentum at the server and in the groups with their variance reduced, as in `examples/methods/fedglomo.py`."""
+    """Momentum at the server and in the groups with their variance reduced, as in
+    `examples/methods/fedglomo.py`.
+    """
 
     beta: float = 0.5
 
@@ -118,7 +134,9 @@ class FedGLOMO(NamedTraining):
 
 
 class _GlomoGroup(Group):
-    """A group that trains from the outer parameters, and on the same batches from those of the round before."""
+    """A group that trains from the outer parameters, and on the same batches from those of the
+    round before.
+    """
 
     _training: FedGLOMO
 
@@ -134,7 +152,9 @@ class _GlomoGroup(Group):
         if self.steps % self._every == 0:
             start = deepcopy(self.model)
             self._now = LocalMomentum(self.model, next_byte_loss)
-            self._before = None if self._previous is None else LocalMomentum(self._previous, next_byte_loss)
+            self._before = (
+                None if self._previous is None else LocalMomentum(self._previous, next_byte_loss)
+            )
             self._previous = start
         self._batch = tokens, targets
 

@@ -1,7 +1,9 @@
-"""Training loops of the peers: plain torch, and what each peer asks for. One function for each, called in every rank.
+"""Training loops of the peers: plain torch, and what each peer asks for. One function for each,
+called in every rank.
 
-All train the same network with the same inner optimizer on the same batches; the virtual accelerator sleeps after
-backward, so DDP hides its gradients behind it, and what comes after is on top.
+All train the same network with the same inner optimizer on the same batches; the virtual
+accelerator sleeps after backward, so DDP hides its gradients behind it, and what comes after is on
+top.
 """
 
 import os
@@ -24,7 +26,9 @@ Loop = Callable[[Case, nn.Module, Batches, Stamps, int], dict[str, Any]]
 TIMEOUT = timedelta(minutes=10)
 
 
-def alone(case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int) -> dict[str, Any]:
+def alone(
+    case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int
+) -> dict[str, Any]:
     """Nothing between the ranks: what the others are to be compared with."""
     train(net, net, case.inner(net.parameters()), batches, stamps, steps)
     return {}
@@ -53,7 +57,9 @@ def train(
 def ddp(hook: str | None = None) -> Loop:
     """DistributedDataParallel, with a communication hook of torch."""
 
-    def loop(case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int) -> dict[str, Any]:
+    def loop(
+        case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int
+    ) -> dict[str, Any]:
         dist.init_process_group("gloo", timeout=TIMEOUT)
         # With several buckets two ranks abort in PowerSGD: "3328 vs 3072 ... collective mismatch".
         bucket = 1000 if hook == "powersgd" else 25
@@ -61,11 +67,14 @@ def ddp(hook: str | None = None) -> Loop:
         if hook in ("fp16", "bf16"):
             from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-            model.register_comm_hook(dist.group.WORLD, getattr(default_hooks, f"{hook}_compress_hook"))
+            model.register_comm_hook(
+                dist.group.WORLD, getattr(default_hooks, f"{hook}_compress_hook")
+            )
         elif hook == "powersgd":
             from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-            # From a tenth of the steps on, as its documentation suggests; two is the least that it takes.
+            # From a tenth of the steps on, as its documentation suggests; two is the least that it
+            # takes.
             begin = max(2, steps // 10)
             state = powerSGD_hook.PowerSGDState(
                 dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=begin
@@ -77,22 +86,38 @@ def ddp(hook: str | None = None) -> Loop:
     return loop
 
 
-def post_local_sgd(case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int) -> dict[str, Any]:
+def post_local_sgd(
+    case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int
+) -> dict[str, Any]:
     """torch's PostLocalSGDOptimizer with its hook: every rank is a node of its own, no warm-up."""
-    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+        PostLocalSGDState,
+        post_localSGD_hook,
+    )
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer
 
     dist.init_process_group("gloo", timeout=TIMEOUT)
     own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     model = DistributedDataParallel(net, init_sync=False)
-    model.register_comm_hook(PostLocalSGDState(None, own, start_localSGD_iter=0), post_localSGD_hook)
+    model.register_comm_hook(
+        PostLocalSGDState(None, own, start_localSGD_iter=0), post_localSGD_hook
+    )
     averager = PeriodicModelAverager(period=case.sync_every, warmup_steps=case.sync_every)
-    train(net, model, PostLocalSGDOptimizer(case.inner(net.parameters()), averager), batches, stamps, steps)
+    train(
+        net,
+        model,
+        PostLocalSGDOptimizer(case.inner(net.parameters()), averager),
+        batches,
+        stamps,
+        steps,
+    )
     return {}
 
 
-def accelerate_local_sgd(case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int) -> dict[str, Any]:
+def accelerate_local_sgd(
+    case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int
+) -> dict[str, Any]:
     os.environ["ACCELERATE_USE_CPU"] = "true"
     from accelerate import Accelerator
     from accelerate.local_sgd import LocalSGD
@@ -100,13 +125,26 @@ def accelerate_local_sgd(case: Case, net: nn.Module, batches: Batches, stamps: S
     _without_the_first_broadcast()
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(net, case.inner(net.parameters()))
-    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=case.sync_every, enabled=True) as local_sgd:
-        train(net, model, optimizer, batches, stamps, steps, after=local_sgd.step, backward=accelerator.backward)
+    with LocalSGD(
+        accelerator=accelerator, model=model, local_sgd_steps=case.sync_every, enabled=True
+    ) as local_sgd:
+        train(
+            net,
+            model,
+            optimizer,
+            batches,
+            stamps,
+            steps,
+            after=local_sgd.step,
+            backward=accelerator.backward,
+        )
     return {}
 
 
 def _without_the_first_broadcast() -> None:
-    """All ranks start alike; accelerate has no option to leave out the broadcast, which takes long on a slow link."""
+    """All ranks start alike; accelerate has no option to leave out the broadcast, which takes long
+    on a slow link.
+    """
     original = DistributedDataParallel.__init__
 
     def without(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -115,19 +153,32 @@ def _without_the_first_broadcast() -> None:
     DistributedDataParallel.__init__ = without  # type: ignore[method-assign]
 
 
-def torchft_diloco(case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int) -> dict[str, Any]:
-    """Streaming DiLoCo of torchft with the same fragments, H, tau and mixing. Uncompressed: on a CPU it cannot."""
+def torchft_diloco(
+    case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int
+) -> dict[str, Any]:
+    """Streaming DiLoCo of torchft with the same fragments, H, tau and mixing. Uncompressed: on a
+    CPU it cannot.
+    """
     from torchft._torchft import LighthouseServer
     from torchft.local_sgd import DiLoCo
 
-    rank, world, door = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["MASTER_PORT"]) + 1
+    rank, world, door = (
+        int(os.environ["RANK"]),
+        int(os.environ["WORLD_SIZE"]),
+        int(os.environ["MASTER_PORT"]) + 1,
+    )
     lighthouse = None
     if rank == 0:
-        lighthouse = LighthouseServer(bind=f"0.0.0.0:{door}", min_replicas=world, join_timeout_ms=10_000)
+        lighthouse = LighthouseServer(
+            bind=f"0.0.0.0:{door}", min_replicas=world, join_timeout_ms=10_000
+        )
     store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     inner = case.inner(net.parameters())
     fragments = [nn.ModuleList(modules) for modules in case.modules(net)]
-    outers = [torch.optim.SGD(part.parameters(), lr=case.outer_lr, momentum=0.9, nesterov=True) for part in fragments]
+    outers = [
+        torch.optim.SGD(part.parameters(), lr=case.outer_lr, momentum=0.9, nesterov=True)
+        for part in fragments
+    ]
     manager = _torchft_manager(rank, world, door, store.port)
     choices = {
         "sync_every": case.sync_every,

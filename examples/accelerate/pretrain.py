@@ -1,4 +1,5 @@
-"""Pretrains a byte-level GPT with accelerate on several worker groups, of one rank or of several; ``--resume`` goes on.
+"""Pretrains a byte-level GPT with accelerate on several worker groups, of one rank or of several;
+``--resume`` goes on.
 
 torchrun --nproc-per-node 4 examples/accelerate/pretrain.py --groups 2
 """
@@ -27,7 +28,9 @@ for name, default in {"--groups": 2, "--steps": 100, "--folder": "runs/accelerat
 parser.add_argument("--resume", action="store_true")
 args = parser.parse_args()
 torch.manual_seed(0)
-by_seed = DataLoaderConfiguration(use_seedable_sampler=True)  # a resumed run sees the same order of the data
+by_seed = DataLoaderConfiguration(
+    use_seedable_sampler=True
+)  # a resumed run sees the same order of the data
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=by_seed)
 groups = WorkerGroups(args.groups)  # before the model, for the process group to wrap it with
 data = StandardLibraryText()
@@ -35,15 +38,24 @@ with accelerator.main_process_first():
     data.prepare_data()
 data.setup("fit")
 # For evaluation, so that accelerate does not wrap it over the ranks of all groups.
-model: Any = accelerator.prepare_model(GPT(layers=4, width=128, heads=4, context=data.context), evaluation_mode=True)
+model: Any = accelerator.prepare_model(
+    GPT(layers=4, width=128, heads=4, context=data.context), evaluation_mode=True
+)
 if groups.group_size > 1:
     model = DistributedDataParallel(model, process_group=groups.process_group)
-optimizer, loader = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-3), data.train_dataloader())
-engine = StreamingDiLoCo(model, sync_every=20, overlap_steps=4, worker_groups=groups, inner_optimizers=[optimizer])
+optimizer, loader = accelerator.prepare(
+    torch.optim.AdamW(model.parameters(), lr=1e-3), data.train_dataloader()
+)
+engine = StreamingDiLoCo(
+    model, sync_every=20, overlap_steps=4, worker_groups=groups, inner_optimizers=[optimizer]
+)
 file = f"{args.folder}/engine.ckpt"
-# accelerate asks every rank for the state but writes that of rank 0 alone, so each rank keeps a file of its own.
+# accelerate asks every rank for the state but writes that of rank 0 alone, so each rank keeps a
+# file of its own.
 accelerator.register_for_checkpointing(
-    SimpleNamespace(state_dict=lambda: {"saved": engine.save(file)}, load_state_dict=lambda _: engine.load(file))
+    SimpleNamespace(
+        state_dict=lambda: {"saved": engine.save(file)}, load_state_dict=lambda _: engine.load(file)
+    )
 )
 if args.resume:
     accelerator.load_state(args.folder)
@@ -57,4 +69,7 @@ for tokens, targets in islice(loader, 2 * engine.inner_steps, 2 * args.steps):
         engine.step()
 accelerator.save_state(args.folder)
 engine.finish()  # the model holds the outer parameters now
-accelerator.print(f"loss {accelerator.reduce(loss.detach(), 'mean'):.6f}, {engine.report()['bytes_sent']} bytes sent")
+accelerator.print(
+    f"loss {accelerator.reduce(loss.detach(), 'mean'):.6f}, {engine.report()['bytes_sent']}"
+    " bytes sent"
+)

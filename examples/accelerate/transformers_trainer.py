@@ -1,4 +1,6 @@
-"""Streaming DiLoCo in the Trainer of transformers: a callback, and one line that its hooks have no place for."""
+"""Streaming DiLoCo in the Trainer of transformers: a callback, and one line that its hooks have no
+place for.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +17,8 @@ class StreamingDiLoCoCallback(TrainerCallback):
 
     Args:
         trainer: The trainer, which must not have begun.
-        resume_from: The checkpoint folder that ``trainer.train(resume_from_checkpoint=...)`` is given.
+        resume_from: The checkpoint folder that ``trainer.train(resume_from_checkpoint=...)`` is
+            given.
         **settings: Arguments of `StreamingDiLoCo`.
     """
 
@@ -26,13 +29,16 @@ class StreamingDiLoCoCallback(TrainerCallback):
         trainer.accelerator.prepare_model = partial(prepare, evaluation_mode=True)
         # It would ask all ranks in every step, and worker groups would wait for each other.
         trainer.args.average_tokens_across_devices = False
-        # Losses gather in every step, too, such as those of TRL: within one, a group of one process has only its own.
+        # Losses gather in every step, too, such as those of TRL: within one, a group of one process
+        # has only its own.
         self.in_step = False
         for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes"):
             over_all = getattr(trainer.accelerator, name)
             setattr(trainer.accelerator, name, partial(self._in_group, over_all))
 
-    def _in_group(self, over_all: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def _in_group(
+        self, over_all: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         return tensor if self.in_step else over_all(tensor, *args, **kwargs)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -40,8 +46,10 @@ class StreamingDiLoCoCallback(TrainerCallback):
         stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if others := stepped - set(model.parameters()):
             raise ValueError(
-                f"The optimizer steps {len(others)} parameters that are not the model's, such as those of a loss. Each"
-                " group would train its own: put them into the model, or use a loss without parameters."
+                f"The optimizer steps {len(others)} parameters that are not the model's, such as"
+                " those of a loss. Each"
+                " group would train its own: put them into the model, or use a loss without"
+                " parameters."
             )
         self.engine = StreamingDiLoCo(model, inner_optimizers=[optimizer], **self.settings)
         if self.resume_from is not None:
@@ -58,16 +66,22 @@ class StreamingDiLoCoCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_evaluate or control.should_save:
-            # Evaluation and checkpoints see the model that all groups agree on, or until there is one their mean.
+            # Evaluation and checkpoints see the model that all groups agree on, or until there is
+            # one their mean.
             self.engine.show_outer(None if self.engine.has_landed else self.engine.group_mean())
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.engine.save(Path(args.output_dir) / f"checkpoint-{state.global_step}" / "engine.ckpt")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # The best checkpoint has been loaded already, if it was asked for: the end of training must not replace it.
+        # The best checkpoint has been loaded already, if it was asked for: the end of training must
+        # not replace it.
         has_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
-        best = {name: values.clone() for name, values in kwargs["model"].state_dict().items()} if has_best else None
+        best = (
+            {name: values.clone() for name, values in kwargs["model"].state_dict().items()}
+            if has_best
+            else None
+        )
         self.engine.show_local()
         self.engine.finish()
         if best is not None:

@@ -1,4 +1,5 @@
-"""Pretrains a byte-level GPT with Fabric on several worker groups; ``--resume`` goes on bit for bit.
+"""Pretrains a byte-level GPT with Fabric on several worker groups; ``--resume`` goes on bit for
+bit.
 
 python examples/fabric/pretrain.py --devices 2
 torchrun --nproc-per-node 4 examples/fabric/pretrain.py --devices 4 --groups 2
@@ -37,12 +38,20 @@ def validate(fabric: Any, model: Any, loader: Any) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name, default in {"devices": 2, "groups": 2, "steps": 200, "save_every": 50, "accumulate": 1}.items():
+    for name, default in {
+        "devices": 2,
+        "groups": 2,
+        "steps": 200,
+        "save_every": 50,
+        "accumulate": 1,
+    }.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--checkpoint", default="runs/fabric.ckpt")
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
-    strategy = StreamingDiLoCoFabricStrategy(args.groups, sync_every=20, overlap_steps=4, fragments="strided:1")
+    strategy = StreamingDiLoCoFabricStrategy(
+        args.groups, sync_every=20, overlap_steps=4, fragments="strided:1"
+    )
     fabric = L.Fabric(accelerator="cpu", devices=args.devices, strategy=strategy)
     fabric.launch()
     fabric.seed_everything(0)
@@ -68,7 +77,9 @@ def main() -> None:
         optimizer.step()  # an inner step: launches and lands what is due
         optimizer.zero_grad()
         if state["step"] % args.save_every == 0:
-            fabric.print(f"step {state['step']}: validation loss {validate(fabric, model, loaders[1]):.4f}")
+            fabric.print(
+                f"step {state['step']}: validation loss {validate(fabric, model, loaders[1]):.4f}"
+            )
             fabric.save(args.checkpoint, state)
     strategy.finish()  # the model holds the outer parameters now
     loss, sent = validate(fabric, model, loaders[1]), strategy.report()["bytes_sent"]

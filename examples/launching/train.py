@@ -1,6 +1,8 @@
-"""Trains on several machines, launched by SLURM, torchrun, Lightning or by hand; or as one site of several with a hub.
+"""Trains on several machines, launched by SLURM, torchrun, Lightning or by hand; or as one site of
+several with a hub.
 
-The checkpoints must lie in a folder that all machines see, because each rank reads and writes a file of its own there.
+The checkpoints must lie in a folder that all machines see, because each rank reads and writes a
+file of its own there.
 """
 
 import argparse
@@ -16,7 +18,9 @@ from lightning_sdiloco import Federation, StreamingDiLoCoStrategy
 
 
 class Batches:
-    """The batches of one rank. Lightning saves its state with a checkpoint, so that a resumed run goes on exactly."""
+    """The batches of one rank. Lightning saves its state with a checkpoint, so that a resumed run
+    goes on exactly.
+    """
 
     def __init__(self, rank: int, length: int) -> None:
         self.rank, self.length, self.step = rank, length, 0
@@ -59,21 +63,30 @@ class Regression(L.LightningModule):
         strategy = cast(Any, self.trainer.strategy)
         if self.trainer.is_global_zero:
             topology, step = strategy.topology, self.trainer.global_step
-            print(f"{topology.num_groups} worker groups of {topology.group_size}, from step {step}", flush=True)
+            print(
+                f"{topology.num_groups} worker groups of {topology.group_size}, from step {step}",
+                flush=True,
+            )
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-nodes", type=int, default=1, help="machines")
     parser.add_argument("--devices", type=int, default=2, help="processes on each of them")
-    parser.add_argument("--worker-groups", default="auto", help="a number; 'auto' is one per machine")
+    parser.add_argument(
+        "--worker-groups", default="auto", help="a number; 'auto' is one per machine"
+    )
     parser.add_argument("--accelerator", default="cpu", help="'gpu', or 'auto'")
     parser.add_argument("--hub", help="address and port of a hub: this job is one site of several")
     parser.add_argument("--run", help="the run of the hub")
     parser.add_argument("--site", help="the name of this site")
     parser.add_argument("--keys", help="the bundle of this site; without one there is no TLS")
-    parser.add_argument("--steps", type=int, default=400, help="inner steps; of a federation, 20 times its rounds")
-    parser.add_argument("--resume", help="a checkpoint, or 'last' for the newest one if there is any")
+    parser.add_argument(
+        "--steps", type=int, default=400, help="inner steps; of a federation, 20 times its rounds"
+    )
+    parser.add_argument(
+        "--resume", help="a checkpoint, or 'last' for the newest one if there is any"
+    )
     return parser.parse_args()
 
 
@@ -83,11 +96,18 @@ def main(callbacks: list[Any] | None = None) -> L.Trainer:
     steps = 10 * options.steps if options.hub else options.steps
     if options.hub:
         # The run ends for all sites in the same round; until then a faster one makes more steps.
-        known = {"hub": options.hub, "run": options.run, "site": options.site, "rounds": options.steps // 20}
+        known = {
+            "hub": options.hub,
+            "run": options.run,
+            "site": options.site,
+            "rounds": options.steps // 20,
+        }
         federation = Federation(**known, keys=options.keys, insecure=options.keys is None)
         strategy = StreamingDiLoCoStrategy(federation=federation, sync_every=20, overlap_steps=5)
     else:
-        groups = options.worker_groups if options.worker_groups == "auto" else int(options.worker_groups)
+        groups = (
+            options.worker_groups if options.worker_groups == "auto" else int(options.worker_groups)
+        )
         strategy = StreamingDiLoCoStrategy(worker_groups=groups, sync_every=20, overlap_steps=5)
     trainer = L.Trainer(
         strategy=strategy,
@@ -95,13 +115,18 @@ def main(callbacks: list[Any] | None = None) -> L.Trainer:
         devices=options.devices,
         num_nodes=options.num_nodes,
         max_steps=steps,
-        callbacks=[ModelCheckpoint("checkpoints", every_n_train_steps=50, save_last=True), *(callbacks or [])],
+        callbacks=[
+            ModelCheckpoint("checkpoints", every_n_train_steps=50, save_last=True),
+            *(callbacks or []),
+        ],
         logger=False,
         enable_progress_bar=False,
     )
     trainer.fit(Regression(steps), ckpt_path=options.resume)
     if trainer.is_global_zero:
-        norm = sum(float(values.norm()) ** 2 for values in strategy.outer_state_dict().values()) ** 0.5
+        norm = (
+            sum(float(values.norm()) ** 2 for values in strategy.outer_state_dict().values()) ** 0.5
+        )
         print(f"trained {trainer.global_step} steps, outer norm {norm}")
     return trainer
 

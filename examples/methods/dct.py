@@ -1,9 +1,10 @@
-"""Dynamic communication thresholding (DCT, arXiv 2010.08899): a threshold is kept for some launches.
+"""Dynamic communication thresholding (DCT, arXiv 2010.08899): a threshold is kept for some
+launches.
 
     python examples/methods/dct.py
 
-With a Trainer it is `StreamingDiLoCoStrategy(compression="threshold+memory")`. What stays below the threshold waits in
-the memory, so that payloads are shorter while the groups move little.
+With a Trainer it is `StreamingDiLoCoStrategy(compression="threshold+memory")`. What stays below the
+threshold waits in the memory, so that payloads are shorter while the groups move little.
 """
 
 from side_by_side import compare
@@ -13,7 +14,9 @@ from lightning_sdiloco.compression import ErrorFeedback, Int2, Threshold
 if __name__ == "__main__":
     compare(
         {
-            f"made again every {every}": {"compression": ErrorFeedback(Threshold(1 / 64, Int2(), every=every))}
+            f"made again every {every}": {
+                "compression": ErrorFeedback(Threshold(1 / 64, Int2(), every=every))
+            }
             for every in (1, 5, 20)
         },
         steps=300,

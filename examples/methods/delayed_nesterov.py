@@ -2,7 +2,8 @@
 
     python examples/methods/delayed_nesterov.py
 
-With a Trainer: `StreamingDiLoCoStrategy(outer_optimizer=partial(DelayedNesterov, lr=0.7, momentum=0.9, every=4))`.
+With a Trainer: `StreamingDiLoCoStrategy(outer_optimizer=partial(DelayedNesterov, lr=0.7,
+momentum=0.9, every=4))`.
 """
 
 from __future__ import annotations
@@ -18,15 +19,21 @@ from torch.optim import Optimizer
 
 
 class DelayedNesterov(Optimizer):
-    """Every step moves by `lr / every` times its own gradient, and the momentum takes in `every` gradients at once.
+    """Every step moves by `lr / every` times its own gradient, and the momentum takes in `every`
+    gradients at once.
 
-    The momentum's own move is made in every `every`-th step, but for a share `spread` (c in the paper, at most
-    `1 / every`) in each of the steps before. With `every=1` this is torch's Nesterov SGD. It works elementwise, as an
-    outer optimizer must.
+    The momentum's own move is made in every `every`-th step, but for a share `spread` (c in the
+    paper, at most `1 / every`) in each of the steps before. With `every=1` this is torch's Nesterov
+    SGD. It works elementwise, as an outer optimizer must.
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 0.7, momentum: float = 0.9, every: int = 2, spread: float = 0.0
+        self,
+        params: Iterable[Any],
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        every: int = 2,
+        spread: float = 0.0,
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "every": every, "spread": spread})
 
@@ -41,7 +48,9 @@ class DelayedNesterov(Optimizer):
         state, every = self.state[parameter], group["every"]
         if not state:
             state.update(
-                step=torch.tensor(0.0), momentum=torch.zeros_like(parameter), summed=torch.zeros_like(parameter)
+                step=torch.tensor(0.0),
+                momentum=torch.zeros_like(parameter),
+                summed=torch.zeros_like(parameter),
             )
         state["step"] += 1
         state["summed"].add_(gradient)
@@ -58,8 +67,12 @@ if __name__ == "__main__":
     compare(
         {
             "Nesterov": {"outer_lr": 0.7, "outer_momentum": 0.9},
-            "DelayedNesterov(every=2)": {"outer_optimizer": partial(DelayedNesterov, lr=0.7, momentum=0.9, every=2)},
-            "DelayedNesterov(every=4)": {"outer_optimizer": partial(DelayedNesterov, lr=0.7, momentum=0.9, every=4)},
+            "DelayedNesterov(every=2)": {
+                "outer_optimizer": partial(DelayedNesterov, lr=0.7, momentum=0.9, every=2)
+            },
+            "DelayedNesterov(every=4)": {
+                "outer_optimizer": partial(DelayedNesterov, lr=0.7, momentum=0.9, every=4)
+            },
         },
         mixing=0.2,
         sync_every=20,

@@ -1,4 +1,5 @@
-"""DropCompute (arXiv 2306.10598): a rank that is late in an inner step leaves out the rest of its micro-batches.
+"""DropCompute (arXiv 2306.10598): a rank that is late in an inner step leaves out the rest of its
+micro-batches.
 
     python examples/methods/drop_compute.py
 
@@ -24,7 +25,9 @@ def train(budget: float, steps: int = 40) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     engine = StreamingDiLoCo(model, sync_every=10, overlap_steps=2, fragments=[["*"]])
     # Where a group has several ranks, budget="auto" and `.follow(engine)` let them choose it.
-    loader = DropCompute(MICRO_BATCHES, budget)([torch.randn(8, 16) for _ in range(steps * MICRO_BATCHES)])
+    loader = DropCompute(MICRO_BATCHES, budget)(
+        [torch.randn(8, 16) for _ in range(steps * MICRO_BATCHES)]
+    )
     began = time.perf_counter()
     for x in loader:
         if x is not None:
@@ -38,13 +41,21 @@ def train(budget: float, steps: int = 40) -> None:
     seconds = time.perf_counter() - began
     engine.finish()
     left_out = loader.dropped / len(loader)
-    print(f"budget {budget:.4f} s: {seconds / steps * 1e3:.1f} ms a step, {left_out:.1%} of the micro-batches left out")
+    print(
+        f"budget {budget:.4f} s: {seconds / steps * 1e3:.1f} ms a step, {left_out:.1%} of the"
+        " micro-batches left out"
+    )
 
 
 if __name__ == "__main__":
     train(float("inf"))
     train(0.011)
     random.seed(1)
-    measured = [[[random.lognormvariate(0, 0.2) for _ in range(12)] for _ in range(200)] for _ in range(8)]
+    measured = [
+        [[random.lognormvariate(0, 0.2) for _ in range(12)] for _ in range(200)] for _ in range(8)
+    ]
     found = best_drop(measured, rest=0.0, most_dropped=0.1)
-    print(f"8 ranks with 12 micro-batches that vary by 20 %: {found.gain:+.1%} by leaving out {found.dropped:.1%}")
+    print(
+        f"8 ranks with 12 micro-batches that vary by 20 %: {found.gain:+.1%} by leaving out"
+        f" {found.dropped:.1%}"
+    )

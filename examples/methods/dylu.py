@@ -1,8 +1,10 @@
-"""Unequal speeds (DyLU, arXiv 2401.09135): a group that is half as fast trains half of the inner steps.
+"""Unequal speeds (DyLU, arXiv 2401.09135): a group that is half as fast trains half of the inner
+steps.
 
     python examples/methods/dylu.py
 
-With a Trainer it is `trainer.fit(model, Paced(loader))` in every group: the groups tell each other how fast they are.
+With a Trainer it is `trainer.fit(model, Paced(loader))` in every group: the groups tell each other
+how fast they are.
 """
 
 from __future__ import annotations
@@ -23,27 +25,38 @@ ALIKE = 0.05  # who is less than this behind the fastest is as fast: shares are 
 
 
 class Paced:
-    """Yields a batch in as many inner steps as the group has time for, and None in the others, in which it is idle.
+    """Yields a batch in as many inner steps as the group has time for, and None in the others, in
+    which it is idle.
 
-    In `t` inner steps `floor(speed * t)` are trained; 1 is the speed of the fastest. With "auto" it is found from the
-    seconds of an inner step that all groups tell each other with their launches, and 1 before the first landing. A
-    Trainer calls `follow` and makes None an idle step; in a loop of your own call it before training, and
-    `engine.step(idle=True)` where the batch is None. `micro_batches` is accumulate_grad_batches.
+    In `t` inner steps `floor(speed * t)` are trained; 1 is the speed of the fastest. With "auto" it
+    is found from the seconds of an inner step that all groups tell each other with their launches,
+    and 1 before the first landing. A Trainer calls `follow` and makes None an idle step; in a loop
+    of your own call it before training, and `engine.step(idle=True)` where the batch is None.
+    `micro_batches` is accumulate_grad_batches.
     """
 
-    def __init__(self, loader: Iterable[Any], speed: float | str = "auto", micro_batches: int = 1) -> None:
+    def __init__(
+        self, loader: Iterable[Any], speed: float | str = "auto", micro_batches: int = 1
+    ) -> None:
         self.loader, self.measures, self.micro_batches = loader, speed == "auto", micro_batches
         self.speed = 1.0 if speed == "auto" else float(speed)
         self.engine: StreamingDiLoCo | None = None
         self.heard: Any = None
-        # What was yielded of this epoch, whether the group trains in this inner step, and what it has time for.
+        # What was yielded of this epoch, whether the group trains in this inner step, and what it
+        # has time for.
         self.yielded, self.trains, self.credit, self.resumed = 0, False, 0.0, False
         # A Trainer tells the sampler the epoch.
-        self.sampler, self.batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+        self.sampler, self.batch_sampler = (
+            getattr(loader, "sampler", None),
+            getattr(loader, "batch_sampler", None),
+        )
 
     def follow(self, engine: StreamingDiLoCo) -> Paced:
         if engine.site is not None:
-            raise ValueError("Paced does not work with a federation: a site goes at its own speed, and nobody waits.")
+            raise ValueError(
+                "Paced does not work with a federation: a site goes at its own speed, and nobody"
+                " waits."
+            )
         self.engine = engine
         return self
 
@@ -52,7 +65,10 @@ class Paced:
 
     def __iter__(self) -> Iterator[Any]:
         self.yielded, self.resumed = self.yielded if self.resumed else 0, False
-        batches, length = iter(self.loader), len(self) if hasattr(self.loader, "__len__") else float("inf")
+        batches, length = (
+            iter(self.loader),
+            len(self) if hasattr(self.loader, "__len__") else float("inf"),
+        )
         while self.yielded < length:
             if self.yielded % self.micro_batches == 0:
                 self.trains = self.has_time()
@@ -69,7 +85,11 @@ class Paced:
             # From what travelled alone: the ranks of a group find the same.
             assert self.engine is not None
             self.heard, own = landing, landing.step_times[self.engine.topology.group_index]
-            share = min(seconds for seconds in landing.step_times if seconds > 0) / own if own > 0 else self.speed
+            share = (
+                min(seconds for seconds in landing.step_times if seconds > 0) / own
+                if own > 0
+                else self.speed
+            )
             self.speed = share if share < 1 - ALIKE else 1.0
         self.credit += self.speed
         trains = self.credit > 1 - 1e-6
@@ -78,10 +98,18 @@ class Paced:
 
     def state_dict(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("yielded", "trains", "credit", "speed")}
-        return {**own, "loader": self.loader.state_dict() if hasattr(self.loader, "state_dict") else None}
+        return {
+            **own,
+            "loader": self.loader.state_dict() if hasattr(self.loader, "state_dict") else None,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.yielded, self.trains, self.credit, self.resumed = state["yielded"], state["trains"], state["credit"], True
+        self.yielded, self.trains, self.credit, self.resumed = (
+            state["yielded"],
+            state["trains"],
+            state["credit"],
+            True,
+        )
         self.speed = state["speed"] if self.measures else self.speed
         if state["loader"] is not None:
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
@@ -108,16 +136,29 @@ def train() -> None:
         groups.step(idle=[group for group, x in enumerate(batches) if x is None])
     groups.finish()
     x = torch.randn(256, 16)
-    print(f"loss of the outer model: {float(nn.functional.mse_loss(models[0](x), truth(x)).detach()):.6f}")
+    print(
+        "loss of the outer model:"
+        f" {float(nn.functional.mse_loss(models[0](x), truth(x)).detach()):.6f}"
+    )
 
 
 def seconds(speeds: Sequence[float]) -> float:
-    """How long the run takes in virtual time, at a second per inner step of a fast group; idle steps take none."""
-    idle = [[step for step, x in enumerate(Paced([0] * STEPS, speed), 1) if x is None] for speed in speeds]
-    method = Streaming(Model.of_size(10**6, layers=3), Settings(sync_every=10, overlap_steps=2), Groups(1.0, 4))
+    """How long the run takes in virtual time, at a second per inner step of a fast group; idle
+    steps take none.
+    """
+    idle = [
+        [step for step, x in enumerate(Paced([0] * STEPS, speed), 1) if x is None]
+        for speed in speeds
+    ]
+    method = Streaming(
+        Model.of_size(10**6, layers=3), Settings(sync_every=10, overlap_steps=2), Groups(1.0, 4)
+    )
     return max(times.end for times in play(method, Link(gbit_s=1.0), STEPS, SPEEDS, idle=idle))
 
 
 if __name__ == "__main__":
     train()
-    print(f"{STEPS} steps: {seconds([1.0] * 4):.0f} s where all wait, {seconds(SPEEDS):.0f} s where nobody does")
+    print(
+        f"{STEPS} steps: {seconds([1.0] * 4):.0f} s where all wait, {seconds(SPEEDS):.0f} s"
+        " where nobody does"
+    )

@@ -1,10 +1,12 @@
-"""Dynamic backup workers (arXiv 2102.06280): a federation closes its rounds without a site that stalls.
+"""Dynamic backup workers (arXiv 2102.06280): a federation closes its rounds without a site that
+stalls.
 
     python examples/methods/dynamic_backup.py
 
-Four sites train in virtual time, with a second for each inner step, and one of them stalls for a minute. Its heartbeats
-come meanwhile, as its lease says; so a hub that waits for all waits for it, and the others wait for the hub. What is
-trained is Lightning's BoringModel, whose loss means nothing.
+Four sites train in virtual time, with a second for each inner step, and one of them stalls for a
+minute. Its heartbeats come meanwhile, as its lease says; so a hub that waits for all waits for it,
+and the others wait for the hub. What is trained is Lightning's BoringModel, whose loss means
+nothing.
 """
 
 import tempfile
@@ -21,16 +23,31 @@ BACKUP = {"class_path": "lightning_sdiloco.DynamicBackup", "init_args": {"least"
 
 def configuration(terms: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the configuration of a site, as `train.yaml` would have it."""
-    site = {"hub": "a.example:29400", "run": "example", "site": "site-a", "insecure": True, "lease": 3600.0}
+    site = {
+        "hub": "a.example:29400",
+        "run": "example",
+        "site": "site-a",
+        "insecure": True,
+        "lease": 3600.0,
+    }
     strategy = {
         "class_path": "lightning_sdiloco.StreamingDiLoCoStrategy",
         "init_args": {
             "sync_every": 30,
             "overlap_steps": 5,
-            "federation": {"class_path": "lightning_sdiloco.Federation", "init_args": {**site, **terms}},
+            "federation": {
+                "class_path": "lightning_sdiloco.Federation",
+                "init_args": {**site, **terms},
+            },
         },
     }
-    off = {"logger": False, "enable_checkpointing": False, "limit_val_batches": 0, "max_epochs": -1, "max_steps": 150}
+    off = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "limit_val_batches": 0,
+        "max_epochs": -1,
+        "max_steps": 150,
+    }
     return {
         "trainer": {"accelerator": "cpu", "strategy": strategy, **off},
         "model": {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"},
@@ -48,4 +65,6 @@ if __name__ == "__main__":
             file = Path(folder) / "train.yaml"
             file.write_text(yaml.safe_dump(configuration(terms)))
             print(f"\n{name}\n")
-            main(["simulate", f"--config={file}", "--sites=4", "--step-time=1", "--absence=3:40-100"])
+            main(
+                ["simulate", f"--config={file}", "--sites=4", "--step-time=1", "--absence=3:40-100"]
+            )

@@ -1,8 +1,10 @@
-"""EDiT's weighings of groups (arXiv 2412.07210), and SparseLoCo's (arXiv 2508.15706), as subclasses of `Weighing`.
+"""EDiT's weighings of groups (arXiv 2412.07210), and SparseLoCo's (arXiv 2508.15706), as subclasses
+of `Weighing`.
 
     python examples/methods/edit.py
 
-With a Trainer: `StreamingDiLoCoStrategy(weighing=ByNorm(temperature=1.0))`, with this file beside your script.
+With a Trainer: `StreamingDiLoCoStrategy(weighing=ByNorm(temperature=1.0))`, with this file beside
+your script.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from lightning_sdiloco import Control, Count, Weighing
 
 def candidates(controls: Sequence[Control]) -> list[int]:
     """The groups that may count: they trained, and their outer gradient is finite."""
-    return [group for group, control in enumerate(controls) if control.finite and control.weight > 0]
+    return [
+        group for group, control in enumerate(controls) if control.finite and control.weight > 0
+    ]
 
 
 def by_training(controls: Sequence[Control], groups: Sequence[int]) -> dict[int, float]:
@@ -31,7 +35,9 @@ def by_training(controls: Sequence[Control], groups: Sequence[int]) -> dict[int,
 
 @dataclass(frozen=True)
 class ByNorm(Weighing):
-    """EDiT: a group counts by `exp(-norm / temperature)` times what it trained; its norm is that of one fragment."""
+    """EDiT: a group counts by `exp(-norm / temperature)` times what it trained; its norm is that
+    of one fragment.
+    """
 
     temperature: float = 1.0
 
@@ -51,7 +57,9 @@ class ByNorm(Weighing):
 
 @dataclass(frozen=True)
 class ByMedian(Weighing):
-    """SparseLoCo: scales outer gradients down that are longer than the median of all groups, to that length."""
+    """SparseLoCo: scales outer gradients down that are longer than the median of all groups, to
+    that length.
+    """
 
     def count(self, controls: Sequence[Control], state: Any) -> Count:
         weights = by_training(controls, candidates(controls))
@@ -67,10 +75,12 @@ class ByMedian(Weighing):
 
 @dataclass(frozen=True)
 class ZScore(Weighing):
-    """EDiT: leaves a group out whose norm is `threshold` standard deviations above the mean of its own last ones.
+    """EDiT: leaves a group out whose norm is `threshold` standard deviations above the mean of its
+    own last ones.
 
-    `alpha` is how much a new norm counts in mean and variance; after `warmup` norms they are judged. What was left out
-    enters the mean as the longest that would have counted, so that a lasting change is accepted in time.
+    `alpha` is how much a new norm counts in mean and variance; after `warmup` norms they are
+    judged. What was left out enters the mean as the longest that would have counted, so that a
+    lasting change is accepted in time.
     """
 
     threshold: float = 3.0
@@ -82,13 +92,19 @@ class ZScore(Weighing):
 
     def count(self, controls: Sequence[Control], state: Any) -> Count:
         groups = candidates(controls)
-        outlying = tuple(group for group in groups if controls[group].norm > self.longest(state[group]))
-        return Count(by_training(controls, [group for group in groups if group not in outlying]), outlying)
+        outlying = tuple(
+            group for group in groups if controls[group].norm > self.longest(state[group])
+        )
+        return Count(
+            by_training(controls, [group for group in groups if group not in outlying]), outlying
+        )
 
     def heard(self, controls: Sequence[Control], state: Any) -> list[list[float]]:
         trained = candidates(controls)
         return [
-            self.added(seen, min(controls[group].norm, self.longest(seen))) if group in trained else list(seen)
+            self.added(seen, min(controls[group].norm, self.longest(seen)))
+            if group in trained
+            else list(seen)
             for group, seen in enumerate(state)
         ]
 

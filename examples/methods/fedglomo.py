@@ -1,9 +1,11 @@
-"""FedGLOMO (arXiv 2012.04061): momentum at the server and in every group, both with their variance reduced.
+"""FedGLOMO (arXiv 2012.04061): momentum at the server and in every group, both with their variance
+reduced.
 
     python examples/methods/fedglomo.py
 
-A group trains from the outer parameters, and on the same batches from the ones before that round. Its outer gradient is
-d(now) - (1 - beta) d(before); the momentum 1 - beta of the outer SGD makes the rest. It costs four gradients a step.
+A group trains from the outer parameters, and on the same batches from the ones before that round.
+Its outer gradient is d(now) - (1 - beta) d(before); the momentum 1 - beta of the outer SGD makes
+the rest. It costs four gradients a step.
 """
 
 from __future__ import annotations
@@ -19,12 +21,19 @@ from torch import Tensor, nn
 
 from lightning_sdiloco import SimulatedGroups
 
-SETTINGS: dict[str, Any] = {"overlap_steps": 0, "mixing": 0.0, "fragments": [["*"]], "compression": "fp32"}
+SETTINGS: dict[str, Any] = {
+    "overlap_steps": 0,
+    "mixing": 0.0,
+    "fragments": [["*"]],
+    "compression": "fp32",
+}
 Batch = Callable[[int, int], tuple[Tensor, Tensor]]
 """From group and step to inputs and targets."""
 
 
-def train(models: Sequence[nn.Module], batch: Batch, rounds: int, steps: int, lr: float, beta: float) -> None:
+def train(
+    models: Sequence[nn.Module], batch: Batch, rounds: int, steps: int, lr: float, beta: float
+) -> None:
     outer = partial(torch.optim.SGD, lr=1.0, momentum=1 - beta)
     groups = SimulatedGroups(models, **SETTINGS, sync_every=steps, outer_optimizer=outer)
     previous: Sequence[nn.Module | None] = [None] * len(models)

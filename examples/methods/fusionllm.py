@@ -1,16 +1,17 @@
-"""A code for each sender, by its own link (FusionLLM, arXiv 2410.12707): a slow uplink delays nobody.
+"""A code for each sender, by its own link (FusionLLM, arXiv 2410.12707): a slow uplink delays
+nobody.
 
     python examples/methods/fusionllm.py
 
-With a Trainer it is `StreamingDiLoCoStrategy(compression=ByLink(menu=("fp4", "int2", "sparse")))`, which measures the
-links by itself; in YAML:
+With a Trainer it is `StreamingDiLoCoStrategy(compression=ByLink(menu=("fp4", "int2", "sparse")))`,
+which measures the links by itself; in YAML:
 
     compression:
       class_path: lightning_sdiloco.compression.ByLink
       init_args: {menu: [fp4, int2, sparse], within: overlap}
 
-Here the planner plays groups in virtual time that train 300 million parameters, two seconds for an inner step. One of
-them has a line that carries 0.01 Gbit/s up and 0.1 down.
+Here the planner plays groups in virtual time that train 300 million parameters, two seconds for an
+inner step. One of them has a line that carries 0.01 Gbit/s up and 0.1 down.
 """
 
 from lightning_sdiloco.algorithm.config import Settings
@@ -31,7 +32,9 @@ if __name__ == "__main__":
     ):
         groups = Groups(step_time=2.0, groups=len(lines))
         method = Streaming(
-            Model.of_size(300_000_000, layers=12), Settings(compression=compression, exchange="gather"), groups
+            Model.of_size(300_000_000, layers=12),
+            Settings(compression=compression, exchange="gather"),
+            groups,
         )
         times = play(method, Link(1.0), STEPS, [1.0] * len(lines), links=lines)
         sent = [

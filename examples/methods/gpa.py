@@ -1,8 +1,10 @@
-"""GPA inside groups (generalized primal averaging, arXiv 2512.17131): an inner optimizer that averages its own steps.
+"""GPA inside groups (generalized primal averaging, arXiv 2512.17131): an inner optimizer that
+averages its own steps.
 
     python examples/methods/gpa.py
 
-It smooths once, so an outer step with momentum smooths twice; a warning says so. Groups share y: that is the model.
+It smooths once, so an outer step with momentum smooths twice; a warning says so. Groups share y:
+that is the model.
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ from typing_extensions import override
 
 
 class GPA(AdamW):
-    """AdamW on z, with gradients at y = my x + (1 - my) z, of which x = mx x + (1 - mx) z is the mean.
+    """AdamW on z, with gradients at y = my x + (1 - my) z, of which x = mx x + (1 - mx) z is the
+    mean.
 
-    The parameters are y in training; between `eval` and `train` they are x. ``mx ** 32`` is about 0.9.
+    The parameters are y in training; between `eval` and `train` they are x. ``mx ** 32`` is about
+    0.9.
     """
 
-    def __init__(self, params: Any, lr: float, mx: float = 0.9967, my: float = 0.7, **choices: Any) -> None:
+    def __init__(
+        self, params: Any, lr: float, mx: float = 0.9967, my: float = 0.7, **choices: Any
+    ) -> None:
         super().__init__(params, lr, **choices)
         self.mx, self.my = mx, my
 

@@ -17,10 +17,17 @@ def squared_error(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 class LocalMomentum:
-    """Trains a model by SGD with the momentum of FedGLOMO: v + g(now) - g(before), both on the same batch."""
+    """Trains a model by SGD with the momentum of FedGLOMO: v + g(now) - g(before), both on the
+    same batch.
+    """
 
     def __init__(self, model: nn.Module, loss: Loss = squared_error) -> None:
-        self.model, self._loss, self._start, self._before = model, loss, deepcopy(model), deepcopy(model)
+        self.model, self._loss, self._start, self._before = (
+            model,
+            loss,
+            deepcopy(model),
+            deepcopy(model),
+        )
         self._momentum: tuple[Tensor, ...] | None = None
 
     def step(self, x: Tensor, y: Tensor, lr: float) -> None:
@@ -35,7 +42,9 @@ class LocalMomentum:
     @torch.no_grad()
     def add_to(self, model: nn.Module, share: float) -> None:
         """Adds a share of how far this one went, start minus end, to another model."""
-        parts = zip(model.parameters(), self._start.parameters(), self.model.parameters(), strict=True)
+        parts = zip(
+            model.parameters(), self._start.parameters(), self.model.parameters(), strict=True
+        )
         for parameter, start, end in parts:
             parameter.add_(start - end, alpha=share)
 

@@ -1,4 +1,5 @@
-"""Pairs that chance makes, with an outer momentum in each group (NoLoCo), beside rounds of all with all.
+"""Pairs that chance makes, with an outer momentum in each group (NoLoCo), beside rounds of all with
+all.
 
     python examples/methods/noloco.py
 
@@ -13,8 +14,18 @@ if __name__ == "__main__":
     compare(
         {
             "all with all": {},
-            "RandomPairs()": {"route": RandomPairs(), "compression": "int8", "outer_lr": 0.7, "outer_momentum": 0.5},
-            "... in float32": {"route": RandomPairs(), "compression": "fp32", "outer_lr": 0.7, "outer_momentum": 0.5},
+            "RandomPairs()": {
+                "route": RandomPairs(),
+                "compression": "int8",
+                "outer_lr": 0.7,
+                "outer_momentum": 0.5,
+            },
+            "... in float32": {
+                "route": RandomPairs(),
+                "compression": "fp32",
+                "outer_lr": 0.7,
+                "outer_momentum": 0.5,
+            },
         },
         groups=4,
         steps=200,

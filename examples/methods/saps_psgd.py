@@ -2,7 +2,8 @@
 
     python examples/methods/saps_psgd.py
 
-With a Trainer it is `StreamingDiLoCoStrategy(route=FastestPairs(speeds=...), outer_lr=1, outer_momentum=0)`.
+With a Trainer it is `StreamingDiLoCoStrategy(route=FastestPairs(speeds=...), outer_lr=1,
+outer_momentum=0)`.
 """
 
 from side_by_side import compare

@@ -1,4 +1,5 @@
-"""SelSync for worker groups (arXiv 2307.07950): launch less often while outer gradients hardly change.
+"""SelSync for worker groups (arXiv 2307.07950): launch less often while outer gradients hardly
+change.
 
     python examples/methods/selsync.py
 

@@ -1,7 +1,9 @@
-"""Trains a small GPT in simulated worker groups, once for each of some choices, and prints what each cost.
+"""Trains a small GPT in simulated worker groups, once for each of some choices, and prints what
+each cost.
 
-All see the same text in the same order from the same weights. Half a minute of training shows that a method runs and
-what it sends, and nothing about which one learns better: see the benchmarks for that.
+All see the same text in the same order from the same weights. Half a minute of training shows that
+a method runs and what it sends, and nothing about which one learns better: see the benchmarks for
+that.
 """
 
 from __future__ import annotations
@@ -39,8 +41,12 @@ def text() -> Windows:
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 
-def train(groups: int, steps: int, choices: Mapping[str, Any], optimizer: MakeOptimizer) -> tuple[float, float, int]:
-    """Trains from scratch; returns the loss on other text, megabytes that a group sent, and launches."""
+def train(
+    groups: int, steps: int, choices: Mapping[str, Any], optimizer: MakeOptimizer
+) -> tuple[float, float, int]:
+    """Trains from scratch; returns the loss on other text, megabytes that a group sent, and
+    launches.
+    """
     torch.manual_seed(0)
     windows = text()
     order = torch.randperm(len(windows)).tolist()
@@ -58,7 +64,11 @@ def train(groups: int, steps: int, choices: Mapping[str, Any], optimizer: MakeOp
     simulated.finish()
     report = simulated.engines[0].report()
     with torch.no_grad():
-        return float(loss_of(models[0], held_out)), report["bytes_sent"] / 1e6, int(report["launches"])
+        return (
+            float(loss_of(models[0], held_out)),
+            report["bytes_sent"] / 1e6,
+            int(report["launches"]),
+        )
 
 
 def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -72,7 +82,8 @@ def compare(
     optimizer: MakeOptimizer = adamw,
     **shared: Any,
 ) -> None:
-    """Trains with each of some choices of the engine, beside those that all share, and prints a table.
+    """Trains with each of some choices of the engine, beside those that all share, and prints a
+    table.
 
     A choice `simulated` is another class than `SimulatedGroups`.
     """

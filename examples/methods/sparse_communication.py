@@ -1,9 +1,10 @@
-"""Sparse communication (arXiv 2009.09271): few values at a time, those that are largest or those that chance picks.
+"""Sparse communication (arXiv 2009.09271): few values at a time, those that are largest or those
+that chance picks.
 
     python examples/methods/sparse_communication.py
 
-With a Trainer it is `StreamingDiLoCoStrategy(compression="top_k+memory")`, and so on. A memory of values that chance
-picks wants no outer momentum beside it.
+With a Trainer it is `StreamingDiLoCoStrategy(compression="top_k+memory")`, and so on. A memory of
+values that chance picks wants no outer momentum beside it.
 """
 
 from typing import Any

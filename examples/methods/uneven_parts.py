@@ -1,4 +1,5 @@
-"""Four groups, one behind a link of half the bandwidth: what each averages, and how long the links are busy.
+"""Four groups, one behind a link of half the bandwidth: what each averages, and how long the links
+are busy.
 
     python examples/methods/uneven_parts.py
 
@@ -17,7 +18,9 @@ LINKS = [1.0, 1.0, 1.0, 0.5]
 
 
 def seconds(exchange: str | TwoShot) -> float:
-    """Returns how long 1000 inner steps of 0.1 s take for 10 billion parameters, in virtual time."""
+    """Returns how long 1000 inner steps of 0.1 s take for 10 billion parameters, in virtual
+    time.
+    """
     settings = Settings(sync_every=50, overlap_steps=20, exchange=exchange)
     method = Streaming(Model.of_size(10**10, layers=24), settings, Groups(step_time=0.1, groups=4))
     links = [Link(gbit_s, round_trip=0.05) for gbit_s in LINKS]
@@ -29,4 +32,9 @@ if __name__ == "__main__":
     print("share that each group averages:", uneven.shares(4))
     for exchange in ("two_shot", uneven):
         print(f"{seconds(exchange):7,.0f} s with exchange={exchange!r}")
-    compare({f"{one!r:.32}": {"exchange": one} for one in ("two_shot", uneven)}, groups=4, steps=120, sync_every=20)
+    compare(
+        {f"{one!r:.32}": {"exchange": one} for one in ("two_shot", uneven)},
+        groups=4,
+        steps=120,
+        sync_every=20,
+    )

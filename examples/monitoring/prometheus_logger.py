@@ -1,8 +1,10 @@
 """Offers what a Trainer logs to a Prometheus server: its own metrics, and Streaming DiLoCo's.
 
-    trainer = Trainer(strategy="streaming_diloco", logger=[CSVLogger("."), PrometheusLogger("127.0.0.1:9401")])
+    trainer = Trainer(strategy="streaming_diloco", logger=[CSVLogger("."),
+    PrometheusLogger("127.0.0.1:9401")])
 
-A name such as ``sdiloco/link_gbit_s`` becomes ``sdiloco_link_gbit_s``. Whoever reaches the address can read them.
+A name such as ``sdiloco/link_gbit_s`` becomes ``sdiloco_link_gbit_s``. Whoever reaches the address
+can read them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from lightning_sdiloco.lightning.monitor import SUMMED
 
 
 class PrometheusLogger(Logger):
-    """Shows the last value of each metric, or the total where a row holds a sum. It listens from the first row on.
+    """Shows the last value of each metric, or the total where a row holds a sum. It listens from
+    the first row on.
 
     Args:
         listen: Address and port.
@@ -41,7 +44,9 @@ class PrometheusLogger(Logger):
         for name, value in {**metrics, "step": step or 0}.items():
             if name not in self.shown:
                 kind = Counter if name in SUMMED else Gauge
-                self.shown[name] = kind(re.sub(r"\W", "_", name), f"{name} in the loggers", registry=self.registry)
+                self.shown[name] = kind(
+                    re.sub(r"\W", "_", name), f"{name} in the loggers", registry=self.registry
+                )
             (self.shown[name].inc if name in SUMMED else self.shown[name].set)(float(value))
 
     @override

@@ -1,10 +1,12 @@
-"""Trains a byte-level GPT in worker groups that Ray starts, and starts again where they fail; or tunes `sync_every`.
+"""Trains a byte-level GPT in worker groups that Ray starts, and starts again where they fail; or
+tunes `sync_every`.
 
     python examples/ray/train.py --workers 4 --groups 2
     python examples/ray/train.py --tune 10 50
 
-Started again with the same `--name` and `--storage`, it goes on with the last epoch that was reported. On a cluster
-`--storage` is a folder or bucket that all nodes see, and `--address auto` finds the cluster.
+Started again with the same `--name` and `--storage`, it goes on with the last epoch that was
+reported. On a cluster `--storage` is a folder or bucket that all nodes see, and `--address auto`
+finds the cluster.
 """
 
 from __future__ import annotations
@@ -51,17 +53,26 @@ def train(settings: dict[str, Any]) -> None:
     checkpoint = ray.train.get_checkpoint()  # there is one where a worker has failed
     with checkpoint.as_directory() if checkpoint else nullcontext() as folder:
         path = folder and Path(folder) / RayTrainReportCallback.CHECKPOINT_NAME
-        prepare_trainer(trainer).fit(ByteGPT(layers=3, width=64), StandardLibraryText(), ckpt_path=path)
+        prepare_trainer(trainer).fit(
+            ByteGPT(layers=3, width=64), StandardLibraryText(), ckpt_path=path
+        )
 
 
-def started(options: argparse.Namespace, name: str, settings: dict[str, Any], **more: Any) -> ray.train.Result:
+def started(
+    options: argparse.Namespace, name: str, settings: dict[str, Any], **more: Any
+) -> ray.train.Result:
     resources = {"resources_per_worker": {"CPU": options.cpus}, "use_gpu": options.gpu}
-    run = {"failure_config": FailureConfig(max_failures=2), "checkpoint_config": CheckpointConfig(num_to_keep=2)}
+    run = {
+        "failure_config": FailureConfig(max_failures=2),
+        "checkpoint_config": CheckpointConfig(num_to_keep=2),
+    }
     trainer = TorchTrainer(
         train,
         train_loop_config=settings,
         scaling_config=ScalingConfig(num_workers=options.workers, **resources),
-        run_config=RunConfig(name=name, storage_path=str(Path(options.storage).resolve()), **run, **more),
+        run_config=RunConfig(
+            name=name, storage_path=str(Path(options.storage).resolve()), **run, **more
+        ),
     )
     return trainer.fit()
 
@@ -82,27 +93,42 @@ def tuned(options: argparse.Namespace, settings: dict[str, Any]) -> tune.ResultG
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--address", help="'auto' on a node of a cluster; without it Ray starts on this machine")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--address", help="'auto' on a node of a cluster; without it Ray starts on this machine"
+    )
     parser.add_argument("--workers", type=int, default=2, help="processes, a GPU each with --gpu")
     parser.add_argument("--cpus", type=float, default=1, help="cores of a worker")
     parser.add_argument("--gpu", action="store_true", help="each worker has a GPU")
-    parser.add_argument("--groups", default="auto", help="'auto' is one per node, or per worker of one node")
-    parser.add_argument("--sync-every", type=int, default=20, help="inner steps between two launches of a fragment")
-    parser.add_argument("--tune", type=int, nargs="+", help="try each of these in place of --sync-every")
+    parser.add_argument(
+        "--groups", default="auto", help="'auto' is one per node, or per worker of one node"
+    )
+    parser.add_argument(
+        "--sync-every", type=int, default=20, help="inner steps between two launches of a fragment"
+    )
+    parser.add_argument(
+        "--tune", type=int, nargs="+", help="try each of these in place of --sync-every"
+    )
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--steps", type=int, default=50, help="inner steps of an epoch")
     parser.add_argument("--storage", default="runs/ray", help="where checkpoints and results go")
     parser.add_argument("--name", default="gpt", help="of the run; the same name goes on with it")
     options = parser.parse_args()
     groups = options.groups if options.groups == "auto" else int(options.groups)
-    settings = {name: getattr(options, name) for name in ("sync_every", "epochs", "steps")} | {"groups": groups}
+    settings = {name: getattr(options, name) for name in ("sync_every", "epochs", "steps")} | {
+        "groups": groups
+    }
     # Each worker gets a copy of these examples, from which it imports the model and the data.
     ray.init(address=options.address, runtime_env={"working_dir": str(EXAMPLES)})
     if options.tune:
         results = tuned(options, settings)
         for result in results:
-            print(f"sync_every {result.config['sync_every']}: validation loss {result.metrics['val_loss']:.4f}")
+            print(
+                f"sync_every {result.config['sync_every']}: validation loss"
+                f" {result.metrics['val_loss']:.4f}"
+            )
         print(f"best: sync_every {results.get_best_result().config['sync_every']}")
     else:
         print(f"finished: {started(options, options.name, settings).metrics}")

@@ -1,4 +1,5 @@
-"""What a user can choose: the arguments that the strategies and the engine share, checked in one place.
+"""What a user can choose: the arguments that the strategies and the engine share, checked in one
+place.
 
 ``outer_lr``, ``outer_momentum`` and ``mixing`` may be ``"auto"``; see `recommended`.
 """
@@ -30,7 +31,8 @@ UNTRAINED_KINDS = ("mean", "first", "own")
 """What may become of state that no optimizer trains; see docs/untrained-state.md."""
 
 AN_OUTER_OPTIMIZER = "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
-"""One that suits, for messages: with the rate that torch's SGD has by default, 1e-3, it would train almost nothing."""
+"""One that suits, for messages: with the rate that torch's SGD has by default, 1e-3, it would train
+almost nothing."""
 
 AUTO: Literal["auto"] = "auto"
 """Stands for what is chosen: here, or by the planner."""
@@ -39,16 +41,20 @@ DEFAULT_OVERLAP_STEPS = 5
 """The most that the paper advises."""
 
 OVERLAP_STEPS = (1, 2, 3, 4, 5, 10)
-"""Those worth a try. The paper saw next to no loss from up to the last one, and little gain from more than five."""
+"""Those worth a try. The paper saw next to no loss from up to the last one, and little gain from
+more than five."""
 
 SPARSE = 1 / 16
-"""The largest share of the values that a group sends at a time if the compression counts as sparse."""
+"""The largest share of the values that a group sends at a time if the compression counts as
+sparse."""
 
 SPARSE_GAINS = (1.0, 3.2)
-"""Between these a sparse compression needs ``outer_lr / (1 - outer_momentum)``: measured with 1/64 of the values."""
+"""Between these a sparse compression needs ``outer_lr / (1 - outer_momentum)``: measured with 1/64
+of the values."""
 
 SENDERS_GAINS = (0.4, 2.0)
-"""The same with a mean over the senders of a value: from the rates of SparseLoCo's code to twice the larger one."""
+"""The same with a mean over the senders of a value: from the rates of SparseLoCo's code to twice
+the larger one."""
 
 
 def overlap_for(sync_every: int, overlap_steps: int | None) -> int:
@@ -61,7 +67,11 @@ def overlap_for(sync_every: int, overlap_steps: int | None) -> int:
     if overlap_steps is not None:
         return overlap_steps
     # Settings refuse what is no whole number.
-    return min(DEFAULT_OVERLAP_STEPS, sync_every - 1) if isinstance(sync_every, Integral) else DEFAULT_OVERLAP_STEPS
+    return (
+        min(DEFAULT_OVERLAP_STEPS, sync_every - 1)
+        if isinstance(sync_every, Integral)
+        else DEFAULT_OVERLAP_STEPS
+    )
 
 
 class OuterStep(NamedTuple):
@@ -71,21 +81,26 @@ class OuterStep(NamedTuple):
 
 
 def recommended(
-    is_sparse: bool = False, over_senders: bool = False, least: float = math.inf, direction: Any = EQUALISED
+    is_sparse: bool = False,
+    over_senders: bool = False,
+    least: float = math.inf,
+    direction: Any = EQUALISED,
 ) -> OuterStep:
     """Returns what suits compression and direction; see docs/choosing.md for what was measured.
 
-    One choice serves all numbers of groups: with two, four and eight nothing that was tried was clearly better. A
-    momentum of 0.9 overshoots where it has few rounds to average that out, or where a round is of few inner steps, so
-    that all that a group moves is progress: the smaller of these two numbers is `least`.
+    One choice serves all numbers of groups: with two, four and eight nothing that was tried was
+    clearly better. A momentum of 0.9 overshoots where it has few rounds to average that out, or
+    where a round is of few inner steps, so that all that a group moves is progress: the smaller of
+    these two numbers is `least`.
 
-    If each group chooses the few values it sends (sparse) and the others wait in its error feedback, that is a
-    momentum already, so there is no other one. The mean divides by all groups what one of them has sent, and the
-    progress that they have in common arrives once from each, a little at a time. Where the mean is that of the senders
-    alone, a value arrives whole, and needs a smaller rate: that of SparseLoCo (arXiv 2508.15706), whose code does so.
+    If each group chooses the few values it sends (sparse) and the others wait in its error
+    feedback, that is a momentum already, so there is no other one. The mean divides by all groups
+    what one of them has sent, and the progress that they have in common arrives once from each, a
+    little at a time. Where the mean is that of the senders alone, a value arrives whole, and needs
+    a smaller rate: that of SparseLoCo (arXiv 2508.15706), whose code does so.
 
-    Equal singular values have a smaller norm than the outer gradient has, and no direction among them in which a large
-    rate would overshoot.
+    Equal singular values have a smaller norm than the outer gradient has, and no direction among
+    them in which a large rate would overshoot.
 
     Examples:
         >>> recommended()
@@ -102,20 +117,26 @@ def recommended(
 
 
 def momentum_for(least: float) -> float:
-    """Returns the most outer momentum for rounds of so many inner steps, or so many rounds; see `recommended`.
+    """Returns the most outer momentum for rounds of so many inner steps, or so many rounds; see
+    `recommended`.
 
     Examples:
         >>> [momentum_for(steps) for steps in (1, 4, 8, 100)]
         [0.5, 0.62, 0.81, 0.98]
     """
-    # With a half of it the first outer step goes as far as the groups did: 0.7 * (1 + 0.5) is about 1.
+    # With a half of it the first outer step goes as far as the groups did: 0.7 * (1 + 0.5) is about
+    # 1.
     return round(max(0.5, 1 - 1.5 / max(1.0, least)), 2)
 
 
-def dense_for(num_groups: int, steps: float, settings: "Settings", sync_every: int = 4) -> DenseBeginning | None:
-    """Returns the dense beginning that suits a run, with rounds of ``sync_every`` inner steps; None: there is none.
+def dense_for(
+    num_groups: int, steps: float, settings: "Settings", sync_every: int = 4
+) -> DenseBeginning | None:
+    """Returns the dense beginning that suits a run, with rounds of ``sync_every`` inner steps;
+    None: there is none.
 
-    It is a fifth of the inner steps, with eight groups and more: fewer do as well without; see docs/choosing.md.
+    It is a fifth of the inner steps, with eight groups and more: fewer do as well without; see
+    docs/choosing.md.
 
     Examples:
         >>> dense_for(8, 4000, Settings()), dense_for(64, 4000, Settings(), 8).rounds
@@ -123,7 +144,9 @@ def dense_for(num_groups: int, steps: float, settings: "Settings", sync_every: i
         >>> dense_for(4, 4000, Settings()), dense_for(8, 50, Settings()), dense_for(8, 4000, Settings(sync_every=7))
         (None, None, None)
     """
-    decides_itself = settings.schedule is not None or not settings.shares or settings.outer.make is not None
+    decides_itself = (
+        settings.schedule is not None or not settings.shares or settings.outer.make is not None
+    )
     if decides_itself or num_groups < _FEWEST_FOR_DENSE or not 0 < steps < math.inf:
         return None
     if 2 * sync_every > settings.sync_every:
@@ -135,7 +158,8 @@ def dense_for(num_groups: int, steps: float, settings: "Settings", sync_every: i
 # A run that is resumed with other values of these trains on exactly as before, up to its end.
 _MAY_CHANGE = ("exchange.backend", "outer_optimizer.offload", "timeout")
 
-# From how many groups on a dense beginning is chosen, for which share of the inner steps, and its fewest rounds.
+# From how many groups on a dense beginning is chosen, for which share of the inner steps, and its
+# fewest rounds.
 _FEWEST_FOR_DENSE = 8
 _DENSE_SHARE = 0.2
 _FEWEST_DENSE_ROUNDS = 3
@@ -159,29 +183,39 @@ _NOT_WITH_GOSSIP = {
     "direction": "a leg takes the mean of where its groups are, which is no outer gradient",
 }
 
-_POLICIES = {"schedule": LaunchSchedule, "weighing": Weighing, "route": Route, "mixing": LandingRule}
+_POLICIES = {
+    "schedule": LaunchSchedule,
+    "weighing": Weighing,
+    "route": Route,
+    "mixing": LandingRule,
+}
 
 
 @dataclass(frozen=True)
 class OuterOptimizer:
-    """The outer step: its optimizer, and what happens to outer gradients before it and to outer state after it.
+    """The outer step: its optimizer, and what happens to outer gradients before it and to outer
+    state after it.
 
     Args:
-        make: A callable from the flat float32 shards, one per fragment, to a torch optimizer that works elementwise.
-            None: Nesterov SGD with ``outer_lr`` and ``outer_momentum``.
-        lr_schedule: A callable from the optimizer to a torch scheduler, which counts the rounds (outer steps) of each
-            fragment. None keeps the rate.
-        clip_norm: Longer outer gradients of a group are scaled down to this norm. None clips nothing.
-        outlier_guard: A group is left out of the mean if its outer gradient is more than this many times as long as
-            usual: as the median of its own last norms, of which there must be four, and more where the other groups'
+        make: A callable from the flat float32 shards, one per fragment, to a torch optimizer that
+            works elementwise. None: Nesterov SGD with ``outer_lr`` and ``outer_momentum``.
+        lr_schedule: A callable from the optimizer to a torch scheduler, which counts the rounds
+            (outer steps) of each fragment. None keeps the rate.
+        clip_norm: Longer outer gradients of a group are scaled down to this norm. None clips
+            nothing.
+        outlier_guard: A group is left out of the mean if its outer gradient is more than this many
+            times as long as usual: as the median of its own last norms, of which there must be
+                four, and more where the other groups'
             have grown, too. ``"auto"``: 10. None leaves out none.
-        offload: Whether outer parameters and outer momentum rest in page-locked host memory. ``"auto"``: on CUDA
-            devices.
-        direction: What becomes of the mean outer gradient before the optimizer steps. ``"elementwise"``: nothing.
-            ``"equalised"``: the singular values of every matrix become their mean; see `equalised`. Or a map of your
-            own, a `Direction`. ``"auto"``: what suits; see docs/choosing.md.
-        matrices: Into how many matrices a parameter is cut along its first dimension, by patterns of names: 3 suits
-            fused projections of queries, keys and values; 0 steps every value by itself. None: as `stack_of` says.
+        offload: Whether outer parameters and outer momentum rest in page-locked host memory.
+            ``"auto"``: on CUDA devices.
+        direction: What becomes of the mean outer gradient before the optimizer steps.
+            ``"elementwise"``: nothing. ``"equalised"``: the singular values of every matrix become
+            their mean; see `equalised`. Or a map of your own, a `Direction`. ``"auto"``: what
+            suits; see docs/choosing.md.
+        matrices: Into how many matrices a parameter is cut along its first dimension, by patterns
+            of names: 3 suits fused projections of queries, keys and values; 0 steps every value by
+                itself. None: as `stack_of` says.
 
     Raises:
         ValueError: If an argument is out of its range. The message names the argument.
@@ -211,21 +245,32 @@ class OuterOptimizer:
             is_made = isinstance(self.make, Optimizer)
             raise ValueError(
                 f"outer_optimizer of type {type(self.make).__name__} is"
-                f" {'already an optimizer' if is_made else 'not callable'}: it must be a callable from the flat float32"
-                " shards, which are known only when a fit starts, to a torch optimizer, or an OuterOptimizer. Choose"
+                f" {'already an optimizer' if is_made else 'not callable'}: it must be a"
+                " callable from the flat float32"
+                " shards, which are known only when a fit starts, to a torch optimizer, or an"
+                " OuterOptimizer. Choose"
                 f" one such as {AN_OUTER_OPTIMIZER}."
             )
         norm, times, rests = self.clip_norm, self.outlier_guard, self.offload
         cosine = "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=50) is one"
         says = "it must be a callable from an optimizer to a torch scheduler, or None"
-        _require(self, "lr_schedule", self.lr_schedule is None or callable(self.lr_schedule), says, cosine, Callable)
+        _require(
+            self,
+            "lr_schedule",
+            self.lr_schedule is None or callable(self.lr_schedule),
+            says,
+            cosine,
+            Callable,
+        )
         # As for torch, inf measures norms and clips none.
         is_norm = norm in (None, math.inf) or (is_number(norm) and norm > 0)
         usual = "sdiloco/outer_grad_norm in the logs shows the usual norms"
         _require(self, "clip_norm", is_norm, "it must be a number above 0, or None", usual)
         is_guard = times in (None, AUTO) or (is_number(times) and times > 1)
         usual = "5.0 leaves out what is five times as long as usual"
-        _require(self, "outlier_guard", is_guard, "it must be a number above 1, 'auto' or None", usual)
+        _require(
+            self, "outlier_guard", is_guard, "it must be a number above 1, 'auto' or None", usual
+        )
         says = "it must be True, False or 'auto'"
         _require(self, "offload", rests == AUTO or isinstance(rests, bool), says, kind=bool | str)
 
@@ -240,20 +285,26 @@ class OuterOptimizer:
         says = "it must map patterns of names to whole numbers of at least 0, such as {'*.qkv.weight': 3}"
         if not isinstance(self.matrices, Mapping):
             raise ValueError(
-                f"matrices={self.matrices!r} is of type {type(self.matrices).__name__}: {says}. Leave it out, or map."
+                f"matrices={self.matrices!r} is of type {type(self.matrices).__name__}: {says}."
+                " Leave it out, or map."
             )
         object.__setattr__(self, "matrices", dict(self.matrices))
         for pattern, parts in self.matrices.items():
             if not isinstance(pattern, str) or not is_whole(parts) or parts < 0:
-                raise ValueError(f"matrices={{{pattern!r}: {parts!r}}} is not possible: {says}. Correct it.")
+                raise ValueError(
+                    f"matrices={{{pattern!r}: {parts!r}}} is not possible: {says}. Correct it."
+                )
         if self.direction == ELEMENTWISE:
             raise ValueError(
-                "matrices was given together with direction='elementwise', which knows none. Leave one of them out."
+                "matrices was given together with direction='elementwise', which knows none."
+                " Leave one of them out."
             )
 
     @property
     def map(self) -> Direction | None:
-        """The map of matrices before the optimizer; None if every value is by itself, or it is still ``"auto"``."""
+        """The map of matrices before the optimizer; None if every value is by itself, or it is
+        still ``"auto"``.
+        """
         return direction_for(self.direction)
 
     @property
@@ -262,14 +313,18 @@ class OuterOptimizer:
         return GUARD if isinstance(self.outlier_guard, str) else self.outlier_guard
 
     def described(self) -> dict[str, str]:
-        """Returns what was chosen as text; what a callable makes is compared once the shards are known."""
+        """Returns what was chosen as text; what a callable makes is compared once the shards are
+        known.
+        """
         texts = {
             "": None if self.make is None else _name(self.make),
             ".lr_schedule": None if self.lr_schedule is None else _name(self.lr_schedule),
             ".clip_norm": self.clip_norm,
             ".outlier_guard": self.outlier_guard,
             ".offload": self.offload,
-            ".direction": self.direction if isinstance(self.direction, str) else _name(self.direction),
+            ".direction": self.direction
+            if isinstance(self.direction, str)
+            else _name(self.direction),
             ".matrices": self.matrices,
         }
         return {f"outer_optimizer{part}": str(value) for part, value in texts.items()}
@@ -282,7 +337,9 @@ def _name(made_by: Any) -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """The choices of a run, described in `StreamingDiLoCo`; refuses what is out of its range, by name."""
+    """The choices of a run, described in `StreamingDiLoCo`; refuses what is out of its range, by
+    name.
+    """
 
     sync_every: int = 100
     overlap_steps: int = DEFAULT_OVERLAP_STEPS
@@ -316,42 +373,79 @@ class Settings:
         every, overlap = self.sync_every, self.overlap_steps
         lr, momentum, kept, timeout = self.outer_lr, self.outer_momentum, self.mixing, self.timeout
         whole = "it must be a whole number of at least"
-        _require(self, "sync_every", is_whole(every) and every >= 1, f"{whole} 1", "100 is the paper's choice", int)
+        _require(
+            self,
+            "sync_every",
+            is_whole(every) and every >= 1,
+            f"{whole} 1",
+            "100 is the paper's choice",
+            int,
+        )
         says = f"it must be at least 0 and below sync_every, which is {every}"
         most = f"the paper saw next to no loss from up to {OVERLAP_STEPS[-1]}"
         _require(self, "overlap_steps", is_whole(overlap) and 0 <= overlap < every, says, most, int)
-        _require(self, "outer_lr", lr == AUTO or (is_number(lr) and lr >= 0), "it must be at least 0, or 'auto'")
+        _require(
+            self,
+            "outer_lr",
+            lr == AUTO or (is_number(lr) and lr >= 0),
+            "it must be at least 0, or 'auto'",
+        )
         is_momentum = momentum == AUTO or (is_number(momentum) and 0 <= momentum < 1)
-        _require(self, "outer_momentum", is_momentum, "it must be at least 0 and below 1, or 'auto'")
-        is_mixing = kept == AUTO or isinstance(kept, LandingRule) or (is_number(kept) and 0 <= kept <= 1)
+        _require(
+            self, "outer_momentum", is_momentum, "it must be at least 0 and below 1, or 'auto'"
+        )
+        is_mixing = (
+            kept == AUTO or isinstance(kept, LandingRule) or (is_number(kept) and 0 <= kept <= 1)
+        )
         _require(self, "mixing", is_mixing, "it must be between 0 and 1, 'auto', or a LandingRule")
         is_time = isinstance(timeout, timedelta) and timeout > timedelta(0)
-        given = f"seconds={timeout}) is that number of seconds" if is_number(timeout) else "minutes=30) is the default"
-        _require(self, "timeout", is_time, "it must be a positive timedelta", f"datetime.timedelta({given}", timedelta)
+        given = (
+            f"seconds={timeout}) is that number of seconds"
+            if is_number(timeout)
+            else "minutes=30) is the default"
+        )
+        _require(
+            self,
+            "timeout",
+            is_time,
+            "it must be a positive timedelta",
+            f"datetime.timedelta({given}",
+            timedelta,
+        )
 
     def _check_outer_optimizer(self) -> None:
         both = [name for name in _OF_SGD if getattr(self, name) != AUTO]
         if self.outer.make is not None and both:
             given = " and ".join(f"{name}={getattr(self, name)}" for name in both)
             raise ValueError(
-                f"outer_optimizer was given together with {given}. They configure the built-in Nesterov SGD, which"
-                f" outer_optimizer replaces. Leave out {' and '.join(both)}, and set the values in outer_optimizer."
+                f"outer_optimizer was given together with {given}. They configure the built-in"
+                " Nesterov SGD, which"
+                f" outer_optimizer replaces. Leave out {' and '.join(both)}, and set the values"
+                " in outer_optimizer."
             )
 
     def _check_policies(self) -> None:
         for name, kind in _POLICIES.items():
             policy = getattr(self, name)
             if name != "mixing" and not (policy is None or isinstance(policy, kind)):
-                raise ValueError(f"{name}={policy!r} is not a {kind.__name__}. Give one, or leave {name} out.")
+                raise ValueError(
+                    f"{name}={policy!r} is not a {kind.__name__}. Give one, or leave {name} out."
+                )
             if isinstance(policy, kind) and not is_dataclass(policy):
                 raise ValueError(
-                    f"{name}={policy!r} is not a dataclass, so ranks cannot tell whether all have the same one. Make"
+                    f"{name}={policy!r} is not a dataclass, so ranks cannot tell whether all"
+                    " have the same one. Make"
                     f" {type(policy).__name__} a frozen dataclass."
                 )
-        both = [name for name in ("clip_norm", "outlier_guard") if getattr(self.outer, name) not in (None, AUTO)]
+        both = [
+            name
+            for name in ("clip_norm", "outlier_guard")
+            if getattr(self.outer, name) not in (None, AUTO)
+        ]
         if self.weighing is not None and both:
             raise ValueError(
-                f"weighing={self.weighing!r} was given together with {' and '.join(both)} of outer_optimizer, which"
+                f"weighing={self.weighing!r} was given together with {' and '.join(both)} of"
+                " outer_optimizer, which"
                 f" also say how much a group counts. Leave out {' and '.join(both)}, or weighing."
             )
 
@@ -366,12 +460,14 @@ class Settings:
             )
         if 2 * dense.sync_every > self.sync_every:
             raise ValueError(
-                f"dense_beginning={dense!r} does not work with sync_every={self.sync_every}: its own sync_every must be"
+                f"dense_beginning={dense!r} does not work with sync_every={self.sync_every}: its"
+                " own sync_every must be"
                 " at most half as large. Choose a smaller one, or leave out dense_beginning."
             )
         if self.schedule is not None:
             raise ValueError(
-                f"dense_beginning={dense!r} does not work with schedule={self.schedule!r}, which decides itself when"
+                f"dense_beginning={dense!r} does not work with schedule={self.schedule!r}, which"
+                " decides itself when"
                 " fragments launch. Leave out one of them."
             )
 
@@ -379,27 +475,38 @@ class Settings:
         patterns = self.untrained
         if patterns is None:
             return
-        says = "it must map patterns of names to 'mean', 'first' or 'own', such as {'*.queue': 'own'}"
+        says = (
+            "it must map patterns of names to 'mean', 'first' or 'own', such as {'*.queue': 'own'}"
+        )
         if not isinstance(patterns, Mapping):
             raise ValueError(
-                f"untrained={patterns!r} is of type {type(patterns).__name__}: {says}. Leave it out, or map."
+                f"untrained={patterns!r} is of type {type(patterns).__name__}: {says}. Leave it"
+                " out, or map."
             )
         object.__setattr__(self, "untrained", dict(patterns))
         for pattern, kind in patterns.items():
             if not isinstance(pattern, str) or kind not in UNTRAINED_KINDS:
-                raise ValueError(f"untrained={{{pattern!r}: {kind!r}}} is not possible: {says}. Correct it.")
+                raise ValueError(
+                    f"untrained={{{pattern!r}: {kind!r}}} is not possible: {says}. Correct it."
+                )
 
     def _check_gossip(self) -> None:
         """Refuses what does not work with separate outer parameters in every group."""
         for name, why in _NOT_WITH_GOSSIP.items():
-            if (given := getattr(self if hasattr(self, name) else self.outer, name)) not in (None, AUTO, ELEMENTWISE):
+            if (given := getattr(self if hasattr(self, name) else self.outer, name)) not in (
+                None,
+                AUTO,
+                ELEMENTWISE,
+            ):
                 raise ValueError(
-                    f"{name}={given!r} does not work with route={self.route!r}, on which each group holds its own outer"
+                    f"{name}={given!r} does not work with route={self.route!r}, on which each"
+                    " group holds its own outer"
                     f" parameters: {why}. Leave {name} out, or route."
                 )
         if kind_and_backend(self.exchange)[0] not in ("auto", "gather"):
             raise ValueError(
-                f"exchange={self.exchange!r} does not work with route={self.route!r}: in a leg each group sends its"
+                f"exchange={self.exchange!r} does not work with route={self.route!r}: in a leg"
+                " each group sends its"
                 " partners whole fragments, once. Leave exchange out."
             )
         check_compression(self.compression)
@@ -429,7 +536,9 @@ class Settings:
     @staticmethod
     def among(arguments: Mapping[str, Any]) -> "Settings":
         """Makes the settings from what was chosen, by name, among other arguments."""
-        chosen = {item.name: arguments[item.name] for item in fields(Settings) if item.name in arguments}
+        chosen = {
+            item.name: arguments[item.name] for item in fields(Settings) if item.name in arguments
+        }
         sync_every = chosen.get("sync_every", Settings.sync_every)
         chosen["overlap_steps"] = overlap_for(sync_every, chosen.get("overlap_steps"))
         return Settings(**chosen)
@@ -440,9 +549,13 @@ class Settings:
 
     @property
     def dense_momentum(self) -> float | None:
-        """The most momentum of the built-in Nesterov SGD in dense rounds; None where it is as in all others."""
+        """The most momentum of the built-in Nesterov SGD in dense rounds; None where it is as in
+        all others.
+        """
         dense = self.dense_beginning
-        return None if dense is None or self.outer.make is not None else momentum_for(dense.sync_every)
+        return (
+            None if dense is None or self.outer.make is not None else momentum_for(dense.sync_every)
+        )
 
     def schedule_of(self, fragments: int) -> Schedule:
         """Returns when so many fragments launch and land, if no other schedule was given."""
@@ -450,15 +563,24 @@ class Settings:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The numbers of outer step and landing, as far as they are chosen: by name, as in `OuterStep`."""
+        """The numbers of outer step and landing, as far as they are chosen: by name, as in
+        `OuterStep`.
+        """
         values = {name: getattr(self, name) for name in OuterStep._fields}
-        return {name: value for name, value in values.items() if value != AUTO and not isinstance(value, LandingRule)}
+        return {
+            name: value
+            for name, value in values.items()
+            if value != AUTO and not isinstance(value, LandingRule)
+        }
 
     @property
     def numbers_and_policies(self) -> dict[str, float | str]:
         """What `numbers` returns, and the policies that were given, as text."""
         given = {name: getattr(self, name) for name in ("mixing", "schedule", "weighing", "route")}
-        return {**self.numbers, **{name: repr(one) for name, one in given.items() if isinstance(one, _POLICIES[name])}}
+        return {
+            **self.numbers,
+            **{name: repr(one) for name, one in given.items() if isinstance(one, _POLICIES[name])},
+        }
 
     def directed(self, may_direct: bool = True) -> "Settings":
         """Returns the settings with a direction that suits them in place of ``"auto"``.
@@ -472,17 +594,25 @@ class Settings:
         return self._directed(EQUALISED if may_direct and is_plain else ELEMENTWISE)
 
     def chosen_for(self, num_groups: int, rounds: float = math.inf) -> "Settings":
-        """Returns the settings for a number of groups and rounds, with what `recommended` returns for ``"auto"``."""
+        """Returns the settings for a number of groups and rounds, with what `recommended` returns
+        for ``"auto"``.
+        """
         if self.routing.momentum(num_groups) is not None:
             wanted = {"outer_lr": 1, "outer_momentum": 0, "make": None, "lr_schedule": None}
             for name, own in wanted.items():
-                if (value := getattr(self if hasattr(self, name) else self.outer, name)) not in (AUTO, own):
+                if (value := getattr(self if hasattr(self, name) else self.outer, name)) not in (
+                    AUTO,
+                    own,
+                ):
                     raise ValueError(
-                        f"{name}={value!r} does not work with route={self.route!r}, whose momentum replaces the outer"
+                        f"{name}={value!r} does not work with route={self.route!r}, whose"
+                        " momentum replaces the outer"
                         f" step: outer_lr is 1 and outer_momentum 0. Leave {name} out."
                     )
             mixing = recommended().mixing if self.mixing == AUTO else self.mixing
-            return replace(self, outer_lr=1.0, outer_momentum=0.0, mixing=mixing)._directed(ELEMENTWISE)
+            return replace(self, outer_lr=1.0, outer_momentum=0.0, mixing=mixing)._directed(
+                ELEMENTWISE
+            )
         is_sparse = self._is_sparse and self.outer_momentum in (AUTO, 0)
         directed = self.directed()
         # A given schedule decides when, and how often.
@@ -498,9 +628,13 @@ class Settings:
 
     def taken_from(self, saved: Mapping[str, str]) -> "Settings":
         """Returns the settings with the numbers of a checkpoint in place of ``"auto"``."""
-        # A landing rule cannot be read from text: the comparison afterwards shows if it is another one.
+        # A landing rule cannot be read from text: the comparison afterwards shows if it is another
+        # one.
         texts = {name: saved.get(name, repr(AUTO)) for name in self._left_open}
-        taken = replace(self, **{name: ast.literal_eval(text) for name, text in texts.items() if text[-1] != ")"})
+        taken = replace(
+            self,
+            **{name: ast.literal_eval(text) for name, text in texts.items() if text[-1] != ")"},
+        )
         direction = _saved_as("outer_optimizer.direction", saved)
         return taken if direction == AUTO else taken._directed(direction)
 
@@ -514,7 +648,9 @@ class Settings:
         return self.codec.remembers() and self.codec.chosen_share() <= SPARSE
 
     def better_for_sparse(self, num_groups: int) -> dict[str, float]:
-        """Returns what to choose in place of numbers that are known not to suit a sparse compression."""
+        """Returns what to choose in place of numbers that are known not to suit a sparse
+        compression.
+        """
         if not self._is_sparse or self.outer.make is not None:
             return {}
         chosen, (least, most) = self.chosen_for(num_groups).numbers, self.gains_for_sparse
@@ -540,10 +676,17 @@ class Settings:
         return [f"{name} was {_saved_as(name, saved)}, now it is {now[name]}" for name in different]
 
     def described(self) -> dict[str, str]:
-        """Returns every setting as text that is the same on all ranks if and only if the setting is."""
+        """Returns every setting as text that is the same on all ranks if and only if the setting
+        is.
+        """
         texts = {item.name: repr(getattr(self, item.name)) for item in fields(self)}
         kind, backend = kind_and_backend(self.exchange)
-        return {**texts, **self.outer.described(), "exchange": repr(kind), "exchange.backend": backend}
+        return {
+            **texts,
+            **self.outer.described(),
+            "exchange": repr(kind),
+            "exchange.backend": backend,
+        }
 
 
 def _saved_as(name: str, saved: Mapping[str, str]) -> str:
@@ -554,20 +697,35 @@ def _saved_as(name: str, saved: Mapping[str, str]) -> str:
 # The names of arguments
 
 _TOGETHER = (
-    "does not work with worker groups that are launched together: every launch waits for all of them, since a"
-    " collective ends with all or not at all. Launch each group as a site of a federation, which closes rounds without"
+    "does not work with worker groups that are launched together: every launch waits for all of"
+    " them, since a"
+    " collective ends with all or not at all. Launch each group as a site of a federation, which"
+    " closes rounds without"
     " sites that are late: federation=Federation({name}=..., ...)"
 )
 _INSTEAD = {
     "layers_per_fragment": (
         "fragments",
-        "is part of fragments: give fragments='strided:{value}' or 'sequential:{value}', or a number of balanced"
+        "is part of fragments: give fragments='strided:{value}' or 'sequential:{value}', or a"
+        " number of balanced"
         " fragments",
     ),
-    "outer_lr_schedule": ("outer_optimizer", "belongs to outer_optimizer: give OuterOptimizer(lr_schedule=...)"),
-    "outer_clip_norm": ("outer_optimizer", "belongs to outer_optimizer: give OuterOptimizer(clip_norm={value})"),
-    "outlier_guard": ("outer_optimizer", "belongs to outer_optimizer: give OuterOptimizer(outlier_guard={value})"),
-    "offload": ("outer_optimizer", "belongs to outer_optimizer: give OuterOptimizer(offload={value})"),
+    "outer_lr_schedule": (
+        "outer_optimizer",
+        "belongs to outer_optimizer: give OuterOptimizer(lr_schedule=...)",
+    ),
+    "outer_clip_norm": (
+        "outer_optimizer",
+        "belongs to outer_optimizer: give OuterOptimizer(clip_norm={value})",
+    ),
+    "outlier_guard": (
+        "outer_optimizer",
+        "belongs to outer_optimizer: give OuterOptimizer(outlier_guard={value})",
+    ),
+    "offload": (
+        "outer_optimizer",
+        "belongs to outer_optimizer: give OuterOptimizer(offload={value})",
+    ),
     "final_sync": (
         "timeout",
         "is not an argument: training always ends with the plain mean of the groups. Leave it out",
@@ -578,13 +736,15 @@ _INSTEAD = {
     ),
     "warmup_steps": (
         "dense_beginning",
-        "is no longer an argument: a dense beginning takes its place, which exchanges outer gradients more often and"
+        "is no longer an argument: a dense beginning takes its place, which exchanges outer"
+        " gradients more often and"
         " waits for no link. Leave it out, or give dense_beginning=DenseBeginning(rounds=...)",
     ),
     "on_resume": ("resume", "is called resume: give resume='{value}'"),
     "resumable_checkpoints": (
         "resume",
-        "is part of resume: for 'newest' give resume='exact:newest' or 'restart:newest', for 'all' leave it out",
+        "is part of resume: for 'newest' give resume='exact:newest' or 'restart:newest', for"
+        " 'all' leave it out",
     ),
     "quorum": ("federation", _TOGETHER),
     "grace": ("federation", _TOGETHER),
@@ -631,7 +791,9 @@ def refuse_unknown(owner: str, known: Collection[str], given: Mapping[str, Any])
 
 
 def _make_plain(chosen: Any) -> None:
-    """Makes scalars of numpy the numbers that they are: they are compared between ranks, and saved."""
+    """Makes scalars of numpy the numbers that they are: they are compared between ranks, and
+    saved.
+    """
     for item in fields(chosen):
         value = getattr(chosen, item.name)
         if isinstance(value, Number) and hasattr(value, "item"):
@@ -639,9 +801,16 @@ def _make_plain(chosen: Any) -> None:
 
 
 def _require(
-    chosen: Any, name: str, holds: bool, says: str, advice: str = "'auto' is the default", kind: Any = float
+    chosen: Any,
+    name: str,
+    holds: bool,
+    says: str,
+    advice: str = "'auto' is the default",
+    kind: Any = float,
 ) -> None:
-    """Refuses a value for which a rule does not hold; of its kind, int and float stand for all numbers."""
+    """Refuses a value for which a rule does not hold; of its kind, int and float stand for all
+    numbers.
+    """
     if holds:
         return
     value = getattr(chosen, name)
@@ -668,7 +837,9 @@ def is_whole(value: Any) -> bool:
 
 
 def fault_of(value: Any, must_be_whole: bool) -> str:
-    """Returns what is wrong with a value that is no number of the wanted kind, or out of its range."""
+    """Returns what is wrong with a value that is no number of the wanted kind, or out of its
+    range.
+    """
     if not is_real(value):
         return f"of type {type(value).__name__}, not a number"
     if not math.isfinite(value):

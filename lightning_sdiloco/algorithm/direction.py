@@ -1,9 +1,11 @@
-"""The direction in which an outer step moves a matrix: all singular values of its mean outer gradient become equal.
+"""The direction in which an outer step moves a matrix: all singular values of its mean outer
+gradient become equal.
 
-A map of one matrix, without state of its own, before the outer optimizer, which stays elementwise. Groups agree on the
-result only if its bits are the same everywhere, and the bits of an ordinary product of matrices differ between kinds of
-processors, numbers of threads and accelerators. So products are exact here: float64 holds every sum, in whatever order
-it is made, if factors are multiples of 2^-24 and no row or column of them is longer than a few units.
+A map of one matrix, without state of its own, before the outer optimizer, which stays elementwise.
+Groups agree on the result only if its bits are the same everywhere, and the bits of an ordinary
+product of matrices differ between kinds of processors, numbers of threads and accelerators. So
+products are exact here: float64 holds every sum, in whatever order it is made, if factors are
+multiples of 2^-24 and no row or column of them is longer than a few units.
 """
 
 from collections import defaultdict
@@ -14,20 +16,24 @@ import torch
 from torch import Tensor
 
 Direction = Callable[[str, Tensor], Tensor]
-"""A map of the mean outer gradient of a parameter: its name, and its matrices ``(number, rows, columns)``, float32.
+"""A map of the mean outer gradient of a parameter: its name, and its matrices
+``(number, rows, columns)``, float32.
 
-It returns matrices of that shape, keeps nothing from one call to the next, and has the same bits in every group.
+It returns matrices of that shape, keeps nothing from one call to the next, and has the same bits in
+every group.
 """
 
 EQUALISED: Literal["equalised"] = "equalised"
 ELEMENTWISE: Literal["elementwise"] = "elementwise"
 
 SMALLEST_SHARE = 1e-3
-"""Singular values above this share of the Frobenius norm become equal; smaller ones stay in proportion."""
+"""Singular values above this share of the Frobenius norm become equal; smaller ones stay in
+proportion."""
 
-# Odd polynomials a x + b x^3 + c x^5, of which each takes what the one before made of [SMALLEST_SHARE, 1] as close to 1
-# as it can (Polar Express, arXiv 2505.16932, without its margin for bfloat16). After the last one all are within 1e-3
-# of 1; what was below that share has grown 2000 times at most.
+# Odd polynomials a x + b x^3 + c x^5, of which each takes what the one before made of
+# [SMALLEST_SHARE, 1] as close to 1 as it can (Polar Express, arXiv 2505.16932, without its margin
+# for bfloat16). After the last one all are within 1e-3 of 1; what was below that share has grown
+# 2000 times at most.
 _POLYNOMIALS = (
     (8.470328804, -25.108074707, 18.629275599),
     (4.182834183, -3.108701110, 0.580606681),
@@ -37,7 +43,8 @@ _POLYNOMIALS = (
     (1.888716197, -1.265157225, 0.376518926),
 )
 
-# Matrices of one shape are mapped together, up to so many values: many small ones take as long as one.
+# Matrices of one shape are mapped together, up to so many values: many small ones take as long as
+# one.
 _TOGETHER = 1 << 22
 
 _FIXED_POINT = 2.0**24
@@ -51,11 +58,13 @@ _SMALLEST = torch.finfo(torch.float64).tiny
 def equalised(matrices: Tensor) -> Tensor:
     """Returns the multiple of the polar factor of each matrix that lies closest to it.
 
-    That is ``U @ Vh`` of its singular value decomposition, times the mean of the singular values: their sum stays what
-    it was. Directions in which a matrix is all but zero, as for dead units and for tokens that were not seen, stay so;
-    see `SMALLEST_SHARE`. A matrix that is zero, or not finite, stays as it is.
+    That is ``U @ Vh`` of its singular value decomposition, times the mean of the singular values:
+    their sum stays what it was. Directions in which a matrix is all but zero, as for dead units and
+    for tokens that were not seen, stay so; see `SMALLEST_SHARE`. A matrix that is zero, or not
+    finite, stays as it is.
 
-    The bits are the same on every device, for every number of threads, and whether matrices come alone or together.
+    The bits are the same on every device, for every number of threads, and whether matrices come
+    alone or together.
 
     Args:
         matrices: Matrices of one shape, ``(..., rows, columns)``, of any floating dtype.
@@ -70,7 +79,10 @@ def equalised(matrices: Tensor) -> Tensor:
     """
     if matrices.shape[-2] > matrices.shape[-1]:
         return equalised(matrices.mT).mT
-    is_plain = matrices.isfinite().all(dim=(-2, -1), keepdim=True) & matrices.any(dim=-1).any(dim=-1)[..., None, None]
+    is_plain = (
+        matrices.isfinite().all(dim=(-2, -1), keepdim=True)
+        & matrices.any(dim=-1).any(dim=-1)[..., None, None]
+    )
     factor = _polar_factor(matrices.detach().to(torch.float64, copy=True))
     exact = matrices.detach().to(torch.float64)
     factor *= _inner(factor, exact) / _inner(factor, factor)
@@ -97,7 +109,9 @@ def _rounded(values: Tensor) -> Tensor:
 
 
 def _inner(left: Tensor, right: Tensor) -> Tensor:
-    """Returns the inner product of each pair of matrices, as a matrix of one value: exact, of rounded values."""
+    """Returns the inner product of each pair of matrices, as a matrix of one value: exact, of
+    rounded values.
+    """
     bits = (_WHOLE_BITS - left.shape[-2:].numel().bit_length()) // 2
     left_unit = _power_of_two(left) * 2.0 ** (1 - bits)
     row = (left / left_unit).round_().flatten(-2).unsqueeze(-2)
@@ -109,7 +123,9 @@ def _inner(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _power_of_two(matrices: Tensor) -> Tensor:
-    """Returns the power of two at or below the largest magnitude of each matrix, as a matrix of one value."""
+    """Returns the power of two at or below the largest magnitude of each matrix, as a matrix of
+    one value.
+    """
     largest = matrices.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(_SMALLEST)
     return (largest.view(torch.int64) & _EXPONENT).view(torch.float64)
 
@@ -127,7 +143,9 @@ def directed_by(direction: Direction, parameters: Mapping[str, Tensor]) -> dict[
 
 
 def _batches(parameters: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yields the names of parameters whose matrices have one shape, few enough to be mapped together."""
+    """Yields the names of parameters whose matrices have one shape, few enough to be mapped
+    together.
+    """
     by_shape = defaultdict[torch.Size, list[str]](list)
     for name, matrices in parameters.items():
         by_shape[matrices.shape[1:]].append(name)

@@ -1,14 +1,16 @@
 """Whom each group exchanges with in a round, and what, if that is not all others.
 
-[Note: gossip] On a route that does not share, each group holds its own outer parameters. In a round the groups of a
-*leg*, two or three, tell each other where they are, and each makes its outer step with its outer parameters minus the
-mean of that as its outer gradient. Over all groups these outer gradients have the mean that they have when all
-exchange, so the mean of the outer parameters moves as there, for an outer optimizer that is linear in its gradients, as
-SGD with momentum is; and the groups draw near to each other. With ``outer_lr=1`` and no momentum, the outer step is the
-mean of the leg itself.
+[Note: gossip] On a route that does not share, each group holds its own outer parameters. In a round
+the groups of a *leg*, two or three, tell each other where they are, and each makes its outer step
+with its outer parameters minus the mean of that as its outer gradient. Over all groups these outer
+gradients have the mean that they have when all exchange, so the mean of the outer parameters moves
+as there, for an outer optimizer that is linear in its gradients, as SGD with momentum is; and the
+groups draw near to each other. With ``outer_lr=1`` and no momentum, the outer step is the mean of
+the leg itself.
 
-What a group sends is where it is, less an *anchor*: the values with which the rounds began, the same in all groups.
-What the compression loses stays with the group. So the mean over the groups is kept, whatever the compression.
+What a group sends is where it is, less an *anchor*: the values with which the rounds began, the
+same in all groups. What the compression loses stays with the group. So the mean over the groups is
+kept, whatever the compression.
 """
 
 from abc import ABC, abstractmethod
@@ -29,8 +31,9 @@ from lightning_sdiloco.compression import Compression, resolve
 # How many rounds of a route are tried before training.
 _TRIED = 8
 
-# A compression that loses more than this share of what it encodes would part the groups: what is sent, how far a group
-# is from where the rounds began, is many times as long as what it trained in a round.
+# A compression that loses more than this share of what it encodes would part the groups: what is
+# sent, how far a group is from where the rounds began, is many times as long as what it trained in
+# a round.
 _MOST_LOST = 0.01
 
 Leg = tuple[int, ...]
@@ -38,7 +41,9 @@ Leg = tuple[int, ...]
 
 
 class Momentum(NamedTuple):
-    """Numbers of the momentum of A2CiD2 between rounds: each group keeps a second vector beside its values."""
+    """Numbers of the momentum of A2CiD2 between rounds: each group keeps a second vector beside
+    its values.
+    """
 
     rate: float
     pull: float
@@ -47,12 +52,12 @@ class Momentum(NamedTuple):
 class Route(ABC):
     """Decides whom each group exchanges with in a round.
 
-    Make it a frozen dataclass: its ``repr`` is compared between ranks, and with the checkpoint's. All groups must
-    decide alike, from the number of the round alone.
+    Make it a frozen dataclass: its ``repr`` is compared between ranks, and with the checkpoint's.
+    All groups must decide alike, from the number of the round alone.
 
     Attributes:
-        shared: Whether all groups hold the same outer parameters, which takes one leg of all groups. If not, each has
-            its own; see [Note: gossip].
+        shared: Whether all groups hold the same outer parameters, which takes one leg of all
+            groups. If not, each has its own; see [Note: gossip].
 
     Examples:
         >>> @dataclass(frozen=True)
@@ -114,8 +119,8 @@ class RandomPairs(Route):
 class Ring(Route):
     """Each group exchanges with its two neighbours in turn, with the continuous momentum of A2CiD2.
 
-    The momentum is from arXiv 2306.08289, with a round as its unit of time. It replaces the outer step: ``outer_lr`` is
-    1 and ``outer_momentum`` is 0.
+    The momentum is from arXiv 2306.08289, with a round as its unit of time. It replaces the outer
+    step: ``outer_lr`` is 1 and ``outer_momentum`` is 0.
 
     Args:
         accelerated: Whether there is a momentum, which needs four groups; see `Momentum`.
@@ -137,27 +142,34 @@ class Ring(Route):
             return None
         if groups < 4:
             raise ValueError(
-                f"route={self!r} was given, but there are {groups} worker groups: on a ring of fewer than 4 each group"
-                " is a neighbour of all others, and there is nothing to accelerate. Choose Ring(accelerated=False), or"
+                f"route={self!r} was given, but there are {groups} worker groups: on a ring of"
+                " fewer than 4 each group"
+                " is a neighbour of all others, and there is nothing to accelerate. Choose"
+                " Ring(accelerated=False), or"
                 " leave route out."
             )
-        # For the Laplacian of the ring, whose edges are used in every other round: 1 over its least eigenvalue
-        # above 0, and half of the largest resistance of an edge.
+        # For the Laplacian of the ring, whose edges are used in every other round: 1 over its least
+        # eigenvalue above 0, and half of the largest resistance of an edge.
         slowness, resistance = 1 / (1 - cos(2 * pi / groups)), (groups - 1) / groups
-        return Momentum(rate=0.5 / sqrt(slowness * resistance), pull=0.5 * sqrt(slowness / resistance))
+        return Momentum(
+            rate=0.5 / sqrt(slowness * resistance), pull=0.5 * sqrt(slowness / resistance)
+        )
 
 
 @dataclass(frozen=True)
 class FastestPairs(Route):
-    """Pairs groups over fast links, connecting all of them every ``window`` rounds, as SAPS-PSGD does.
+    """Pairs groups over fast links, connecting all of them every ``window`` rounds, as SAPS-PSGD
+    does.
 
-    See arXiv 2002.09692. ``window`` rounds are planned together. All but the last take the fastest pairs that these
-    rounds have not had yet, judged by the slowest pair first; the last one joins what is not connected, over the
-    fastest links that do so. Chance decides between links of equal speed.
+    See arXiv 2002.09692. ``window`` rounds are planned together. All but the last take the fastest
+    pairs that these rounds have not had yet, judged by the slowest pair first; the last one joins
+    what is not connected, over the fastest links that do so. Chance decides between links of equal
+    speed.
 
     Args:
-        speeds: Speed of each group's link, in any unit; a pair has the slower one's. Or, for each group, the speeds of
-            its links to all groups. Without it all links are alike. ``sdiloco doctor`` measures links.
+        speeds: Speed of each group's link, in any unit; a pair has the slower one's. Or, for each
+            group, the speeds of its links to all groups. Without it all links are alike.
+            ``sdiloco doctor`` measures links.
         window: Rounds that are planned together, at least 2.
         seed: Decides between links of equal speed.
 
@@ -177,14 +189,20 @@ class FastestPairs(Route):
     def __post_init__(self) -> None:
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 2:
             raise ValueError(
-                f"window={self.window!r} is out of range: it must be a whole number of at least 2, since one round of"
+                f"window={self.window!r} is out of range: it must be a whole number of at least"
+                " 2, since one round of"
                 " pairs connects only the pairs. 3 is the default."
             )
         # From YAML they come as lists. Their repr is compared.
         rows = tuple(tuple(row) if isinstance(row, Sequence) else row for row in self.speeds)
-        if {len(row) if isinstance(row, tuple) else 0 for row in rows} not in (set(), {0}, {len(rows)}):
+        if {len(row) if isinstance(row, tuple) else 0 for row in rows} not in (
+            set(),
+            {0},
+            {len(rows)},
+        ):
             raise ValueError(
-                f"speeds={self.speeds!r} has neither one number per group, nor one row per group with a number for"
+                f"speeds={self.speeds!r} has neither one number per group, nor one row per group"
+                " with a number for"
                 " each. Give one of these."
             )
         object.__setattr__(self, "speeds", rows)
@@ -195,7 +213,8 @@ class FastestPairs(Route):
     def legs(self, number: int, groups: int) -> Sequence[Leg]:
         if self.speeds and len(self.speeds) != groups:
             raise ValueError(
-                f"route={self!r} has the speeds of {len(self.speeds)} groups, but there are {groups}. Give the speeds"
+                f"route={self!r} has the speeds of {len(self.speeds)} groups, but there are"
+                f" {groups}. Give the speeds"
                 " of all, in their order."
             )
         block, place = divmod(number, self.window)
@@ -206,7 +225,9 @@ class FastestPairs(Route):
         planned: list[Sequence[Leg]] = []
         for at in range(self.window):
             order = _shuffled(range(groups), self.seed, block * self.window + at)
-            used: set[Leg] = {pair for legs in planned for leg in legs for pair in combinations(leg, 2)}
+            used: set[Leg] = {
+                pair for legs in planned for leg in legs for pair in combinations(leg, 2)
+            }
             links = [(min(pair), max(pair)) for pair in combinations(order, 2)]
             links.sort(key=lambda pair: (pair not in used, self.speed(*pair)), reverse=True)
             joining = _joining(planned, groups, links) if at == self.window - 1 else []
@@ -219,7 +240,9 @@ class FastestPairs(Route):
                 pairs = better
             for third in set(order) - busy:
                 # It joins the pair for which it is fastest.
-                own = max(pairs, key=lambda pair: min(self.speed(third, one) for one in pair), default=())
+                own = max(
+                    pairs, key=lambda pair: min(self.speed(third, one) for one in pair), default=()
+                )
                 pairs = [(*own, third), *(pair for pair in pairs if pair != own)]
             planned.append(_rising(pairs))
         return planned
@@ -229,10 +252,15 @@ class FastestPairs(Route):
         if not self.speeds:
             return 1.0
         there, back = self.speeds[one], self.speeds[other]
-        return min(there[other] if isinstance(there, tuple) else there, back[one] if isinstance(back, tuple) else back)
+        return min(
+            there[other] if isinstance(there, tuple) else there,
+            back[one] if isinstance(back, tuple) else back,
+        )
 
     def _exchanged(self, pairs: list[Leg], used: set[Leg]) -> list[Leg] | None:
-        """Exchanges partners where the slower of two pairs becomes faster by it: greed leaves the slowest over."""
+        """Exchanges partners where the slower of two pairs becomes faster by it: greed leaves the
+        slowest over.
+        """
         for before in combinations(pairs, 2):
             (a, b), (c, d) = before
             for new in (((a, c), (b, d)), ((a, d), (b, c))):
@@ -244,7 +272,9 @@ class FastestPairs(Route):
 
 
 def in_pairs(order: Sequence[int]) -> Sequence[Leg]:
-    """Returns legs of groups that follow each other: pairs, and a third in the last if one group is left over."""
+    """Returns legs of groups that follow each other: pairs, and a third in the last if one group
+    is left over.
+    """
     starts = range(0, max(1, len(order) - 1), 2)
     return _rising([tuple(order[at:] if at == starts[-1] else order[at : at + 2]) for at in starts])
 
@@ -255,13 +285,16 @@ def check_legs(route: Route, groups: int) -> None:
         legs = route.legs(number, groups)
         if sorted(group for leg in legs for group in leg) != list(range(groups)):
             raise ValueError(
-                f"route={route!r} has the legs {tuple(legs)} in round {number}, but there are {groups} worker groups:"
+                f"route={route!r} has the legs {tuple(legs)} in round {number}, but there are"
+                f" {groups} worker groups:"
                 " each must be in exactly one leg. Correct its legs()."
             )
         if route.shared and len(legs) > 1:
             raise ValueError(
-                f"route={route!r} says that all groups hold the same outer parameters (shared), but has the legs"
-                f" {tuple(legs)} in round {number}: groups of different legs would drift apart. Set shared to False."
+                f"route={route!r} says that all groups hold the same outer parameters (shared),"
+                " but has the legs"
+                f" {tuple(legs)} in round {number}: groups of different legs would drift apart."
+                " Set shared to False."
             )
     route.momentum(groups)
 
@@ -283,7 +316,9 @@ def _rising(legs: Sequence[Leg]) -> Sequence[Leg]:
 
 
 def _joining(planned: Sequence[Sequence[Leg]], groups: int, links: Sequence[Leg]) -> list[Leg]:
-    """Returns links, the first ones first, that join what is not connected and have no group in common."""
+    """Returns links, the first ones first, that join what is not connected and have no group in
+    common.
+    """
     parts = [{group} for group in range(groups)]
     for leg in (leg for legs in planned for leg in legs):
         own = [part for part in parts if not part.isdisjoint(leg)]
@@ -292,9 +327,14 @@ def _joining(planned: Sequence[Sequence[Leg]], groups: int, links: Sequence[Leg]
     while len(parts) > 1:
         for pair in links:
             one, other = (next(part for part in parts if group in part) for group in pair)
-            # Two groups of a part that others wait for must be left: a part of two or more always has them.
+            # Two groups of a part that others wait for must be left: a part of two or more always
+            # has them.
             is_last = len(parts) == 2
-            if one is not other and busy.isdisjoint(pair) and (is_last or len((one | other) - busy) > 3):
+            if (
+                one is not other
+                and busy.isdisjoint(pair)
+                and (is_last or len((one | other) - busy) > 3)
+            ):
                 break
         pairs.append(pair)
         busy.update(pair)
@@ -314,7 +354,11 @@ class Taken(NamedTuple):
 
 
 def bring(
-    outer: Tensor, gradient: Tensor, anchor: Tensor, twin: Tensor | None = None, momentum: Momentum | None = None
+    outer: Tensor,
+    gradient: Tensor,
+    anchor: Tensor,
+    twin: Tensor | None = None,
+    momentum: Momentum | None = None,
 ) -> Brought:
     """Returns what a group brings to its leg. Writes to none of the tensors."""
     local = outer - gradient
@@ -328,7 +372,13 @@ def bring(
 
 
 def take(
-    brought: Brought, own: Tensor, mean: Tensor, outer: Tensor, anchor: Tensor, finite: bool, momentum: Momentum | None
+    brought: Brought,
+    own: Tensor,
+    mean: Tensor,
+    outer: Tensor,
+    anchor: Tensor,
+    finite: bool,
+    momentum: Momentum | None,
 ) -> Taken:
     if not finite:
         return Taken((outer - anchor).sub_(mean), None if momentum is None else anchor + mean)
@@ -341,12 +391,15 @@ def take(
 
 
 def check_compression(compression: str | Compression) -> None:
-    """Refuses a compression that does not suit a route on which groups hold their own outer parameters."""
+    """Refuses a compression that does not suit a route on which groups hold their own outer
+    parameters.
+    """
     codec = resolve(compression)
     advice = "Choose 'int8', 'bf16' or 'fp32', or RandomK(every, Int8()), with which all send the same values."
     if codec.remembers() or codec.chosen_share() < 1 or codec.varies():
         raise ValueError(
-            f"compression={compression!r} does not work with this route: partners must send each other the same values,"
+            f"compression={compression!r} does not work with this route: partners must send each"
+            " other the same values,"
             f" whole, but this one lets each group choose, or remembers. {advice}"
         )
     dense = codec.dense()
@@ -356,6 +409,8 @@ def check_compression(compression: str | Compression) -> None:
     lost = float((decoded - values).norm() / values.norm())
     if lost > _MOST_LOST:
         raise ValueError(
-            f"compression={compression!r} loses {lost:.0%} of what it encodes, but on this route groups send how far"
-            f" they are from where the rounds began, which may lose {_MOST_LOST:.0%} at most. {advice}"
+            f"compression={compression!r} loses {lost:.0%} of what it encodes, but on this route"
+            " groups send how far"
+            f" they are from where the rounds began, which may lose {_MOST_LOST:.0%} at most."
+            f" {advice}"
         )

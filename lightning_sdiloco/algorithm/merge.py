@@ -17,7 +17,8 @@ class LandingRule(ABC):
     Make it a frozen dataclass: its ``repr`` is compared between ranks, and with the checkpoint's.
 
     Attributes:
-        kept: Share kept, from 0 to 1, of the local values, of what the compression did not send, and of buffers.
+        kept: Share kept, from 0 to 1, of the local values, of what the compression did not send,
+            and of buffers.
 
     Examples:
         >>> @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class LandingRule(ABC):
     def gathered(self, gradient: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
         """Returns what the ranks of a group gather for the landing: vectors of the shard.
 
-        Runs in the background. Write to none of the arguments, each float32 of shape ``(shard_numel,)``.
+        Runs in the background. Write to none of the arguments, each float32 of shape
+        ``(shard_numel,)``.
 
         Args:
             gradient: Outer gradient at the launch: ``before`` minus the local values at the launch.
@@ -89,9 +91,11 @@ class Mix(LandingRule):
 
 @dataclass(frozen=True)
 class Carry(LandingRule):
-    """Keeps all that was trained in flight: moves the local values as the outer ones moved since the launch.
+    """Keeps all that was trained in flight: moves the local values as the outer ones moved since
+    the launch.
 
-    ``local + (after - sent)``: a group continues from the new outer parameters with what it trained since.
+    ``local + (after - sent)``: a group continues from the new outer parameters with what it trained
+    since.
 
     Examples:
         >>> before, sent, after, local = (torch.tensor([value]) for value in (0.0, 1.0, 4.0, 1.5))
@@ -116,7 +120,9 @@ class Carry(LandingRule):
 
 
 def mix(local: Tensor, outer: Tensor, kept: float) -> None:
-    """Overwrites ``local`` with ``kept * local + (1 - kept) * outer``, computed in at least float32."""
+    """Overwrites ``local`` with ``kept * local + (1 - kept) * outer``, computed in at least
+    float32.
+    """
     if kept == 0:
         local.copy_(outer)
     elif kept != 1 and local.dtype == outer.dtype:

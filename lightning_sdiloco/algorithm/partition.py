@@ -10,14 +10,17 @@ from typing import Any, NamedTuple
 # The most repeated blocks in a fragment if their number is not given: the paper's choice.
 _MOST_BLOCKS = 3
 
-# The fragments that a model is cut into if their number is not given, about: as many as the paper's 1B model has.
+# The fragments that a model is cut into if their number is not given, about: as many as the paper's
+# 1B model has.
 _ENOUGH_FRAGMENTS = 8
 
-# The most fragments of blocks, and about the most of other parameters, if no number is given: launches cost messages.
+# The most fragments of blocks, and about the most of other parameters, if no number is given:
+# launches cost messages.
 _MOST_FRAGMENTS = 32
 
-# Two blocks are alike when they share at least this part of the names of the smaller one. They need not be the same: a
-# stage of a ResNet starts with a block that has its own shortcut, and some layers of a transformer have experts.
+# Two blocks are alike when they share at least this part of the names of the smaller one. They need
+# not be the same: a stage of a ResNet starts with a block that has its own shortcut, and some
+# layers of a transformer have experts.
 _ALIKE = 0.5
 
 
@@ -53,7 +56,8 @@ class Fragment:
     Attributes:
         names: Names of the parameters as in ``named_parameters()``, in that order.
         sizes: Their sizes in bytes, in the same order.
-        stacks: As what matrices the outer step sees each of them; None where every value is by itself.
+        stacks: As what matrices the outer step sees each of them; None where every value is by
+            itself.
 
     Examples:
         >>> Fragment(("head.weight", "head.bias"), (4096, 16)).nbytes
@@ -83,19 +87,24 @@ def partition(
 ) -> Partition:
     """Cuts a model into fragments; every parameter is in exactly one of them.
 
-    ``"strided:3"`` and ``"sequential:3"`` look for repeated blocks and put at most three of them into a fragment:
-    interleaved (block ``l`` into fragment ``l % P``, the paper's choice) or consecutive. Without a number it is an
-    eighth of the blocks, at least one and at most three, or more to make at most 32 fragments of them. What stands
-    outside the blocks (embeddings, head, last norm) forms its own fragments, none larger than the largest fragment of
-    blocks, unless a single tensor is, or without a number there would be many more than 32. A number distributes the
-    tensors over that many fragments of equal size, and ``"balanced"`` over as many as ``"strided"`` makes.
+    ``"strided:3"`` and ``"sequential:3"`` look for repeated blocks and put at most three of them
+    into a fragment: interleaved (block ``l`` into fragment ``l % P``, the paper's choice) or
+    consecutive. Without a number it is an eighth of the blocks, at least one and at most three, or
+    more to make at most 32 fragments of them. What stands outside the blocks (embeddings, head,
+    last norm) forms its own fragments, none larger than the largest fragment of blocks, unless a
+    single tensor is, or without a number there would be many more than 32. A number distributes the
+    tensors over that many fragments of equal size, and ``"balanced"`` over as many as ``"strided"``
+    makes.
 
     Args:
         parameters: The trainable parameters, each once, in the order of ``named_parameters()``.
-        fragments: One of these, or a list of lists of shell-style patterns, one list for each fragment.
-        aliases: Further names of tied parameters, each with the name under which the parameter is in ``parameters``.
-        frozen: Names of the parameters that are not trainable. A pattern may match only these, because they may become
-            trainable later; a list that matches no trainable parameter makes no fragment.
+        fragments: One of these, or a list of lists of shell-style patterns, one list for each
+            fragment.
+        aliases: Further names of tied parameters, each with the name under which the parameter is
+            in ``parameters``.
+        frozen: Names of the parameters that are not trainable. A pattern may match only these,
+            because they may become trainable later; a list that matches no trainable parameter
+            makes no fragment.
 
     Examples:
         >>> layers = [Parameter(f"blocks.{i}.weight", 16) for i in range(4)]
@@ -108,14 +117,16 @@ def partition(
     """
     if not parameters:
         raise ValueError(
-            "The model has no trainable parameters, so worker groups have nothing to exchange. Give it at least one"
+            "The model has no trainable parameters, so worker groups have nothing to exchange."
+            " Give it at least one"
             " parameter with requires_grad=True, or train it without this strategy."
         )
     fragments = checked_fragments(fragments)
     if isinstance(fragments, int):
         if fragments > len(parameters):
             raise ValueError(
-                f"fragments={fragments} is more than the {len(parameters)} trainable tensors of the model, which are"
+                f"fragments={fragments} is more than the {len(parameters)} trainable tensors of"
+                " the model, which are"
                 " not divided. Give at most that number."
             )
         return Partition(_balanced(parameters, fragments))
@@ -140,7 +151,9 @@ def _blocks_per_fragment(blocks: int) -> int:
 
 
 def fewest_blocks(blocks: int) -> int:
-    """Returns how many of the repeated blocks of a model a fragment holds at least, so that there are not too many."""
+    """Returns how many of the repeated blocks of a model a fragment holds at least, so that there
+    are not too many.
+    """
     return max(1, math.ceil(blocks / _MOST_FRAGMENTS))
 
 
@@ -153,18 +166,24 @@ def checked_fragments(fragments: Any) -> int | str | Sequence[Sequence[str]]:
         if fragments > 0:
             return fragments
     elif _is_list(fragments) and all(
-        _is_list(patterns) and all(isinstance(pattern, str) for pattern in patterns) for patterns in fragments
+        _is_list(patterns) and all(isinstance(pattern, str) for pattern in patterns)
+        for patterns in fragments
     ):
         return fragments
     else:
         raise ValueError(
-            f"fragments={fragments!r} is not a list of non-empty lists of patterns. Give one list of shell-style"
-            " patterns for each fragment, such as [['net.0.*'], ['net.1.*']], or a number of fragments."
+            f"fragments={fragments!r} is not a list of non-empty lists of patterns. Give one"
+            " list of shell-style"
+            " patterns for each fragment, such as [['net.0.*'], ['net.1.*']], or a number of"
+            " fragments."
         )
     raise ValueError(
-        f"fragments={fragments!r} is unknown. It is 'strided' or 'sequential', optionally with the number of repeated"
-        " blocks in a fragment, as in 'strided:3'; 'balanced'; a number of fragments; or a list of lists of shell-style"
-        " patterns such as [['net.0.*'], ['net.1.*']]; both numbers are whole and at least 1. Choose one of them."
+        f"fragments={fragments!r} is unknown. It is 'strided' or 'sequential', optionally with"
+        " the number of repeated"
+        " blocks in a fragment, as in 'strided:3'; 'balanced'; a number of fragments; or a list"
+        " of lists of shell-style"
+        " patterns such as [['net.0.*'], ['net.1.*']]; both numbers are whole and at least 1."
+        " Choose one of them."
     )
 
 
@@ -173,12 +192,14 @@ def _is_list(value: Any) -> bool:
 
 
 def find_blocks(parameters: Sequence[Parameter]) -> list[list[str]]:
-    """Finds the repeated blocks of a model from the names of its parameters, in order; none if there are none.
+    """Finds the repeated blocks of a model from the names of its parameters, in order; none if
+    there are none.
 
-    A stack is a module with numbered children, such as ``nn.ModuleList`` and ``nn.Sequential``. It counts
-    when at least two of its children are alike and these hold at least half of its parameters. The blocks are the
-    children that are alike in the outermost stacks that count. A child that holds nothing but vectors, such as a
-    normalisation between two linear layers, belongs to the block before it.
+    A stack is a module with numbered children, such as ``nn.ModuleList`` and ``nn.Sequential``. It
+    counts when at least two of its children are alike and these hold at least half of its
+    parameters. The blocks are the children that are alike in the outermost stacks that count. A
+    child that holds nothing but vectors, such as a normalisation between two linear layers, belongs
+    to the block before it.
     """
     vectors = {parameter.name for parameter in parameters if parameter.ndim < 2}
     return _blocks_below("", [parameter.name for parameter in parameters], vectors)
@@ -189,7 +210,9 @@ def _blocks_below(prefix: str, names: list[str], vectors: set[str]) -> list[list
     for name in names:
         children.setdefault(name[len(prefix) :].split(".")[0], []).append(name)
     blocks: list[list[str]] = []
-    repeated = _repeated(prefix, {child: inside for child, inside in children.items() if re.fullmatch(r"\d+", child)})
+    repeated = _repeated(
+        prefix, {child: inside for child, inside in children.items() if re.fullmatch(r"\d+", child)}
+    )
     for child, inside in children.items():
         if child in repeated and blocks and vectors.issuperset(inside):
             blocks[-1] = blocks[-1] + inside
@@ -201,19 +224,34 @@ def _blocks_below(prefix: str, names: list[str], vectors: set[str]) -> list[list
 
 
 def _repeated(prefix: str, numbered: dict[str, list[str]]) -> set[str]:
-    """Returns the children that are alike, if there are at least two and they hold at least half of the parameters."""
-    inner = {child: {name[len(prefix) + len(child) + 1 :] for name in names} for child, names in numbered.items()}
+    """Returns the children that are alike, if there are at least two and they hold at least half
+    of the parameters.
+    """
+    inner = {
+        child: {name[len(prefix) + len(child) + 1 :] for name in names}
+        for child, names in numbered.items()
+    }
     alike = [
-        {other for other in inner if len(own & inner[other]) / min(len(own), len(inner[other])) >= _ALIKE}
+        {
+            other
+            for other in inner
+            if len(own & inner[other]) / min(len(own), len(inner[other])) >= _ALIKE
+        }
         for own in inner.values()
     ]
-    most = max(alike, key=lambda children: sum(len(inner[child]) for child in children), default=set())
+    most = max(
+        alike, key=lambda children: sum(len(inner[child]) for child in children), default=set()
+    )
     held = sum(len(inner[child]) for child in most)
     return most if len(most) >= 2 and 2 * held >= sum(map(len, inner.values())) else set()
 
 
 def _by_blocks(
-    parameters: Sequence[Parameter], blocks: list[list[str]], most: int, most_outside: float, strided: bool
+    parameters: Sequence[Parameter],
+    blocks: list[list[str]],
+    most: int,
+    most_outside: float,
+    strided: bool,
 ) -> tuple[Fragment, ...]:
     count = -(-len(blocks) // most)
     fragment_of = {
@@ -226,8 +264,8 @@ def _by_blocks(
     for parameter in parameters:
         index = fragment_of.get(parameter.name)
         (outside if index is None else members[index]).append(parameter)
-    # Consecutive runs, none larger than the largest fragment of blocks unless a single tensor is, or small blocks
-    # would make too many.
+    # Consecutive runs, none larger than the largest fragment of blocks unless a single tensor is,
+    # or small blocks would make too many.
     largest = max(*map(_nbytes, members), _nbytes(outside) / most_outside)
     for index, parameter in enumerate(outside):
         if not index or _nbytes(members[-1]) + parameter.nbytes > largest:
@@ -255,11 +293,14 @@ def _by_patterns(
 ) -> tuple[Fragment, ...]:
     known = {parameter.name: parameter.name for parameter in parameters} | dict(aliases)
     claims: dict[str, tuple[int, str]] = {}
-    for index, pattern in [(index, pattern) for index, group in enumerate(fragments) for pattern in group]:
+    for index, pattern in [
+        (index, pattern) for index, group in enumerate(fragments) for pattern in group
+    ]:
         matched = [name for name in known if fnmatchcase(name, pattern)]
         if not matched and not any(fnmatchcase(name, pattern) for name in frozen):
             raise ValueError(
-                f"fragments: the pattern {pattern!r} matches no parameter. The names come from named_parameters(), such"
+                f"fragments: the pattern {pattern!r} matches no parameter. The names come from"
+                " named_parameters(), such"
                 f" as {_some(known)}. Correct the pattern or take it out."
             )
         for name in matched:
@@ -267,15 +308,19 @@ def _by_patterns(
             if first != (index, pattern):
                 tied = "" if name == known[name] else f" (tied to {name!r})"
                 raise ValueError(
-                    f"fragments: the parameter {known[name]!r}{tied} is claimed by two patterns, {first[1]!r} of"
-                    f" fragment {first[0]} and {pattern!r} of fragment {index}. Every parameter must be matched by"
+                    f"fragments: the parameter {known[name]!r}{tied} is claimed by two patterns,"
+                    f" {first[1]!r} of"
+                    f" fragment {first[0]} and {pattern!r} of fragment {index}. Every parameter"
+                    " must be matched by"
                     " exactly one. Narrow one of them."
                 )
     left_out = [parameter.name for parameter in parameters if parameter.name not in claims]
     if left_out:
         raise ValueError(
-            f"fragments: {len(left_out)} of {len(parameters)} trainable parameters match no pattern: {_some(left_out)}."
-            " Every parameter must be in exactly one fragment. Add a pattern for them, or freeze them."
+            f"fragments: {len(left_out)} of {len(parameters)} trainable parameters match no"
+            f" pattern: {_some(left_out)}."
+            " Every parameter must be in exactly one fragment. Add a pattern for them, or freeze"
+            " them."
         )
     members: list[list[Parameter]] = [[] for _ in fragments]
     for parameter in parameters:
@@ -299,7 +344,9 @@ def _fragment(parameters: Sequence[Parameter]) -> Fragment:
 # Parameters as matrices, for outer steps that see more than single values
 
 
-def stack_of(shape: Sequence[int], groups: int | None = None, parts: int | None = None) -> Stack | None:
+def stack_of(
+    shape: Sequence[int], groups: int | None = None, parts: int | None = None
+) -> Stack | None:
     """Returns how a parameter is seen as matrices; None if every value of it is by itself.
 
     ======================================  =================================================
@@ -316,7 +363,8 @@ def stack_of(shape: Sequence[int], groups: int | None = None, parts: int | None 
     Args:
         shape: The shape of the whole parameter.
         groups: The groups of the convolution that it belongs to; None if it belongs to none.
-        parts: The number of matrices that a user asks for, along the first dimension, in place of that; 0 for none.
+        parts: The number of matrices that a user asks for, along the first dimension, in place of
+            that; 0 for none.
 
     Raises:
         ValueError: If the first dimension has no such parts.
@@ -332,7 +380,9 @@ def stack_of(shape: Sequence[int], groups: int | None = None, parts: int | None 
     if parts == 0:
         return None
     if not shape or shape[0] % parts:
-        raise ValueError(f"it has the shape {tuple(shape)}, whose first dimension has no {parts} equal parts")
+        raise ValueError(
+            f"it has the shape {tuple(shape)}, whose first dimension has no {parts} equal parts"
+        )
     part = [shape[0] // parts, *shape[1:]]
     if part[0] == 1:
         part = part[1:]

@@ -1,7 +1,9 @@
-"""How encoded outer gradients become their mean in every group: who encodes what for whom, and who sums it.
+"""How encoded outer gradients become their mean in every group: who encodes what for whom, and who
+sums it.
 
-This is pure arithmetic on payloads; how they travel is the business of `comm.exchange`. In one hop, every group sends
-its whole shard to every other one. In two hops, each group sums one part of the shard and then sends its mean to all.
+This is pure arithmetic on payloads; how they travel is the business of `comm.exchange`. In one hop,
+every group sends its whole shard to every other one. In two hops, each group sums one part of the
+shard and then sends its mean to all.
 """
 
 import ast
@@ -34,7 +36,9 @@ class SecondHop(NamedTuple):
 
 
 class AllReduce:
-    """Turns the outer gradients of all groups into their mean, in one shot: all send their whole shard to all."""
+    """Turns the outer gradients of all groups into their mean, in one shot: all send their whole
+    shard to all.
+    """
 
     hops = 1
 
@@ -44,7 +48,9 @@ class AllReduce:
         self._mixing = mixing
 
     def at(self, step: int, choice: int = 0) -> "AllReduce":
-        """Returns the all-reduce for the launch after an inner step: itself, unless chance or its sender decides."""
+        """Returns the all-reduce for the launch after an inner step: itself, unless chance or its
+        sender decides.
+        """
         compression = self.compression.at(step).chosen(choice)
         return self if compression is self.compression else self._with(compression)
 
@@ -57,25 +63,35 @@ class AllReduce:
         """Returns how many values of a shard of ``numel`` every other group sends to a group."""
         return numel
 
-    def encode(self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None) -> Encoded:
+    def encode(
+        self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None
+    ) -> Encoded:
         encoded = self._encode(gradient, memory, tuning)
         return encoded._replace(payloads=encoded.payloads * self.groups)
 
     def second_hop(self, mean: Tensor, residual: Tensor | None) -> SecondHop | None:
-        """Encodes the mean of this group's part for all groups; returns None if the part is the whole shard."""
+        """Encodes the mean of this group's part for all groups; returns None if the part is the
+        whole shard.
+        """
         return None
 
     def assemble(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
         """Assembles the mean of a whole shard from the second hops of all groups."""
         raise NotImplementedError("there is no second hop")
 
-    def mean(self, payloads: Sequence[Tensor], count: Count, like: Tensor, group: int = 0) -> Tensor:
-        """Returns the float32 mean of the groups that count, summed in their order, so that all get the same bits."""
+    def mean(
+        self, payloads: Sequence[Tensor], count: Count, like: Tensor, group: int = 0
+    ) -> Tensor:
+        """Returns the float32 mean of the groups that count, summed in their order, so that all
+        get the same bits.
+        """
         numel = self.part_numel(like.numel(), group)
         if not numel:
             return like.new_empty(0)
         mean = new_vector(numel, like.device)
-        self.compression.mean([(payloads[sender], factor) for sender, factor in count.factors.items()], mean)
+        self.compression.mean(
+            [(payloads[sender], factor) for sender, factor in count.factors.items()], mean
+        )
         return mean
 
     def decode_own(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -96,7 +112,10 @@ class AllReduce:
     ) -> Tensor:
         """Computes, in one process that has everything, the mean that all groups would get."""
         each = zip(gradients, memories, tunings or [None] * len(gradients), strict=True)
-        codes = [self._with(self.compression.chosen(choice)) for choice in choices or [0] * len(gradients)]
+        codes = [
+            self._with(self.compression.chosen(choice))
+            for choice in choices or [0] * len(gradients)
+        ]
         sent = [code.encode(*own).payloads for code, own in zip(codes, each, strict=True)]
         payloads = []
         for group, residual in enumerate(residuals):
@@ -113,7 +132,9 @@ class AllReduce:
         return self.compression.wire_bytes(part) if part else 0
 
     def second_hop_bytes(self, numel: int, group: int = 0) -> int:
-        """Returns the bytes that a group sends to each other one in its second hop; 0 if there is none."""
+        """Returns the bytes that a group sends to each other one in its second hop; 0 if there is
+        none.
+        """
         return 0
 
     def second_hops(self, numel: int) -> list[int] | None:
@@ -121,11 +142,17 @@ class AllReduce:
         return None
 
     def bytes_to_others(self, numel: int, group: int) -> int:
-        """Returns the bytes that a group sends to all others for a shard, control vectors left out."""
-        first = sum(self.payload_bytes(numel, other) for other in range(self.groups) if other != group)
+        """Returns the bytes that a group sends to all others for a shard, control vectors left
+        out.
+        """
+        first = sum(
+            self.payload_bytes(numel, other) for other in range(self.groups) if other != group
+        )
         return first + (self.groups - 1) * self.second_hop_bytes(numel, group)
 
-    def _encode(self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None) -> Encoded:
+    def _encode(
+        self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None
+    ) -> Encoded:
         if not gradient.numel():
             return Encoded([_nothing(gradient)], None)
         values = _sum(gradient, memory)
@@ -133,7 +160,9 @@ class AllReduce:
         payload = self.compression.tuned(tuning).encode(values)
         # It goes before there is what is remembered, which is as long.
         del values
-        return Encoded([payload], self.compression.remembered(gradient, memory, payload, self._mixing), tuning)
+        return Encoded(
+            [payload], self.compression.remembered(gradient, memory, payload, self._mixing), tuning
+        )
 
 
 class TwoShotAllReduce(AllReduce):
@@ -156,14 +185,20 @@ class TwoShotAllReduce(AllReduce):
         return self._part_numels(numel)[group]
 
     def _part_numels(self, numel: int) -> list[int]:
-        """Returns the length of each part. Equal ones hold up to a value for each group more, which are padding."""
+        """Returns the length of each part. Equal ones hold up to a value for each group more,
+        which are padding.
+        """
         if self._shares is None:
             return [-(-numel // self.groups)] * self.groups
-        borders = [round(numel * fsum(self._shares[:group])) for group in range(self.groups)] + [numel]
+        borders = [round(numel * fsum(self._shares[:group])) for group in range(self.groups)] + [
+            numel
+        ]
         return [after - before for before, after in zip(borders, borders[1:], strict=False)]
 
     @override
-    def encode(self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None) -> Encoded:
+    def encode(
+        self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None
+    ) -> Encoded:
         assert not self.compression.varies(), "check_exchange has refused it"
         payloads, start, remembered = list[Tensor](), 0, None
         for numel in self._part_numels(gradient.numel()):
@@ -173,7 +208,11 @@ class TwoShotAllReduce(AllReduce):
             payloads += encoded.payloads
             if encoded.memory is not None:
                 # One for all parts: joined at the end, they would be there twice.
-                remembered = new_vector(gradient.numel(), gradient.device) if remembered is None else remembered
+                remembered = (
+                    new_vector(gradient.numel(), gradient.device)
+                    if remembered is None
+                    else remembered
+                )
                 remembered[where] = encoded.memory[: where.stop - where.start]
             start = where.stop
         return Encoded(payloads, remembered)
@@ -204,12 +243,22 @@ class TwoShotAllReduce(AllReduce):
 
     @override
     def second_hops(self, numel: int) -> list[int] | None:
-        return None if self._shares is None else [self.payload_bytes(numel, group) for group in range(self.groups)]
+        return (
+            None
+            if self._shares is None
+            else [self.payload_bytes(numel, group) for group in range(self.groups)]
+        )
 
 
 def _sum(values: Tensor, memory: Tensor | None) -> Tensor:
-    """Returns values with what is remembered of earlier ones, in memory that goes back to the system."""
-    return values if memory is None else torch.add(values, memory, out=new_vector(values.numel(), values.device))
+    """Returns values with what is remembered of earlier ones, in memory that goes back to the
+    system.
+    """
+    return (
+        values
+        if memory is None
+        else torch.add(values, memory, out=new_vector(values.numel(), values.device))
+    )
 
 
 def _padded(values: Tensor, numel: int) -> Tensor:
@@ -234,19 +283,21 @@ _ALIKE = 0.1
 
 @dataclass(frozen=True)
 class TwoShot:
-    """An exchange in two shots in which groups average parts of different sizes: joint allocation (arXiv 2003.04544).
+    """An exchange in two shots in which groups average parts of different sizes: joint allocation
+    (arXiv 2003.04544).
 
-    Group g averages the share ``s_g`` of every shard. Of a payload P it sends and receives ``P * (1 + (M - 2) * s_g)``,
-    so a group behind a slow link sends least if it averages nothing. The slowest link decides how long a round takes:
-    ``"by_bandwidth"`` chooses the shares that keep it busy for the least time.
+    Group g averages the share ``s_g`` of every shard. Of a payload P it sends and receives
+    ``P * (1 + (M - 2) * s_g)``, so a group behind a slow link sends least if it averages nothing.
+    The slowest link decides how long a round takes: ``"by_bandwidth"`` chooses the shares that keep
+    it busy for the least time.
 
     Args:
-        parts: The shares, for each group a number of at least 0, which add up to 1; ``"by_bandwidth"`` to suit the
-            links; or ``"equal"``, which is ``exchange="two_shot"``.
-        links: Gbit/s of each group's link, in their order, for ``"by_bandwidth"``. If left out, a Trainer measures the
-            links before the first launch.
-        backend: What carries outer gradients between worker groups: ``"gloo"``, or ``"nccl"`` from CUDA device to CUDA
-            device. The result is the same, bit for bit.
+        parts: The shares, for each group a number of at least 0, which add up to 1;
+            ``"by_bandwidth"`` to suit the links; or ``"equal"``, which is ``exchange="two_shot"``.
+        links: Gbit/s of each group's link, in their order, for ``"by_bandwidth"``. If left out, a
+            Trainer measures the links before the first launch.
+        backend: What carries outer gradients between worker groups: ``"gloo"``, or ``"nccl"`` from
+            CUDA device to CUDA device. The result is the same, bit for bit.
 
     Raises:
         ValueError: If there are neither shares nor links to use, or both.
@@ -264,24 +315,30 @@ class TwoShot:
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            raise ValueError(f"backend={self.backend!r} is unknown. It is 'gloo', the default, or 'nccl'.")
+            raise ValueError(
+                f"backend={self.backend!r} is unknown. It is 'gloo', the default, or 'nccl'."
+            )
         if isinstance(self.parts, str):
             if self.parts not in ("equal", "by_bandwidth"):
                 raise ValueError(
-                    f"parts={self.parts!r} is unknown. It is 'by_bandwidth', 'equal', or a list of shares."
+                    f"parts={self.parts!r} is unknown. It is 'by_bandwidth', 'equal', or a list"
+                    " of shares."
                 )
         else:
             parts = _numbers("parts", self.parts, may_be_zero=True)
             if abs(fsum(parts) - 1) > _ROUNDED:
                 raise ValueError(
-                    f"parts={self.parts!r} add up to {fsum(parts):g}: the shares of all groups must add up to 1. Give"
-                    f" {[float(f'{part / fsum(parts):.3g}') for part in parts]} for parts in this proportion."
+                    f"parts={self.parts!r} add up to {fsum(parts):g}: the shares of all groups"
+                    " must add up to 1. Give"
+                    f" {[float(f'{part / fsum(parts):.3g}') for part in parts]} for parts in"
+                    " this proportion."
                 )
             object.__setattr__(self, "parts", parts)
         if self.links is not None:
             if self.parts != "by_bandwidth":
                 raise ValueError(
-                    f"links={self.links!r} was given with parts={self.parts!r}, which does not use it. Leave links out,"
+                    f"links={self.links!r} was given with parts={self.parts!r}, which does not"
+                    " use it. Leave links out,"
                     " or choose parts='by_bandwidth'."
                 )
             object.__setattr__(self, "links", _numbers("links", self.links, may_be_zero=False))
@@ -292,7 +349,9 @@ class TwoShot:
         return self.parts == "by_bandwidth" and self.links is None
 
     def over(self, links: Sequence[float]) -> "TwoShot":
-        """Returns the exchange for measured links, in Gbit/s; those within a tenth of the fastest are alike."""
+        """Returns the exchange for measured links, in Gbit/s; those within a tenth of the fastest
+        are alike.
+        """
         fastest = max(links)
         rounded = [fastest if link >= (1 - _ALIKE) * fastest else link for link in links]
         return replace(self, links=[float(f"{link:.3g}") for link in rounded])
@@ -308,8 +367,10 @@ class TwoShot:
         """
         if self.lacks_links:
             raise ValueError(
-                f"exchange={self!r} does not say what the links carry, and only a Trainer measures them. Give the"
-                " Gbit/s of each group, such as TwoShot('by_bandwidth', links=[1, 1, 0.5]); sdiloco doctor measures"
+                f"exchange={self!r} does not say what the links carry, and only a Trainer"
+                " measures them. Give the"
+                " Gbit/s of each group, such as TwoShot('by_bandwidth', links=[1, 1, 0.5]);"
+                " sdiloco doctor measures"
                 " them."
             )
         given = self.links if self.links is not None else self.parts
@@ -317,11 +378,13 @@ class TwoShot:
             return None
         if len(given) != groups:
             raise ValueError(
-                f"exchange={self!r} has {len(given)} numbers for {groups} worker groups. Give one for each."
+                f"exchange={self!r} has {len(given)} numbers for {groups} worker groups. Give"
+                " one for each."
             )
         if self.links is not None and groups > 2:
-            # The least time in which a payload of 1 can go through all links with shares that add up to 1 allows each
-            # group so much. Where that is more than enough in all, all take the same part of what they may.
+            # The least time in which a payload of 1 can go through all links with shares that add
+            # up to 1 allows each group so much. Where that is more than enough in all, all take the
+            # same part of what they may.
             least = max(1 / min(given), (2 * groups - 2) / fsum(given))
             given = [max(0.0, (link * least - 1) / (groups - 2)) for link in given]
         elif self.links is not None:
@@ -331,7 +394,9 @@ class TwoShot:
 
     @staticmethod
     def read(text: str, backend: str) -> "TwoShot | str":
-        """Returns the exchange with this ``repr``, as checkpoints hold it: a name, or one like this."""
+        """Returns the exchange with this ``repr``, as checkpoints hold it: a name, or one like
+        this.
+        """
         call = ast.parse(text, mode="eval").body
         if not isinstance(call, ast.Call):
             return f"{ast.literal_eval(call)}:{backend}"
@@ -341,11 +406,15 @@ class TwoShot:
 
 def _numbers(name: str, given: Sequence[float], may_be_zero: bool) -> tuple[float, ...]:
     are_numbers = isinstance(given, Sequence) and all(
-        isinstance(one, (int, float)) and not isinstance(one, bool) and isfinite(one) for one in given
+        isinstance(one, (int, float)) and not isinstance(one, bool) and isfinite(one)
+        for one in given
     )
     if not are_numbers or not any(given) or min(given) < 0 or (min(given) == 0 and not may_be_zero):
         rule = "numbers that are not negative, and not all 0" if may_be_zero else "positive numbers"
-        raise ValueError(f"{name}={given!r} is out of range: it must be a list of {rule}, one for each worker group.")
+        raise ValueError(
+            f"{name}={given!r} is out of range: it must be a list of {rule}, one for each worker"
+            " group."
+        )
     return tuple(given)
 
 
@@ -353,7 +422,9 @@ BACKENDS = ("gloo", "nccl")
 
 
 def kind_and_backend(exchange: Any) -> tuple[Any, str]:
-    """Returns an exchange without its backend, and that: ``"two_shot:nccl"`` is ``"two_shot"`` over ``"nccl"``."""
+    """Returns an exchange without its backend, and that: ``"two_shot:nccl"`` is ``"two_shot"``
+    over ``"nccl"``.
+    """
     if isinstance(exchange, str):
         kind, _, backend = exchange.partition(":")
         return kind, backend or BACKENDS[0]
@@ -366,15 +437,23 @@ def check_exchange(exchange: Any, compression: Compression) -> None:
     is_two_shot = kind == "two_shot" or isinstance(kind, TwoShot)
     if not (is_two_shot or kind in ("auto", "gather")) or backend not in BACKENDS:
         raise ValueError(
-            f"exchange={exchange!r} is unknown. It is one of 'auto', 'gather', 'two_shot', or a TwoShot, each over"
-            " 'gloo', on every device, or over 'nccl' between CUDA devices: 'auto:nccl'. Choose one of them; 'auto' is"
+            f"exchange={exchange!r} is unknown. It is one of 'auto', 'gather', 'two_shot', or a"
+            " TwoShot, each over"
+            " 'gloo', on every device, or over 'nccl' between CUDA devices: 'auto:nccl'. Choose"
+            " one of them; 'auto' is"
             " the default."
         )
     if is_two_shot and (compression.varies() or compression.counts_senders()):
-        why = "its payloads differ in length" if compression.varies() else "over='senders' asks who sent a value"
+        why = (
+            "its payloads differ in length"
+            if compression.varies()
+            else "over='senders' asks who sent a value"
+        )
         raise ValueError(
-            f"exchange={exchange!r} was given with compression={compression!r}: {why}, but the mean sent in the second"
-            " shot shows neither and does not fit into such a payload. Leave exchange out, or choose 'gather'."
+            f"exchange={exchange!r} was given with compression={compression!r}: {why}, but the"
+            " mean sent in the second"
+            " shot shows neither and does not fit into such a payload. Leave exchange out, or"
+            " choose 'gather'."
         )
 
 
@@ -385,8 +464,12 @@ def is_two_shot(exchange: str | TwoShot, groups: int, compression: Compression) 
     return kind == "two_shot" or isinstance(kind, TwoShot)
 
 
-def all_reduce_for(exchange: str | TwoShot, groups: int, compression: Compression, mixing: float) -> AllReduce:
-    """Makes the all-reduce that an exchange stands for. `AllReduce.at` returns the one for a single launch."""
+def all_reduce_for(
+    exchange: str | TwoShot, groups: int, compression: Compression, mixing: float
+) -> AllReduce:
+    """Makes the all-reduce that an exchange stands for. `AllReduce.at` returns the one for a
+    single launch.
+    """
     if not is_two_shot(exchange, groups, compression):
         return AllReduce(groups, compression, mixing)
     shares = exchange.shares(groups) if isinstance(exchange, TwoShot) else None

@@ -1,4 +1,6 @@
-"""When fragments launch and land: arithmetic on the number of the inner step, and on what all groups heard."""
+"""When fragments launch and land: arithmetic on the number of the inner step, and on what all
+groups heard.
+"""
 
 import re
 from abc import ABC, abstractmethod
@@ -10,18 +12,21 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class DenseBeginning:
-    """The first rounds of a run, which are short: groups that have trained little together exchange more often.
+    """The first rounds of a run, which are short: groups that have trained little together exchange
+    more often.
 
-    They take the place of averaging gradients: all that travels does so in the background, from the first inner step
-    on. In these rounds the built-in Nesterov SGD has less momentum, as short rounds need, and the rate of the first
-    round; for an ``lr_schedule`` all of them together are the first round.
+    They take the place of averaging gradients: all that travels does so in the background, from the
+    first inner step on. In these rounds the built-in Nesterov SGD has less momentum, as short
+    rounds need, and the rate of the first round; for an ``lr_schedule`` all of them together are
+    the first round.
 
     Args:
         rounds: How many rounds of every fragment are short, at least 1.
-        sync_every: Inner steps between two launches of the same fragment in them, at most half of the run's
-            ``sync_every``.
-        overlap_steps: Inner steps from a launch to its landing in them, less than their ``sync_every``. None: half of
-            their ``sync_every``, or the run's ``overlap_steps`` where that is less.
+        sync_every: Inner steps between two launches of the same fragment in them, at most half of
+            the run's ``sync_every``.
+        overlap_steps: Inner steps from a launch to its landing in them, less than their
+            ``sync_every``. None: half of their ``sync_every``, or the run's ``overlap_steps`` where
+                that is less.
 
     Raises:
         ValueError: If an argument is out of its range. The message names the argument.
@@ -44,7 +49,8 @@ class DenseBeginning:
         self._require("overlap_steps", self.overlap_steps, 0)
         if self.overlap_steps >= self.sync_every:
             raise ValueError(
-                f"dense_beginning.overlap_steps={self.overlap_steps} is out of range: it must be below its sync_every,"
+                f"dense_beginning.overlap_steps={self.overlap_steps} is out of range: it must be"
+                " below its sync_every,"
                 f" which is {self.sync_every}. Choose a smaller one, or leave it out."
             )
 
@@ -52,7 +58,8 @@ class DenseBeginning:
     def _require(name: str, value: Any, least: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(
-                f"dense_beginning.{name}={value!r} is not possible: it must be a whole number of at least {least}."
+                f"dense_beginning.{name}={value!r} is not possible: it must be a whole number of"
+                f" at least {least}."
                 " Choose another one; dense_beginning=None is none."
             )
 
@@ -86,23 +93,27 @@ class DenseBeginning:
             True
         """
         found = dict(re.findall(r"(\w+)=(\d+)", text))
-        return DenseBeginning(**{name: int(value) for name, value in found.items()}) if found else None
+        return (
+            DenseBeginning(**{name: int(value) for name, value in found.items()}) if found else None
+        )
 
 
 @dataclass(frozen=True)
 class Schedule:
     """The schedule of Streaming DiLoCo, Algorithm 2 of https://arxiv.org/abs/2501.18512.
 
-    Fragment ``p`` of ``P``, counted from 0, has the offset ``floor(p * H / P)``. It launches after inner step ``t``
-    when ``t >= H + offset`` and ``(t - offset) % H == 0``, so never before it has done ``H`` steps. It lands
-    ``overlap_steps`` later.
+    Fragment ``p`` of ``P``, counted from 0, has the offset ``floor(p * H / P)``. It launches after
+    inner step ``t`` when ``t >= H + offset`` and ``(t - offset) % H == 0``, so never before it has
+    done ``H`` steps. It lands ``overlap_steps`` later.
 
-    The rounds of a `DenseBeginning` come first: with its ``sync_every`` ``h``, the ``r``-th launch of a fragment, from
-    1, follows inner step ``r * h + floor(p * h / P)``. From inner step ``rounds * h`` on, ``t`` counts anew.
+    The rounds of a `DenseBeginning` come first: with its ``sync_every`` ``h``, the ``r``-th launch
+    of a fragment, from 1, follows inner step ``r * h + floor(p * h / P)``. From inner step
+    ``rounds * h`` on, ``t`` counts anew.
 
     Args:
         sync_every: Inner steps between two launches of the same fragment (H in the paper).
-        overlap_steps: Inner steps between the launch of a fragment and its landing (tau in the paper).
+        overlap_steps: Inner steps between the launch of a fragment and its landing (tau in the
+            paper).
         fragments: Number of fragments (P in the paper).
         dense: The dense beginning; None: there is none.
 
@@ -164,11 +175,14 @@ class Schedule:
         return self._dense_overlap if self.is_dense_round(round) else self.overlap_steps
 
     def offset(self, fragment: int) -> int:
-        """Returns by how many inner steps the launches of a fragment are shifted (t_p in the paper)."""
+        """Returns by how many inner steps the launches of a fragment are shifted (t_p in the
+        paper).
+        """
         return fragment * self.sync_every // self.fragments
 
     def launch_of(self, fragment: int, round: int) -> int:
-        """Returns the inner step after which a fragment launches in a round, from 1; for round 0, where it counts from.
+        """Returns the inner step after which a fragment launches in a round, from 1; for round 0,
+        where it counts from.
 
         Examples:
             >>> schedule = Schedule(sync_every=20, overlap_steps=5, fragments=2, dense=DenseBeginning(rounds=2))
@@ -176,8 +190,12 @@ class Schedule:
             [2, 6, 10, 38, 58]
         """
         if self.dense is not None and self.is_dense_round(round):
-            return round * self.dense.sync_every + fragment * self.dense.sync_every // self.fragments
-        return self.dense_steps + (round - self.dense_rounds) * self.sync_every + self.offset(fragment)
+            return (
+                round * self.dense.sync_every + fragment * self.dense.sync_every // self.fragments
+            )
+        return (
+            self.dense_steps + (round - self.dense_rounds) * self.sync_every + self.offset(fragment)
+        )
 
     # What is due
 
@@ -193,12 +211,20 @@ class Schedule:
         return self._due(step, step)
 
     def landings(self, step: int) -> tuple[int, ...]:
-        """Returns the fragments that land after inner step ``step``, in the order of their launch."""
+        """Returns the fragments that land after inner step ``step``, in the order of their
+        launch.
+        """
         return self._due(step - self._dense_overlap, step - self.overlap_steps)
 
     def _due(self, dense_launch: int, launch: int) -> tuple[int, ...]:
-        """Returns the fragments that launched after one inner step, if that was a dense one, or after another."""
-        if self.dense is not None and self.dense.sync_every <= dense_launch and self.is_dense(dense_launch):
+        """Returns the fragments that launched after one inner step, if that was a dense one, or
+        after another.
+        """
+        if (
+            self.dense is not None
+            and self.dense.sync_every <= dense_launch
+            and self.is_dense(dense_launch)
+        ):
             return self._with_offset(dense_launch % self.dense.sync_every, self.dense.sync_every)
         since = launch - self.dense_steps
         if since < self.sync_every:
@@ -224,7 +250,8 @@ class Schedule:
         return self.launch_of(self.fragments - 1, 1) + self.overlap_of_round(1)
 
     def rounds_in(self, steps: int) -> int:
-        """Returns how often every fragment has landed after the dense beginning in a run of ``steps`` inner steps.
+        """Returns how often every fragment has landed after the dense beginning in a run of
+        ``steps`` inner steps.
 
         Examples:
             >>> Schedule(sync_every=100, overlap_steps=5, fragments=8).rounds_in(300)
@@ -234,7 +261,8 @@ class Schedule:
         return max(0, (after - self.offset(self.fragments - 1)) // self.sync_every)
 
     def launches_in(self, fragment: int, steps: int) -> tuple[int, int]:
-        """Returns how often a fragment launches in a run of ``steps`` inner steps: in its dense beginning, and after.
+        """Returns how often a fragment launches in a run of ``steps`` inner steps: in its dense
+        beginning, and after.
 
         Examples:
             >>> schedule = Schedule(sync_every=20, overlap_steps=5, fragments=2, dense=DenseBeginning(rounds=2))
@@ -248,10 +276,12 @@ class Schedule:
         return dense, max(0, steps - self.dense_steps - self.offset(fragment)) // self.sync_every
 
     def longest_wait(self, since: int = 0) -> int:
-        """Returns the most inner steps until a request has travelled with the next launch and landed.
+        """Returns the most inner steps until a request has travelled with the next launch and
+        landed.
 
         Args:
-            since: The first inner step after which the request may be made; it may also be made after any later one.
+            since: The first inner step after which the request may be made; it may also be made
+                after any later one.
 
         Examples:
             >>> schedule = Schedule(sync_every=100, overlap_steps=5, fragments=4)
@@ -262,25 +292,39 @@ class Schedule:
         dense, others = self.launches_in(0, since)
         last = max(self.dense_rounds, dense + others) + 3
         rounds = range(max(1, dense + others), last + 1)
-        launches = {self.launch_of(fragment, number) for number in rounds for fragment in range(self.fragments)}
+        launches = {
+            self.launch_of(fragment, number)
+            for number in rounds
+            for fragment in range(self.fragments)
+        }
         # The last round may be incomplete among these.
         later = sorted(at for at in launches if since < at <= self.launch_of(0, last))
-        return max(after - before + self.overlap_of(after) for before, after in pairwise([since, *later]))
+        return max(
+            after - before + self.overlap_of(after) for before, after in pairwise([since, *later])
+        )
 
     def table(self, first: int = 1, last: int | None = None) -> str:
-        """Returns the schedule as text, one line for each inner step after which something launches or lands.
+        """Returns the schedule as text, one line for each inner step after which something launches
+        or lands.
 
         Args:
             first: First inner step of the table.
-            last: Last inner step of the table; by default the end of the second round after the dense beginning.
+            last: Last inner step of the table; by default the end of the second round after the
+                dense beginning.
 
         Returns:
             The table, with the columns step, launches, lands.
         """
-        last = self.dense_steps + 3 * self.sync_every - 1 + self.overlap_steps if last is None else last
+        last = (
+            self.dense_steps + 3 * self.sync_every - 1 + self.overlap_steps
+            if last is None
+            else last
+        )
         lines = [f"{'step':>4}  {'launches':<8}  lands"]
         for step in range(first, last + 1):
-            launches, landings = (", ".join(map(str, due)) for due in (self.launches(step), self.landings(step)))
+            launches, landings = (
+                ", ".join(map(str, due)) for due in (self.launches(step), self.landings(step))
+            )
             if launches or landings:
                 lines.append(f"{step:>4}  {launches or '-':<8}  {landings or '-'}")
         return "\n".join(lines)
@@ -297,7 +341,8 @@ class Heard(NamedTuple):
         launched_at: The inner step of the launch, as `LaunchSchedule.due` counts them.
         present: The groups that counted in the mean, in rising order.
         norms: Norm of the outer gradient of each group, before any compression, by group.
-        trained: Micro-batches that each group trained since its own last launch of the fragment, by group.
+        trained: Micro-batches that each group trained since its own last launch of the fragment, by
+            group.
 
     Examples:
         >>> landing = Heard(0, 100, present=(0, 1), norms=(3.0, 2.0), trained=(50, 40))
@@ -315,9 +360,9 @@ class Heard(NamedTuple):
 class LaunchSchedule(ABC):
     """Decides after which inner steps fragments launch. They land ``overlap_steps`` later.
 
-    Make it a frozen dataclass: its ``repr`` is compared between ranks, and with the checkpoint's. A fragment in flight
-    must not be due. The first launch of every fragment follows the `Schedule`: until all have landed once, evaluation
-    shows the mean of the groups.
+    Make it a frozen dataclass: its ``repr`` is compared between ranks, and with the checkpoint's. A
+    fragment in flight must not be due. The first launch of every fragment follows the `Schedule`:
+    until all have landed once, evaluation shows the mean of the groups.
 
     Examples:
         >>> @dataclass(frozen=True)
@@ -339,7 +384,8 @@ class LaunchSchedule(ABC):
         """Returns the state before the first inner step, as JSON.
 
         Args:
-            schedule: The arithmetic of the run: ``sync_every``, ``overlap_steps``, and the number of fragments.
+            schedule: The arithmetic of the run: ``sync_every``, ``overlap_steps``, and the number
+                of fragments.
         """
 
     @abstractmethod
@@ -367,7 +413,9 @@ class LaunchSchedule(ABC):
 
 @dataclass(frozen=True)
 class Every(LaunchSchedule):
-    """Launches every fragment every ``sync_every`` inner steps: the schedule itself, whatever is heard."""
+    """Launches every fragment every ``sync_every`` inner steps: the schedule itself, whatever is
+    heard.
+    """
 
     def start(self, schedule: Schedule) -> Mapping[str, Any]:
         return {"sync_every": schedule.sync_every, "fragments": schedule.fragments}
@@ -381,15 +429,18 @@ class Every(LaunchSchedule):
 
 @dataclass(frozen=True)
 class Selective(LaunchSchedule):
-    """Launches less often while outer gradients hardly change: SelSync (arXiv 2307.07950) for worker groups.
+    """Launches less often while outer gradients hardly change: SelSync (arXiv 2307.07950) for
+    worker groups.
 
-    A group's rate is the norm of its outer gradient over the inner steps it trained. As long as every group's rate
-    stays within ``threshold``, relatively, of the rate at the launch before, the inner steps to the next launch double,
-    up to ``most * sync_every``; otherwise they return to ``sync_every``. The next outer gradient holds all that was
-    trained meanwhile. This saves bytes, not peak bandwidth.
+    A group's rate is the norm of its outer gradient over the inner steps it trained. As long as
+    every group's rate stays within ``threshold``, relatively, of the rate at the launch before, the
+    inner steps to the next launch double, up to ``most * sync_every``; otherwise they return to
+    ``sync_every``. The next outer gradient holds all that was trained meanwhile. This saves bytes,
+    not peak bandwidth.
 
     Args:
-        threshold: Least relative change of a rate that counts, at least 0; 0 never launches less often.
+        threshold: Least relative change of a rate that counts, at least 0; 0 never launches less
+            often.
         most: How many times ``sync_every`` may lie between two launches of a fragment, at least 1.
 
     Raises:
@@ -415,13 +466,24 @@ class Selective(LaunchSchedule):
     def __post_init__(self) -> None:
         for name, least in {"threshold": 0, "most": 1}.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float) if name == "threshold" else int):
-                raise ValueError(f"{name}={value!r} is not a {'number' if name == 'threshold' else 'whole number'}.")
+            if isinstance(value, bool) or not isinstance(
+                value, (int, float) if name == "threshold" else int
+            ):
+                raise ValueError(
+                    f"{name}={value!r} is not a"
+                    f" {'number' if name == 'threshold' else 'whole number'}."
+                )
             if not value >= least:
-                raise ValueError(f"{name}={value!r} is out of range: it must be at least {least}. Choose another one.")
+                raise ValueError(
+                    f"{name}={value!r} is out of range: it must be at least {least}. Choose"
+                    " another one."
+                )
 
     def start(self, schedule: Schedule) -> Mapping[str, Any]:
-        first = [schedule.sync_every + schedule.offset(fragment) for fragment in range(schedule.fragments)]
+        first = [
+            schedule.sync_every + schedule.offset(fragment)
+            for fragment in range(schedule.fragments)
+        ]
         return {
             "sync_every": schedule.sync_every,
             "next": first,
@@ -434,17 +496,29 @@ class Selective(LaunchSchedule):
 
     def heard(self, state: Mapping[str, Any], landing: Heard) -> Mapping[str, Any]:
         own, before = landing.fragment, state["rates"][landing.fragment]
-        rates = [norm / max(1, steps) for norm, steps in zip(landing.norms, landing.trained, strict=True)]
+        rates = [
+            norm / max(1, steps) for norm, steps in zip(landing.norms, landing.trained, strict=True)
+        ]
         # Multiplied, not divided: a group may not have moved before.
         is_calm = bool(landing.present) and any(before) and self.threshold > 0
         is_calm = is_calm and all(
-            rates[group] == before[group] == 0 or abs(rates[group] - before[group]) < self.threshold * before[group]
+            rates[group] == before[group] == 0
+            or abs(rates[group] - before[group]) < self.threshold * before[group]
             for group in landing.present
         )
         stride = min(self.most, 2 * state["stride"][own]) if is_calm else 1
-        new = {"next": landing.launched_at + stride * state["sync_every"], "stride": stride, "rates": rates}
-        changed = {name: [*state[name][:own], value, *state[name][own + 1 :]] for name, value in new.items()}
+        new = {
+            "next": landing.launched_at + stride * state["sync_every"],
+            "stride": stride,
+            "rates": rates,
+        }
+        changed = {
+            name: [*state[name][:own], value, *state[name][own + 1 :]]
+            for name, value in new.items()
+        }
         return {**state, **changed}
 
     def longest_wait(self, schedule: Schedule, since: int = 0) -> int:
-        return max(schedule.longest_wait(since), self.most * schedule.sync_every + schedule.overlap_steps)
+        return max(
+            schedule.longest_wait(since), self.most * schedule.sync_every + schedule.overlap_steps
+        )

@@ -1,4 +1,5 @@
-"""What groups say at a launch, and how much each counts in a mean: decided from that, and so alike in all of them.
+"""What groups say at a launch, and how much each counts in a mean: decided from that, and so alike
+in all of them.
 
 It needs no tensor: the hub of a federation asks the same guard.
 """
@@ -50,7 +51,8 @@ class Control(NamedTuple):
         fragment: The fragment that is launched.
         step: The inner step of the launch.
         requests: What the rank asks of all groups, one bit each, such as to stop.
-        weight: Micro-batches that the group trained since its own last launch of the fragment, over its ranks.
+        weight: Micro-batches that the group trained since its own last launch of the fragment, over
+            its ranks.
         digest: Digest of the outer parameters and buffers of the fragment.
         norm_squared: Squared norm of the outer gradient.
         changed: Buffers of the fragment that changed since its last landing, one bit each.
@@ -90,7 +92,8 @@ class Control(NamedTuple):
 
     @staticmethod
     def merged(ranks: Sequence["Control"]) -> "Control":
-        """Returns what a group says, given what its ranks say, so that all shards of a fragment decide alike.
+        """Returns what a group says, given what its ranks say, so that all shards of a fragment
+        decide alike.
 
         A group has changed what one of its ranks has changed. It trained when all its ranks did.
         """
@@ -109,8 +112,9 @@ class Count(NamedTuple):
     """How much each group counts in one mean.
 
     Attributes:
-        factors: The groups that count, in their order, each with the factor of its outer gradient. The mean is the sum
-            of the products divided by the number of these groups: a factor of 1 changes no bit.
+        factors: The groups that count, in their order, each with the factor of its outer gradient.
+            The mean is the sum of the products divided by the number of these groups: a factor of 1
+                changes no bit.
         outlying: The groups that the guard leaves out.
 
     Examples:
@@ -128,7 +132,9 @@ def plain(controls: Sequence[Control]) -> Count:
 
 
 def may_count(controls: Sequence[Control]) -> list[int]:
-    return [group for group, control in enumerate(controls) if control.finite and control.weight > 0]
+    return [
+        group for group, control in enumerate(controls) if control.finite and control.weight > 0
+    ]
 
 
 def by_training(controls: Sequence[Control], counted: Sequence[int]) -> dict[int, float]:
@@ -141,9 +147,10 @@ def by_training(controls: Sequence[Control], counted: Sequence[int]) -> dict[int
 class Weighing(ABC):
     """Decides how much each group counts in the mean of a fragment.
 
-    It decides from what the groups sent, never from what a group computes for itself: the same numbers give the same
-    bits everywhere. Make it a frozen dataclass: its ``repr`` is compared between ranks, and with the checkpoint's. Its
-    state for each fragment is plain JSON, and changes only when a flight lands.
+    It decides from what the groups sent, never from what a group computes for itself: the same
+    numbers give the same bits everywhere. Make it a frozen dataclass: its ``repr`` is compared
+    between ranks, and with the checkpoint's. Its state for each fragment is plain JSON, and changes
+    only when a flight lands.
 
     Examples:
         >>> @dataclass(frozen=True)
@@ -169,19 +176,23 @@ class Weighing(ABC):
         """Decides how much each group counts.
 
         Args:
-            controls: What every group said at the launch. A group that is not finite, or whose weight is 0, must not
-                count.
+            controls: What every group said at the launch. A group that is not finite, or whose
+                weight is 0, must not count.
             state: The state of the fragment.
         """
 
     def heard(self, controls: Sequence[Control], state: Any) -> Any:
-        """Returns the state once the flight has landed; by default the state before it; see `count`."""
+        """Returns the state once the flight has landed; by default the state before it; see
+        `count`.
+        """
         return state
 
     def joined(self, states: Sequence[Any], groups: int) -> Any:
-        """Returns the state of a fragment whose parameters come from other fragments; by default it starts anew.
+        """Returns the state of a fragment whose parameters come from other fragments; by default it
+        starts anew.
 
-        The model is cut again when parameters are frozen or become trainable, and when a run restarts.
+        The model is cut again when parameters are frozen or become trainable, and when a run
+        restarts.
 
         Args:
             states: The states of the fragments that held its parameters.
@@ -194,12 +205,13 @@ class Weighing(ABC):
 class Aggregation(Weighing):
     """Weighs the groups of a mean by what they trained, clips and guards them.
 
-    The state of a fragment is the last norms of the outer gradients, by group: at most eight each, the oldest first.
+    The state of a fragment is the last norms of the outer gradients, by group: at most eight each,
+    the oldest first.
 
     Args:
         clip_norm: Longer outer gradients are scaled down to this norm; with None, none is.
-        guard: A group is left out when its norm is more than this many times what is usual, as `outlying` says; with
-            None, none is.
+        guard: A group is left out when its norm is more than this many times what is usual, as
+            `outlying` says; with None, none is.
     """
 
     clip_norm: float | None = None
@@ -213,7 +225,9 @@ class Aggregation(Weighing):
     def count(self, controls: Sequence[Control], state: Sequence[Sequence[float]] = ()) -> Count:
         candidates = may_count(controls)
         norms = {group: controls[group].norm for group in candidates}
-        out = () if self.guard is None else tuple(outlying(norms, dict(enumerate(state)), self.guard))
+        out = (
+            () if self.guard is None else tuple(outlying(norms, dict(enumerate(state)), self.guard))
+        )
         factors = by_training(controls, [group for group in candidates if group not in out])
         if self.clip_norm is not None:
             for group in factors:
@@ -222,12 +236,16 @@ class Aggregation(Weighing):
         return Count(factors, out)
 
     @override
-    def heard(self, controls: Sequence[Control], state: Sequence[Sequence[float]]) -> list[list[float]]:
+    def heard(
+        self, controls: Sequence[Control], state: Sequence[Sequence[float]]
+    ) -> list[list[float]]:
         return remembered(state, controls)
 
     @override
     def joined(self, states: Sequence[Sequence[Sequence[float]]], groups: int) -> list[list[float]]:
-        """Returns the norms of all these fragments together: those of a part are at most as long."""
+        """Returns the norms of all these fragments together: those of a part are at most as
+        long.
+        """
         joined = self.start(groups)
         for group, norms in enumerate(joined):
             newest_first = zip(*(reversed(state[group]) for state in states), strict=False)
@@ -242,16 +260,16 @@ def remembered(norms: Sequence[Sequence[float]], controls: Sequence[Control]) ->
     return [[*last, *new.get(group, [])][-REMEMBERED:] for group, last in enumerate(norms)]
 
 
-# The guard: whose outer gradient is too long to count, against its own past and what the others of its round are
-# against theirs
+# The guard: whose outer gradient is too long to count, against its own past and what the others of
+# its round are against theirs
 
 
 def usual(who: Who, norms: Mapping[Who, float], past: Mapping[Who, Sequence[float]]) -> float:
     """Returns how long an outer gradient usually is; 0 where that is not known.
 
-    It is the median of the group's own last norms, of which there must be four. Where the others of the round are
-    longer than their own medians, it grows by the median of these ratios, since the training has changed. It is at
-    least the median of the others' norms, if there are two.
+    It is the median of the group's own last norms, of which there must be four. Where the others of
+    the round are longer than their own medians, it grows by the median of these ratios, since the
+    training has changed. It is at least the median of the others' norms, if there are two.
 
     Args:
         who: Whose outer gradient.
@@ -275,7 +293,11 @@ def usual(who: Who, norms: Mapping[Who, float], past: Mapping[Who, Sequence[floa
             growths.append(norms[other] / other_median)
     growth = median_high(growths) if growths else 1.0
     grown = own_median * max(1.0, growth)
-    return max(grown, median_high([norms[other] for other in others])) if len(others) >= _OTHERS else grown
+    return (
+        max(grown, median_high([norms[other] for other in others]))
+        if len(others) >= _OTHERS
+        else grown
+    )
 
 
 def _median_of_past(last: Sequence[float]) -> float:
@@ -283,11 +305,13 @@ def _median_of_past(last: Sequence[float]) -> float:
     return median(last) if len(last) >= _ENOUGH else 0.0
 
 
-def outlying(norms: Mapping[Who, float], past: Mapping[Who, Sequence[float]], guard: float) -> dict[Who, float]:
+def outlying(
+    norms: Mapping[Who, float], past: Mapping[Who, Sequence[float]], guard: float
+) -> dict[Who, float]:
     """Returns the outliers, each with how many times as long as usual it is.
 
-    A group without enough norms of its own is none: its data may be unlike the others'. If all are that far off, the
-    training has changed, and none is at fault.
+    A group without enough norms of its own is none: its data may be unlike the others'. If all are
+    that far off, the training has changed, and none is at fault.
 
     Examples:
         >>> outlying({"a": 1.0, "b": 40.0, "c": 1.0}, {"b": [1.0] * 4}, guard=10.0)
@@ -306,7 +330,8 @@ def outlying(norms: Mapping[Who, float], past: Mapping[Who, Sequence[float]], gu
 
 
 class Weighed(NamedTuple):
-    """What a weighing knows of all groups, by the parameters of each fragment: it survives another cut.
+    """What a weighing knows of all groups, by the parameters of each fragment: it survives another
+    cut.
 
     Attributes:
         weighing: The weighing, as text.
@@ -319,8 +344,14 @@ class Weighed(NamedTuple):
     states: dict[tuple[str, ...], Any]
 
     def state_for(self, names: Sequence[str], weighing: Weighing, text: str, groups: int) -> Any:
-        """Returns the state of a fragment of these parameters, for a weighing, its text and a number of groups."""
-        sources = {before: state for before, state in self.states.items() if not set(before).isdisjoint(names)}
+        """Returns the state of a fragment of these parameters, for a weighing, its text and a
+        number of groups.
+        """
+        sources = {
+            before: state
+            for before, state in self.states.items()
+            if not set(before).isdisjoint(names)
+        }
         is_known = set(names) <= {name for before in sources for name in before}
         # Other groups are not those that were weighed, and what was never trained has no norms.
         if not is_known or (text, groups) != (self.weighing, self.groups):
@@ -331,9 +362,11 @@ class Weighed(NamedTuple):
 
 
 class Exclusions:
-    """Finds when a group begins to be left out, so that the log says it once and not at every landing.
+    """Finds when a group begins to be left out, so that the log says it once and not at every
+    landing.
 
-    It ends when the group has counted for `REMEMBERED` rounds. Fragments launched meanwhile report the same event.
+    It ends when the group has counted for `REMEMBERED` rounds. Fragments launched meanwhile report
+    the same event.
 
     Examples:
         >>> exclusions = Exclusions()
@@ -346,14 +379,18 @@ class Exclusions:
         self._last_left_out: dict[int, int] = {}
 
     def begins(self, group: int, step: int, sync_every: int) -> bool:
-        """Notes that a group was left out of a launch after an inner step; returns whether that is news."""
+        """Notes that a group was left out of a launch after an inner step; returns whether that is
+        news.
+        """
         last = self._last_left_out.get(group)
         self._last_left_out[group] = step
         return last is None or step - last > REMEMBERED * sync_every
 
 
 class Absences:
-    """Counts how often in a row every group was left out because its values were not finite; too often is an error."""
+    """Counts how often in a row every group was left out because its values were not finite; too
+    often is an error.
+    """
 
     def __init__(self, groups: int) -> None:
         self._in_a_row = [0] * groups
@@ -364,15 +401,18 @@ class Absences:
             if group not in left_out:
                 self._in_a_row[group] = 0
             elif launched_at > self._recovered_at[group]:
-                # A fragment that was launched before the group recovered reports the same event again. Launches come
-                # first in an inner step, so fragments of the recovery's step do, too.
+                # A fragment that was launched before the group recovered reports the same event
+                # again. Launches come first in an inner step, so fragments of the recovery's step
+                # do, too.
                 self._in_a_row[group] += 1
                 self._recovered_at[group] = landed_at
         lost = [group for group, count in enumerate(self._in_a_row) if count >= _MOST_LEFT_OUT]
         if lost:
             raise AgreementError(
-                f"The outer gradient of worker group {', '.join(map(str, lost))} was not finite {_MOST_LEFT_OUT} times"
-                " in a row: the other groups train without it. Look at that group's data and learning rate, and resume"
+                f"The outer gradient of worker group {', '.join(map(str, lost))} was not finite"
+                f" {_MOST_LEFT_OUT} times"
+                " in a row: the other groups train without it. Look at that group's data and"
+                " learning rate, and resume"
                 " from a checkpoint, for example with gradient clipping."
             )
 

@@ -1,8 +1,9 @@
-"""What travels among the ranks of one process group: tensors by collectives, whatever its backend, and plain values.
+"""What travels among the ranks of one process group: tensors by collectives, whatever its backend,
+and plain values.
 
-Plain are None, truth values, numbers, texts, bytes, tensors, and lists, tuples, sets and dictionaries of these. They
-travel as JSON, with the bytes of tensors behind it, and nothing that comes is executed. A named tuple arrives as a
-tuple; the sender of one makes one of it again.
+Plain are None, truth values, numbers, texts, bytes, tensors, and lists, tuples, sets and
+dictionaries of these. They travel as JSON, with the bytes of tensors behind it, and nothing that
+comes is executed. A named tuple arrives as a tuple; the sender of one makes one of it again.
 """
 
 import json
@@ -36,10 +37,15 @@ class Communicator:
         self.process_group = process_group
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
-        self.is_on_host = process_group is not None and dist.get_backend(process_group) in ("gloo", SHARED)
+        self.is_on_host = process_group is not None and dist.get_backend(process_group) in (
+            "gloo",
+            SHARED,
+        )
 
     def begun(self) -> int:
-        """Returns how many collectives anybody has begun in the process group on this rank, with gloo and NCCL."""
+        """Returns how many collectives anybody has begun in the process group on this rank, with
+        gloo and NCCL.
+        """
         if (group := self.process_group) is None:
             return 0
         # If each device has its own backend, each of them counts.
@@ -49,7 +55,9 @@ class Communicator:
         return 0
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Returns the tensors of all ranks, in the order of the ranks. All must have the same shape and dtype."""
+        """Returns the tensors of all ranks, in the order of the ranks. All must have the same
+        shape and dtype.
+        """
         if self.size == 1:
             return [tensor]
         sent = self._staged(tensor).contiguous()
@@ -58,12 +66,16 @@ class Communicator:
         return [to_device(part, tensor.device) for part in received]
 
     def all_gather_with_gradients(self, tensor: Tensor) -> Tensor:
-        """Returns the tensors of all ranks, stacked; gradients flow back to the rank that each is from."""
+        """Returns the tensors of all ranks, stacked; gradients flow back to the rank that each is
+        from.
+        """
         gathered: Tensor = _AllGather.apply(tensor, self)
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Returns what the ranks hold for this one: their parts of that number along the first dimension, stacked."""
+        """Returns what the ranks hold for this one: their parts of that number along the first
+        dimension, stacked.
+        """
         if self.size == 1:
             return tensor
         sent = self._staged(tensor).contiguous()
@@ -72,13 +84,17 @@ class Communicator:
         return to_device(received, tensor.device)
 
     def all_to_all_vectors(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Sends every rank its part; returns what came from each, of these sizes: flat tensors of one dtype."""
+        """Sends every rank its part; returns what came from each, of these sizes: flat tensors of
+        one dtype.
+        """
         if self.size == 1:
             return list(parts)
         sent = [self._staged(part).contiguous() for part in parts]
         lengths = [part.numel() for part in sent]
         whole = sent[self.rank].new_empty(sum(sizes))
-        dist.all_to_all_single(whole, torch.cat(sent), list(sizes), lengths, group=self.process_group)
+        dist.all_to_all_single(
+            whole, torch.cat(sent), list(sizes), lengths, group=self.process_group
+        )
         return [to_device(part, parts[0].device) for part in whole.split(list(sizes))]
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -94,14 +110,17 @@ class Communicator:
         return [decode(part[:size].cpu().numpy().tobytes()) for part, size in parts]
 
     def attempt(self, act: Callable[[], Any]) -> list[Outcome]:
-        """Does something on all ranks that returns a plain value; returns what came of it on each, in order.
+        """Does something on all ranks that returns a plain value; returns what came of it on each,
+        in order.
 
         So no rank goes on, and waits for the others, where one of them has failed.
         """
         try:
             own = Outcome(act())
         except Exception as error:  # raised below, on all ranks
-            own = Outcome(None, tuple(kind.__name__ for kind in type(error).__mro__), str(error), error)
+            own = Outcome(
+                None, tuple(kind.__name__ for kind in type(error).__mro__), str(error), error
+            )
         every = [Outcome(*told) for told in self.all_gather_object(own[:3])]
         every[self.rank] = every[self.rank]._replace(raised=own.raised)
         return every
@@ -116,7 +135,9 @@ class Communicator:
             tensor.copy_(staged)
 
     def channel(self, engine: int) -> "Communicator":
-        """Returns a communicator among the same ranks that only the engine with that number uses, if they have gloo."""
+        """Returns a communicator among the same ranks that only the engine with that number uses,
+        if they have gloo.
+        """
         has_messages = self.process_group is not None and self.is_on_host and self.size > 1
         return MessageCommunicator(self.process_group, engine) if has_messages else self
 
@@ -129,10 +150,12 @@ _FIRST_TAG = 1 << 30
 
 
 class MessageCommunicator(Communicator):
-    """Gathers and broadcasts by messages with a tag, over a process group of gloo that several threads may share.
+    """Gathers and broadcasts by messages with a tag, over a process group of gloo that several
+    threads may share.
 
-    Collectives of gloo are matched by the order in which a rank begins them, and two threads have no common order.
-    Gathering takes half as long as gloo's own, which goes round the ranks and copies the result.
+    Collectives of gloo are matched by the order in which a rank begins them, and two threads have
+    no common order. Gathering takes half as long as gloo's own, which goes round the ranks and
+    copies the result.
     """
 
     def __init__(self, process_group: Any, engine: int) -> None:
@@ -143,7 +166,9 @@ class MessageCommunicator(Communicator):
     @override
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         sent = self._staged(tensor).contiguous()
-        received = [sent if rank == self.rank else torch.empty_like(sent) for rank in range(self.size)]
+        received = [
+            sent if rank == self.rank else torch.empty_like(sent) for rank in range(self.size)
+        ]
         works = [self._receive(received[rank], rank) for rank in self._others]
         works += [self._send(sent, rank) for rank in self._others]
         for work in works:
@@ -287,7 +312,11 @@ class _Buffers:
             case "tensor":
                 size, dtype, *shape = parts
                 taken = self._take(size)
-                flat = torch.frombuffer(taken, dtype=_DTYPES[dtype]) if size else torch.empty(0, dtype=_DTYPES[dtype])
+                flat = (
+                    torch.frombuffer(taken, dtype=_DTYPES[dtype])
+                    if size
+                    else torch.empty(0, dtype=_DTYPES[dtype])
+                )
                 return flat.reshape(shape)
             case "list" | "tuple" | "set":
                 return {"list": list, "tuple": tuple, "set": set}[kind](map(self.value, parts))
@@ -304,12 +333,15 @@ def page_locked(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     """Returns an uninitialised tensor on the host, which a device can reach by itself."""
     if device.type == "cpu":
         return new_vector(prod(shape), device, dtype).view(tuple(shape))
-    # torch keeps what is freed for the next tensor of that size: locking pages takes longer than a copy.
+    # torch keeps what is freed for the next tensor of that size: locking pages takes longer than a
+    # copy.
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 def to_host(values: Tensor) -> Tensor:
-    """Copies a tensor to the host. The calling thread waits for the copy, the accelerator does not."""
+    """Copies a tensor to the host. The calling thread waits for the copy, the accelerator does
+    not.
+    """
     if values.device.type == "cpu":
         return values
     copied = page_locked(values.shape, values.dtype, values.device).copy_(values, non_blocking=True)
@@ -318,5 +350,7 @@ def to_host(values: Tensor) -> Tensor:
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor to a device without waiting; only what this thread gives the device from now on may use it."""
+    """Copies a tensor to a device without waiting; only what this thread gives the device from now
+    on may use it.
+    """
     return values.to(device, non_blocking=True)

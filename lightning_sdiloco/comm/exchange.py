@@ -1,4 +1,6 @@
-"""How messages reach the other worker groups: one goes out to each of them, and one comes in from each."""
+"""How messages reach the other worker groups: one goes out to each of them, and one comes in from
+each.
+"""
 
 import math
 import threading
@@ -25,7 +27,10 @@ Posted = TypeVar("Posted")
 
 class Unanswered(Exception):
     def __init__(self, group: int | None, reason: str) -> None:
-        super().__init__(f"{'one of the other worker groups' if group is None else f'worker group {group}'} {reason}")
+        super().__init__(
+            f"{'one of the other worker groups' if group is None else f'worker group {group}'}"
+            f" {reason}"
+        )
         self.group = group
         self.reason = reason
 
@@ -38,7 +43,8 @@ class Exchange(ABC, Generic[Posted]):
         learns_sizes: Whether messages may be posted before their receivers know how long they are.
         arrived: When the last message of each group came, where that is seen; 0 of this group.
         sends_bytes_per_s: What the link carries to each receiver; 0 where that is not known.
-        open_channels: The channels in use, where there may be only one; None where there may be any number.
+        open_channels: The channels in use, where there may be only one; None where there may be any
+            number.
     """
 
     learns_sizes = True
@@ -57,11 +63,14 @@ class Exchange(ABC, Generic[Posted]):
 
         Args:
             messages: Flat bytes, one message for each group.
-            sizes: How long those are that come, by group. None: as long as the own. (): `collect` is told.
+            sizes: How long those are that come, by group. None: as long as the own. (): `collect`
+                is told.
         """
 
     @abstractmethod
-    def collect(self, posted: Posted, deadline: float, sizes: Sequence[int] | None = None) -> list[Tensor]:
+    def collect(
+        self, posted: Posted, deadline: float, sizes: Sequence[int] | None = None
+    ) -> list[Tensor]:
         """Waits for the messages of all groups, which it returns.
 
         Args:
@@ -72,17 +81,23 @@ class Exchange(ABC, Generic[Posted]):
 
     @abstractmethod
     def channel(self, engine: int) -> "Exchange[Posted]":
-        """Returns an exchange between the same groups whose messages reach only the engine with that number.
+        """Returns an exchange between the same groups whose messages reach only the engine with
+        that number.
 
-        Messages of different numbers never mix, in whatever order they are posted. 0 is for those of no engine.
+        Messages of different numbers never mix, in whatever order they are posted. 0 is for those
+        of no engine.
         """
 
     def close(self) -> None:
         """Releases what no other channel may use meanwhile. Messages on their way are lost."""
 
     def _count(self, own: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        self.bytes_sent += sum([message.numel() for group, message in enumerate(sent) if group != own])
-        self.bytes_received += sum([message.numel() for group, message in enumerate(received) if group != own])
+        self.bytes_sent += sum(
+            [message.numel() for group, message in enumerate(sent) if group != own]
+        )
+        self.bytes_received += sum(
+            [message.numel() for group, message in enumerate(received) if group != own]
+        )
 
 
 # Over gloo
@@ -90,7 +105,9 @@ class Exchange(ABC, Generic[Posted]):
 
 @dataclass
 class _Travelling:
-    """Messages on their way over gloo: this group's, incoming ones, and the work of each other group."""
+    """Messages on their way over gloo: this group's, incoming ones, and the work of each other
+    group.
+    """
 
     messages: Sequence[Tensor]
     received: list[Tensor]
@@ -106,8 +123,8 @@ _TAGS = 2
 class DirectExchange(Exchange[_Travelling]):
     """Sends from each group to each other one, over a process group of gloo for each direction.
 
-    Exchanges may share process groups if they differ in ``tag``, 0 or 1, or in ``engine``: gloo delivers a message only
-    to who waits for its tag.
+    Exchanges may share process groups if they differ in ``tag``, 0 or 1, or in ``engine``: gloo
+    delivers a message only to who waits for its tag.
     """
 
     def __init__(
@@ -123,7 +140,8 @@ class DirectExchange(Exchange[_Travelling]):
         self._tag, self._pacing = _TAGS * engine + tag, pacing or Pacing()
         self._group = dist.get_rank(up)
         self._ranks = dist.get_process_group_ranks(up)
-        # By the other group: over which process group this one sends to it, and over which it receives.
+        # By the other group: over which process group this one sends to it, and over which it
+        # receives.
         self._ways = {
             group: (up, down) if group > self._group else (down, up)
             for group in range(self.num_groups)
@@ -137,7 +155,9 @@ class DirectExchange(Exchange[_Travelling]):
 
     @override
     def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> _Travelling:
-        """Starts to send. Messages on another device are copied to the host first: the same one for all groups once."""
+        """Starts to send. Messages on another device are copied to the host first: the same one
+        for all groups once.
+        """
         sent = list(messages)
         if messages[self._group].device.type != "cpu":
             on_host = {id(message): to_host(message) for message in messages}
@@ -153,7 +173,8 @@ class DirectExchange(Exchange[_Travelling]):
                 try:
                     posted.sending[group] = to.send([sent[group]], group, self._tag)
                 except RuntimeError as error:
-                    # It is raised when they are collected, so that all ranks of this group learn of it together.
+                    # It is raised when they are collected, so that all ranks of this group learn of
+                    # it together.
                     posted.failure = posted.failure or self._gone(group, error)
         return posted
 
@@ -177,10 +198,15 @@ class DirectExchange(Exchange[_Travelling]):
                 posted.failure = posted.failure or self._gone(group, error)
 
     @override
-    def collect(self, posted: _Travelling, deadline: float, sizes: Sequence[int] | None = None) -> list[Tensor]:
+    def collect(
+        self, posted: _Travelling, deadline: float, sizes: Sequence[int] | None = None
+    ) -> list[Tensor]:
         if sizes is not None:
-            # When a message came is seen where it is waited for: what came last the time before keeps no other waiting.
-            self._receive(posted, sorted(self._ways, key=lambda group: group == self._latest), sizes)
+            # When a message came is seen where it is waited for: what came last the time before
+            # keeps no other waiting.
+            self._receive(
+                posted, sorted(self._ways, key=lambda group: group == self._latest), sizes
+            )
         if posted.failure is not None:
             raise posted.failure
         arrived, waited, before = [0.0] * self.num_groups, -1.0, time.perf_counter()
@@ -197,21 +223,28 @@ class DirectExchange(Exchange[_Travelling]):
         own = posted.messages[self._group]
         if own.device.type == "cpu":
             return posted.received
-        return [own if g == self._group else to_device(part, own.device) for g, part in enumerate(posted.received)]
+        return [
+            own if g == self._group else to_device(part, own.device)
+            for g, part in enumerate(posted.received)
+        ]
 
     def _wait(self, work: Any, group: int, deadline: float) -> None:
-        # gloo counts whole milliseconds and takes zero for no timeout. Rounded down, the wait would end before the
-        # deadline, and a group that is late would look like one that went away.
+        # gloo counts whole milliseconds and takes zero for no timeout. Rounded down, the wait would
+        # end before the deadline, and a group that is late would look like one that went away.
         left = math.ceil(max(deadline - time.monotonic(), 0) * 1000) + 1
         try:
             work.wait(timedelta(milliseconds=left))
         except RuntimeError as error:
             if time.monotonic() >= deadline:
-                raise Unanswered(group, f"did not answer in time (rank {self._ranks[group]})") from error
+                raise Unanswered(
+                    group, f"did not answer in time (rank {self._ranks[group]})"
+                ) from error
             raise self._gone(group, error) from error
 
     def _gone(self, group: int, error: RuntimeError) -> Unanswered:
-        return Unanswered(group, f"went away (rank {self._ranks[group]}: {str(error).splitlines()[0]})")
+        return Unanswered(
+            group, f"went away (rank {self._ranks[group]}: {str(error).splitlines()[0]})"
+        )
 
 
 # Messages of any size
@@ -225,14 +258,18 @@ _UNIT = 1000.0
 
 
 class VaryingExchange(Exchange[tuple[Any, Any]]):
-    """Carries messages whose sizes differ between groups: another exchange carries their lengths."""
+    """Carries messages whose sizes differ between groups: another exchange carries their
+    lengths.
+    """
 
     def __init__(self, lengths: Exchange[Any], messages: Exchange[Any]) -> None:
         super().__init__(messages.num_groups)
         if not messages.learns_sizes:
             raise ValueError(
-                "The payloads of compression=Threshold(every=...) or ByLink(...) differ in length, but"
-                " exchange='...:nccl' can only receive sizes that all ranks know. Leave ':nccl' out for gloo, or choose"
+                "The payloads of compression=Threshold(every=...) or ByLink(...) differ in"
+                " length, but"
+                " exchange='...:nccl' can only receive sizes that all ranks know. Leave ':nccl'"
+                " out for gloo, or choose"
                 " a compression whose payloads have one size, such as 'sparse'."
             )
         self.device = messages.device
@@ -246,16 +283,26 @@ class VaryingExchange(Exchange[tuple[Any, Any]]):
         return VaryingExchange(self._lengths.channel(engine), self._messages.channel(engine))
 
     @override
-    def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> tuple[Any, Any]:
-        heads = [_packed(message.numel(), rate) for message, rate in zip(messages, self._received, strict=True)]
+    def post(
+        self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None
+    ) -> tuple[Any, Any]:
+        heads = [
+            _packed(message.numel(), rate)
+            for message, rate in zip(messages, self._received, strict=True)
+        ]
         return self._lengths.post(heads), self._messages.post(messages, ())
 
     @override
-    def collect(self, posted: tuple[Any, Any], deadline: float, sizes: Sequence[int] | None = None) -> list[Tensor]:
+    def collect(
+        self, posted: tuple[Any, Any], deadline: float, sizes: Sequence[int] | None = None
+    ) -> list[Tensor]:
         numels, told = zip(*map(_unpacked, self._lengths.collect(posted[0], deadline)), strict=True)
         began = time.perf_counter()
         received = self._messages.collect(posted[1], deadline, numels)
-        self.bytes_sent, self.bytes_received = self._messages.bytes_sent, self._messages.bytes_received
+        self.bytes_sent, self.bytes_received = (
+            self._messages.bytes_sent,
+            self._messages.bytes_received,
+        )
         self.sends_bytes_per_s = _carried(told)
         if self._messages.arrived:
             seconds = [max(at - began, 1e-6) if at else math.inf for at in self._messages.arrived]
@@ -264,9 +311,13 @@ class VaryingExchange(Exchange[tuple[Any, Any]]):
 
 
 def _carried(told: Sequence[float]) -> float:
-    """Returns what a link carries to each receiver, given how fast the same message came to each of them."""
+    """Returns what a link carries to each receiver, given how fast the same message came to each
+    of them.
+    """
     rates = sorted((rate for rate in told if rate), reverse=True)
-    return max((number * rate for number, rate in enumerate(rates, 1)), default=0.0) / max(1, len(told) - 1)
+    return max((number * rate for number, rate in enumerate(rates, 1)), default=0.0) / max(
+        1, len(told) - 1
+    )
 
 
 def _packed(length: int, rate: float) -> Tensor:
@@ -289,13 +340,16 @@ _Table = dict[int, dict[int, Sequence[Tensor]]]
 
 
 class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
-    """Carries messages between worker groups that all live in one process; there is one such exchange for each.
+    """Carries messages between worker groups that all live in one process; there is one such
+    exchange for each.
 
-    Messages wait in a table, one for each engine, until all groups have taken them. Collecting before all groups have
-    posted is an error rather than a wait: there is no group to wait for.
+    Messages wait in a table, one for each engine, until all groups have taken them. Collecting
+    before all groups have posted is an error rather than a wait: there is no group to wait for.
     """
 
-    def __init__(self, group: int, groups: int, tables: dict[int, "_Table"], engine: int = 0) -> None:
+    def __init__(
+        self, group: int, groups: int, tables: dict[int, "_Table"], engine: int = 0
+    ) -> None:
         super().__init__(groups)
         self._group, self._tables, self._table, self._posted = group, tables, tables[engine], 0
 
@@ -309,7 +363,9 @@ class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
         return InProcessExchange(self._group, self.num_groups, self._tables, engine)
 
     @override
-    def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> tuple[int, Sequence[Tensor]]:
+    def post(
+        self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None
+    ) -> tuple[int, Sequence[Tensor]]:
         number, self._posted = self._posted, self._posted + 1
         # By group what it sends, and behind that by which group it has been taken.
         self._table[number][self._group] = messages
@@ -317,13 +373,18 @@ class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
 
     @override
     def collect(
-        self, posted: tuple[int, Sequence[Tensor]], deadline: float, sizes: Sequence[int] | None = None
+        self,
+        posted: tuple[int, Sequence[Tensor]],
+        deadline: float,
+        sizes: Sequence[int] | None = None,
     ) -> list[Tensor]:
         number, messages = posted
         sent = self._table[number]
         for group in range(self.num_groups):
             if group not in sent:
-                raise Unanswered(group, "has not launched yet: all groups must launch before one of them lands")
+                raise Unanswered(
+                    group, "has not launched yet: all groups must launch before one of them lands"
+                )
         received = [sent[group][self._group] for group in range(self.num_groups)]
         sent[self.num_groups + self._group] = ()
         if len(sent) == 2 * self.num_groups:
@@ -346,15 +407,19 @@ class DeviceBackend(NamedTuple):
 
 
 def nccl_on(device: torch.device) -> DeviceBackend:
-    """Returns NCCL as the backend for a device; refuses a device that it does not join, or a torch without it."""
+    """Returns NCCL as the backend for a device; refuses a device that it does not join, or a torch
+    without it.
+    """
     if device.type != "cuda":
         raise ValueError(
-            f"exchange='...:nccl' was given, but this rank trains on {device.type}: NCCL joins CUDA devices only. Train"
+            f"exchange='...:nccl' was given, but this rank trains on {device.type}: NCCL joins"
+            " CUDA devices only. Train"
             " on CUDA devices, or leave ':nccl' out for gloo, which works on every device."
         )
     if not dist.is_nccl_available():
         raise ValueError(
-            f"exchange='...:nccl' was given, but torch {torch.__version__} was built without NCCL. Install a torch that"
+            f"exchange='...:nccl' was given, but torch {torch.__version__} was built without"
+            " NCCL. Install a torch that"
             " has it, or leave ':nccl' out for gloo."
         )
     return DeviceBackend("nccl", device)
@@ -369,19 +434,21 @@ class _OnDevice(NamedTuple):
 class DeviceExchange(Exchange[_OnDevice]):
     """Sends from each group's device to each other group's; the host only looks whether it is done.
 
-    All messages of a flight are one group call of the backend, in which no order of sends and receives can deadlock.
-    Its process group is for it alone: the backend matches messages by the order in which ranks post them. Both hops
-    of a flight use it, from one thread.
+    All messages of a flight are one group call of the backend, in which no order of sends and
+    receives can deadlock. Its process group is for it alone: the backend matches messages by the
+    order in which ranks post them. Both hops of a flight use it, from one thread.
 
-    [Note: the stream never waits for another rank] ``wait()`` of such a backend makes the stream wait, not the host. So
-    it is called only when everything has arrived. The stream also encodes the next flight and decodes the last one:
-    waiting for it would otherwise mean waiting for the slowest group, without a bound.
+    [Note: the stream never waits for another rank] ``wait()`` of such a backend makes the stream
+    wait, not the host. So it is called only when everything has arrived. The stream also encodes
+    the next flight and decodes the last one: waiting for it would otherwise mean waiting for the
+    slowest group, without a bound.
 
-    [Note: a device is in one order] What a device has begun to send it goes on with until the other side does the same,
-    and what waits for all of the device, as the first use of a kernel may, waits for that too. So messages begin to
-    travel when they are collected: after the words of all groups, who then have made theirs, and in an order that is
-    the same on all ranks. Hops of two flights that began in different orders were seen to wait for each other. Two
-    engines have no common order, so only one may have a channel at a time.
+    [Note: a device is in one order] What a device has begun to send it goes on with until the other
+    side does the same, and what waits for all of the device, as the first use of a kernel may,
+    waits for that too. So messages begin to travel when they are collected: after the words of all
+    groups, who then have made theirs, and in an order that is the same on all ranks. Hops of two
+    flights that began in different orders were seen to wait for each other. Two engines have no
+    common order, so only one may have a channel at a time.
     """
 
     learns_sizes = False
@@ -409,24 +476,34 @@ class DeviceExchange(Exchange[_OnDevice]):
         self.open_channels.discard(self)
 
     def meet(self, deadline: float) -> None:
-        """Makes the connections, which a backend does with its first messages. All groups must call it."""
-        posted = self.post([torch.zeros(1, dtype=torch.uint8, device=self.device)] * self.num_groups)
+        """Makes the connections, which a backend does with its first messages. All groups must
+        call it.
+        """
+        posted = self.post(
+            [torch.zeros(1, dtype=torch.uint8, device=self.device)] * self.num_groups
+        )
         try:
             self._wait(posted, deadline)
         except Unanswered as error:
             raise ValueError(
-                f"The ranks {self._ranks} of the worker groups cannot exchange over {self._backend}: {error}."
-                " NCCL_DEBUG=INFO logs how they try, NCCL_SOCKET_IFNAME names the interface. Correct it on every"
+                f"The ranks {self._ranks} of the worker groups cannot exchange over"
+                f" {self._backend}: {error}."
+                " NCCL_DEBUG=INFO logs how they try, NCCL_SOCKET_IFNAME names the interface."
+                " Correct it on every"
                 " machine, or leave ':nccl' out for gloo."
             ) from error
 
     @override
     def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> _OnDevice:
-        """Makes ready what the current stream has been given to compute; see [Note: a device is in one order]."""
+        """Makes ready what the current stream has been given to compute; see [Note: a device is in
+        one order].
+        """
         sent = [message.contiguous() for message in messages]
         own = sent[self._group]
         known = [own.numel()] * self.num_groups if sizes is None else sizes
-        received = [own if group == self._group else own.new_empty(size) for group, size in enumerate(known)]
+        received = [
+            own if group == self._group else own.new_empty(size) for group, size in enumerate(known)
+        ]
         # Empty messages are not posted. All groups agree on that: they know the sizes.
         calls = [
             dist.P2POp(call, tensor, group=self._process_group, group_peer=group)
@@ -437,7 +514,9 @@ class DeviceExchange(Exchange[_OnDevice]):
         return _OnDevice(sent, received, calls)
 
     @override
-    def collect(self, posted: _OnDevice, deadline: float, sizes: Sequence[int] | None = None) -> list[Tensor]:
+    def collect(
+        self, posted: _OnDevice, deadline: float, sizes: Sequence[int] | None = None
+    ) -> list[Tensor]:
         self._wait(posted, deadline)
         self._count(self._group, posted.messages, posted.received)
         return posted.received
@@ -450,27 +529,34 @@ class DeviceExchange(Exchange[_OnDevice]):
         for work in works:
             while not work.is_completed():
                 if time.monotonic() >= deadline:
-                    # The device may still read and write these: other tensors must not get their memory.
+                    # The device may still read and write these: other tensors must not get their
+                    # memory.
                     self._given_up.append(posted)
-                    # Otherwise the device is busy with them until torch ends the process. Aborting may take long, so
-                    # nobody waits.
+                    # Otherwise the device is busy with them until torch ends the process. Aborting
+                    # may take long, so nobody waits.
                     if abort := getattr(self._process_group, "abort", None):
                         threading.Thread(target=abort, name="sdiloco-abort", daemon=True).start()
                     raise self._unanswered("did not answer in time")
                 time.sleep(_BETWEEN_LOOKS)
         for work in works:
             try:
-                # See [Note: the stream never waits for another rank]. A failed transfer is over too; it raises here.
+                # See [Note: the stream never waits for another rank]. A failed transfer is over
+                # too; it raises here.
                 work.wait()
             except RuntimeError as error:
                 raise self._gone(error) from error
 
     def _gone(self, error: RuntimeError) -> Unanswered:
-        return self._unanswered(f"went away, or {self._backend} failed: {str(error).splitlines()[0]}")
+        return self._unanswered(
+            f"went away, or {self._backend} failed: {str(error).splitlines()[0]}"
+        )
 
     def _unanswered(self, reason: str) -> Unanswered:
         if len(self._others) == 1:
             group = self._others[0]
             return Unanswered(group, f"{reason} (rank {self._ranks[group]})")
         # One call carries the messages of all groups, and it is over only when all of them are.
-        return Unanswered(None, f"{reason} (of ranks {', '.join(str(self._ranks[group]) for group in self._others)})")
+        return Unanswered(
+            None,
+            f"{reason} (of ranks {', '.join(str(self._ranks[group]) for group in self._others)})",
+        )

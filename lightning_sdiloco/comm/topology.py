@@ -1,4 +1,6 @@
-"""Which rank is in which worker group, and the process groups between them, as communicators and exchanges."""
+"""Which rank is in which worker group, and the process groups between them, as communicators and
+exchanges.
+"""
 
 import atexit
 import functools
@@ -16,7 +18,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_sdiloco.comm.communicator import SHARED, Communicator
-from lightning_sdiloco.comm.exchange import DeviceBackend, DeviceExchange, DirectExchange, Exchange, InProcessExchange
+from lightning_sdiloco.comm.exchange import (
+    DeviceBackend,
+    DeviceExchange,
+    DirectExchange,
+    Exchange,
+    InProcessExchange,
+)
 from lightning_sdiloco.comm.pacing import Connection, Pacing
 
 STAGES = 3
@@ -42,8 +50,10 @@ class GroupLayout:
         if self.world_size % self.worker_groups:
             fitting = [m for m in range(1, self.world_size + 1) if self.world_size % m == 0]
             raise ValueError(
-                f"worker_groups={self.worker_groups} cannot split {self.world_size} processes into groups of equal"
-                f" size. With {self.world_size} processes it can be one of {fitting}. Change worker_groups, or the"
+                f"worker_groups={self.worker_groups} cannot split {self.world_size} processes"
+                " into groups of equal"
+                f" size. With {self.world_size} processes it can be one of {fitting}. Change"
+                " worker_groups, or the"
                 " number of devices or nodes."
             )
 
@@ -56,15 +66,22 @@ class GroupLayout:
         return rank // self.group_size
 
     def group_rank_of(self, rank: int) -> int:
-        """Returns the number of a rank in its group, which is also the number of the shard that it exchanges."""
+        """Returns the number of a rank in its group, which is also the number of the shard that it
+        exchanges.
+        """
         return rank % self.group_size
 
     def worker_group_ranks(self) -> list[list[int]]:
-        return [list(range(g * self.group_size, (g + 1) * self.group_size)) for g in range(self.worker_groups)]
+        return [
+            list(range(g * self.group_size, (g + 1) * self.group_size))
+            for g in range(self.worker_groups)
+        ]
 
     def shard_groups(self) -> list[list[int]]:
         """Returns, for every shard, the ranks that exchange it, in the order of their groups."""
-        return [list(range(shard, self.world_size, self.group_size)) for shard in range(self.group_size)]
+        return [
+            list(range(shard, self.world_size, self.group_size)) for shard in range(self.group_size)
+        ]
 
 
 def checked_worker_groups(worker_groups: Any) -> int | Literal["auto"]:
@@ -74,9 +91,12 @@ def checked_worker_groups(worker_groups: Any) -> int | Literal["auto"]:
     is_whole = isinstance(worker_groups, Integral) and not isinstance(worker_groups, bool)
     if not is_whole or worker_groups < 1:
         kind = "a whole number" if isinstance(worker_groups, float) else "a number"
-        fault = "out of range" if is_whole else f"of type {type(worker_groups).__name__}, not {kind}"
+        fault = (
+            "out of range" if is_whole else f"of type {type(worker_groups).__name__}, not {kind}"
+        )
         raise ValueError(
-            f"worker_groups={worker_groups!r} is {fault}: it must be a whole number of at least 1, or 'auto' for"
+            f"worker_groups={worker_groups!r} is {fault}: it must be a whole number of at least"
+            " 1, or 'auto' for"
             " one group per node (per device on a single node). Choose one of them."
         )
     return int(worker_groups)
@@ -84,14 +104,22 @@ def checked_worker_groups(worker_groups: Any) -> int | Literal["auto"]:
 
 def require_backend(backend: str | None) -> None:
     """Refuses a backend of process groups that torch does not know, such as a misspelt one."""
-    known = [name for name in dist.Backend.backend_list if name not in (dist.Backend.UNDEFINED, "fake")]
+    known = [
+        name for name in dist.Backend.backend_list if name not in (dist.Backend.UNDEFINED, "fake")
+    ]
     # "cpu:gloo,cuda:nccl" names one for each kind of device.
-    named = [] if backend is None else [part.rpartition(":")[2].lower() for part in str(backend).split(",")]
+    named = (
+        []
+        if backend is None
+        else [part.rpartition(":")[2].lower() for part in str(backend).split(",")]
+    )
     unknown = [name for name in named if name not in dist.Backend.backend_list]
     if unknown:
         raise ValueError(
-            f"process_group_backend={backend!r} names the backend {unknown[0]!r}, which torch does not know. It knows"
-            f" {', '.join(known)}, also as in 'cpu:gloo,cuda:nccl'. Choose one of them, leave it out for that of the"
+            f"process_group_backend={backend!r} names the backend {unknown[0]!r}, which torch"
+            " does not know. It knows"
+            f" {', '.join(known)}, also as in 'cpu:gloo,cuda:nccl'. Choose one of them, leave it"
+            " out for that of the"
             " device, or import the package that brings another one first."
         )
 
@@ -100,25 +128,33 @@ def require_backend(backend: str | None) -> None:
 
 
 class SharedGloo:
-    """Makes process groups that share a device, as gloo calls the thread and the address of its connections.
+    """Makes process groups that share a device, as gloo calls the thread and the address of its
+    connections.
 
-    gloo gives each process group a thread, which wakes up a hundred times a second whether or not anything travels:
-    with eight of them that is as much processor time as all flights of a large model. So they share the default group's
-    thread, unless they listen on another interface: without that, flights of eight groups on two cores take 1.07
-    times as long, of two and four just as long. A connection still belongs to one process group, so no message
-    waits behind one of another group.
+    gloo gives each process group a thread, which wakes up a hundred times a second whether or not
+    anything travels: with eight of them that is as much processor time as all flights of a large
+    model. So they share the default group's
+    thread, unless they listen on another interface: without that, flights of eight groups on two
+    cores take 1.07 times as long, of two and four just as long. A connection still belongs to one
+    process group, so no message waits behind one of another group.
     """
 
     def __init__(self, like: dist.ProcessGroup | None = None) -> None:
         self._devices: list[Any] = []
         with suppress(RuntimeError):  # there is no gloo in it
-            self._devices = [] if like is None else devices_of(like._get_backend(torch.device("cpu")))
+            self._devices = (
+                [] if like is None else devices_of(like._get_backend(torch.device("cpu")))
+            )
         if not hasattr(dist.Backend, SHARED.upper()):
             # The devices that gloo itself knows.
-            dist.Backend.register_backend(SHARED, SharedGloo._made, extended_api=True, devices=["cpu", "cuda"])
+            dist.Backend.register_backend(
+                SHARED, SharedGloo._made, extended_api=True, devices=["cpu", "cuda"]
+            )
 
     def process_group(self, ranks: Sequence[int], timeout: timedelta) -> Any:
-        """Makes a process group, as all ranks of the world must at the same time; see ``dist.new_group``."""
+        """Makes a process group, as all ranks of the world must at the same time; see
+        ``dist.new_group``.
+        """
         return dist.new_group(list(ranks), timeout=timeout, backend=SHARED, pg_options=self)
 
     @staticmethod
@@ -135,7 +171,9 @@ class SharedGloo:
 
 
 def devices_of(backend: Any) -> list[Any]:
-    """Returns the devices of a process group; none if torch does not report them: then each group has its own."""
+    """Returns the devices of a process group; none if torch does not report them: then each group
+    has its own.
+    """
     return list(getattr(getattr(backend, "options", None), "_devices", ()))
 
 
@@ -163,9 +201,11 @@ class Topology:
     engine: int = 0
     """The number of the engine whose channels these are; 0 for those of no engine."""
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    """Numbers the engines of this process that share these ranks, in the order in which they are made."""
+    """Numbers the engines of this process that share these ranks, in the order in which they are
+    made."""
     starts: list[list[int]] = field(default_factory=list)
-    """By rank, digests of models whose ranks began with unlike values; engines that share these ranks add to it."""
+    """By rank, digests of models whose ranks began with unlike values; engines that share these
+    ranks add to it."""
 
     def for_engine(self) -> "Topology":
         """Returns the same ranks with channels that no other engine uses. All ranks must call it.
@@ -175,9 +215,12 @@ class Topology:
         channels = self.exchange.open_channels
         if channels is not None and (ranks := _ranks_with(self.world, bool(channels))):
             raise ValueError(
-                f"exchange='...:nccl' was given, but another engine of this process exchanges over NCCL, too (on"
-                f" {len(ranks)} of {self.world.size} ranks), and their messages would wait for each other. Call"
-                " finish() or close() of the other engine first, or leave ':nccl' out for gloo, where engines are"
+                "exchange='...:nccl' was given, but another engine of this process exchanges"
+                " over NCCL, too (on"
+                f" {len(ranks)} of {self.world.size} ranks), and their messages would wait for"
+                " each other. Call"
+                " finish() or close() of the other engine first, or leave ':nccl' out for gloo,"
+                " where engines are"
                 " independent."
             )
         engine = next(self.numbers)
@@ -203,7 +246,9 @@ class Topology:
     @staticmethod
     def simulated(groups: int) -> list["Topology"]:
         """Returns the topologies of several worker groups of one rank each, all in this process."""
-        control, progress, exchanges, second_hop = (InProcessExchange.connect(groups) for _ in range(4))
+        control, progress, exchanges, second_hop = (
+            InProcessExchange.connect(groups) for _ in range(4)
+        )
         return [
             Topology(
                 num_groups=groups,
@@ -226,7 +271,9 @@ class Topology:
         return self.ranks[self.group_rank]
 
     def is_stale(self) -> bool:
-        """Returns whether the default process group is no longer the one for which this was made."""
+        """Returns whether the default process group is no longer the one for which this was
+        made.
+        """
         return self.world.process_group is not dist.group.WORLD
 
     @staticmethod
@@ -250,26 +297,38 @@ class Topology:
         joining: Callable[[], AbstractContextManager[None]] | None,
         on_device: DeviceBackend | None,
     ) -> "Topology":
-        assert layout.world_size == dist.get_world_size(), "a layout is one of all ranks that are connected"
+        assert layout.world_size == dist.get_world_size(), (
+            "a layout is one of all ranks that are connected"
+        )
         rank = dist.get_rank()
         gloo = SharedGloo(dist.group.WORLD)
         shared = gloo if world().is_on_host else None
-        # A rank that is a group by itself has a process group for callers that ask for one, and sends nothing in it.
+        # A rank that is a group by itself has a process group for callers that ask for one, and
+        # sends nothing in it.
         in_group_backend = shared if layout.group_size == 1 else None
-        in_group = in_site = Communicator(_own(rank, layout.worker_group_ranks(), in_group_backend, timeout))
+        in_group = in_site = Communicator(
+            _own(rank, layout.worker_group_ranks(), in_group_backend, timeout)
+        )
         if layout.worker_groups == 1 and not in_group.is_on_host:
             in_site = Communicator(_own(rank, layout.worker_group_ranks(), "gloo", timeout))
         # A single rank needs no process group, and peers that are all ranks need none of their own.
         stages, peers = (Communicator(),) * STAGES, world()
         if layout.group_size > 1:
             ranks = layout.worker_group_ranks()
-            # Twice the bound of a flight: a rank whose own exchange went well waits for one of its group whose did not.
-            stages = tuple(Communicator(_own(rank, ranks, gloo, 2 * timeout)) for _ in range(STAGES))
+            # Twice the bound of a flight: a rank whose own exchange went well waits for one of its
+            # group whose did not.
+            stages = tuple(
+                Communicator(_own(rank, ranks, gloo, 2 * timeout)) for _ in range(STAGES)
+            )
         with joining() if joining else nullcontext():
             between = SharedGloo() if joining else gloo
-            control, progress, exchange, second_hop = _exchanges(rank, layout, between, timeout, on_device)
+            control, progress, exchange, second_hop = _exchanges(
+                rank, layout, between, timeout, on_device
+            )
             if layout.group_size > 1:
-                peers = Communicator(_own(rank, layout.shard_groups(), between if shared else None, timeout))
+                peers = Communicator(
+                    _own(rank, layout.shard_groups(), between if shared else None, timeout)
+                )
         return Topology(
             num_groups=layout.worker_groups,
             group_index=layout.group_of(rank),
@@ -291,7 +350,8 @@ def _ranks_with(world: Communicator, fact: bool) -> list[int]:
     return [rank for rank, holds in enumerate(world.all_gather_object(fact)) if holds]
 
 
-# Process groups have threads and sockets, and torch keeps them until the default group is destroyed.
+# Process groups have threads and sockets, and torch keeps them until the default group is
+# destroyed.
 _made: dict[tuple[GroupLayout, timedelta, DeviceBackend | None], Topology] = {}
 
 
@@ -301,7 +361,9 @@ def _settle_at_exit() -> None:
     atexit.register(time.sleep, 0.2)
 
 
-def mesh_of(layout: GroupLayout, device: str, data_parallel: int, tensor_parallel: int, timeout: timedelta) -> Any:
+def mesh_of(
+    layout: GroupLayout, device: str, data_parallel: int, tensor_parallel: int, timeout: timedelta
+) -> Any:
     """Makes a mesh of the ranks of this group, once for each shape. All ranks must call it."""
     shape = (layout.worker_groups, data_parallel, tensor_parallel)
     world, mesh = _meshes.get((shape, device, timeout), (None, None))
@@ -333,12 +395,18 @@ def ranks_in(process_group: dist.ProcessGroup) -> list[int]:
 
 
 def store() -> Any:
-    """Returns the store of the default process group, where a rank that fails leaves word; None if there is none."""
+    """Returns the store of the default process group, where a rank that fails leaves word; None if
+    there is none.
+    """
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 def _exchanges(
-    rank: int, layout: GroupLayout, gloo: SharedGloo, timeout: timedelta, on_device: DeviceBackend | None
+    rank: int,
+    layout: GroupLayout,
+    gloo: SharedGloo,
+    timeout: timedelta,
+    on_device: DeviceBackend | None,
 ) -> tuple[Exchange[Any], Exchange[Any], Exchange[Any], Exchange[Any]]:
     def process_group(backend: str | SharedGloo) -> dist.ProcessGroup:
         return _own(rank, layout.shard_groups(), backend, 2 * timeout)
@@ -352,9 +420,11 @@ def _exchanges(
         there = Connection.of_process()
         up, down = process_group(gloo), process_group(gloo)
         opened = Connection.of_process() - there
-        # More or fewer are not gloo's alone, or gloo connects later: TCP then sends at its own pace.
+        # More or fewer are not gloo's alone, or gloo connects later: TCP then sends at its own
+        # pace.
         pacing = Pacing(opened if len(opened) == 2 * (layout.worker_groups - 1) else set())
-        # The second hop uses the connections of the first: a connection is fastest just after it has carried something.
+        # The second hop uses the connections of the first: a connection is fastest just after it
+        # has carried something.
         first, second = (DirectExchange(up, down, tag, pacing) for tag in range(2))
         return control, progress, first, second
     both_hops = DeviceExchange(process_group(on_device.name), on_device.device)
@@ -365,14 +435,20 @@ def _exchanges(
 def _own(
     rank: int, all_ranks: list[list[int]], backend: str | SharedGloo | None, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Makes a process group of every list of ranks, as all ranks must, and returns the one of this rank."""
+    """Makes a process group of every list of ranks, as all ranks must, and returns the one of this
+    rank.
+    """
 
     def made(ranks: list[int]) -> Any:
         if isinstance(backend, SharedGloo):
             return backend.process_group(ranks, timeout)
         return dist.new_group(ranks, timeout=timeout, backend=backend)
 
-    is_gloo = backend == "gloo" or isinstance(backend, SharedGloo) or (backend is None and world().is_on_host)
+    is_gloo = (
+        backend == "gloo"
+        or isinstance(backend, SharedGloo)
+        or (backend is None and world().is_on_host)
+    )
     with _unbound() if is_gloo else nullcontext():
         groups = list(map(made, all_ranks))
     return next(group for group, ranks in zip(groups, all_ranks, strict=True) if rank in ranks)
@@ -380,7 +456,9 @@ def _own(
 
 @contextmanager
 def _unbound() -> Iterator[None]:
-    """Keeps torch from splitting process groups off a default one that is bound to a device: gloo cannot do that."""
+    """Keeps torch from splitting process groups off a default one that is bound to a device: gloo
+    cannot do that.
+    """
     default: Any = dist.group.WORLD
     bound, default.bound_device_id = default.bound_device_id, None
     try:

@@ -1,4 +1,6 @@
-"""Watches for collectives over all ranks that code outside of this package issues while it trains."""
+"""Watches for collectives over all ranks that code outside of this package issues while it
+trains.
+"""
 
 import logging
 
@@ -12,13 +14,15 @@ _IN_A_ROW = 3
 
 
 class WorldWatch:
-    """Warns once if user code issues collectives over all ranks in batch after batch, where they are not replaced.
+    """Warns once if user code issues collectives over all ranks in batch after batch, where they
+    are not replaced.
 
-    [Note: what waits in every batch] ``torch.distributed.all_gather`` without a group, as in the loss of a contrastive
-    model, lets every worker group wait for the slowest one in every batch. Process groups count what is begun in them.
-    Whoever owns a watch begins and ends it where neither the engine nor Lightning issues anything over all ranks, so
-    whatever is counted is the user's: from the last hook before a training step to the first one after it, or from one
-    inner step to the next. Rank 0 watches.
+    [Note: what waits in every batch] ``torch.distributed.all_gather`` without a group, as in the
+    loss of a contrastive model, lets every worker group wait for the slowest one in every batch.
+    Process groups count what is begun in them. Whoever owns a watch begins and ends it where
+    neither the engine nor Lightning issues anything over all ranks, so whatever is counted is the
+    user's: from the last hook before a training step to the first one after it, or from one inner
+    step to the next. Rank 0 watches.
 
     Args:
         advice: What the warning tells the user to do.
@@ -28,7 +32,9 @@ class WorldWatch:
     def __init__(self, advice: str, unit: str = "training batches") -> None:
         self._advice, self._unit = advice, unit
         self._world = Communicator()
-        self._before: int | None = None  # What was begun over all ranks when the watch began; None while it rests.
+        self._before: int | None = (
+            None  # What was begun over all ranks when the watch began; None while it rests.
+        )
         self._in_a_row = 0
         self._is_over = False
 
@@ -49,7 +55,8 @@ class WorldWatch:
         if self._in_a_row == _IN_A_ROW:
             self.stop()
             _log.warning(
-                "torch.distributed was called over all ranks in %d %s in a row: every worker group waits for the"
+                "torch.distributed was called over all ranks in %d %s in a row: every worker"
+                " group waits for the"
                 " slowest one in every batch. %s Shown once.",
                 _IN_A_ROW,
                 self._unit,

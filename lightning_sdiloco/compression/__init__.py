@@ -1,7 +1,9 @@
-"""How an outer gradient is encoded for the wire: one interface, and one family of compressions per file.
+"""How an outer gradient is encoded for the wire: one interface, and one family of compressions per
+file.
 
-In comes a flat float32 tensor, out goes a uint8 payload of a size known beforehand, or at most of that, and back. A
-compression is a frozen choice that keeps no state. This room knows tensors only: no model, process group or settings.
+In comes a flat float32 tensor, out goes a uint8 payload of a size known beforehand, or at most of
+that, and back. A compression is a frozen choice that keeps no state. This room knows tensors only:
+no model, process group or settings.
 """
 
 from collections.abc import Mapping
@@ -49,7 +51,8 @@ COMPRESSIONS: Mapping[str, Compression] = {
     "random_block": RandomBlock(16, FP4()),
     "threshold": Threshold(1 / 64, Int2(), every=10),
 }
-"""The named compressions. All except ``"sparse"``, which has a memory, also come with one: ``"top_k+memory"``."""
+"""The named compressions. All except ``"sparse"``, which has a memory, also come with one:
+``"top_k+memory"``."""
 
 MEMORY = "+memory"
 """The suffix of a name for the same compression with error feedback."""
@@ -59,8 +62,9 @@ def resolve(compression: str | Compression) -> Compression:
     """Returns the compression that a setting names.
 
     Args:
-        compression: A name from ``COMPRESSIONS``, optionally with the suffix ``"+memory"`` for error feedback that
-            forgets nothing; or a compression, which is returned unchanged except for names in it.
+        compression: A name from ``COMPRESSIONS``, optionally with the suffix ``"+memory"`` for
+            error feedback that forgets nothing; or a compression, which is returned unchanged
+            except for names in it.
 
     Returns:
         The compression.
@@ -80,11 +84,15 @@ def resolve(compression: str | Compression) -> Compression:
         return ErrorFeedback(COMPRESSIONS[compression.removesuffix(MEMORY)])
     if compression == "auto":
         raise ValueError(
-            "compression='auto' is for a Trainer, whose planner measures the link before it chooses. Name one here,"
+            "compression='auto' is for a Trainer, whose planner measures the link before it"
+            " chooses. Name one here,"
             " such as 'fp4'; sdiloco plan --bandwidth shows which ones a link carries."
         )
     raise ValueError(
-        f"compression={compression!r} is unknown. It is one of {', '.join(map(repr, COMPRESSIONS))}, or one of these"
-        f" with the suffix {MEMORY!r}, or a `lightning_sdiloco.compression.Compression`. Set `compression` to one of"
-        " these names, or pass an instance of a class (not the class itself) that implements that interface."
+        f"compression={compression!r} is unknown. It is one of"
+        f" {', '.join(map(repr, COMPRESSIONS))}, or one of these"
+        f" with the suffix {MEMORY!r}, or a `lightning_sdiloco.compression.Compression`. Set"
+        " `compression` to one of"
+        " these names, or pass an instance of a class (not the class itself) that implements"
+        " that interface."
     )

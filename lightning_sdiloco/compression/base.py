@@ -14,9 +14,10 @@ from lightning_sdiloco.memory import new_vector
 class Compression(ABC):
     """Turns a flat float32 outer gradient into bytes and back.
 
-    A compression is a choice and holds no memory: instances are immutable, compare by value and contain no tensors. The
-    engine keeps what must be remembered from one launch to the next. Encoding and decoding use only integer operations
-    and correctly rounded ones, so all groups that decode the same bytes get the same bits.
+    A compression is a choice and holds no memory: instances are immutable, compare by value and
+    contain no tensors. The engine keeps what must be remembered from one launch to the next.
+    Encoding and decoding use only integer operations and correctly rounded ones, so all groups that
+    decode the same bytes get the same bits.
 
     Examples:
         >>> from lightning_sdiloco.compression import FP4
@@ -27,20 +28,24 @@ class Compression(ABC):
     """
 
     def __repr__(self) -> str:
-        """Returns the class and its arguments. Ranks compare it to check that they use the same compression."""
+        """Returns the class and its arguments. Ranks compare it to check that they use the same
+        compression.
+        """
         return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in vars(self).items())})"
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:
-        """Returns the exact size in bytes of the payload of ``numel`` values, scales and padding included."""
+        """Returns the exact size in bytes of the payload of ``numel`` values, scales and padding
+        included.
+        """
 
     @abstractmethod
     def encode(self, values: Tensor) -> Tensor:
         """Encodes values for the wire.
 
         Args:
-            values: Contiguous float32 tensor of shape ``(numel,)``. Non-finite values may be encoded as anything: a
-                group that has one is left out of the mean.
+            values: Contiguous float32 tensor of shape ``(numel,)``. Non-finite values may be
+                encoded as anything: a group that has one is left out of the mean.
 
         Returns:
             The payload, a uint8 tensor of shape ``(wire_bytes(numel),)`` on the same device.
@@ -65,17 +70,20 @@ class Compression(ABC):
             numel: Number of values.
 
         Yields:
-            Where a stretch lies, and its values, which you may overwrite. The next stretch may reuse their memory.
+            Where a stretch lies, and its values, which you may overwrite. The next stretch may
+            reuse their memory.
         """
         values = new_vector(numel, payload.device)
         self.decode(payload, values)
         yield slice(0, numel), values
 
     def mean(self, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
-        """Takes the mean of what several payloads decode to, each times its factor, added up in their order.
+        """Takes the mean of what several payloads decode to, each times its factor, added up in
+        their order.
 
-        By default this happens in `stretches`, so decoding takes the memory of one. If `counts_senders`, the mean of a
-        value is taken over the groups that have sent it, and is 0 if none has.
+        By default this happens in `stretches`, so decoding takes the memory of one. If
+        `counts_senders`, the mean of a value is taken over the groups that have sent it, and is 0
+        if none has.
 
         Args:
             sent: The payloads and their factors; the mean of none is zero.
@@ -84,7 +92,8 @@ class Compression(ABC):
         out.zero_()
         for payload, factor in sent:
             for where, values in self.stretches(payload, out.numel()):
-                # Two roundings, one after the other: whether there is a fused multiply-add depends on the processor.
+                # Two roundings, one after the other: whether there is a fused multiply-add depends
+                # on the processor.
                 out[where] += values if factor == 1 else values.mul_(factor)
         if self.counts_senders():
             senders, places = torch.zeros_like(out), torch.empty_like(out)
@@ -96,7 +105,9 @@ class Compression(ABC):
             divide(out, len(sent))
 
     def at(self, step: int) -> "Compression":
-        """Returns the compression for the launch after an inner step: itself, unless it picks values at random."""
+        """Returns the compression for the launch after an inner step: itself, unless it picks
+        values at random.
+        """
         return self
 
     def with_names(self, resolve: Callable[["str | Compression"], "Compression"]) -> "Compression":
@@ -108,7 +119,8 @@ class Compression(ABC):
         return self
 
     def choice(self, numel: int, bytes_per_s: float, overlap_s: float) -> int:
-        """Returns which of its codes a sender uses for a launch, for `chosen`; 0 if there is only one.
+        """Returns which of its codes a sender uses for a launch, for `chosen`; 0 if there is only
+        one.
 
         Args:
             numel: Number of values.
@@ -118,11 +130,15 @@ class Compression(ABC):
         return 0
 
     def choice_bytes(self, numel: int, choice: int) -> int:
-        """Returns the bytes of the payload of ``numel`` values in the code of a `choice`: the most, where they vary."""
+        """Returns the bytes of the payload of ``numel`` values in the code of a `choice`: the
+        most, where they vary.
+        """
         return self.wire_bytes(numel)
 
     def chosen(self, choice: int) -> "Compression":
-        """Returns the compression that encodes as `choice` said, and decodes whatever a sender chose."""
+        """Returns the compression that encodes as `choice` said, and decodes whatever a sender
+        chose.
+        """
         return self
 
     def dense(self) -> "Compression":
@@ -132,16 +148,21 @@ class Compression(ABC):
     def suits_sums(self) -> bool:
         """Returns whether the mean of several groups can be sent in a payload of the same size.
 
-        False if every group chooses the values it sends: the mean has more values than fit into a payload.
+        False if every group chooses the values it sends: the mean has more values than fit into a
+        payload.
         """
         return True
 
     def chosen_share(self) -> float:
-        """Returns the share of the values that each group chooses for itself; 1 if all groups send the same ones."""
+        """Returns the share of the values that each group chooses for itself; 1 if all groups send
+        the same ones.
+        """
         return 1.0
 
     def counts_senders(self) -> bool:
-        """Returns whether the mean of a value is over the groups that sent it, as `places` says, not over all."""
+        """Returns whether the mean of a value is over the groups that sent it, as `places` says,
+        not over all.
+        """
         return False
 
     def places(self, payload: Tensor, out: Tensor) -> None:
@@ -149,18 +170,23 @@ class Compression(ABC):
 
         Args:
             payload: What `encode` returned.
-            out: Contiguous float32 tensor of shape ``(numel,)``. It becomes 1 where there is a value, and 0 elsewhere.
+            out: Contiguous float32 tensor of shape ``(numel,)``. It becomes 1 where there is a
+                value, and 0 elsewhere.
         """
         out.fill_(1.0)
 
     def varies(self) -> bool:
-        """Returns whether payloads may be shorter than `wire_bytes` says, which is then the most."""
+        """Returns whether payloads may be shorter than `wire_bytes` says, which is then the
+        most.
+        """
         return False
 
     def tuning(self, values: Tensor, before: Tensor | None) -> Tensor | None:
-        """Returns what a launch takes over from earlier ones of this shard besides `remembered`; None for nothing.
+        """Returns what a launch takes over from earlier ones of this shard besides `remembered`;
+        None for nothing.
 
-        It takes effect for the next launch when the flight lands, if the payload counted in the mean.
+        It takes effect for the next launch when the flight lands, if the payload counted in the
+        mean.
 
         Args:
             values: What is about to be encoded.
@@ -172,22 +198,27 @@ class Compression(ABC):
         return None
 
     def tuned(self, tuning: Tensor | None) -> "Compression":
-        """Returns the compression for a launch with what `tuning` returned: itself, if that is None."""
+        """Returns the compression for a launch with what `tuning` returned: itself, if that is
+        None.
+        """
         return self
 
     def remembers(self) -> bool:
         """Returns whether what is not sent waits for the next launch, as `remembered` says."""
         return False
 
-    def residual(self, values: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor:
+    def residual(
+        self, values: Tensor, memory: Tensor | None, payload: Tensor, mixing: float
+    ) -> Tensor:
         """Returns what encoding lost, to be added to the next values.
 
-        The local parameters keep the share ``mixing`` of what was not sent. It is left out here, since the next outer
-        gradient contains it.
+        The local parameters keep the share ``mixing`` of what was not sent. It is left out here,
+        since the next outer gradient contains it.
 
         Args:
             values: What was to be sent, float32.
-            memory: The residual of earlier launches that was added to the values before they were encoded, if any.
+            memory: The residual of earlier launches that was added to the values before they were
+                encoded, if any.
             payload: The encoded sum.
             mixing: Share of the local parameters that is kept on landing.
 
@@ -199,8 +230,11 @@ class Compression(ABC):
         lost = torch.sub(values, decoded, out=decoded).mul_(1 - mixing)
         return lost if memory is None else lost.add_(memory)
 
-    def remembered(self, gradient: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor | None:
-        """Returns what the engine adds to the next outer gradient of this shard, or None to remember nothing.
+    def remembered(
+        self, gradient: Tensor, memory: Tensor | None, payload: Tensor, mixing: float
+    ) -> Tensor | None:
+        """Returns what the engine adds to the next outer gradient of this shard, or None to
+        remember nothing.
 
         It takes effect when the flight lands, if the payload counted in the mean.
 
@@ -216,8 +250,11 @@ class Compression(ABC):
         return None
 
 
-def weighted_mean(parts: Iterable[tuple[Tensor, float]], like: Tensor, senders: Tensor | None = None) -> Tensor:
-    """Returns the mean of decoded outer gradients, each with its factor; with it, they may be written to.
+def weighted_mean(
+    parts: Iterable[tuple[Tensor, float]], like: Tensor, senders: Tensor | None = None
+) -> Tensor:
+    """Returns the mean of decoded outer gradients, each with its factor; with it, they may be
+    written to.
 
     Args:
         parts: The outer gradients, in the order in which they are added up.
@@ -251,5 +288,7 @@ def forwarded(to: str, *names: str) -> Any:
 
 
 def documented(name: str, method: Callable[..., Any]) -> Any:
-    """Gives a method the name, signature and documentation of `Compression`'s; it is not abstract."""
+    """Gives a method the name, signature and documentation of `Compression`'s; it is not
+    abstract.
+    """
     return wraps(getattr(Compression, name), updated=())(method)

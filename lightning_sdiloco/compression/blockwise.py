@@ -1,11 +1,12 @@
 """Compressions with one scale per block of values and a few bits per value.
 
-A payload of ``numel`` values is the scales of ``ceil(numel / block)`` blocks, then the codes, ``bits`` for each value.
-Payloads are not padded to whole blocks, and blocks are independent of each other. A long vector is encoded and decoded
-one chunk of blocks after the other, so that what is computed on the way stays in the cache of a processor.
+A payload of ``numel`` values is the scales of ``ceil(numel / block)`` blocks, then the codes,
+``bits`` for each value. Payloads are not padded to whole blocks, and blocks are independent of each
+other. A long vector is encoded and decoded one chunk of blocks after the other, so that what is
+computed on the way stays in the cache of a processor.
 
-Bits are compared as whole numbers, and products and quotients are correctly rounded, so that every processor gives the
-same codes. `fp4` has its own file, as it is written in C too.
+Bits are compared as whole numbers, and products and quotients are correctly rounded, so that every
+processor gives the same codes. `fp4` has its own file, as it is written in C too.
 """
 
 from abc import abstractmethod
@@ -26,7 +27,8 @@ _EXPONENT = 23  # the position of the exponent in a float32
 
 
 class Blockwise(Compression):
-    """Writes one scale per block, and codes that do not straddle bytes. Subclasses encode and decode whole blocks.
+    """Writes one scale per block, and codes that do not straddle bytes. Subclasses encode and
+    decode whole blocks.
 
     Attributes:
         block: Values under one scale, a multiple of 32.
@@ -59,7 +61,8 @@ class Blockwise(Compression):
             values: float32 tensor of shape ``(blocks, block)``, which must not be written to.
 
         Returns:
-            The scales, of dtype ``scale`` and shape ``(blocks,)``, and a code for each value, below ``2 ** bits``.
+            The scales, of dtype ``scale`` and shape ``(blocks,)``, and a code for each value, below
+            ``2 ** bits``.
         """
 
     @abstractmethod
@@ -68,7 +71,8 @@ class Blockwise(Compression):
 
         Args:
             scales: As `encode_blocks` returns them.
-            codes: Bytes of shape ``(blocks, block * bits / 8)``, the first code of a byte in its lowest bits.
+            codes: Bytes of shape ``(blocks, block * bits / 8)``, the first code of a byte in its
+                lowest bits.
 
         Returns:
             A new float32 tensor of shape ``(blocks, block)``.
@@ -80,12 +84,16 @@ class Blockwise(Compression):
 
     @override
     def wire_bytes(self, numel: int) -> int:
-        """Returns the bytes of a scale for each block, also for a partial one, and a byte for ``8 / bits`` values."""
+        """Returns the bytes of a scale for each block, also for a partial one, and a byte for
+        ``8 / bits`` values.
+        """
         return self._scale_bytes(numel) + -(-numel * self.bits // 8)
 
     @override
     def encode(self, values: Tensor) -> Tensor:
-        """Encodes values; a block with one that is not finite may become anything, and other blocks are untouched."""
+        """Encodes values; a block with one that is not finite may become anything, and other
+        blocks are untouched.
+        """
         numel, head = values.numel(), self._scale_bytes(values.numel())
         payload = new_vector(self.wire_bytes(numel), values.device, torch.uint8)
         scales, codes = payload[:head].view(self.scale), payload[head:]
@@ -103,15 +111,24 @@ class Blockwise(Compression):
 
     @override
     def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
-        assert payload.numel() == self.wire_bytes(numel), "the payload belongs to a vector of another size"
+        assert payload.numel() == self.wire_bytes(numel), (
+            "the payload belongs to a vector of another size"
+        )
         head = self._scale_bytes(numel)
-        # A payload may start at an odd address of a gathered buffer, where wider types cannot be viewed.
+        # A payload may start at an odd address of a gathered buffer, where wider types cannot be
+        # viewed.
         scales, codes = payload[:head].clone().view(self.scale), payload[head:]
         for start in range(0, numel, chunk_length(payload.device)):
             stop = min(start + chunk_length(payload.device), numel)
             own = scales[start // self.block : -(-stop // self.block)]
-            packed = _padded(codes[start * self.bits // 8 : -(-stop * self.bits // 8)], self.block * self.bits // 8)
-            yield slice(start, stop), self.decode_blocks(own, packed.view(len(own), -1)).view(-1)[: stop - start]
+            packed = _padded(
+                codes[start * self.bits // 8 : -(-stop * self.bits // 8)],
+                self.block * self.bits // 8,
+            )
+            yield (
+                slice(start, stop),
+                self.decode_blocks(own, packed.view(len(own), -1)).view(-1)[: stop - start],
+            )
 
     def _scale_bytes(self, numel: int) -> int:
         return self.scale.itemsize * -(-numel // self.block)
@@ -136,10 +153,12 @@ class Leveled(Blockwise):
 
 
 class _Integers(Leveled):
-    """Encodes each value as a whole number of steps of ``top / largest``, from ``-largest`` to ``largest``.
+    """Encodes each value as a whole number of steps of ``top / largest``, from ``-largest`` to
+    ``largest``.
 
-    ``top`` is the largest magnitude of the block, rounded to bfloat16. It is so large that a step of a 127th is no
-    subnormal number, and at most the largest finite bfloat16. Values are rounded to nearest, and ties go to even.
+    ``top`` is the largest magnitude of the block, rounded to bfloat16. It is so large that a step
+    of a 127th is no subnormal number, and at most the largest finite bfloat16. Values are rounded
+    to nearest, and ties go to even.
     """
 
     block: ClassVar[int] = 128
@@ -150,14 +169,21 @@ class _Integers(Leveled):
     def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Encodes whole blocks, in two's complement."""
         tops = (magnitude_bits(values).amax(1) + 0x8000 >> 16).clamp_(0x0400, 0x7F7F)
-        # Not largest / tops: torch would take the reciprocal of the tops, which may be a subnormal number.
-        per_unit = torch.full_like(tops, self.largest, dtype=torch.float32).div_(from_bfloat16_bits(tops))
-        numbers = (values * per_unit[:, None]).round_().clamp_(-self.largest, self.largest).to(torch.int8)
+        # Not largest / tops: torch would take the reciprocal of the tops, which may be a subnormal
+        # number.
+        per_unit = torch.full_like(tops, self.largest, dtype=torch.float32).div_(
+            from_bfloat16_bits(tops)
+        )
+        numbers = (
+            (values * per_unit[:, None]).round_().clamp_(-self.largest, self.largest).to(torch.int8)
+        )
         return tops.to(torch.int16), numbers.bitwise_and_(2**self.bits - 1 if self.bits < 8 else -1)
 
     @override
     def steps(self, scales: Tensor) -> Tensor:
-        """Returns the steps; with the divisor on the device, as an accelerator would multiply by its reciprocal."""
+        """Returns the steps; with the divisor on the device, as an accelerator would multiply by
+        its reciprocal.
+        """
         tops = from_bfloat16_bits(scales)
         return tops.div_(tops.new_full((), self.largest))
 
@@ -197,9 +223,11 @@ class Int4(_Integers):
 
 
 class _Microscaling(Leveled):
-    """Small floating-point codes under one power of two per block, as in the OCP Microscaling formats.
+    """Small floating-point codes under one power of two per block, as in the OCP Microscaling
+    formats.
 
-    A power of two leaves every product exact. It is stored as E8M0: the exponent of a float32, biased by 127.
+    A power of two leaves every product exact. It is stored as E8M0: the exponent of a float32,
+    biased by 127.
     """
 
     scale: ClassVar[torch.dtype] = torch.uint8
@@ -213,8 +241,9 @@ class _Microscaling(Leveled):
 class FP8(_Microscaling):
     """E4M3 codes, and 8 bits for each block of 128 values: 8.0625 bits a value.
 
-    The power of two brings the largest magnitude of the block, rounded to four significant bits, into ``[128, 256)``.
-    So nothing is clipped, and a value down to ``2**-13`` of the largest keeps four significant bits. Ties go to even.
+    The power of two brings the largest magnitude of the block, rounded to four significant bits,
+    into ``[128, 256)``. So nothing is clipped, and a value down to ``2**-13`` of the largest keeps
+    four significant bits. Ties go to even.
 
     Examples:
         >>> import torch
@@ -227,14 +256,21 @@ class FP8(_Microscaling):
     block: ClassVar[int] = 128
     bits: ClassVar[int] = 8
     levels: ClassVar[tuple[float, ...]] = tuple(
-        torch.arange(256, device="cpu").to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).tolist()
+        torch.arange(256, device="cpu")
+        .to(torch.uint8)
+        .view(torch.float8_e4m3fn)
+        .to(torch.float32)
+        .tolist()
     )
 
     @override
     def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Encodes whole blocks. Products are exact, except for those so small that they become zero."""
+        """Encodes whole blocks. Products are exact, except for those so small that they become
+        zero.
+        """
         scales = _exponent_of(magnitude_bits(values).amax(1) + (1 << 19), below=7, lowest=9)
-        # Beyond the largest scale, the largest magnitude could be rounded up to 256, which overflows when decoded.
+        # Beyond the largest scale, the largest magnitude could be rounded up to 256, which
+        # overflows when decoded.
         scaled = (values * _power_of_two(254 - scales)[:, None]).clamp_(-240, 240)
         return scales.to(torch.uint8), scaled.to(torch.float8_e4m3fn).view(torch.uint8)
 
@@ -243,9 +279,9 @@ class FP8(_Microscaling):
 class MXFP4(_Microscaling):
     """E2M1 codes, and 8 bits for each block of 32 values: 4.25 bits a value; the OCP MXFP4 format.
 
-    The levels of a block are 0, 0.5, 1, 1.5, 2, 3, 4 and 6 times a power of two, with a sign. The power of two brings
-    the largest magnitude into ``[4, 8)``, as the OCP specification says, so values above 6 are clipped. A value goes to
-    the nearest level, and ties go to the even code.
+    The levels of a block are 0, 0.5, 1, 1.5, 2, 3, 4 and 6 times a power of two, with a sign. The
+    power of two brings the largest magnitude into ``[4, 8)``, as the OCP specification says, so
+    values above 6 are clipped. A value goes to the nearest level, and ties go to the even code.
 
     Examples:
         >>> import torch
@@ -257,7 +293,9 @@ class MXFP4(_Microscaling):
 
     block: ClassVar[int] = 32
     bits: ClassVar[int] = 4
-    levels: ClassVar[tuple[float, ...]] = tuple(s * v for s in (1.0, -1.0) for v in (0.0, 0.5, 1, 1.5, 2, 3, 4, 6))
+    levels: ClassVar[tuple[float, ...]] = tuple(
+        s * v for s in (1.0, -1.0) for v in (0.0, 0.5, 1, 1.5, 2, 3, 4, 6)
+    )
 
     @override
     def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -265,7 +303,8 @@ class MXFP4(_Microscaling):
         magnitude = magnitude_bits(values)
         scales = _exponent_of(magnitude.amax(1), below=2, lowest=1)
         share = magnitude.view(torch.float32).mul_(_power_of_two(254 - scales)[:, None])
-        # The levels have steps of 1/2 up to 2, of 1 up to 4 and of 2 beyond. The least of the three roundings is right.
+        # The levels have steps of 1/2 up to 2, of 1 up to 4 and of 2 beyond. The least of the three
+        # roundings is right.
         numbers = torch.minimum((share * 2).round_(), share.round().add_(2))
         numbers = torch.minimum(numbers, (share * 0.5).round_().add_(4)).clamp_(0, 7)
         return scales.to(torch.uint8), numbers.to(torch.int32).bitwise_or_(sign_bits(values, 3))
@@ -273,11 +312,12 @@ class MXFP4(_Microscaling):
 
 @dataclass(frozen=True)
 class Int2(Blockwise):
-    """A sign and one of two magnitudes, and 32 bits for each block of 128 values: 2.25 bits a value.
+    """A sign and one of two magnitudes, and 32 bits for each block of 128 values: 2.25 bits a
+    value.
 
-    The magnitudes in a block are split at their mean; the means of the two sets are the two magnitudes of the block. A
-    value takes the nearer one, and a tie goes up. In a block that holds a zero, the lower magnitude is zero, so zeros
-    stay zeros.
+    The magnitudes in a block are split at their mean; the means of the two sets are the two
+    magnitudes of the block. A value takes the nearer one, and a tie goes up. In a block that holds
+    a zero, the lower magnitude is zero, so zeros stay zeros.
 
     Examples:
         >>> import torch
@@ -293,7 +333,9 @@ class Int2(Blockwise):
 
     @override
     def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Encodes whole blocks. A scale holds the lower and the upper magnitude as bfloat16, in that order."""
+        """Encodes whole blocks. A scale holds the lower and the upper magnitude as bfloat16, in
+        that order.
+        """
         magnitude = magnitude_bits(values)
         means = torch.stack(_two_means(magnitude), dim=1)
         pairs = means.to(torch.bfloat16).clamp_(0, torch.finfo(torch.bfloat16).max)
@@ -317,19 +359,26 @@ class Int2(Blockwise):
 
 
 def _two_means(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns, computed in float64, the mean of the magnitudes below their mean, and the mean of the others."""
+    """Returns, computed in float64, the mean of the magnitudes below their mean, and the mean of
+    the others.
+    """
     doubles = magnitudes.view(torch.float32).to(torch.float64)
     mean = doubles.mean(1)
     least = mean.to(torch.float32)
     least = torch.where(least < mean, (least.view(torch.int32) + 1).view(torch.float32), least)
-    below = (magnitudes - least.view(torch.int32)[:, None]).bitwise_right_shift_(31)  # -1 for each that is
+    below = (magnitudes - least.view(torch.int32)[:, None]).bitwise_right_shift_(
+        31
+    )  # -1 for each that is
     count = below.sum(1, dtype=torch.int32).neg_()
-    # Not as the difference from the sum of all, in which small values beside great ones would be lost.
+    # Not as the difference from the sum of all, in which small values beside great ones would be
+    # lost.
     lower = below.bitwise_and_(magnitudes)
     low = doubles.copy_(lower.view(torch.float32)).sum(1) / count.clamp(min=1)
     above = doubles.copy_(lower.bitwise_xor_(magnitudes).view(torch.float32)).sum(1)
     low[magnitudes.amin(1) == 0] = 0
-    return low.to(torch.float32), (above / (magnitudes.size(1) - count).clamp_(min=1)).to(torch.float32)
+    return low.to(torch.float32), (above / (magnitudes.size(1) - count).clamp_(min=1)).to(
+        torch.float32
+    )
 
 
 def chunks(values: Tensor) -> Iterator[slice]:
@@ -344,7 +393,9 @@ def from_bfloat16_bits(bits: Tensor) -> Tensor:
 
 
 def sign_bits(values: Tensor, bit: int) -> Tensor:
-    """Returns an int32 for each value, with the sign of the value at a given bit and zeros elsewhere."""
+    """Returns an int32 for each value, with the sign of the value at a given bit and zeros
+    elsewhere.
+    """
     return (values.view(torch.int32) >> 31).bitwise_and_(1 << bit)
 
 
@@ -361,7 +412,9 @@ def look_up(codes: Tensor, levels: tuple[float, ...]) -> Tensor:
 
 @cache
 def table(levels: tuple[float, ...], device: torch.device) -> Tensor:
-    """Returns the values of all codes of every byte, as one word each: a look-up is faster than arithmetic."""
+    """Returns the values of all codes of every byte, as one word each: a look-up is faster than
+    arithmetic.
+    """
     bits = len(levels).bit_length() - 1
     byte = torch.arange(256, device=device)[:, None] >> torch.arange(0, 8, bits, device=device)
     values = torch.tensor(levels, device=device, dtype=torch.float32)[byte & len(levels) - 1]
@@ -373,7 +426,8 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes
     words = codes.view(torch.int16 if bits == 4 else torch.int32)
-    # A code of 2 bits in the next byte is 8 - 2 bits too far up; what lies above the lowest byte is dropped.
+    # A code of 2 bits in the next byte is 8 - 2 bits too far up; what lies above the lowest byte is
+    # dropped.
     words = words | words >> 8 - bits
     return (words if bits == 4 else words | words >> 12).to(torch.uint8)
 

@@ -21,8 +21,11 @@ class _Cast(Compression):
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        # A payload may start at an odd address inside a gathered buffer, where wider types cannot be viewed.
-        aligned = payload if payload.storage_offset() % self.dtype.itemsize == 0 else payload.clone()
+        # A payload may start at an odd address inside a gathered buffer, where wider types cannot
+        # be viewed.
+        aligned = (
+            payload if payload.storage_offset() % self.dtype.itemsize == 0 else payload.clone()
+        )
         out.copy_(aligned.view(self.dtype))
 
     @override
@@ -51,7 +54,9 @@ class Float32(_Cast):
 
     @override
     def encode(self, values: Tensor) -> Tensor:
-        return new_vector(self.wire_bytes(values.numel()), values.device, torch.uint8).copy_(values.view(torch.uint8))
+        return new_vector(self.wire_bytes(values.numel()), values.device, torch.uint8).copy_(
+            values.view(torch.uint8)
+        )
 
 
 @dataclass(frozen=True)

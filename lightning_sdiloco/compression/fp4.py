@@ -1,12 +1,14 @@
 """FP4: four bits a value, E3M0 codes (sign and three exponent bits) under one scale per block.
 
-A payload of ``numel`` values is ``ceil(numel / 128)`` tops of 16 bits, then ``ceil(numel / 2)`` bytes of codes.
-``docs/compression.md`` has the format byte by byte and the measurements behind the choices.
+A payload of ``numel`` values is ``ceil(numel / 128)`` tops of 16 bits, then ``ceil(numel / 2)``
+bytes of codes. ``docs/compression.md`` has the format byte by byte and the measurements behind the
+choices.
 
-[Note: in one pass] On a CPU, ``fp4.c`` does the same in one pass, the mean in an eighth of the time. ``hatch_build.py``
-compiles it where there is a C compiler; nothing is compiled later. On a GPU, ``fp4_triton.py`` does, where torch has
-brought Triton. Operations of torch are the reference and do without either, so ranks need not agree on them: each has
-shown on a sample that it gives their bits.
+[Note: in one pass] On a CPU, ``fp4.c`` does the same in one pass, the mean in an eighth of the
+time. ``hatch_build.py`` compiles it where there is a C compiler; nothing is compiled later. On a
+GPU, ``fp4_triton.py`` does, where torch has brought Triton. Operations of torch are the reference
+and do without either, so ranks need not agree on them: each has shown on a sample that it gives
+their bits.
 """
 
 import ctypes
@@ -40,8 +42,9 @@ BLOCK = 128
 
 _EXPONENT = 23  # the position of the exponent in a float32
 
-# The least top keeps the lowest level and the threshold below it out of the subnormal numbers, which a device may
-# flush to zero. The greatest is the largest finite bfloat16; blocks that are not finite get it too.
+# The least top keeps the lowest level and the threshold below it out of the subnormal numbers,
+# which a device may flush to zero. The greatest is the largest finite bfloat16; blocks that are not
+# finite get it too.
 _LEAST_TOP = 0x0400
 _GREATEST_TOP = 0x7F7F
 
@@ -50,12 +53,14 @@ _GREATEST_TOP = 0x7F7F
 class FP4(Leveled):
     """Four bits a value, and 16 bits for each block of 128 values: 4.125 bits a value.
 
-    The levels of a block are 0 and ``top * 2**(code - 7)`` for codes 1 to 7, with a sign. ``top`` is the largest
-    magnitude of the block, cut to bfloat16. A value goes to the nearest level, but to zero below three quarters of the
-    lowest level. So a value is off by at most a third of itself, and below ``top * 3/256`` by at most itself.
+    The levels of a block are 0 and ``top * 2**(code - 7)`` for codes 1 to 7, with a sign. ``top``
+    is the largest magnitude of the block, cut to bfloat16. A value goes to the nearest level, but
+    to zero below three quarters of the lowest level. So a value is off by at most a third of
+    itself, and below ``top * 3/256`` by at most itself.
 
-    Streaming DiLoCo (arXiv 2501.18512, section 2.4) sends outer gradients as E3M0 and adds them up in float32. It
-    gives no rule for the scale: this one was chosen by measuring, see ``benchmarks/compression.py``.
+    Streaming DiLoCo (arXiv 2501.18512, section 2.4) sends outer gradients as E3M0 and adds them up
+    in float32. It gives no rule for the scale: this one was chosen by measuring, see
+    ``benchmarks/compression.py``.
 
     Examples:
         >>> import torch
@@ -107,8 +112,9 @@ class FP4(Leveled):
         """Encodes whole blocks: tops as the bits of a bfloat16, always finite, and codes."""
         magnitude = magnitude_bits(values)
         tops = (magnitude.amax(1) >> 16).clamp_(_LEAST_TOP, _GREATEST_TOP)
-        # The threshold between two neighbouring levels is 1.5 times the lower one. So all seven have the mantissa of
-        # 0.75 * top, and one subtraction of float32 bits compares with all of them. Both products are exact.
+        # The threshold between two neighbouring levels is 1.5 times the lower one. So all seven
+        # have the mantissa of 0.75 * top, and one subtraction of float32 bits compares with all of
+        # them. Both products are exact.
         thresholds = (from_bfloat16_bits(tops) * 0.75).view(torch.int32) - (7 << _EXPONENT)
         passed = magnitude.sub_(thresholds[:, None]).bitwise_right_shift_(_EXPONENT).clamp_min_(0)
         return tops.to(torch.int16), passed.bitwise_or_(sign_bits(values, 3))
@@ -149,7 +155,9 @@ def _passes_for(*tensors: Tensor) -> Passes | None:
 
 @cache
 def passes_on(device: str) -> Passes | None:
-    """Returns what a type of device has in place of operations of torch; see [Note: in one pass]."""
+    """Returns what a type of device has in place of operations of torch; see [Note: in one
+    pass].
+    """
     makers = {"cpu": ("fp4.c", _in_c), "cuda": ("fp4_triton.py", _in_triton)}
     if device not in makers:
         return None
@@ -159,7 +167,9 @@ def passes_on(device: str) -> Passes | None:
         if _is_proven(passes, torch.device(device)):
             return passes
         reason = "it gives other bits"
-    except Exception as error:  # Triton, and the compilers that it calls, end with errors of many kinds
+    except (
+        Exception
+    ) as error:  # Triton, and the compilers that it calls, end with errors of many kinds
         reason = f"{type(error).__name__}: {error}"
     _log.info("%s is not used: %s. torch does the same, more slowly.", name, reason)
     return None
@@ -176,12 +186,18 @@ def _in_c() -> Passes:
     try:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
-        raise OSError(f"it was not compiled when the package was built, or for another machine ({error})") from None
+        raise OSError(
+            f"it was not compiled when the package was built, or for another machine ({error})"
+        ) from None
     library.fp4_encode.argtypes = (pointer, size, pointer)
     library.fp4_decode.argtypes = (pointer, size, pointer, pointer)
     library.fp4_mean.argtypes = (pointer, pointer, size, size, pointer, pointer)
     levels = table(FP4.levels, torch.device("cpu"))  # kept by what reads it
-    return Passes(partial(_encode, library), partial(_decode, library, levels), partial(_mean, library, levels))
+    return Passes(
+        partial(_encode, library),
+        partial(_decode, library, levels),
+        partial(_mean, library, levels),
+    )
 
 
 def _encode(library: ctypes.CDLL, values: Tensor, payload: Tensor) -> None:
@@ -192,7 +208,9 @@ def _decode(library: ctypes.CDLL, levels: Tensor, payload: Tensor, out: Tensor) 
     library.fp4_decode(payload.data_ptr(), out.numel(), levels.data_ptr(), out.data_ptr())
 
 
-def _mean(library: ctypes.CDLL, levels: Tensor, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
+def _mean(
+    library: ctypes.CDLL, levels: Tensor, sent: Sequence[tuple[Tensor, float]], out: Tensor
+) -> None:
     payloads = (ctypes.c_void_p * len(sent))(*[payload.data_ptr() for payload, _ in sent])
     factors = (ctypes.c_float * len(sent))(*[factor for _, factor in sent])
     library.fp4_mean(payloads, factors, len(sent), out.numel(), levels.data_ptr(), out.data_ptr())
@@ -205,7 +223,9 @@ class _Eager(FP4):
 
 
 def _is_proven(passes: Passes, device: torch.device) -> bool:
-    """Returns whether they give the bits of the operations of torch, a block that is not whole included."""
+    """Returns whether they give the bits of the operations of torch, a block that is not whole
+    included.
+    """
     generator = torch.Generator().manual_seed(0)
     one, other = torch.randn(2, 20_001, generator=generator, device="cpu", dtype=torch.float32)
     values = (one * other.mul(8).exp()).nan_to_num(0.0)

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Blocks of 128 values for each program, and its warps: of fifteen pairs the best on an H200, by little.
+# Blocks of 128 values for each program, and its warps: of fifteen pairs the best on an H200, by
+# little.
 _ROWS, _WARPS = 8, 2
 
 # Payloads that are added up in one pass. A kernel is compiled for each number of them.
@@ -28,7 +29,9 @@ def _encode(values, payload, numel, blocks, rows: tl.constexpr):
     magnitude = bits & 0x7FFFFFFF
     top = tl.minimum(tl.maximum(tl.max(magnitude, axis=1) >> 16, 0x0400), 0x7F7F)
     # One subtraction compares with all seven thresholds, which share a mantissa.
-    threshold = ((top << 16).to(tl.float32, bitcast=True) * 0.75).to(tl.int32, bitcast=True) - (7 << 23)
+    threshold = ((top << 16).to(tl.float32, bitcast=True) * 0.75).to(tl.int32, bitcast=True) - (
+        7 << 23
+    )
     code = tl.maximum((magnitude - threshold[:, None]) >> 23, 0) | ((bits >> 31) & 8)
     low, high = tl.split(tl.reshape(code, (rows, 64, 2)))
     pair = row[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -47,9 +50,13 @@ def _level(code, top):
 def _decoded(payload, row, numel, blocks):
     pair = row[:, None] * 64 + tl.arange(0, 64)[None, :]
     packed = tl.load(payload + 2 * blocks + pair, mask=2 * pair < numel, other=0).to(tl.int32)
-    top = tl.load(payload.to(tl.pointer_type(tl.int16)) + row, mask=row < blocks, other=0).to(tl.int32)
+    top = tl.load(payload.to(tl.pointer_type(tl.int16)) + row, mask=row < blocks, other=0).to(
+        tl.int32
+    )
     top = (top << 16).to(tl.float32, bitcast=True)[:, None]
-    return tl.reshape(tl.join(_level(packed & 15, top), _level(packed >> 4, top)), (row.shape[0], 128))
+    return tl.reshape(
+        tl.join(_level(packed & 15, top), _level(packed >> 4, top)), (row.shape[0], 128)
+    )
 
 
 @triton.jit
@@ -60,10 +67,23 @@ def _decode(payload, out, numel, blocks, rows: tl.constexpr):
 
 
 @triton.jit
-def _mean(payloads, factors, out, numel, blocks, begins: tl.constexpr, count: tl.constexpr, rows: tl.constexpr):
+def _mean(
+    payloads,
+    factors,
+    out,
+    numel,
+    blocks,
+    begins: tl.constexpr,
+    count: tl.constexpr,
+    rows: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     place = row[:, None] * 128 + tl.arange(0, 128)[None, :]
-    total = tl.zeros((rows, 128), tl.float32) if begins else tl.load(out + place, mask=place < numel, other=0)
+    total = (
+        tl.zeros((rows, 128), tl.float32)
+        if begins
+        else tl.load(out + place, mask=place < numel, other=0)
+    )
     for group in tl.static_range(len(payloads)):
         total += _decoded(payloads[group], row, numel, blocks) * factors[group]
     if count & (count - 1):
@@ -90,7 +110,9 @@ def mean(sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
 
 
 def _even(payload: Tensor) -> Tensor:
-    """Copies a payload that starts at an odd address of a gathered buffer, where no top can be read."""
+    """Copies a payload that starts at an odd address of a gathered buffer, where no top can be
+    read.
+    """
     return payload.clone() if payload.data_ptr() % 2 else payload
 
 
@@ -102,4 +124,12 @@ def _run(kernel: Callable[..., Any], values: Tensor, *arguments: Any, **constant
     grid = (-(-blocks // _ROWS),)
     with torch.get_device_module(values.device).device(values.device):
         # Products and sums round by themselves.
-        kernel[grid](*arguments, numel, blocks, **constants, rows=_ROWS, num_warps=_WARPS, enable_fp_fusion=False)
+        kernel[grid](
+            *arguments,
+            numel,
+            blocks,
+            **constants,
+            rows=_ROWS,
+            num_warps=_WARPS,
+            enable_fp_fusion=False,
+        )

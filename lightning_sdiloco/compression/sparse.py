@@ -1,7 +1,7 @@
 """Sends few of the values, encoded by another compression; the others come back as zero.
 
-`TopK` and `Threshold` send the largest of each block, and where they are. `RandomK` and `RandomBlock` send what chance
-picks: all groups pick the same, so no positions are sent.
+`TopK` and `Threshold` send the largest of each block, and where they are. `RandomK` and
+`RandomBlock` send what chance picks: all groups pick the same, so no positions are sent.
 """
 
 import copy
@@ -29,17 +29,20 @@ _GROUP = 8  # values of a block in a group; the search starts with the largest v
 
 @dataclass(frozen=True, repr=False)
 class TopK(Compression):
-    """The largest ``share`` of every block of 4096 values, encoded by another compression, with 12 bits of position.
+    """The largest ``share`` of every block of 4096 values, encoded by another compression, with 12
+    bits of position.
 
-    An even number of values of each block is sent, or all of them. A payload holds the positions, in rising order
-    within a block and two in three bytes, then the payload of the chosen values, in the order of the positions.
+    An even number of values of each block is sent, or all of them. A payload holds the positions,
+    in rising order within a block and two in three bytes, then the payload of the chosen values, in
+    the order of the positions.
 
     Args:
         share: The share of the values that is sent, above 0 and at most 1.
         values: How the values that are sent are encoded.
-        over: What the sum of a value is divided by: the number of ``"groups"`` that count, or of the ``"senders"``
-            among them that sent this value, as in SparseLoCo's code (arXiv 2508.15706). ``"senders"`` needs a smaller
-            outer learning rate, and does not work with two shots.
+        over: What the sum of a value is divided by: the number of ``"groups"`` that count, or of
+            the ``"senders"`` among them that sent this value, as in SparseLoCo's code (arXiv
+            2508.15706). ``"senders"`` needs a smaller outer learning rate, and does not work with
+            two shots.
 
     Raises:
         ValueError: If ``share`` or ``over`` is out of range, or ``values`` is not a compression.
@@ -60,12 +63,20 @@ class TopK(Compression):
     over: str = field(default="groups", kw_only=True)
 
     def __post_init__(self) -> None:
-        if isinstance(self.share, bool) or not isinstance(self.share, (int, float)) or not 0 < self.share <= 1:
-            raise ValueError(f"share={self.share!r} is out of range: it must be above 0 and at most 1. 0.02 sends 2 %.")
+        if (
+            isinstance(self.share, bool)
+            or not isinstance(self.share, (int, float))
+            or not 0 < self.share <= 1
+        ):
+            raise ValueError(
+                f"share={self.share!r} is out of range: it must be above 0 and at most 1. 0.02"
+                " sends 2 %."
+            )
         _check_values(self.values, "chooses itself which values it sends")
         if self.over not in ("groups", "senders"):
             raise ValueError(
-                f"over={self.over!r} is unknown. It is 'groups', the default, or 'senders': the sum of a value is"
+                f"over={self.over!r} is unknown. It is 'groups', the default, or 'senders': the"
+                " sum of a value is"
                 " divided by the number of all groups that count, or of those that sent it."
             )
 
@@ -73,7 +84,9 @@ class TopK(Compression):
     def __repr__(self) -> str:
         given = {own.name: getattr(self, own.name) for own in fields(self) if own.repr}
         texts = [
-            f"{own.name}={given[own.name]!r}" for own in fields(self) if own.repr and given[own.name] != own.default
+            f"{own.name}={given[own.name]!r}"
+            for own in fields(self)
+            if own.repr and given[own.name] != own.default
         ]
         return f"{type(self).__name__}({', '.join(texts)})"
 
@@ -100,11 +113,16 @@ class TopK(Compression):
     @override
     def encode(self, values: Tensor) -> Tensor:
         count, done = self._count(values.numel()), 0
-        chosen, positions = values.new_empty(count), values.new_empty(_packed_bytes(count), dtype=torch.uint8)
+        chosen, positions = (
+            values.new_empty(count),
+            values.new_empty(_packed_bytes(count), dtype=torch.uint8),
+        )
         for blocks in _blocks(values):
             found = _largest(blocks.abs(), self._kept(blocks.size(1))).sort(dim=1).values
             chosen[done:][: found.numel()] = self.sent(blocks.gather(1, found), blocks).view(-1)
-            positions[_packed_bytes(done) :][: _packed_bytes(found.numel())] = _packed(found.view(-1))
+            positions[_packed_bytes(done) :][: _packed_bytes(found.numel())] = _packed(
+                found.view(-1)
+            )
             done += found.numel()
         return torch.cat((positions, self.values.encode(chosen)))
 
@@ -126,7 +144,9 @@ class TopK(Compression):
     def _chosen(self, payload: Tensor, numel: int) -> Tensor:
         """Decodes the values that were sent."""
         count = self._count(numel)
-        assert payload.numel() == self.wire_bytes(numel), "the payload belongs to a vector of another size"
+        assert payload.numel() == self.wire_bytes(numel), (
+            "the payload belongs to a vector of another size"
+        )
         chosen = torch.empty(count, device=payload.device)
         self.values.decode(payload[_packed_bytes(count) :], chosen)
         return chosen
@@ -146,7 +166,9 @@ class TopK(Compression):
             done += sent
 
     def _kept(self, size: int) -> int:
-        """Returns how many values of a block are sent: an even number, so that the next block starts at a byte."""
+        """Returns how many values of a block are sent: an even number, so that the next block
+        starts at a byte.
+        """
         # The share is taken as it is written: 0.03 as a float is not exactly 3 %.
         kept = -(-Fraction(str(self.share)) * size // 1)
         return min(int(kept + kept % 2), size)
@@ -160,26 +182,28 @@ class TopK(Compression):
 class Threshold(TopK):
     """Sends what exceeds a threshold, and no more of each block of 4096 values than `TopK` would.
 
-    With ``least``, the threshold follows from the mean magnitude of the block. Smaller values are sent as zero, so
-    every payload has the size that ``share`` gives.
+    With ``least``, the threshold follows from the mean magnitude of the block. Smaller values are
+    sent as zero, so every payload has the size that ``share`` gives.
 
-    With ``every``, each block keeps its threshold for that many launches: the smallest value that an exact top-k of
-    ``share`` chooses in the first of them (DCT, arXiv 2010.08899). Smaller values are not sent, so payloads get shorter
-    as outer gradients do; ``share`` is the most. The thresholds change at a landing, if the group counts in the mean,
-    and are part of a checkpoint. A launch without them chooses new ones.
+    With ``every``, each block keeps its threshold for that many launches: the smallest value that
+    an exact top-k of ``share`` chooses in the first of them (DCT, arXiv 2010.08899). Smaller values
+    are not sent, so payloads get shorter as outer gradients do; ``share`` is the most. The
+    thresholds change at a landing, if the group counts in the mean, and are part of a checkpoint. A
+    launch without them chooses new ones.
 
     With `ErrorFeedback`, small values wait until they have grown.
 
     Args:
         share: The largest share of the values to send, above 0 and at most 1.
         values: How the values that are sent are encoded.
-        least: The least magnitude to send, as a multiple of the mean magnitude of the block; at least 0.
+        least: The least magnitude to send, as a multiple of the mean magnitude of the block; at
+            least 0.
         every: For how many launches a threshold is kept, at least 1. Give this or ``least``.
         over: As in `TopK`. With ``least``, a group that sends a zero is not a sender.
 
     Raises:
-        ValueError: If an argument is out of range, ``values`` is not a compression, or not exactly one of ``least`` and
-            ``every`` was given.
+        ValueError: If an argument is out of range, ``values`` is not a compression, or not exactly
+            one of ``least`` and ``every`` was given.
 
     Examples:
         >>> from lightning_sdiloco.compression import Float32
@@ -203,16 +227,26 @@ class Threshold(TopK):
         super().__post_init__()
         if (self.least is None) == (self.every is None):
             raise ValueError(
-                f"Threshold(least={self.least!r}, every={self.every!r}) needs exactly one of the two. Give least=3.0 to"
-                " send what exceeds three times the mean of its block, or every=10 to keep the threshold of a top-k for"
+                f"Threshold(least={self.least!r}, every={self.every!r}) needs exactly one of the"
+                " two. Give least=3.0 to"
+                " send what exceeds three times the mean of its block, or every=10 to keep the"
+                " threshold of a top-k for"
                 " ten launches."
             )
         least, every = self.least, self.every
-        if least is not None and (isinstance(least, bool) or not isinstance(least, (int, float)) or not least >= 0):
-            raise ValueError(f"least={least!r} is out of range: it must not be negative. 3.0 is three times the mean.")
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        if least is not None and (
+            isinstance(least, bool) or not isinstance(least, (int, float)) or not least >= 0
+        ):
             raise ValueError(
-                f"every={every!r} is out of range: it must be a whole number of at least 1. 10 keeps a threshold for"
+                f"least={least!r} is out of range: it must not be negative. 3.0 is three times"
+                " the mean."
+            )
+        if every is not None and (
+            isinstance(every, bool) or not isinstance(every, int) or every < 1
+        ):
+            raise ValueError(
+                f"every={every!r} is out of range: it must be a whole number of at least 1. 10"
+                " keeps a threshold for"
                 " ten launches."
             )
 
@@ -235,7 +269,9 @@ class Threshold(TopK):
         made = [values.new_ones(1)]
         for blocks in _blocks(values):
             magnitudes = blocks.abs()
-            made.append(magnitudes.gather(1, _largest(magnitudes, self._kept(blocks.size(1)))).amin(1))
+            made.append(
+                magnitudes.gather(1, _largest(magnitudes, self._kept(blocks.size(1)))).amin(1)
+            )
         return torch.cat(made)
 
     @override
@@ -279,7 +315,11 @@ class Threshold(TopK):
 
     @override
     def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
-        return Compression.stretches(self, payload, numel) if self.varies() else super().stretches(payload, numel)
+        return (
+            Compression.stretches(self, payload, numel)
+            if self.varies()
+            else super().stretches(payload, numel)
+        )
 
     @override
     def places(self, payload: Tensor, out: Tensor) -> None:
@@ -297,7 +337,9 @@ class Threshold(TopK):
         return chosen.where(chosen.abs() >= means * self.least, 0)
 
     def _above(self, magnitudes: Tensor, thresholds: Tensor) -> Tensor:
-        """Returns which values of each block are sent: what reaches its threshold, but no more than the largest."""
+        """Returns which values of each block are sent: what reaches its threshold, but no more
+        than the largest.
+        """
         above, most = (magnitudes >= thresholds) & (magnitudes > 0), self._kept(magnitudes.size(1))
         if bool((above.sum(1) > most).any()):
             above &= torch.zeros_like(above).scatter_(1, _largest(magnitudes, most), True)
@@ -305,7 +347,9 @@ class Threshold(TopK):
 
 
 def _blocks(values: Tensor) -> Iterator[Tensor]:
-    """Yields views of the values, a block to a row: stretches of whole blocks, then the rest as one short block."""
+    """Yields views of the values, a block to a row: stretches of whole blocks, then the rest as
+    one short block.
+    """
     for where in _stretches(values.numel(), values.device):
         is_whole = (where.stop - where.start) % BLOCK == 0
         yield values[where].view(-1, BLOCK) if is_whole else values[where].view(1, -1)
@@ -325,7 +369,8 @@ def _largest(magnitudes: Tensor, kept: int) -> Tensor:
     size, groups = magnitudes.size(1), magnitudes.size(1) // _GROUP
     if size % _GROUP or kept * 2 > groups:
         return magnitudes.topk(kept, dim=1, sorted=False).indices
-    # They all lie in the groups with the largest maxima, and these groups are found among far fewer numbers.
+    # They all lie in the groups with the largest maxima, and these groups are found among far fewer
+    # numbers.
     chosen = magnitudes.view(-1, _GROUP, groups).amax(1).topk(kept, dim=1, sorted=False).indices
     members = torch.arange(0, size, groups, device=magnitudes.device)
     positions = (chosen[:, None] + members[:, None]).view(len(magnitudes), -1)
@@ -342,7 +387,9 @@ def _packed(positions: Tensor) -> Tensor:
     """Writes positions in a block, two in three bytes."""
     pairs = F.pad(positions, (0, len(positions) % 2)).to(torch.int32).view(-1, 2)
     pairs = pairs[:, 0] | pairs[:, 1] << 12
-    packed = torch.stack((pairs & 255, pairs >> 8 & 255, pairs >> 16), dim=1).to(torch.uint8).view(-1)
+    packed = (
+        torch.stack((pairs & 255, pairs >> 8 & 255, pairs >> 16), dim=1).to(torch.uint8).view(-1)
+    )
     return packed[: _packed_bytes(len(positions))]
 
 
@@ -369,11 +416,15 @@ def _places(payload: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
 def _check_values(values: object, why_not: str) -> None:
     if not isinstance(values, Compression):
         raise ValueError(
-            f"values={values!r} is not a compression. Pass an instance of one, such as Int2(), to encode the values"
+            f"values={values!r} is not a compression. Pass an instance of one, such as Int2(),"
+            " to encode the values"
             " that are sent."
         )
     if values.varies():
-        raise ValueError(f"values={values!r} {why_not}. Pass a compression that sends all values, such as Int2().")
+        raise ValueError(
+            f"values={values!r} {why_not}. Pass a compression that sends all values, such as"
+            " Int2()."
+        )
 
 
 # What chance picks
@@ -388,9 +439,13 @@ class _Chance(Compression):
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(
-                f"every={self.every!r} is out of range: it must be a whole number of at least 1. 32 sends 3 %."
+                f"every={self.every!r} is out of range: it must be a whole number of at least 1."
+                " 32 sends 3 %."
             )
-        _check_values(self.values, "keeps a threshold for each place, but here random places are sent each time")
+        _check_values(
+            self.values,
+            "keeps a threshold for each place, but here random places are sent each time",
+        )
 
     @override
     def at(self: Self, step: int) -> Self:
@@ -442,7 +497,8 @@ class _Chance(Compression):
 class RandomK(_Chance):
     """One value of every ``every`` consecutive ones, at random, encoded by another compression.
 
-    The choice follows from the inner step of the launch: all groups send the same values, and each launch others.
+    The choice follows from the inner step of the launch: all groups send the same values, and each
+    launch others.
 
     Args:
         every: One of this many values is sent.
@@ -461,7 +517,9 @@ class RandomK(_Chance):
 
     @override
     def picked(self, values: Tensor) -> Tensor:
-        return torch.cat([cells.gather(1, offsets).view(-1) for cells, offsets in self._cells(values)])
+        return torch.cat(
+            [cells.gather(1, offsets).view(-1) for cells, offsets in self._cells(values)]
+        )
 
     @override
     def put(self, sent: Tensor, out: Tensor) -> None:
@@ -471,7 +529,9 @@ class RandomK(_Chance):
             done += len(cells)
 
     def _cells(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields views of the values, a cell to a row, and the position picked in each; the last cell may be short."""
+        """Yields views of the values, a cell to a row, and the position picked in each; the last
+        cell may be short.
+        """
         whole, length = len(values) // self.every, max(chunk_length(values.device) // self.every, 1)
         for start in range(0, whole, length):
             end = min(start + length, whole)
@@ -522,7 +582,9 @@ class RandomBlock(_Chance):
 
 
 def _hashed(numbers: Tensor, step: int) -> Tensor:
-    """Turns whole numbers and the inner step into 32 bits that look like chance, the same on every device."""
+    """Turns whole numbers and the inner step into 32 bits that look like chance, the same on every
+    device.
+    """
     # Products may overflow 64 bits; their low 32 bits, which are kept, are right nevertheless.
     hashed = (numbers + 1) * 0x9E3779B1 + step * 0x85EBCA77
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):

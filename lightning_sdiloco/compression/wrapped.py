@@ -1,4 +1,6 @@
-"""Compressions around others: one that remembers what is lost, and one that chooses by the link of the sender."""
+"""Compressions around others: one that remembers what is lost, and one that chooses by the link of
+the sender.
+"""
 
 import copy
 import math
@@ -17,7 +19,9 @@ _HEAD_BYTES = 8
 
 
 def _rewrapped(name: str) -> Any:
-    """Makes a method that does with the wrapped compression what it is called, and wraps what comes of it."""
+    """Makes a method that does with the wrapped compression what it is called, and wraps what
+    comes of it.
+    """
 
     def method(self: Any, *args: Any) -> Any:
         one = getattr(self.compression, name)(*args)
@@ -28,18 +32,22 @@ def _rewrapped(name: str) -> Any:
 
 @dataclass(frozen=True)
 class ErrorFeedback(Compression):
-    """Encodes like another compression and adds what it loses to the next outer gradient of the fragment.
+    """Encodes like another compression and adds what it loses to the next outer gradient of the
+    fragment.
 
-    The memory changes when a flight lands, if the group counted in its mean. It is part of a checkpoint. It is lost
-    when rounds restart: with other groups or settings, or when parameters are frozen or unfrozen. With ``mixing`` the
-    local parameters keep a share of what was lost, so only the rest is remembered. The final exchange adds no memory.
+    The memory changes when a flight lands, if the group counted in its mean. It is part of a
+    checkpoint. It is lost when rounds restart: with other groups or settings, or when parameters
+    are frozen or unfrozen. With ``mixing`` the local parameters keep a share of what was lost, so
+    only the rest is remembered. The final exchange adds no memory.
 
     Args:
         compression: The compression.
-        decay: Share of the loss to remember, above 0 and at most 1. SparseLoCo (arXiv 2508.15706) uses 0.95.
+        decay: Share of the loss to remember, above 0 and at most 1. SparseLoCo (arXiv 2508.15706)
+            uses 0.95.
 
     Raises:
-        ValueError: If ``decay`` is out of range, or ``compression`` is not a compression or already has error feedback.
+        ValueError: If ``decay`` is out of range, or ``compression`` is not a compression or already
+            has error feedback.
 
     Examples:
         >>> import torch
@@ -53,21 +61,31 @@ class ErrorFeedback(Compression):
     decay: float = 1.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.compression, Compression) or isinstance(self.compression, ErrorFeedback):
+        if not isinstance(self.compression, Compression) or isinstance(
+            self.compression, ErrorFeedback
+        ):
             raise ValueError(
-                f"ErrorFeedback(compression={self.compression!r}) has nothing to wrap: it needs an instance of another"
+                f"ErrorFeedback(compression={self.compression!r}) has nothing to wrap: it needs"
+                " an instance of another"
                 " compression. Pass one, such as FP4()."
             )
-        if isinstance(self.decay, bool) or not isinstance(self.decay, (int, float)) or not 0 < self.decay <= 1:
+        if (
+            isinstance(self.decay, bool)
+            or not isinstance(self.decay, (int, float))
+            or not 0 < self.decay <= 1
+        ):
             raise ValueError(
-                f"decay={self.decay!r} is out of range: it must be above 0 and at most 1. 1.0 forgets nothing; to"
+                f"decay={self.decay!r} is out of range: it must be above 0 and at most 1. 1.0"
+                " forgets nothing; to"
                 f" remember nothing, use {self.compression!r} itself."
             )
 
     wire_bytes, encode, decode, stretches, mean = forwarded(
         "compression", "wire_bytes", "encode", "decode", "stretches", "mean"
     )
-    choice, choice_bytes, tuning, places = forwarded("compression", "choice", "choice_bytes", "tuning", "places")
+    choice, choice_bytes, tuning, places = forwarded(
+        "compression", "choice", "choice_bytes", "tuning", "places"
+    )
     suits_sums, chosen_share = forwarded("compression", "suits_sums", "chosen_share")
     counts_senders, varies = forwarded("compression", "counts_senders", "varies")
     at, with_names, chosen, tuned = map(_rewrapped, ("at", "with_names", "chosen", "tuned"))
@@ -77,29 +95,36 @@ class ErrorFeedback(Compression):
         return True
 
     @override
-    def residual(self, values: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor:
+    def residual(
+        self, values: Tensor, memory: Tensor | None, payload: Tensor, mixing: float
+    ) -> Tensor:
         return super().residual(values, memory, payload, mixing).mul_(self.decay)
 
     @override
-    def remembered(self, gradient: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor:
+    def remembered(
+        self, gradient: Tensor, memory: Tensor | None, payload: Tensor, mixing: float
+    ) -> Tensor:
         return self.residual(gradient, memory, payload, mixing)
 
 
 @dataclass(frozen=True)
 class ByLink(Compression):
-    """Each sender chooses, from a menu, the first code that its own link carries in time (FusionLLM).
+    """Each sender chooses, from a menu, the first code that its own link carries in time
+    (FusionLLM).
 
-    The sender chooses alone at each launch, and each payload names its code, so all groups decode the same bits. What a
-    code with error feedback left out goes with the next launch, whatever its code; while something waits, what that
-    code loses waits too.
+    The sender chooses alone at each launch, and each payload names its code, so all groups decode
+    the same bits. What a code with error feedback left out goes with the next launch, whatever its
+    code; while something waits, what that code loses waits too.
 
     Args:
         menu: The codes, by name or as compressions, the preferred one first.
-        within: Seconds within which a payload must be sent, or ``"overlap"``, the time that ``overlap_steps`` take. If
-            no code is small enough, the smallest is used. Until the link is known, the first is.
+        within: Seconds within which a payload must be sent, or ``"overlap"``, the time that
+            ``overlap_steps`` take. If no code is small enough, the smallest is used. Until the link
+            is known, the first is.
 
     Raises:
-        ValueError: If the menu is empty, or has a code whose payloads vary in length, or ``within`` is out of range.
+        ValueError: If the menu is empty, or has a code whose payloads vary in length, or ``within``
+            is out of range.
 
     Examples:
         >>> from lightning_sdiloco.compression import resolve
@@ -113,22 +138,29 @@ class ByLink(Compression):
     code: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.menu, str) or not isinstance(self.menu, Sequence) or not 1 <= len(self.menu) <= 256:
+        if (
+            isinstance(self.menu, str)
+            or not isinstance(self.menu, Sequence)
+            or not 1 <= len(self.menu) <= 256
+        ):
             raise ValueError(
-                f"menu={self.menu!r} is not a menu: give a list of codes, such as ['fp4', 'int2', 'sparse']."
+                f"menu={self.menu!r} is not a menu: give a list of codes, such as ['fp4',"
+                " 'int2', 'sparse']."
             )
         object.__setattr__(self, "menu", tuple(self.menu))
         for code in self.menu:
             if isinstance(code, Compression) and code.varies():
                 raise ValueError(
-                    f"{code!r} in menu={self.menu!r} has payloads of varying length, so it is unknown whether a link"
+                    f"{code!r} in menu={self.menu!r} has payloads of varying length, so it is"
+                    " unknown whether a link"
                     " carries them in time. Give codes of fixed lengths, such as 'fp4' or 'sparse'."
                 )
         seconds = self.within
         is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if seconds != "overlap" and not (is_number and 0 < float(seconds) < math.inf):
             raise ValueError(
-                f"within={seconds!r} is out of range: it must be a number of seconds above 0, or 'overlap', the time"
+                f"within={seconds!r} is out of range: it must be a number of seconds above 0, or"
+                " 'overlap', the time"
                 " that overlap_steps take. 'overlap' is the default."
             )
 
@@ -214,10 +246,16 @@ class ByLink(Compression):
         code.places(rest, out)
 
     @override
-    def remembered(self, gradient: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor | None:
+    def remembered(
+        self, gradient: Tensor, memory: Tensor | None, payload: Tensor, mixing: float
+    ) -> Tensor | None:
         code, rest = self._opened(payload, gradient.numel())
         own = code.remembered(gradient, memory, rest, mixing)
-        return own if own is not None or memory is None else code.residual(gradient, memory, rest, mixing)
+        return (
+            own
+            if own is not None or memory is None
+            else code.residual(gradient, memory, rest, mixing)
+        )
 
     def _opened(self, payload: Tensor, numel: int) -> tuple[Compression, Tensor]:
         code = self.codes[int(payload[0])]

@@ -1,12 +1,14 @@
-"""What a run needs to go on: a folder beside an ordinary checkpoint, with one file per rank and a manifest.
+"""What a run needs to go on: a folder beside an ordinary checkpoint, with one file per rank and a
+manifest.
 
-[Note: the order of a save] The checkpoint file names the folder of its own save. All ranks write their files, then rank
-0 writes the manifest, and last the checkpoint file takes its place in one step. So whenever a process is killed, the
-checkpoint file that exists belongs to a complete folder. Folders of earlier saves are removed after that. All ranks
-wait for each of these: to write the checkpoint file may be a collective, in which they would wait for one that failed.
+[Note: the order of a save] The checkpoint file names the folder of its own save. All ranks write
+their files, then rank 0 writes the manifest, and last the checkpoint file takes its place in one
+step. So whenever a process is killed, the checkpoint file that exists belongs to a complete folder.
+Folders of earlier saves are removed after that. All ranks wait for each of these: to write the
+checkpoint file may be a collective, in which they would wait for one that failed.
 
-A run goes on exactly with the same groups, ranks and settings. With others it restarts: what the ranks saved is joined,
-so that other groups, shards and fragments can take it up.
+A run goes on exactly with the same groups, ranks and settings. With others it restarts: what the
+ranks saved is joined, so that other groups, shards and fragments can take it up.
 """
 
 import hashlib
@@ -35,7 +37,14 @@ from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.flight import norm_squared
 from lightning_sdiloco.engine.matrices import direct_shards
 from lightning_sdiloco.engine.outer import OuterState, outer_optimizer_for
-from lightning_sdiloco.engine.per_rank import Entries, Read, differing_from_first, entries_of, put, read_safely
+from lightning_sdiloco.engine.per_rank import (
+    Entries,
+    Read,
+    differing_from_first,
+    entries_of,
+    put,
+    read_safely,
+)
 from lightning_sdiloco.engine.shards import (
     OuterParameter,
     is_sharded,
@@ -109,8 +118,10 @@ def read_rank(path: str, header: Mapping[str, Any], rank: int) -> dict[str, Any]
     """Reads the file of a rank and checks it against the manifest."""
     if header["format"] != FORMAT:
         raise ValueError(
-            f"The checkpoint {path} was written in format {header['format']} by lightning_sdiloco {header['version']},"
-            f" but this version reads only format {FORMAT}. Install the version that wrote it, or start a new fit from"
+            f"The checkpoint {path} was written in format {header['format']} by"
+            f" lightning_sdiloco {header['version']},"
+            f" but this version reads only format {FORMAT}. Install the version that wrote it,"
+            " or start a new fit from"
             " the weights of the file."
         )
     manifest = json.loads(_read(path, header["save"], _MANIFEST))
@@ -118,14 +129,18 @@ def read_rank(path: str, header: Mapping[str, Any], rank: int) -> dict[str, Any]
     data = _read(path, header["save"], entry.name)
     if len(data) != entry.size or hashlib.sha256(data).hexdigest() != entry.sha256:
         raise ValueError(
-            f"The file {entry.name} in {_folder(path, follow=True)[1]} is not what was saved: it has {len(data)} bytes"
-            f" where {entry.size} were written, or other contents. Restore it, or resume from another checkpoint."
+            f"The file {entry.name} in {_folder(path, follow=True)[1]} is not what was saved: it"
+            f" has {len(data)} bytes"
+            f" where {entry.size} were written, or other contents. Restore it, or resume from"
+            " another checkpoint."
         )
     return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
 
 
 def read_groups(path: str, header: Mapping[str, Any]) -> list[list[State | None]]:
-    """Reads what `restart_from` needs from the files of all ranks, by group; None where a file is missing."""
+    """Reads what `restart_from` needs from the files of all ranks, by group; None where a file is
+    missing.
+    """
     groups, size = header["layout"]["worker_groups"], header["layout"]["group_size"]
 
     def read(rank: int) -> State | None:
@@ -150,7 +165,9 @@ def remove_folder(path: str) -> None:
 
 
 def discard(path: str, save: str) -> None:
-    """Removes what this rank can see of a save that has failed. Other ranks may be doing the same."""
+    """Removes what this rank can see of a save that has failed. Other ranks may be doing the
+    same.
+    """
     filesystem, folder = _folder(path)
     if _is_local(filesystem):
         shutil.rmtree(f"{folder}/{save}", ignore_errors=True)
@@ -180,7 +197,9 @@ def fingerprint(path: str) -> str:
 
 
 def beside(path: str, save: str) -> str | None:
-    """Returns where a checkpoint file can be written before it takes its place; None where files cannot be moved."""
+    """Returns where a checkpoint file can be written before it takes its place; None where files
+    cannot be moved.
+    """
     filesystem, folder = _folder(path)
     return f"{folder}/{save}/checkpoint" if _is_local(filesystem) else None
 
@@ -219,19 +238,23 @@ def _saved(state: Mapping[str, Any]) -> bytes:
 
 
 def _filesystem(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    # An instance of our own. A thread that writes a checkpoint through the shared one may be in a transaction, which
-    # would include what others write meanwhile; and its listings may be older than the files of other ranks.
+    # An instance of our own. A thread that writes a checkpoint through the shared one may be in a
+    # transaction, which would include what others write meanwhile; and its listings may be older
+    # than the files of other ranks.
     filesystem, target = fsspec.core.url_to_fs(path, skip_instance_cache=True)
     return filesystem, target
 
 
 def _folder(path: str, follow: bool = False) -> tuple[fsspec.AbstractFileSystem, str]:
     filesystem, target = _filesystem(path)
-    # ModelCheckpoint(save_last="link") makes a link. It has no folder; that is beside the file to which it points.
-    head, name = os.path.split(os.path.realpath(target) if follow and _is_local(filesystem) else target.rstrip("/"))
+    # ModelCheckpoint(save_last="link") makes a link. It has no folder; that is beside the file to
+    # which it points.
+    head, name = os.path.split(
+        os.path.realpath(target) if follow and _is_local(filesystem) else target.rstrip("/")
+    )
     if name.startswith("hpc_ckpt_"):
-        # Lightning resumes a requeued job from the last of these names. If a crash left the file unwritten, it must
-        # not take the folder for it.
+        # Lightning resumes a requeued job from the last of these names. If a crash left the file
+        # unwritten, it must not take the folder for it.
         name = name.replace("_", "-")
     return filesystem, os.path.join(head, name + _SUFFIX)
 
@@ -268,8 +291,10 @@ def _read(path: str, save: str, name: str) -> bytes:
         return bytes(filesystem.cat_file(f"{folder}/{save}/{name}"))
     except FileNotFoundError as error:
         raise ValueError(
-            f"The checkpoint {path} needs {folder}/{save}/{name}, which is missing. The folder {folder} belongs to the"
-            " checkpoint file: move or copy both. With resume='exact:newest' only the newest checkpoint of a run has"
+            f"The checkpoint {path} needs {folder}/{save}/{name}, which is missing. The folder"
+            f" {folder} belongs to the"
+            " checkpoint file: move or copy both. With resume='exact:newest' only the newest"
+            " checkpoint of a run has"
             " one. Without it, start a new fit from the weights of the file."
         ) from error
 
@@ -278,14 +303,17 @@ def _read(path: str, save: str, name: str) -> bytes:
 
 
 def with_entries(state: State, tree: Mapping[str, Any], topology: Topology) -> State:
-    """Adds to what a rank saves all in which it differs from rank 0, and extra state. All ranks must call it."""
+    """Adds to what a rank saves all in which it differs from rank 0, and extra state. All ranks
+    must call it.
+    """
     engine = dict(state["engine"])
     differing = differing_from_first(tree, topology.world)
     extra = entries_of(engine.pop("extra_state", {}))
     failures = [*differing.failures, *(f"extra state of {failure}" for failure in extra.failures)]
     if failures:
         _log.warning(
-            "Rank %d could not save what it holds for itself: %s. A run that resumes takes what rank 0 saved there, or"
+            "Rank %d could not save what it holds for itself: %s. A run that resumes takes what"
+            " rank 0 saved there, or"
             " what the script sets up. Let the object save plain values or tensors.",
             topology.rank,
             "; ".join(failures),
@@ -297,8 +325,11 @@ def _stored(entries: Entries) -> State:
     return {"plain": entries.plain, "packed": entries.packed, "missing": entries.missing}
 
 
-def take_up_entries(own: State, tree: dict[str, Any], read: Read | None = None, without: Collection[str] = ()) -> State:
-    """Puts what a rank saved in place of what rank 0 did, and returns the state of the engine with extra state.
+def take_up_entries(
+    own: State, tree: dict[str, Any], read: Read | None = None, without: Collection[str] = ()
+) -> State:
+    """Puts what a rank saved in place of what rank 0 did, and returns the state of the engine with
+    extra state.
 
     Without a way to read any object, it reads what is safe, and a warning names the rest.
     """
@@ -308,13 +339,15 @@ def take_up_entries(own: State, tree: dict[str, Any], read: Read | None = None, 
     named = "; ".join(unread)
     if unread and read is None:
         _log.warning(
-            "Extra state of modules cannot be read with weights_only=True: %s. These modules keep what they hold."
+            "Extra state of modules cannot be read with weights_only=True: %s. These modules"
+            " keep what they hold."
             " Return plain values or tensors from get_extra_state, or restore it yourself.",
             named,
         )
     elif unread:
         raise ValueError(
-            f"What this rank saved in a file of its own cannot be read: {named}. If you trust the checkpoint, read it"
+            f"What this rank saved in a file of its own cannot be read: {named}. If you trust"
+            " the checkpoint, read it"
             " with weights_only=False; or save plain values or tensors instead."
         )
     return {**own["engine"], "extra_state": extra}
@@ -333,7 +366,8 @@ def write_ranks(
 ) -> Saved:
     """Writes the files of all ranks; see [Note: the order of a save]. All ranks must call it."""
     world, rank = topology.world, topology.rank
-    # Ranks may have chosen different paths: requeued SLURM jobs number theirs by the files that they see.
+    # Ranks may have chosen different paths: requeued SLURM jobs number theirs by the files that
+    # they see.
     path, save = world.all_gather_object((path, uuid.uuid4().hex))[0]
     older = list[str]()
     if rank == 0:
@@ -354,30 +388,43 @@ def write_ranks(
     return Saved(path, header, [name for name in older if name != save], entries)
 
 
-def write_common_file(saved: Saved, topology: Topology, write: Callable[[], None], advice: str = _ADVICE) -> None:
+def write_common_file(
+    saved: Saved, topology: Topology, write: Callable[[], None], advice: str = _ADVICE
+) -> None:
     """Writes the manifest, and then what all groups have in common. All ranks must call it."""
 
     def complete() -> None:
         if topology.rank == 0:
             # The manifest, which makes a folder complete.
             manifest = {**saved.header, "files": [entry._asdict() for entry in saved.entries]}
-            _write(saved.path, saved.header["save"], _MANIFEST, json.dumps(manifest, indent=2).encode())
+            _write(
+                saved.path, saved.header["save"], _MANIFEST, json.dumps(manifest, indent=2).encode()
+            )
 
     for act in (complete, write):
         _by_all(saved.path, saved.header["save"], topology, act, advice)
 
 
-def _by_all(path: str, save: str, topology: Topology, write: Callable[[], Written], advice: str) -> list[Written]:
-    """Writes on all ranks, and returns what they return; raises on all of them if one cannot, as on a full disk."""
+def _by_all(
+    path: str, save: str, topology: Topology, write: Callable[[], Written], advice: str
+) -> list[Written]:
+    """Writes on all ranks, and returns what they return; raises on all of them if one cannot, as
+    on a full disk.
+    """
     every = topology.world.attempt(write)
-    failed = [f"rank {rank}: {one.failure[0]}: {one.text}" for rank, one in enumerate(every) if one.failure]
+    failed = [
+        f"rank {rank}: {one.failure[0]}: {one.text}"
+        for rank, one in enumerate(every)
+        if one.failure
+    ]
     if failed:
         discard(path, save)
         own = every[topology.rank].raised
         if own is not None and not isinstance(own, (OSError, RuntimeError)):
             raise own
         raise OSError(
-            f"The checkpoint {path} could not be saved: {'; '.join(failed)}. Nothing is left of it. {advice}"
+            f"The checkpoint {path} could not be saved: {'; '.join(failed)}. Nothing is left of"
+            f" it. {advice}"
         ) from own
     return [outcome.value for outcome in every]
 
@@ -385,7 +432,8 @@ def _by_all(path: str, save: str, topology: Topology, write: Callable[[], Writte
 def require_processes(topology: Topology) -> None:
     if topology.world.size != topology.num_groups * topology.group_size:
         raise ValueError(
-            "save() writes one file per process, but these worker groups are simulated in one. Save state_dict() of"
+            "save() writes one file per process, but these worker groups are simulated in one."
+            " Save state_dict() of"
             " each engine instead."
         )
 
@@ -401,7 +449,12 @@ def write_own(
 ) -> Saved:
     """Writes what each rank needs to go on, given what else it saves. All ranks must call it."""
     optimizer_states = [own_state(optimizer) for optimizer in inner_optimizers]
-    own = {"engine": state, "optimizer_states": optimizer_states, "random": random_state(), **others}
+    own = {
+        "engine": state,
+        "optimizer_states": optimizer_states,
+        "random": random_state(),
+        **others,
+    }
     own = with_entries(own, tree, topology)
     return write_ranks(path, topology, own, _layout(topology), settings.fixed_by_a_checkpoint())
 
@@ -418,7 +471,9 @@ def save(
 
     def write() -> None:
         if topology.rank == 0:
-            _write_file(*_filesystem(saved.path), _saved({"state_dict": dict(outer), KEY: saved.header}))
+            _write_file(
+                *_filesystem(saved.path), _saved({"state_dict": dict(outer), KEY: saved.header})
+            )
 
     # No rank returns before the checkpoint is there.
     write_common_file(saved, topology, write)
@@ -426,8 +481,12 @@ def save(
         remove_saves(saved.path, saved.older)
 
 
-def load(path: str, topology: Topology, settings: Settings, inner_optimizers: Sequence[Optimizer]) -> State:
-    """Restores inner optimizers and random numbers, and returns the state of the engine. All ranks must call it."""
+def load(
+    path: str, topology: Topology, settings: Settings, inner_optimizers: Sequence[Optimizer]
+) -> State:
+    """Restores inner optimizers and random numbers, and returns the state of the engine. All ranks
+    must call it.
+    """
 
     def read() -> dict[str, Any]:
         filesystem, target = _filesystem(path)
@@ -450,7 +509,9 @@ def read_own(
     optimizers: int,
     read: Read | None = None,
 ) -> State:
-    """Reads the file of this rank, and puts its entries into what the checkpoint file holds. All ranks must call it."""
+    """Reads the file of this rank, and puts its entries into what the checkpoint file holds. All
+    ranks must call it.
+    """
     own: State = {}
     header, refusal = None, None
     try:
@@ -460,7 +521,9 @@ def read_own(
         own["engine"] = take_up_entries(own, checkpoint, read)
     except Exception as error:
         # Any error, because the other ranks would wait for this one.
-        refusal = str(error) if isinstance(error, ValueError) else f"{path} cannot be read: {error!r}"
+        refusal = (
+            str(error) if isinstance(error, ValueError) else f"{path} cannot be read: {error!r}"
+        )
     refusals = [text for text in topology.world.all_gather_object(refusal) if text is not None]
     if refusals:
         raise ValueError(refusals[0])
@@ -481,19 +544,31 @@ def start_of(header: Mapping[str, Any], own: State) -> str:
 
 
 def _read_own(
-    path: str, header: Mapping[str, Any] | None, topology: Topology, settings: Settings, optimizers: int
+    path: str,
+    header: Mapping[str, Any] | None,
+    topology: Topology,
+    settings: Settings,
+    optimizers: int,
 ) -> State:
     if header is None:
-        raise ValueError(f"{path} was not saved by lightning_sdiloco: it names no files of ranks. Give another file.")
+        raise ValueError(
+            f"{path} was not saved by lightning_sdiloco: it names no files of ranks. Give"
+            " another file."
+        )
     if header["layout"] != _layout(topology):
-        raise ValueError(f"{path} was saved with {header['layout']}, now there are {_layout(topology)}. {_SAME}")
+        raise ValueError(
+            f"{path} was saved with {header['layout']}, now there are {_layout(topology)}. {_SAME}"
+        )
     now = settings.taken_from(header["settings"]).fixed_by_a_checkpoint()
     if other := settings.differences(header["settings"], now):
-        raise ValueError(f"{path} cannot be resumed exactly with other settings: {'; '.join(other)}. {_SAME}")
+        raise ValueError(
+            f"{path} cannot be resumed exactly with other settings: {'; '.join(other)}. {_SAME}"
+        )
     own: State = read_rank(path, header, topology.rank)
     if len(own["optimizer_states"]) != optimizers:
         raise ValueError(
-            f"{path} holds the state of {len(own['optimizer_states'])} inner optimizers, but there are {optimizers}."
+            f"{path} holds the state of {len(own['optimizer_states'])} inner optimizers, but"
+            f" there are {optimizers}."
             " Give the engine the same inner_optimizers as when it was saved."
         )
     return own
@@ -518,22 +593,28 @@ def require_own_state(state: Mapping[str, Any], topology: Topology) -> None:
 
     def told(place: Mapping[str, int]) -> str:
         return (
-            f"rank {place['group_rank']} of worker group {place['group_index']} ({place['num_groups']} groups of"
+            f"rank {place['group_rank']} of worker group {place['group_index']}"
+            f" ({place['num_groups']} groups of"
             f" {place['group_size']})"
         )
 
     own, saved = place_of(topology), state.get("rank")
     if saved is None or not state.keys() >= {"settings", "schedule"}:
         raise ValueError(
-            "This state comes from an engine of an earlier version, which this one cannot read. Load it with the"
+            "This state comes from an engine of an earlier version, which this one cannot read."
+            " Load it with the"
             " version that made it, or restart from the outer parameters."
         )
     if saved != own:
         raise ValueError(
-            f"This is the state of {told(saved)}, but this process is {told(own)}. Each rank needs its own state,"
-            " because worker groups hold different values. A checkpoint that only rank 0 writes, as torch.save in one"
-            f" process, fabric.save({{'engine': engine}}) and accelerator.register_for_checkpointing(engine) do, keeps"
-            " only rank 0's. Save with engine.save(path) and load with engine.load(path) in all processes: they keep a"
+            f"This is the state of {told(saved)}, but this process is {told(own)}. Each rank"
+            " needs its own state,"
+            " because worker groups hold different values. A checkpoint that only rank 0 writes,"
+            " as torch.save in one"
+            f" process, fabric.save({{'engine': engine}}) and"
+            " accelerator.register_for_checkpointing(engine) do, keeps"
+            " only rank 0's. Save with engine.save(path) and load with engine.load(path) in all"
+            " processes: they keep a"
             " file per rank."
         )
 
@@ -546,8 +627,13 @@ def own_state(optimizer: Optimizer) -> dict[str, Any]:
     state = optimizer.state_dict()
     own, divided = dict[Any, Any](), dict[Any, list[str]]()
     for index, entry in state["state"].items():
-        own[index] = {key: local(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
-        divided[index] = [key for key, value in entry.items() if isinstance(value, Tensor) and is_sharded(value)]
+        own[index] = {
+            key: local(value) if isinstance(value, Tensor) else value
+            for key, value in entry.items()
+        }
+        divided[index] = [
+            key for key, value in entry.items() if isinstance(value, Tensor) and is_sharded(value)
+        ]
     return {**state, "state": own, "divided": divided}
 
 
@@ -571,10 +657,13 @@ def take_up_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 
 
 def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | None) -> Restart:
-    whole = [[state for state in group if state is not None] for group in groups if None not in group]
+    whole = [
+        [state for state in group if state is not None] for group in groups if None not in group
+    ]
     if not whole:
         raise ValueError(
-            "No worker group has the files of all its ranks, so the outer parameters cannot be restored. Restore the"
+            "No worker group has the files of all its ranks, so the outer parameters cannot be"
+            " restored. Restore the"
             " missing files, or start a new fit from the weights of the checkpoint."
         )
     ranks = whole[0]
@@ -584,7 +673,9 @@ def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | 
     shards = [[OuterState.of(fragment) for fragment in state["fragments"]] for state in joined]
     if settings is None:
         shards = [[outer._replace(state={}) for outer in shard] for shard in shards]
-    buffers = [dict(zip(f["buffer_names"], f["buffers"], strict=True)) for f in joined[0]["fragments"]]
+    buffers = [
+        dict(zip(f["buffer_names"], f["buffers"], strict=True)) for f in joined[0]["fragments"]
+    ]
     weighed = _weighed(ranks[0], len(groups), settings)
     if settings is not None and shares and len(whole) == len(groups):
         landed = _land(whole, shards, buffers, weighed, settings.taken_from(ranks[0]["settings"]))
@@ -611,11 +702,16 @@ def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | 
 
 
 def _weighed(state: State, groups: int, settings: Settings | None) -> Weighed:
-    """Returns what the weighing of a run knew, or what another one begins with, which cannot read that."""
+    """Returns what the weighing of a run knew, or what another one begins with, which cannot read
+    that.
+    """
     weighing = state["settings"].get("weighing", repr(None))
     states = {tuple(fragment["names"]): fragment["norms"] for fragment in state["fragments"]}
     if settings is not None and weighing != repr(settings.weighing):
-        weighing, states = repr(settings.weighing), {names: settings.aggregation.start(groups) for names in states}
+        weighing, states = (
+            repr(settings.weighing),
+            {names: settings.aggregation.start(groups) for names in states},
+        )
     return Weighed(weighing, groups, states)
 
 
@@ -629,7 +725,10 @@ def _mean_of(groups: Sequence[State]) -> State:
         state = {key: mean([fragment["state"][key] for fragment in one]) for key in one[0]["state"]}
         rows = zip(*(fragment["buffers"] for fragment in one), strict=True)
         kinds = [Kind(kind) for kind in one[0]["buffer_kinds"]]
-        buffers = [_new_outer(kind, values, values[0], False) for kind, values in zip(kinds, rows, strict=True)]
+        buffers = [
+            _new_outer(kind, values, values[0], False)
+            for kind, values in zip(kinds, rows, strict=True)
+        ]
         outer = mean([fragment["outer"] for fragment in one])
         fragments.append({**one[0], "outer": outer, "state": state, "buffers": buffers})
     return {**groups[0], "fragments": fragments}
@@ -642,11 +741,15 @@ def _land(
     weighed: Weighed,
     settings: Settings,
 ) -> int:
-    """Lands the flights of complete groups as these would have landed them; returns how many could."""
+    """Lands the flights of complete groups as these would have landed them; returns how many
+    could.
+    """
     # The parts of two shots stay as they were then, and so does what the second rounding lost.
     exchange = TwoShot.read(groups[0][0]["settings"]["exchange"], "gloo")
     reduction = all_reduce_for(exchange, len(groups), settings.codec, settings.landing.kept)
-    optimizers = [outer_optimizer_for(settings, [outer.values for outer in shard]) for shard in shards]
+    optimizers = [
+        outer_optimizer_for(settings, [outer.values for outer in shard]) for shard in shards
+    ]
     landed = 0
     for index in range(len(groups[0][0]["flights"])):
         flights = [[state["flights"][index] for state in group] for group in groups]
@@ -674,7 +777,9 @@ def _land(
         is_dense = flights[0][0].get("is_dense", False)
         for shard, gradient in enumerate(gradients):
             before, optimizer = shards[shard][fragment], optimizers[shard]
-            shards[shard][fragment] = optimizer.step(fragment, before, before.values, gradient, is_dense=is_dense)
+            shards[shard][fragment] = optimizer.step(
+                fragment, before, before.values, gradient, is_dense=is_dense
+            )
         outer = buffers[fragment]
         kinds = groups[0][0]["fragments"][fragment]["buffer_kinds"]
         for position, name in enumerate(outer):

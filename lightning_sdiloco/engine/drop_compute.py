@@ -1,4 +1,6 @@
-"""DropCompute: ranks of a group that are late in an inner step leave out the rest of their micro-batches."""
+"""DropCompute: ranks of a group that are late in an inner step leave out the rest of their
+micro-batches.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,19 +21,23 @@ _THRESHOLDS = 200
 
 
 class DropCompute:
-    """Bounds how long a rank computes for an inner step of several micro-batches (arXiv 2306.10598).
+    """Bounds how long a rank computes for an inner step of several micro-batches (arXiv
+    2306.10598).
 
-    The ranks of a worker group wait for each other in every inner step. A rank that has computed longer than the budget
-    drops the remaining micro-batches, except the last, with which gradients are synchronised. Losses are divided by the
-    number of all micro-batches, as in the authors' code: a dropped one counts as a gradient of zero. In the mean of the
-    groups a group weighs by what its ranks have trained.
+    The ranks of a worker group wait for each other in every inner step. A rank that has computed
+    longer than the budget drops the remaining micro-batches, except the last, with which gradients
+    are synchronised. Losses are divided by the number of all micro-batches, as in the authors'
+    code: a dropped one counts as a gradient of zero. In the mean of the groups a group weighs by
+    what its ranks have trained.
 
-    Call it with a loader to get one that yields None for what is dropped. A Trainer knows what to do with it.
+    Call it with a loader to get one that yields None for what is dropped. A Trainer knows what to
+    do with it.
 
     Args:
         micro_batches: Micro-batches of an inner step: ``accumulate_grad_batches`` of a Trainer.
-        budget: Seconds that a rank computes. ``"auto"``: nothing is dropped in 50 inner steps; then the ranks of a
-            group share how long each micro-batch took, and all choose the budget that trains most per second.
+        budget: Seconds that a rank computes. ``"auto"``: nothing is dropped in 50 inner steps; then
+            the ranks of a group share how long each micro-batch took, and all choose the budget
+            that trains most per second.
         most_dropped: Largest share of micro-batches that ``"auto"`` drops.
 
     Raises:
@@ -43,32 +49,48 @@ class DropCompute:
         [0, None, None, 3, 4, 5]
     """
 
-    def __init__(self, micro_batches: int, budget: float | Literal["auto"] = "auto", most_dropped: float = 0.1) -> None:
+    def __init__(
+        self,
+        micro_batches: int,
+        budget: float | Literal["auto"] = "auto",
+        most_dropped: float = 0.1,
+    ) -> None:
         if not isinstance(micro_batches, int) or micro_batches < 2:
             raise ValueError(
-                f"micro_batches={micro_batches!r} leaves nothing to drop: the last one always runs. Accumulate the"
+                f"micro_batches={micro_batches!r} leaves nothing to drop: the last one always"
+                " runs. Accumulate the"
                 " gradients of at least 2, or leave DropCompute out."
             )
         if budget != "auto" and not (isinstance(budget, (int, float)) and budget >= 0):
-            raise ValueError(f"budget={budget!r} is out of range: give seconds, at least 0, or 'auto'.")
+            raise ValueError(
+                f"budget={budget!r} is out of range: give seconds, at least 0, or 'auto'."
+            )
         if not 0 < most_dropped < 1:
             raise ValueError(
-                f"most_dropped={most_dropped!r} is out of range: it must be a share above 0 and below 1, such as 0.1."
+                f"most_dropped={most_dropped!r} is out of range: it must be a share above 0 and"
+                " below 1, such as 0.1."
             )
         self.micro_batches, self.budget, self.most_dropped = micro_batches, budget, most_dropped
 
     def __call__(self, loader: Any) -> "DroppingLoader":
-        """Returns a loader that yields None for the micro-batches of another one that are left out."""
+        """Returns a loader that yields None for the micro-batches of another one that are left
+        out.
+        """
         return DroppingLoader(self, loader)
 
 
 class DroppingLoader:
-    """Yields what a loader yields, and None for micro-batches that are left out; see `DropCompute`."""
+    """Yields what a loader yields, and None for micro-batches that are left out; see
+    `DropCompute`.
+    """
 
-    def __init__(self, drop: DropCompute, loader: Any, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, drop: DropCompute, loader: Any, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         if not hasattr(loader, "__len__"):
             raise ValueError(
-                "DropCompute needs a loader with a length: the last micro-batch of an epoch synchronises the gradients"
+                "DropCompute needs a loader with a length: the last micro-batch of an epoch"
+                " synchronises the gradients"
                 " and must not be dropped. Give the loader a __len__."
             )
         self.drop, self.loader, self.length, self._clock = drop, loader, len(loader), clock
@@ -100,7 +122,9 @@ class DroppingLoader:
 
     @property
     def is_last(self) -> bool:
-        """Whether this micro-batch is the last of its inner step, in which gradients are synchronised."""
+        """Whether this micro-batch is the last of its inner step, in which gradients are
+        synchronised.
+        """
         return self._position % self.drop.micro_batches == 0 or self._position >= self.length
 
     def __iter__(self) -> Iterator[Any]:
@@ -127,7 +151,9 @@ class DroppingLoader:
             yield kept
 
     def _now(self) -> float:
-        """Returns the time. Where a device computes, it waits until the micro-batch before the last one is computed."""
+        """Returns the time. Where a device computes, it waits until the micro-batch before the
+        last one is computed.
+        """
         if torch.cuda.is_initialized():
             event = torch.cuda.Event()
             event.record()
@@ -141,7 +167,10 @@ class DroppingLoader:
             self._table.append(row)
         if len(self._table) == _WARMUP:
             every = self._all_gather(self._table)
-            self.budget, self._measures = best_drop(*_computed(every), self.drop.most_dropped).budget, False
+            self.budget, self._measures = (
+                best_drop(*_computed(every), self.drop.most_dropped).budget,
+                False,
+            )
             self._table = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -157,7 +186,11 @@ class DroppingLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes where `state_dict` was called; the time of the inner step restarts."""
-        self._position, self.trained, self.dropped = state["position"], state["trained"], state["dropped"]
+        self._position, self.trained, self.dropped = (
+            state["position"],
+            state["trained"],
+            state["dropped"],
+        )
         self._resumed = True
         if self.drop.budget == "auto":
             self._measures, self.budget = state["measures"], state["budget"]
@@ -167,7 +200,9 @@ class DroppingLoader:
 
 
 def _computed(every: list[list[list[float]]]) -> tuple[list[list[list[float]]], float]:
-    """Returns seconds of every micro-batch, by rank and step, and of a step in which no rank computes."""
+    """Returns seconds of every micro-batch, by rank and step, and of a step in which no rank
+    computes.
+    """
     times = []
     for rank in every:
         ends = [[0.0, *row[:-1]] for row in rank]
@@ -175,7 +210,8 @@ def _computed(every: list[list[list[float]]]) -> tuple[list[list[list[float]]], 
         times.append([[*row, sum(row) / len(row)] for row in before])
     steps = len(every[0])
     rests = [
-        min(rank[step][-1] - sum(own[step]) for rank, own in zip(every, times, strict=True)) for step in range(steps)
+        min(rank[step][-1] - sum(own[step]) for rank, own in zip(every, times, strict=True))
+        for step in range(steps)
     ]
     return times, max(0.0, sum(rests) / steps)
 
@@ -186,8 +222,10 @@ def _refuse_what_meets(model: nn.Module) -> None:
         kinds.append("a sharded parameter")
     if kinds:
         raise ValueError(
-            f"DropCompute does not work with {kinds[0]}: there the ranks of a worker group meet in every micro-batch,"
-            " and would wait for one that drops it. Use groups whose ranks hold the whole model, or leave it out."
+            f"DropCompute does not work with {kinds[0]}: there the ranks of a worker group meet"
+            " in every micro-batch,"
+            " and would wait for one that drops it. Use groups whose ranks hold the whole model,"
+            " or leave it out."
         )
 
 
@@ -200,11 +238,12 @@ class Drop(NamedTuple):
 def best_drop(times: Sequence[Sequence[Sequence[float]]], rest: float, most_dropped: float) -> Drop:
     """Finds the budget with which most is trained in a second; see [Note: the rule of DropCompute].
 
-    [Note: the rule of DropCompute] A step ends when its slowest rank has computed, and takes a rest that no rank can
-    shorten. With a budget a rank that is late before a micro-batch drops this one and those after it, but for the last,
-    which synchronises; the first one is never late. If that shortens the step by the share ``s``, and drops the share
-    ``d`` of the micro-batches, then ``(1 - d) / (1 - s) - 1`` is gained (arXiv 2306.10598, and its code). The optimum
-    is flat and noisy where few ranks vary much, and then drops most of what there is: so ``d`` has a bound.
+    [Note: the rule of DropCompute] A step ends when its slowest rank has computed, and takes a rest
+    that no rank can shorten. With a budget a rank that is late before a micro-batch drops this one
+    and those after it, but for the last, which synchronises; the first one is never late. If that
+    shortens the step by the share ``s``, and drops the share ``d`` of the micro-batches, then
+    ``(1 - d) / (1 - s) - 1`` is gained (arXiv 2306.10598, and its code). The optimum is flat and
+    noisy where few ranks vary much, and then drops most of what there is: so ``d`` has a bound.
 
     Args:
         times: Seconds of every micro-batch: ``times[rank][step][micro-batch]``.

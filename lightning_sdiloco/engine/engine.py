@@ -1,4 +1,6 @@
-"""The engine of Streaming DiLoCo for any training loop: the public class, which counts steps and what landed."""
+"""The engine of Streaming DiLoCo for any training loop: the public class, which counts steps and
+what landed.
+"""
 
 import inspect
 import logging
@@ -15,7 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sdiloco.algorithm.config import DEFAULT_TIMEOUT, OuterOptimizer, Settings, refuse_unknown
+from lightning_sdiloco.algorithm.config import (
+    DEFAULT_TIMEOUT,
+    OuterOptimizer,
+    Settings,
+    refuse_unknown,
+)
 from lightning_sdiloco.algorithm.gossip import Route
 from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.partition import Fragment
@@ -67,7 +74,8 @@ from lightning_sdiloco.memory import give_back_free_memory
 _log = logging.getLogger(__name__)
 
 _ADVICE = (
-    "Pass group=WorkerGroups(...).process_group to the collectives of a step; gather what you log, evaluate and save"
+    "Pass group=WorkerGroups(...).process_group to the collectives of a step; gather what you"
+    " log, evaluate and save"
     " every so many steps only."
 )
 
@@ -102,49 +110,59 @@ def _names_checked(init: Init) -> Init:
 class StreamingDiLoCo:
     """Streaming DiLoCo for any PyTorch training loop (https://arxiv.org/abs/2501.18512).
 
-    Call `step` after every ``optimizer.step()`` and `finish` at the end, in every process. The worker groups exchange
-    their outer gradients fragment by fragment, in the background, while training goes on. If ``torch.distributed`` is
-    initialised, all ranks must construct it, and start from the parameters and buffers of rank 0. Otherwise there is
-    one worker group.
+    Call `step` after every ``optimizer.step()`` and `finish` at the end, in every process. The
+    worker groups exchange their outer gradients fragment by fragment, in the background, while
+    training goes on. If ``torch.distributed`` is initialised, all ranks must construct it, and
+    start from the parameters and buffers of rank 0. Otherwise there is one worker group.
 
     Args:
-        model: The model to train; inside ``DistributedDataParallel`` if a worker group has several ranks.
-        worker_groups: Number of worker groups (M in the paper); consecutive ranks form a group. ``"auto"``: one per
-            process. Or `WorkerGroups`, if you wrapped the model with its process group.
+        model: The model to train; inside ``DistributedDataParallel`` if a worker group has several
+            ranks.
+        worker_groups: Number of worker groups (M in the paper); consecutive ranks form a group.
+            ``"auto"``: one per process. Or `WorkerGroups`, if you wrapped the model with its
+            process group.
         sync_every: Inner steps between two launches of the same fragment (H in the paper).
-        overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper); < ``sync_every``.
-            None: five, or as many as fit into shorter rounds.
-        mixing: Share of the local parameters kept on landing (alpha in the paper), or ``"auto"``; or a `LandingRule`,
-            such as `Carry`.
-        fragments: ``"strided"`` or ``"sequential"``, optionally with the repeated blocks per fragment, as in
-            ``"strided:3"`` (by default an eighth of them, from 1 to 3, or more to make at most 32 fragments);
-            ``"balanced"``; a number of fragments of equal size; or a list of lists of shell-style patterns of names.
-        compression: How outer gradients are encoded: a name from ``compression.COMPRESSIONS``, or a `Compression`.
-        outer_lr: Learning rate of the outer Nesterov SGD. Like ``mixing`` and ``outer_momentum``, ``"auto"`` chooses by
-            the number of groups, ``sync_every`` and the compression.
+        overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper);
+            < ``sync_every``. None: five, or as many as fit into shorter rounds.
+        mixing: Share of the local parameters kept on landing (alpha in the paper), or ``"auto"``;
+            or a `LandingRule`, such as `Carry`.
+        fragments: ``"strided"`` or ``"sequential"``, optionally with the repeated blocks per
+            fragment, as in ``"strided:3"`` (by default an eighth of them, from 1 to 3, or more to
+            make at most 32 fragments); ``"balanced"``; a number of fragments of equal size; or a
+            list of lists of shell-style patterns of names.
+        compression: How outer gradients are encoded: a name from ``compression.COMPRESSIONS``, or a
+            `Compression`.
+        outer_lr: Learning rate of the outer Nesterov SGD. Like ``mixing`` and ``outer_momentum``,
+            ``"auto"`` chooses by the number of groups, ``sync_every`` and the compression.
         outer_momentum: Momentum of the outer Nesterov SGD, or ``"auto"``.
-        outer_optimizer: A callable from the flat float32 shards, one per fragment, to an elementwise optimizer, which
-            replaces the SGD; or an `OuterOptimizer`, with schedule, clipping, guard and offload.
-        exchange: How outer gradients become their mean in every group: ``"gather"``, ``"two_shot"``, ``"auto"``, each
-            optionally with the suffix ``":nccl"``, or a `TwoShot`.
-        dense_beginning: A `DenseBeginning`: in the first rounds groups exchange more often. None: none.
-        schedule: When fragments launch, such as `Selective`; None: every ``sync_every`` inner steps.
-        weighing: How much each group counts in a mean, as a `Weighing`; None: by the inner steps it trained.
-        route: Whom each group exchanges with in a round, such as `RandomPairs`; None: all. With it groups hold their
-            own outer parameters, and showing the outer model needs `group_mean`.
-        untrained: What becomes of buffers and frozen parameters, by patterns of their names: ``"mean"``, ``"first"`` or
-            ``"own"``. By default statistics of norms are averaged, other buffers are those of the first group, and
-            large ones and frozen parameters are each group's own.
+        outer_optimizer: A callable from the flat float32 shards, one per fragment, to an
+            elementwise optimizer, which replaces the SGD; or an `OuterOptimizer`, with schedule,
+            clipping, guard and offload.
+        exchange: How outer gradients become their mean in every group: ``"gather"``,
+            ``"two_shot"``, ``"auto"``, each optionally with the suffix ``":nccl"``, or a `TwoShot`.
+        dense_beginning: A `DenseBeginning`: in the first rounds groups exchange more often. None:
+            none.
+        schedule: When fragments launch, such as `Selective`; None: every ``sync_every`` inner
+            steps.
+        weighing: How much each group counts in a mean, as a `Weighing`; None: by the inner steps it
+            trained.
+        route: Whom each group exchanges with in a round, such as `RandomPairs`; None: all. With it
+            groups hold their own outer parameters, and showing the outer model needs `group_mean`.
+        untrained: What becomes of buffers and frozen parameters, by patterns of their names:
+            ``"mean"``, ``"first"`` or ``"own"``. By default statistics of norms are averaged, other
+            buffers are those of the first group, and large ones and frozen parameters are each
+            group's own.
         timeout: How long a fragment may be in flight.
-        federation: The `Federation` that these ranks, launched on their own, join as a site; None: all groups are
-            launched together.
-        inner_optimizers: The optimizers of your loop. `save` keeps their state; values in it that are not finite are
-            reset, and copies of the weights that they keep follow landings.
+        federation: The `Federation` that these ranks, launched on their own, join as a site; None:
+            all groups are launched together.
+        inner_optimizers: The optimizers of your loop. `save` keeps their state; values in it that
+            are not finite are reset, and copies of the weights that they keep follow landings.
         topology: Existing worker groups and process groups to use instead of ``worker_groups``.
 
     Raises:
-        ValueError: If an argument is out of range, the model cannot be cut as asked, or ranks differ in either; or if
-            an inner optimizer keeps a copy of the weights that is not in its state.
+        ValueError: If an argument is out of range, the model cannot be cut as asked, or ranks
+            differ in either; or if an inner optimizer keeps a copy of the weights that is not in
+            its state.
         TypeError: If an argument is unknown.
 
     Examples:
@@ -188,23 +206,33 @@ class StreamingDiLoCo:
         topology: Topology | None = None,
     ) -> None:
         given = Settings.among(locals())
-        self.topology = topology_for(model, given, 1 if federation else worker_groups, topology).for_engine()
+        self.topology = topology_for(
+            model, given, 1 if federation else worker_groups, topology
+        ).for_engine()
         require_own_group(model, self.topology)
         self.model = unwrapped(model)
         self.given = given
         self.settings = self._chosen(given)
         is_site = federation is not None
         copies = WeightCopies(inner_optimizers)
-        parts, device = agreed_fragments(self.model, self.settings, self.topology, copies, is_site=is_site)
+        parts, device = agreed_fragments(
+            self.model, self.settings, self.topology, copies, is_site=is_site
+        )
         say_what_averages_twice(inner_optimizers, self.settings, self.topology)
         background = (self.topology.background or ThreadBackground)(device)
         storage = storage_for(device, given.outer.offload)
-        self.rounds = Rounds(self.model, self.topology, storage, background, inner_optimizers, copies)
+        self.rounds = Rounds(
+            self.model, self.topology, storage, background, inner_optimizers, copies
+        )
         self.link = self.rounds.link
         self._cut(parts)
         say_what_trains_little(self.rounds.outer_optimizer, self.topology)
         align_ranks(self.model, self.rounds.fragments, self.topology)
-        kinds = {name: kind for own in self.rounds.fragments for name, kind in own.untrained.kinds_by_name().items()}
+        kinds = {
+            name: kind
+            for own in self.rounds.fragments
+            for name, kind in own.untrained.kinds_by_name().items()
+        }
         same = {f"the kind of {name!r}": kind.value for name, kind in kinds.items()}
         same |= proofs(parts, self.settings.outer.map, device)
         require_same_settings({**self.rounds.described(), **same}, self.topology.world)
@@ -233,26 +261,35 @@ class StreamingDiLoCo:
 
     def _show_fragments(self) -> None:
         rounds = self.rounds
-        self.view = OuterView(self.model, rounds.fragments, self.topology.in_group, rounds.storage, rounds.copies)
+        self.view = OuterView(
+            self.model, rounds.fragments, self.topology.in_group, rounds.storage, rounds.copies
+        )
 
     def diagnose(self, diagnoses: bool = True) -> None:
-        """Sets whether landings say how far the groups agree. All ranks must call it alike, before the first step."""
+        """Sets whether landings say how far the groups agree. All ranks must call it alike, before
+        the first step.
+        """
         require_same_settings({"diagnostics": str(diagnoses)}, self.topology.world)
         self.rounds.diagnose(diagnoses)
 
     def join(self) -> None:
-        """Waits until a site has the others' state; without it, its first inner steps may be wasted."""
+        """Waits until a site has the others' state; without it, its first inner steps may be
+        wasted.
+        """
         self.loop.join(self.inner_steps)
 
-    def step(self, *, trained: int = 1, idle: bool = False, samples: int | None = None) -> list[Landing]:
+    def step(
+        self, *, trained: int = 1, idle: bool = False, samples: int | None = None
+    ) -> list[Landing]:
         """Counts an inner step, launches what is due, and lands and returns what is due.
 
         Args:
-            trained: How many micro-batches this rank trained in this inner step. Groups weigh by them in the next mean
-                of every fragment, so all must count in the same unit.
-            idle: Whether this group did not train in this inner step, for instance because its data has ended: the same
-                as ``trained=0``. All ranks of a group must give the same.
-            samples: On how many samples this rank trained: a federation weighs its sites by them. None: ``trained``.
+            trained: How many micro-batches this rank trained in this inner step. Groups weigh by
+                them in the next mean of every fragment, so all must count in the same unit.
+            idle: Whether this group did not train in this inner step, for instance because its data
+                has ended: the same as ``trained=0``. All ranks of a group must give the same.
+            samples: On how many samples this rank trained: a federation weighs its sites by them.
+                None: ``trained``.
 
         Raises:
             ValueError: If ``trained`` is not a whole number of at least 0.
@@ -262,14 +299,17 @@ class StreamingDiLoCo:
         self.launch_due(trained=trained, idle=idle, samples=samples)
         return self.land_due()
 
-    def launch_due(self, *, trained: int = 1, idle: bool = False, samples: int | None = None) -> None:
+    def launch_due(
+        self, *, trained: int = 1, idle: bool = False, samples: int | None = None
+    ) -> None:
         """Does the first half of `step`: counts an inner step and launches what is due."""
         self._require_open("step()")
         self.watch.end()
         trained = 0 if idle else trained
         if not isinstance(trained, int) or trained < 0:
             raise ValueError(
-                f"trained={trained!r} is not a number of micro-batches: it must be a whole number, 0 if the group was"
+                f"trained={trained!r} is not a number of micro-batches: it must be a whole"
+                " number, 0 if the group was"
                 " idle. Give 1 for an inner step without micro-batches, or leave it out."
             )
         self._counts.inner_steps += 1
@@ -281,7 +321,9 @@ class StreamingDiLoCo:
         self._counts.launches += self.loop.launch_due(self.inner_steps)
 
     def land_due(self) -> list[Landing]:
-        """Does the second half of `step`: lands what is due, and prefetches what the next inner step launches."""
+        """Does the second half of `step`: lands what is due, and prefetches what the next inner
+        step launches.
+        """
         landed = self._counted(self.loop.land_due(self.inner_steps))
         self.step_span = self.step_span[0], time.perf_counter()
         self.watch.begin(self.topology)
@@ -305,16 +347,25 @@ class StreamingDiLoCo:
         return landing
 
     def _say_who_is_left_out(self, landing: Landing) -> None:
-        guard = "outlier_guard" if self.settings.weighing is None else f"weighing={self.settings.weighing!r}"
+        guard = (
+            "outlier_guard"
+            if self.settings.weighing is None
+            else f"weighing={self.settings.weighing!r}"
+        )
         norms = ", ".join(f"{norm:.3g}" for norm in landing.group_norms)
         too_long = f"is too long for {guard} (norms by group: {norms})"
-        left_out = dict.fromkeys(landing.left_out, "is not finite") | dict.fromkeys(landing.outlying, too_long)
+        left_out = dict.fromkeys(landing.left_out, "is not finite") | dict.fromkeys(
+            landing.outlying, too_long
+        )
         for group, reason in left_out.items():
             if self._exclusions.begins(group, landing.launched_at, self.settings.sync_every):
                 _log.warning(
-                    "The outer gradient of worker group %d %s: the mean of fragment %d, launched after inner step %d,"
-                    " leaves that group out, and the group takes the outer parameters. Look at its data, loss and"
-                    " learning rate. Until it has counted for %d rounds, only Landing and the metrics"
+                    "The outer gradient of worker group %d %s: the mean of fragment %d, launched"
+                    " after inner step %d,"
+                    " leaves that group out, and the group takes the outer parameters. Look at"
+                    " its data, loss and"
+                    " learning rate. Until it has counted for %d rounds, only Landing and the"
+                    " metrics"
                     " sdiloco/groups_left_out and sdiloco/groups_outlying tell of more.",
                     group,
                     reason,
@@ -324,11 +375,13 @@ class StreamingDiLoCo:
                 )
 
     def finish(self) -> list[Landing]:
-        """Ends training: lands what is in flight, takes the mean of all local progress, and leaves the outer model.
+        """Ends training: lands what is in flight, takes the mean of all local progress, and leaves
+        the outer model.
 
-        Every fragment then takes the plain mean of the groups' local parameters, in float32, without outer learning
-        rate and momentum. The model ends with the outer parameters, the same bits in every group, and without
-        gradients. Returns what landed, without the final exchange. A second call does nothing.
+        Every fragment then takes the plain mean of the groups' local parameters, in float32,
+        without outer learning rate and momentum. The model ends with the outer parameters, the same
+        bits in every group, and without gradients. Returns what landed, without the final exchange.
+        A second call does nothing.
         """
         if self.is_finished:
             return []
@@ -352,7 +405,9 @@ class StreamingDiLoCo:
         return self._counted(self.loop.land_all(self.inner_steps))
 
     def final_exchange(self) -> Iterator[None]:
-        """Does the second part of `finish`. Yields again and again, so that groups in one process can take turns."""
+        """Does the second part of `finish`. Yields again and again, so that groups in one process
+        can take turns.
+        """
         for landing in self.loop.final_exchange(self.inner_steps):
             self.final_landings += [] if landing is None else [self._noted(landing)]
             yield
@@ -361,14 +416,17 @@ class StreamingDiLoCo:
         self.close()
 
     def keep_outer(self) -> None:
-        """Copies the outer parameters for `outer_state_dict`: call it after `finish` if the model may change.
+        """Copies the outer parameters for `outer_state_dict`: call it after `finish` if the model
+        may change.
 
         It takes 4 bytes for each parameter that this rank holds in float32 or finer.
         """
         self.view.keep_outer()
 
     def leave(self) -> list[Landing]:
-        """Ends training before its end: what a site holds is sent, and counts. Returns what landed; see `close`."""
+        """Ends training before its end: what a site holds is sent, and counts. Returns what
+        landed; see `close`.
+        """
         landed = self._counted(self.loop.leave(self.inner_steps))
         self.close()
         return landed
@@ -383,10 +441,15 @@ class StreamingDiLoCo:
 
     def _require_open(self, called: str) -> None:
         if self._is_closed:
-            raise RuntimeError(f"{called} was called after finish() or close(). Make a new StreamingDiLoCo to train.")
+            raise RuntimeError(
+                f"{called} was called after finish() or close(). Make a new StreamingDiLoCo to"
+                " train."
+            )
 
     def request(self, bits: int) -> None:
-        """Asks something of all groups, with up to 16 bits: the `Landing` of the next launch shows them to all."""
+        """Asks something of all groups, with up to 16 bits: the `Landing` of the next launch shows
+        them to all.
+        """
         self.rounds.requests |= int(bits)
 
     def withdraw(self, bits: int) -> None:
@@ -395,11 +458,15 @@ class StreamingDiLoCo:
 
     @property
     def requested(self) -> int:
-        """Requests of a site's ranks to each other in the last inner step; between groups, landings show them."""
+        """Requests of a site's ranks to each other in the last inner step; between groups,
+        landings show them.
+        """
         return self.loop.requested
 
     def is_training(self, model: nn.Module) -> bool:
-        """Returns whether this engine trains that model and has not finished, so that groups hold different values."""
+        """Returns whether this engine trains that model and has not finished, so that groups hold
+        different values.
+        """
         return self.model is model and not self.is_finished
 
     @property
@@ -419,7 +486,9 @@ class StreamingDiLoCo:
 
     @property
     def round(self) -> int:
-        """How many outer steps the first fragment has made; those of a dense beginning count as one."""
+        """How many outer steps the first fragment has made; those of a dense beginning count as
+        one.
+        """
         return self.rounds.fragments[0].outer.rounds
 
     @property
@@ -439,17 +508,22 @@ class StreamingDiLoCo:
 
     @property
     def steps_in_rounds(self) -> int:
-        """Inner steps since the rounds began: what the schedule counts. Rounds restart with other fragments."""
+        """Inner steps since the rounds began: what the schedule counts. Rounds restart with other
+        fragments.
+        """
         return self.inner_steps - self.rounds.began_at
 
     @property
     def has_landed(self) -> bool:
-        """Whether every fragment has landed once: until then the outer model holds untrained values.
+        """Whether every fragment has landed once: until then the outer model holds untrained
+        values.
 
         Until then evaluate and save `group_mean`.
         """
         landed = all(own.outer.rounds for own in self.rounds.fragments)
-        return landed and (self.site is not None or self.steps_in_rounds >= self.schedule.first_round)
+        return landed and (
+            self.site is not None or self.steps_in_rounds >= self.schedule.first_round
+        )
 
     @property
     def in_flight(self) -> tuple[int, ...]:
@@ -457,27 +531,36 @@ class StreamingDiLoCo:
         return tuple(flight.launch.fragment for flight in self.rounds.flights)
 
     def evaluate(
-        self, mean: GroupMean | None = None, own: Mapping[str, Tensor] | None = None, *, watches: bool = False
+        self,
+        mean: GroupMean | None = None,
+        own: Mapping[str, Tensor] | None = None,
+        *,
+        watches: bool = False,
     ) -> AbstractContextManager[None]:
-        """Shows the outer model inside a ``with`` block, which may be nested, then the local one again, bit for bit.
+        """Shows the outer model inside a ``with`` block, which may be nested, then the local one
+        again, bit for bit.
 
-        In-group collective. Given a mean from `group_mean`, it shows that and waits for no other group. Without one, on
-        a route that does not share, it shows this group's outer parameters.
+        In-group collective. Given a mean from `group_mean`, it shows that and waits for no other
+        group. Without one, on a route that does not share, it shows this group's outer parameters.
 
         Args:
             mean: What `group_mean` returned; None: the outer model.
-            own: What `first_own` returned; None: each group shows what it keeps of untrained state itself.
+            own: What `first_own` returned; None: each group shows what it keeps of untrained state
+                itself.
             watches: Whether `rewritten` will be asked inside the block.
         """
         return self.view.shown(mean, own, watches=watches)
 
     @property
     def own_moved(self) -> bool:
-        """Whether code has moved state that groups keep, such as a frozen teacher: known alike in all groups."""
+        """Whether code has moved state that groups keep, such as a frozen teacher: known alike in
+        all groups.
+        """
         return any(fragment.untrained.own_moved for fragment in self.rounds.fragments)
 
     def first_own(self) -> dict[str, Tensor]:
-        """Returns what the first group keeps of untrained state, by name, where this rank holds something else.
+        """Returns what the first group keeps of untrained state, by name, where this rank holds
+        something else.
 
         All ranks must call it. Give it to `evaluate`, so that all groups show one consistent state.
         """
@@ -496,14 +579,18 @@ class StreamingDiLoCo:
         self.view.show_local()
 
     def rewritten(self) -> dict[str, int]:
-        """Returns the parameters that code has overwritten since `evaluate` showed them: name and digest of each."""
+        """Returns the parameters that code has overwritten since `evaluate` showed them: name and
+        digest of each.
+        """
         return self.view.rewritten()
 
     def local_digests(self) -> dict[str, int]:
         """Returns a digest of what this rank holds of each parameter, by name."""
         digests: dict[str, int] = {}
         for fragment in self.rounds.fragments:
-            for name, parameter in zip(fragment.layout.names, fragment.layout.parameters, strict=True):
+            for name, parameter in zip(
+                fragment.layout.names, fragment.layout.parameters, strict=True
+            ):
                 # One that was reshaped since the cut is another parameter.
                 if self.rounds.cut_model.former_name(parameter) is not None:
                     digests[name] = digest(local(parameter))
@@ -511,32 +598,40 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def set_outer(self, names: Collection[str] | None = None) -> None:
-        """Makes the model that rank 0 holds now the outer model of all groups. All ranks must call it together.
+        """Makes the model that rank 0 holds now the outer model of all groups. All ranks must call
+        it together.
 
-        Call it after you have overwritten weights, for example with those of a better epoch. What is in flight is
-        dropped in all groups, and so is the outer momentum; the inner optimizers keep their state.
+        Call it after you have overwritten weights, for example with those of a better epoch. What
+        is in flight is dropped in all groups, and so is the outer momentum; the inner optimizers
+        keep their state.
 
         Args:
             names: The parameters that you have overwritten; None: all, and the buffers that travel.
 
         Raises:
-            ValueError: If the model has no such trainable parameter, or these ranks are a site of a federation.
+            ValueError: If the model has no such trainable parameter, or these ranks are a site of a
+                federation.
         """
         self._require_open("set_outer()")
         if self.site is not None:
             raise ValueError(
-                "The outer model of a federation changes by its records alone: a site cannot overwrite weights while it"
+                "The outer model of a federation changes by its records alone: a site cannot"
+                " overwrite weights while it"
                 " trains. Found another run, from the weights that you want."
             )
         fragments = self.rounds.fragments
         known = {name for fragment in fragments for name in fragment.layout.names}
         chosen = known if names is None else set(names)
         if unknown := sorted(chosen - known):
-            raise ValueError(f"set_outer was given {unknown[0]!r}, which is no trainable parameter of the model.")
+            raise ValueError(
+                f"set_outer was given {unknown[0]!r}, which is no trainable parameter of the model."
+            )
         self._counts.flights_dropped += self.rounds.drop_flights()
         self.rounds.reshard()
         for fragment in fragments:
-            for name, parameter in zip(fragment.layout.names, fragment.layout.parameters, strict=True):
+            for name, parameter in zip(
+                fragment.layout.names, fragment.layout.parameters, strict=True
+            ):
                 if name in chosen:
                     broadcast(parameter, self.topology)
             if names is None:
@@ -549,14 +644,17 @@ class StreamingDiLoCo:
             self.view.keep_untrained()
 
     def group_mean(self) -> GroupMean:
-        """Returns the mean of what the groups hold now, as `finish` would take it. Does not change training.
+        """Returns the mean of what the groups hold now, as `finish` would take it. Does not change
+        training.
 
         All ranks must call it. Until `has_landed`, evaluate this.
         """
         return _last(self.average_now())
 
     def average_now(self) -> Iterator[GroupMean | None]:
-        """Does what `group_mean` does. Yields None until it has the mean, so that groups in one process take turns."""
+        """Does what `group_mean` does. Yields None until it has the mean, so that groups in one
+        process take turns.
+        """
         self._require_open("group_mean()")
         gathered, untrained = list[Tensor](), list[Mapping[int, Tensor]]()
 
@@ -578,17 +676,21 @@ class StreamingDiLoCo:
 
         After `finish` it reads them from the model; see `keep_outer`.
 
-        Collective within a worker group until `finish`; afterwards too, if ranks hold parts of the parameters. On a
-        route that does not share, it returns the mean of the groups, and until `finish` all ranks must call it.
+        Collective within a worker group until `finish`; afterwards too, if ranks hold parts of the
+        parameters. On a route that does not share, it returns the mean of the groups, and until
+        `finish` all ranks must call it.
         """
-        return self.view.named(None if self.settings.shares or self._is_closed else self.group_mean())
+        return self.view.named(
+            None if self.settings.shares or self._is_closed else self.group_mean()
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all that this rank needs to resume bit for bit: plain dicts, lists, numbers, and tensors on the host.
+        """Returns all that this rank needs to resume bit for bit: plain dicts, lists, numbers, and
+        tensors on the host.
 
-        It includes what is in flight, and extra state of modules as these return it. After `finish` it is the state
-        from before, from which a longer run continues. Taking it changes nothing. On the CPU its tensors may be the
-        engine's own: do not write to them.
+        It includes what is in flight, and extra state of modules as these return it. After `finish`
+        it is the state from before, from which a longer run continues. Taking it changes nothing.
+        On the CPU its tensors may be the engine's own: do not write to them.
         """
         return {**(self._unfinished or self._state()), "local": self.view.local_values()}
 
@@ -608,10 +710,11 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from the state of an engine with the same settings, model and rank. All ranks must call it.
+        """Resumes from the state of an engine with the same settings, model and rank. All ranks
+        must call it.
 
-        Settings that are ``"auto"`` take their numbers from the state. The state of another rank, other fragments, or
-        another outer optimizer is refused.
+        Settings that are ``"auto"`` take their numbers from the state. The state of another rank,
+        other fragments, or another outer optimizer is refused.
         """
         require_own_state(state, self.topology)
         _require_no_warmup(state)
@@ -631,24 +734,39 @@ class StreamingDiLoCo:
         self.rounds.requests = state["requests"]
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Saves all that a run needs to resume bit for bit, including what is in flight. All ranks must call it.
+        """Saves all that a run needs to resume bit for bit, including what is in flight. All ranks
+        must call it.
 
-        ``path`` is an ordinary file whose ``state_dict`` holds the outer parameters, or until `has_landed` the mean of
-        the groups. A folder beside it has a file for every rank: state of engine and ``inner_optimizers``, local
-        parameters, extra state of modules, and random numbers.
+        ``path`` is an ordinary file whose ``state_dict`` holds the outer parameters, or until
+        `has_landed` the mean of the groups. A folder beside it has a file for every rank: state of
+        engine and ``inner_optimizers``, local parameters, extra state of modules, and random
+        numbers.
         """
         require_processes(self.topology)
         is_trained = self.has_landed or self.is_finished
         outer = self.outer_state_dict() if is_trained else self.view.named(self.group_mean())
-        save(str(path), self.topology, self.settings, self.state_dict(), outer, self.rounds.inner_optimizers)
+        save(
+            str(path),
+            self.topology,
+            self.settings,
+            self.state_dict(),
+            outer,
+            self.rounds.inner_optimizers,
+        )
 
     def load(self, path: str | PathLike[str]) -> None:
-        """Resumes where `save` was called; refused on all ranks if settings, ranks or files differ."""
-        self.load_state_dict(load(str(path), self.topology, self.given, self.rounds.inner_optimizers))
+        """Resumes where `save` was called; refused on all ranks if settings, ranks or files
+        differ.
+        """
+        self.load_state_dict(
+            load(str(path), self.topology, self.given, self.rounds.inner_optimizers)
+        )
 
     @torch.no_grad()
     def restart(self, restart: Restart) -> None:
-        """Restarts the rounds from an earlier run's outer state, with any groups and fragments. All ranks call it."""
+        """Restarts the rounds from an earlier run's outer state, with any groups and fragments.
+        All ranks call it.
+        """
         self._counts = Counts(**restart.counts)
         landed = {name: own for name, own in restart.parameters.items() if own.rounds}
         self.rounds.begin(NamedOuter(landed, restart.untrained), restart.weighed, self.inner_steps)
@@ -656,10 +774,16 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def choose(self, settings: Settings) -> None:
-        """Continues as if these settings had held from the start. All ranks must call it, before any launch is due."""
+        """Continues as if these settings had held from the start. All ranks must call it, before
+        any launch is due.
+        """
         self._require_no_site()
         self.rounds.require_no_launch(self.inner_steps, settings)
-        before, weighed, began_at = self.rounds.fragments, self.rounds.weighed(), self.rounds.began_at
+        before, weighed, began_at = (
+            self.rounds.fragments,
+            self.rounds.weighed(),
+            self.rounds.began_at,
+        )
         outer = named_outer(before, self.topology.in_group)
         self.given = settings
         self.settings = self._chosen(settings)
@@ -669,20 +793,26 @@ class StreamingDiLoCo:
             fragment.weight = before[0].weight
 
     def has_other_parameters(self) -> bool:
-        """Returns whether parameters were frozen, became trainable or were replaced since the model was cut."""
+        """Returns whether parameters were frozen, became trainable or were replaced since the
+        model was cut.
+        """
         return not self.rounds.cut_model.is_same()
 
     def has_new_parameters(self) -> bool:
-        """Returns whether parameters are trainable that are in no fragment, or are there in another shape."""
+        """Returns whether parameters are trainable that are in no fragment, or are there in
+        another shape.
+        """
         return bool(self.rounds.cut_model.new())
 
     def recut(self, inner_optimizers: Sequence[Optimizer] | None = None) -> list[Landing]:
-        """Cuts the model again after parameters were frozen, became trainable or were replaced. All ranks must call it.
+        """Cuts the model again after parameters were frozen, became trainable or were replaced. All
+        ranks must call it.
 
-        Lands what is in flight, and returns it. A newly frozen parameter takes its outer value, or the mean of the
-        groups if it never landed. A newly trainable one, another object under the same name, or one of another shape
-        starts from group 0's value without momentum. Rounds restart, unless names and sizes are the same. Of reshaped
-        parameters, gradients and the state of inner optimizers are dropped.
+        Lands what is in flight, and returns it. A newly frozen parameter takes its outer value, or
+        the mean of the groups if it never landed. A newly trainable one, another object under the
+        same name, or one of another shape starts from group 0's value without momentum. Rounds
+        restart, unless names and sizes are the same. Of reshaped parameters, gradients and the
+        state of inner optimizers are dropped.
 
         Args:
             inner_optimizers: The optimizers of your loop, if you made others. Make them before.
@@ -695,16 +825,23 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def land_for_recut(self, inner_optimizers: Sequence[Optimizer] | None = None) -> list[Landing]:
-        """Does the first part of `recut`: refuses what cannot be cut again, and lands every fragment in flight."""
+        """Does the first part of `recut`: refuses what cannot be cut again, and lands every
+        fragment in flight.
+        """
         self._require_open("recut()")
         if self.view.is_shown:
-            raise RuntimeError("recut() was called while the outer model is shown. Call recut() outside evaluate().")
+            raise RuntimeError(
+                "recut() was called while the outer model is shown. Call recut() outside"
+                " evaluate()."
+            )
         self._require_no_site()
         if not self.settings.shares:
             raise ValueError(
                 "Parameters were frozen, became trainable or were replaced since training began."
-                f" route={self.settings.route!r} cannot follow: groups hold their own outer parameters, and a frozen"
-                " one would stay different. Choose what is trainable before training, and train in several fits."
+                f" route={self.settings.route!r} cannot follow: groups hold their own outer"
+                " parameters, and a frozen"
+                " one would stay different. Choose what is trainable before training, and train"
+                " in several fits."
             )
         rounds = self.rounds
         if inner_optimizers is not None:
@@ -721,14 +858,20 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def prepare_recut(self) -> Recut:
-        """Does the second part of `recut`: returns what becomes of the outer state, as far as this rank knows."""
+        """Does the second part of `recut`: returns what becomes of the outer state, as far as this
+        rank knows.
+        """
         self.rounds.reshard()
         outer = named_outer(self.rounds.fragments, self.topology.in_group)
-        return Recut.of(self.rounds.cut_model, self._next_cut, self.rounds.fragments, outer, self.settings)
+        return Recut.of(
+            self.rounds.cut_model, self._next_cut, self.rounds.fragments, outer, self.settings
+        )
 
     @torch.no_grad()
     def cut_again(self, recut: Recut, mean: GroupMean | None) -> None:
-        """Does the last part of `recut`, after all ranks have agreed and the mean is there if it needs one."""
+        """Does the last part of `recut`, after all ranks have agreed and the mean is there if it
+        needs one.
+        """
         if mean is not None:
             # Outer values of what never landed are not trained, and no landing will come.
             trained = self.view.named(mean)
@@ -740,7 +883,9 @@ class StreamingDiLoCo:
         take_over(self.rounds.fragments, recut, self.topology)
         rounds, says = self.rounds, self.topology.rank == 0
         if says:
-            say_what_is_cut_again(recut, rounds.cut_model, restarts=recut.fragments != rounds.partition)
+            say_what_is_cut_again(
+                recut, rounds.cut_model, restarts=recut.fragments != rounds.partition
+            )
         rounds.copies.renew(recut.new)
         follow_in_optimizers(recut, rounds.cut_model, rounds.inner_optimizers, says=says)
         rounds.cut_again(recut, self.settings, self.inner_steps)
@@ -749,17 +894,20 @@ class StreamingDiLoCo:
     def _require_no_site(self) -> None:
         if self.site is not None:
             raise ValueError(
-                "A site's fragments and settings are fixed by the run config: while it trains, parameters cannot be"
-                " frozen, become trainable or be replaced, and settings cannot change. Found another run, from the"
+                "A site's fragments and settings are fixed by the run config: while it trains,"
+                " parameters cannot be"
+                " frozen, become trainable or be replaced, and settings cannot change. Found"
+                " another run, from the"
                 " outer model of this one."
             )
 
     def report(self) -> dict[str, float]:
         """Returns what happened so far, and the numbers of outer step and landing.
 
-        ``flights_dropped`` counts flights lost when a run continued with other groups or settings. ``bytes_sent`` and
-        ``bytes_received`` count this rank's bytes to and from other groups. ``exposed_wait_s`` is the time training
-        waited for fragments, and ``in_flight_s`` the time these were in flight, added up.
+        ``flights_dropped`` counts flights lost when a run continued with other groups or settings.
+        ``bytes_sent`` and ``bytes_received`` count this rank's bytes to and from other groups.
+        ``exposed_wait_s`` is the time training waited for fragments, and ``in_flight_s`` the time
+        these were in flight, added up.
         """
         return {**asdict(self._counts), **self.settings.numbers}
 
@@ -771,11 +919,15 @@ def _last(means: Iterator[GroupMean | None]) -> GroupMean:
 
 
 def _require_no_warmup(state: Mapping[str, Any]) -> None:
-    """Refuses the state of an earlier version that was saved while groups averaged their gradients."""
+    """Refuses the state of an earlier version that was saved while groups averaged their
+    gradients.
+    """
     steps, warmup_steps = state["counts"]["inner_steps"], state.get("warmup_steps", 0)
     if steps < warmup_steps:
         raise ValueError(
-            f"This state was saved after {steps} inner steps, inside a warm-up of {warmup_steps}, which this version no"
-            " longer has. Train to its end with the version that saved it, or restart from the outer parameters (in"
+            f"This state was saved after {steps} inner steps, inside a warm-up of"
+            f" {warmup_steps}, which this version no"
+            " longer has. Train to its end with the version that saved it, or restart from the"
+            " outer parameters (in"
             " Lightning with resume='restart')."
         )

@@ -1,10 +1,13 @@
-"""A fragment in flight: lines 7 to 11 of Algorithm 2, between its launch and its landing, while training goes on.
+"""A fragment in flight: lines 7 to 11 of Algorithm 2, between its launch and its landing, while
+training goes on.
 
-A launch reads all that a flight carries. `Synchronizer.fly` runs in the background and owns all that it writes to.
-What it returns, an `Arrival`, is committed when the fragment lands, and not before.
+A launch reads all that a flight carries. `Synchronizer.fly` runs in the background and owns all
+that it writes to. What it returns, an `Arrival`, is committed when the fragment lands, and not
+before.
 
-Work in the background is a generator: what lies between two ``yield`` is a stage. Each stage takes work in the order in
-which it was started, so one fragment is encoded while another one is on its way and a third one makes its outer step.
+Work in the background is a generator: what lies between two ``yield`` is a stage. Each stage takes
+work in the order in which it was started, so one fragment is encoded while another one is on its
+way and a third one makes its outer step.
 """
 
 import itertools
@@ -35,9 +38,24 @@ from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.exchange import Exchange, Unanswered, VaryingExchange
 from lightning_sdiloco.comm.topology import STAGES, Topology
 from lightning_sdiloco.compression import Compression, resolve
-from lightning_sdiloco.engine.fragments import Arrival, Diagnostics, FragmentState, Landing, Launch, Purpose, Span
+from lightning_sdiloco.engine.fragments import (
+    Arrival,
+    Diagnostics,
+    FragmentState,
+    Landing,
+    Launch,
+    Purpose,
+    Span,
+)
 from lightning_sdiloco.engine.outer import OuterState
-from lightning_sdiloco.engine.untrained import NOTHING, Arrived, agreed, arrived, arrived_bytes, to_bytes
+from lightning_sdiloco.engine.untrained import (
+    NOTHING,
+    Arrived,
+    agreed,
+    arrived,
+    arrived_bytes,
+    to_bytes,
+)
 from lightning_sdiloco.errors import AgreementError, ExchangeError
 from lightning_sdiloco.memory import new_vector
 
@@ -50,11 +68,13 @@ _MOMENT = 0.5
 # How many inner steps, and how many flights, are remembered for what is measured of them.
 _REMEMBERED, _FLIGHTS = 16, 3
 
-# Below so many values the control vector goes along in the message of the payload: another message would cost more than
-# a copy. In one flight of so many it goes ahead all the same, which shows how long the payload is on the link.
+# Below so many values the control vector goes along in the message of the payload: another message
+# would cost more than a copy. In one flight of so many it goes ahead all the same, which shows how
+# long the payload is on the link.
 _SHORT, _AHEAD = 1 << 16, 7
 
-# The number of an engine times this goes into every digest: an odd number of 64 bits keeps all digests apart.
+# The number of an engine times this goes into every digest: an odd number of 64 bits keeps all
+# digests apart.
 _ENGINE_DIGEST = 0x9E3779B97F4A7C15
 
 _log = logging.getLogger(__name__)
@@ -71,7 +91,11 @@ class Synchronizer:
     """
 
     def __init__(
-        self, fragments: Sequence[FragmentState], topology: Topology, settings: Settings, diagnoses: bool
+        self,
+        fragments: Sequence[FragmentState],
+        topology: Topology,
+        settings: Settings,
+        diagnoses: bool,
     ) -> None:
         self._fragments, self._topology, self.diagnoses = fragments, topology, diagnoses
         groups, codec, self._merge = topology.num_groups, settings.codec, settings.landing
@@ -83,29 +107,48 @@ class Synchronizer:
         self._exchange: Exchange[Any] = topology.exchange
         if codec.varies():
             self._exchange = VaryingExchange(topology.control, topology.exchange)
-        # It always goes ahead where messages wait until all are known to have launched, or their lengths go ahead.
+        # It always goes ahead where messages wait until all are known to have launched, or their
+        # lengths go ahead.
         self._short = _SHORT if topology.exchange.learns_sizes and not codec.varies() else 0
         self._flights = itertools.count()
-        # If no group waits for a second hop, and no link is measured by when messages are waited for, the outer step
-        # is made where the mean was taken: a thread that hands over to another one takes as long as both. So is it
-        # where both hops have one exchange, which one thread may use.
+        # If no group waits for a second hop, and no link is measured by when messages are waited
+        # for, the outer step is made where the mean was taken: a thread that hands over to another
+        # one takes as long as both. So is it where both hops have one exchange, which one thread
+        # may use.
         relays = any(one.hops > 1 for one in (self._rounded, self._exact))
         relays = relays or any(fragment.untrained.outer for fragment in fragments)
-        self._hands_over = codec.varies() or (relays and topology.second_hop is not topology.exchange)
+        self._hands_over = codec.varies() or (
+            relays and topology.second_hop is not topology.exchange
+        )
         # For errors, where a process has more than one.
         self._of_engine = f" of engine {topology.engine}" if topology.engine > 1 else ""
 
     def fly(self, launch: Launch) -> Work[Arrival]:
-        """Flies a fragment, in up to three stages. In-group collective, in the order of the launches on all ranks."""
-        fragment, topology, spans = self._fragments[launch.fragment], self._topology, dict[str, Span]()
+        """Flies a fragment, in up to three stages. In-group collective, in the order of the
+        launches on all ranks.
+        """
+        fragment, topology, spans = (
+            self._fragments[launch.fragment],
+            self._topology,
+            dict[str, Span](),
+        )
         is_round, device = launch.purpose is Purpose.ROUND, launch.gradient.device
-        # Other means than an outer step make up for no earlier loss: they use no memory, and leave none.
-        memory, tuning = (fragment.load(fragment.memory), fragment.load(fragment.tuning)) if is_round else (None, None)
+        # Other means than an outer step make up for no earlier loss: they use no memory, and leave
+        # none.
+        memory, tuning = (
+            (fragment.load(fragment.memory), fragment.load(fragment.tuning))
+            if is_round
+            else (None, None)
+        )
 
         # Line 7: compress the outer gradient and send it.
         began = time.perf_counter()
-        # Groups that are at unlike points count their flights alike, and learn from each other's words where they are.
-        word, is_ahead = self._control(launch, fragment), next(self._flights) % _AHEAD == 0 or launch.leg
+        # Groups that are at unlike points count their flights alike, and learn from each other's
+        # words where they are.
+        word, is_ahead = (
+            self._control(launch, fragment),
+            next(self._flights) % _AHEAD == 0 or launch.leg,
+        )
         is_along = launch.gradient.numel() < self._short and not is_ahead
         words: Any = None if is_along else topology.control.post([word] * topology.num_groups)
         all_reduce = self._all_reduce(launch)
@@ -115,10 +158,16 @@ class Synchronizer:
         head = [word.to(device)] if is_along else []
         messages: Any = _messages(head, encoded.payloads, launch.leg)
         posted_at = time.perf_counter()
-        posted: Any = self._exchange.post(messages, [one.numel() for one in messages] if launch.leg else None)
+        posted: Any = self._exchange.post(
+            messages, [one.numel() for one in messages] if launch.leg else None
+        )
         spans["encode"] = span_from(began, device)
         measures = self.diagnoses and is_round
-        loss = _squares([all_reduce.decode_own(encoded.payloads, values) - values, values]) if measures else None
+        loss = (
+            _squares([all_reduce.decode_own(encoded.payloads, values) - values, values])
+            if measures
+            else None
+        )
         memory, tuning = encoded.memory, encoded.tuning
         del encoded, messages, head, values
         if not is_round:
@@ -126,7 +175,8 @@ class Synchronizer:
             launch = launch.without_values()
         yield
 
-        # Line 8: take the mean of what the groups sent; with two hops the mean of a part, which goes to all of them.
+        # Line 8: take the mean of what the groups sent; with two hops the mean of a part, which
+        # goes to all of them.
         began, posts = time.perf_counter(), [] if is_along else [(topology.control, words)]
         posts.append((self._exchange, posted))
         (*others, messages), sent, received, arrived = self._collect(posts, launch, _AVERAGE)
@@ -142,8 +192,14 @@ class Synchronizer:
         count, began = self._count(controls, launch), time.perf_counter()
         # If groups exchange only with some, the mean is over these.
         partners = launch.leg or range(topology.num_groups)
-        counted = count if not launch.leg else Count({at: 1.0 for at, g in enumerate(partners) if g in count.factors})
-        mean = all_reduce.mean([payloads[g] for g in partners], counted, launch.gradient, topology.group_index)
+        counted = (
+            count
+            if not launch.leg
+            else Count({at: 1.0 for at, g in enumerate(partners) if g in count.factors})
+        )
+        mean = all_reduce.mean(
+            [payloads[g] for g in partners], counted, launch.gradient, topology.group_index
+        )
         hop = all_reduce.second_hop(mean, fragment.load(fragment.residual) if is_round else None)
         # By now all know what has changed: constants do not travel.
         changed = reduce(or_, [own.changed for own in controls])
@@ -154,7 +210,12 @@ class Synchronizer:
             posts.append((topology.second_hop, self._post_untrained(travelling, launch)))
         if hop is not None:
             sizes = all_reduce.second_hops(launch.gradient.numel())
-            posts.append((topology.second_hop, topology.second_hop.post([hop.payload] * topology.num_groups, sizes)))
+            posts.append(
+                (
+                    topology.second_hop,
+                    topology.second_hop.post([hop.payload] * topology.num_groups, sizes),
+                )
+            )
         agreed = None if loss is None else _agreement(payloads, all_reduce.compression, mean)
         twin = fragment.twin
         if brought is not None and count.factors:
@@ -167,17 +228,26 @@ class Synchronizer:
             yield
 
         # Line 11: make the outer step with the mean of the whole shard.
-        began, in_group, residual, untrained = time.perf_counter(), topology.stages[_STEP], None, NOTHING
+        began, in_group, residual, untrained = (
+            time.perf_counter(),
+            topology.stages[_STEP],
+            None,
+            NOTHING,
+        )
         if hop is not None or travelling:
             received_messages, sent_on, received_on, arrived = self._collect(posts, launch, _STEP)
             spans["relay"] = span_from(began, device)
             if hop is None:
-                # A message that short tells nothing of the link: it is taken to be as fast as the payload.
+                # A message that short tells nothing of the link: it is taken to be as fast as the
+                # payload.
                 on_link_s *= 1 + max(sent_on, received_on) / max(1, sent, received)
             sent, received = sent + sent_on, received + received_on
             if hop is not None:
                 on_link_s += on_link(posted_at, began, posted_at, arrived[-1], 0.0)
-                mean, residual = all_reduce.assemble(received_messages.pop(), like=launch.gradient), hop.residual
+                mean, residual = (
+                    all_reduce.assemble(received_messages.pop(), like=launch.gradient),
+                    hop.residual,
+                )
             if travelling:
                 untrained = self._untrained(received_messages, travelling, launch, count)
             # Received messages are freed before the outer step makes new tensors.
@@ -189,7 +259,11 @@ class Synchronizer:
         step = partial(outer_step, fragment, fragment.outer, launch.outer, mean, in_group)
         outer = step(counts=bool(count.factors), final=not is_round, is_dense=launch.is_dense)
         rule: LandingRule = Mix(0.0)
-        if is_round and controls[topology.group_index].finite and topology.group_index not in count.outlying:
+        if (
+            is_round
+            and controls[topology.group_index].finite
+            and topology.group_index not in count.outlying
+        ):
             # Where no group has trained, nothing moves.
             rule = self._merge if count.factors else Mix(1.0)
         rows = rule.gathered(launch.gradient, launch.outer, outer.values)
@@ -198,7 +272,9 @@ class Synchronizer:
         report = reported(launch.fragment, launch.step, controls, count, outer, norm, spans)
         report = report._replace(bytes_sent=sent, bytes_received=received, on_link_s=on_link_s)
         if loss is not None and agreed is not None:
-            report = report._replace(diagnostics=_diagnosed(loss, agreed, launch, outer.state, in_group))
+            report = report._replace(
+                diagnostics=_diagnosed(loss, agreed, launch, outer.state, in_group)
+            )
         changes: dict[str, Any] = {"outer": outer.moved(fragment.storage.store)}
         if is_round:
             changes["twin"] = fragment.store(twin)
@@ -209,7 +285,16 @@ class Synchronizer:
             if count.factors and residual is not None:
                 changes["residual"] = fragment.store(residual)
         weights = [own.weight for own in controls]
-        return Arrival(changes, rule, gathered, untrained, changed, weights, report, self._exchange.sends_bytes_per_s)
+        return Arrival(
+            changes,
+            rule,
+            gathered,
+            untrained,
+            changed,
+            weights,
+            report,
+            self._exchange.sends_bytes_per_s,
+        )
 
     def _all_reduce(self, launch: Launch) -> AllReduce:
         if launch.purpose is Purpose.ROUND:
@@ -223,7 +308,8 @@ class Synchronizer:
             fragment=launch.fragment,
             step=launch.step,
             requests=launch.requests,
-            # A norm that is not finite does not decide: it may overflow where every value is finite.
+            # A norm that is not finite does not decide: it may overflow where every value is
+            # finite.
             finite=math.isfinite(norm) or bool(launch.gradient.isfinite().all()),
             weight=launch.weight,
             digest=combined([fragment.digest(launch), _ENGINE_DIGEST * self._topology.engine]),
@@ -234,7 +320,10 @@ class Synchronizer:
         word = torch.frombuffer(own.packed(), dtype=torch.uint8)
         if self._topology.group_size == 1:
             return word
-        ranks = [Control.unpacked(rank.numpy().data) for rank in self._topology.stages[_SEND].all_gather(word)]
+        ranks = [
+            Control.unpacked(rank.numpy().data)
+            for rank in self._topology.stages[_SEND].all_gather(word)
+        ]
         return torch.frombuffer(Control.merged(ranks).packed(), dtype=torch.uint8)
 
     def _changed(self, launch: Launch, fragment: FragmentState) -> int:
@@ -253,15 +342,26 @@ class Synchronizer:
     def _post_untrained(self, travelling: Sequence[int], launch: Launch) -> Any:
         """Starts to send the untrained state that travels."""
         exchange = self._topology.second_hop
-        message = torch.cat([to_bytes(launch.buffers[index]) for index in travelling]).to(exchange.device)
+        message = torch.cat([to_bytes(launch.buffers[index]) for index in travelling]).to(
+            exchange.device
+        )
         partners = launch.leg or range(self._topology.num_groups)
-        sizes = [message.numel() if group in partners else 0 for group in range(self._topology.num_groups)]
+        sizes = [
+            message.numel() if group in partners else 0
+            for group in range(self._topology.num_groups)
+        ]
         return exchange.post([message[:size] for size in sizes], sizes)
 
     def _untrained(
-        self, messages: Sequence[Sequence[Tensor]], travelling: Sequence[int], launch: Launch, count: Count
+        self,
+        messages: Sequence[Sequence[Tensor]],
+        travelling: Sequence[int],
+        launch: Launch,
+        count: Count,
     ) -> Arrived:
-        """Returns what becomes of the untrained state that travels, given what groups sent. In-group collective."""
+        """Returns what becomes of the untrained state that travels, given what groups sent.
+        In-group collective.
+        """
         if not count.factors:
             return NOTHING
         state = self._fragments[launch.fragment].untrained
@@ -273,7 +373,10 @@ class Synchronizer:
             keeps_outer = launch.purpose is not Purpose.START
             speaks = self._topology.group_index == min(launch.leg, default=0)
             sizes = [state.nbytes(index) for index in travelling]
-            pieces = {f"worker group {group}": of_groups[group].to(flat.device).split(sizes) for group in count.factors}
+            pieces = {
+                f"worker group {group}": of_groups[group].to(flat.device).split(sizes)
+                for group in count.factors
+            }
             sent = {
                 index: {who: of_group[position] for who, of_group in pieces.items()}
                 for position, index in enumerate(travelling)
@@ -302,14 +405,18 @@ class Synchronizer:
         group, anchor = self._topology.group_index, fragment.load(fragment.anchor)
         assert anchor is not None, "groups hold their own outer parameters"
         own = all_reduce.decode_own([payloads[group]], launch.gradient)
-        return take(brought, own, mean, launch.outer, anchor, group in count.factors, self._momentum)
+        return take(
+            brought, own, mean, launch.outer, anchor, group in count.factors, self._momentum
+        )
 
     # What comes, and what does not
 
     def _collect(
         self, posts: Sequence[tuple[Exchange[Any], Any]], launch: Launch, stage: int
     ) -> tuple[list[list[Tensor]], int, int, list[float]]:
-        """Waits for messages; returns them, the bytes sent and received, and when each exchange had its own."""
+        """Waits for messages; returns them, the bytes sent and received, and when each exchange
+        had its own.
+        """
         exchanges = list(dict.fromkeys(exchange for exchange, _ in posts))
         before = [(exchange.bytes_sent, exchange.bytes_received) for exchange in exchanges]
         messages, arrived = list[list[Tensor]](), list[float]()
@@ -324,16 +431,30 @@ class Synchronizer:
             missing = self._told(missing, stage)
         if missing is not None:
             raise ExchangeError(
-                f"{missing} while fragment {launch.fragment}, launched after inner step {launch.step}, was in flight."
-                " The run cannot continue without it. Find out why that group stopped or is unreachable; if it was only"
+                f"{missing} while fragment {launch.fragment}, launched after inner step"
+                f" {launch.step}, was in flight."
+                " The run cannot continue without it. Find out why that group stopped or is"
+                " unreachable; if it was only"
                 " slow, raise timeout."
             ) from missing
-        sent = sum([exchange.bytes_sent - was for exchange, (was, _) in zip(exchanges, before, strict=True)])
-        received = sum([exchange.bytes_received - was for exchange, (_, was) in zip(exchanges, before, strict=True)])
+        sent = sum(
+            [
+                exchange.bytes_sent - was
+                for exchange, (was, _) in zip(exchanges, before, strict=True)
+            ]
+        )
+        received = sum(
+            [
+                exchange.bytes_received - was
+                for exchange, (_, was) in zip(exchanges, before, strict=True)
+            ]
+        )
         return messages, sent, received, arrived
 
     def _told(self, missing: Unanswered | None, stage: int) -> Unanswered | None:
-        """Shares with the ranks of this group what this one misses; returns that, or what another one misses."""
+        """Shares with the ranks of this group what this one misses; returns that, or what another
+        one misses.
+        """
         # A number for which group it is: -1 for none, the number of groups where it is not known.
         groups, size = self._topology.num_groups, self._topology.group_size
         code = -1 if missing is None else groups if missing.group is None else missing.group
@@ -344,12 +465,18 @@ class Synchronizer:
         own, other = (size * of + shard for of in (self._topology.group_index, code))
         if code == groups:
             return Unanswered(None, f"did not answer rank {own} of this group")
-        return Unanswered(code, f"did not answer rank {own} of this group (rank {other} should have)")
+        return Unanswered(
+            code, f"did not answer rank {own} of this group (rank {other} should have)"
+        )
 
     def _check(self, controls: Sequence[Control], launch: Launch) -> None:
-        """Raises an `AgreementError` unless all groups are at one point with one outer model, and one is finite."""
+        """Raises an `AgreementError` unless all groups are at one point with one outer model, and
+        one is finite.
+        """
         own, leg = controls[self._topology.group_index], launch.leg or range(len(controls))
-        values: dict[int, Any] = {group: one[:2] for group, one in enumerate(controls)}  # fragment and step
+        values: dict[int, Any] = {
+            group: one[:2] for group, one in enumerate(controls)
+        }  # fragment and step
         what = "are not at the same point"
         if len(set(values.values())) == 1:
             values = {group: controls[group].digest for group in leg}
@@ -360,21 +487,30 @@ class Synchronizer:
         if len(set(values.values())) > 1:
             told = ", ".join(f"group {group}: {value}" for group, value in values.items())
             raise AgreementError(
-                f"The worker groups {what} at the launch of fragment {own.fragment}{self._of_engine} after inner step"
-                f" {own.step} ({told}). If training went on, they would drift apart unnoticed. Resume all groups from"
+                f"The worker groups {what} at the launch of fragment"
+                f" {own.fragment}{self._of_engine} after inner step"
+                f" {own.step} ({told}). If training went on, they would drift apart unnoticed."
+                " Resume all groups from"
                 " one checkpoint."
             )
         # In a leg without finite values, each group goes back to its own outer parameters.
         if not any(control.finite for control in controls):
             raise AgreementError(
-                f"The outer gradient of fragment {launch.fragment}, launched after inner step {launch.step}, is not"
-                f" finite in any worker group ({', '.join(f'group {g}' for g in range(len(controls)))}). Training has"
-                " diverged: resume from an earlier checkpoint with a lower learning rate or with gradient clipping."
+                f"The outer gradient of fragment {launch.fragment}, launched after inner step"
+                f" {launch.step}, is not"
+                " finite in any worker group"
+                f" ({', '.join(f'group {g}' for g in range(len(controls)))}). Training has"
+                " diverged: resume from an earlier checkpoint with a lower learning rate or with"
+                " gradient clipping."
             )
 
 
-def _messages(head: Sequence[Tensor], payloads: Sequence[Tensor], leg: Sequence[int]) -> list[Tensor]:
-    """Makes the messages to all groups, one for those that share a payload: what goes along, and the payload."""
+def _messages(
+    head: Sequence[Tensor], payloads: Sequence[Tensor], leg: Sequence[int]
+) -> list[Tensor]:
+    """Makes the messages to all groups, one for those that share a payload: what goes along, and
+    the payload.
+    """
     messages = {id(one): one for one in payloads}
     if head:
         for one in messages.values():
@@ -382,7 +518,10 @@ def _messages(head: Sequence[Tensor], payloads: Sequence[Tensor], leg: Sequence[
             whole = new_vector(sum(part.numel() for part in parts), one.device, torch.uint8)
             messages[id(one)] = torch.cat(parts, out=whole)
     # Groups that are not partners exchange nothing.
-    return [messages[id(one)][: 0 if leg and group not in leg else None] for group, one in enumerate(payloads)]
+    return [
+        messages[id(one)][: 0 if leg and group not in leg else None]
+        for group, one in enumerate(payloads)
+    ]
 
 
 # Arithmetic that worker groups which are launched together share with the sites of a federation
@@ -399,7 +538,8 @@ def outer_step(
     final: bool,
     is_dense: bool,
 ) -> OuterState:
-    """Returns the outer state after a landing; its values are on the device of the gradient, which it takes.
+    """Returns the outer state after a landing; its values are on the device of the gradient, which
+    it takes.
 
     In-group collective.
     """
@@ -411,7 +551,9 @@ def outer_step(
         after = fragment.optimizer.step(fragment.index, before, values, gradient, is_dense=is_dense)
         return after._replace(direction_norm=norm)
     return before._replace(
-        values=torch.sub(values, gradient, out=gradient) if final else values, lr=0.0, direction_norm=math.nan
+        values=torch.sub(values, gradient, out=gradient) if final else values,
+        lr=0.0,
+        direction_norm=math.nan,
     )
 
 
@@ -451,14 +593,18 @@ def norm_squared(gradient: Tensor) -> float:
 
 
 def whole_norm(norm: Tensor, group: Communicator) -> float:
-    """Returns the norm of a whole fragment, given that of this rank's shard. In-group collective."""
+    """Returns the norm of a whole fragment, given that of this rank's shard. In-group
+    collective.
+    """
     if group.size > 1:
         norm = torch.linalg.vector_norm(torch.cat(group.all_gather(norm.reshape(1))))
     return float(norm)
 
 
 def span_from(began: float, device: torch.device) -> Span:
-    """Ends a part of a flight: waits for the stream of the background, so that the part holds what it started."""
+    """Ends a part of a flight: waits for the stream of the background, so that the part holds what
+    it started.
+    """
     if device.type != "cpu":
         torch.get_device_module(device).current_stream(device).synchronize()
     return began, time.perf_counter()
@@ -478,7 +624,9 @@ class Pending(Generic[Result]):
         self.ready = ready
 
     def advance(self, settle: Callable[[], None] | None = None) -> bool:
-        """Runs the next stage, and returns whether there is another one. Gradients must not be recorded."""
+        """Runs the next stage, and returns whether there is another one. Gradients must not be
+        recorded.
+        """
         assert self._work is not None, "work that has ended does not go on"
         try:
             next(self._work)
@@ -487,8 +635,8 @@ class Pending(Generic[Result]):
             self._result = ended.value
         except BaseException as error:  # it is raised again where the result is asked for
             self._failure = error
-        # The frame of the work is gone, and with it all that it held: once the result is out, the interpreter may end,
-        # and a thread that frees a tensor meanwhile ends the process.
+        # The frame of the work is gone, and with it all that it held: once the result is out, the
+        # interpreter may end, and a thread that frees a tensor meanwhile ends the process.
         self._work = None
         try:
             if settle is not None and self._failure is None:
@@ -500,7 +648,9 @@ class Pending(Generic[Result]):
         return False
 
     def result(self) -> Result:
-        """Waits for the result and returns it, or raises the exception with which the work ended."""
+        """Waits for the result and returns it, or raises the exception with which the work
+        ended.
+        """
         with self._is_running:
             pass
         if self._failure is not None:
@@ -531,9 +681,15 @@ class ThreadBackground(Background):
     def __init__(self, device: torch.device) -> None:
         queues = [_Queue() for _ in range(STAGES)]
         self._first, self._streams = queues[0], _Streams(device) if device.type != "cpu" else None
-        # The threads know the queues and not this object, so that they end even if it is never closed.
+        # The threads know the queues and not this object, so that they end even if it is never
+        # closed.
         self._threads = [
-            threading.Thread(target=_serve, args=(own, after, self._streams), name="sdiloco-background", daemon=True)
+            threading.Thread(
+                target=_serve,
+                args=(own, after, self._streams),
+                name="sdiloco-background",
+                daemon=True,
+            )
             for own, after in zip(queues, [*queues[1:], None], strict=True)
         ]
         for thread in self._threads:
@@ -581,12 +737,15 @@ class _Streams:
     def advance(self, pending: Pending[Any]) -> bool:
         with self._module.device(self._device), self._module.stream(self._side):
             self._side.wait_event(pending.ready)
-            # Waiting here, in a worker thread, lets the training thread use the result without an event.
+            # Waiting here, in a worker thread, lets the training thread use the result without an
+            # event.
             return pending.advance(settle=self._side.synchronize)
 
 
 class InlineBackground(Background):
-    """Runs without threads: the first stage when work starts, the others when its result is asked for."""
+    """Runs without threads: the first stage when work starts, the others when its result is asked
+    for.
+    """
 
     def __init__(self, started: "dict[int, list[_Inline[Any]]]", groups: int) -> None:
         self._all, self._groups, self._count = started, groups, 0
@@ -637,10 +796,17 @@ class Flight:
 
 
 def completed(told: Landing, launch: Span, wait: Span, seconds: float, step: int) -> Landing:
-    """Completes a flight's report, in the training thread; ``seconds`` is how long the flight took."""
+    """Completes a flight's report, in the training thread; ``seconds`` is how long the flight
+    took.
+    """
     launched, (began, arrived) = launch[1], wait
     ended = max([launched + seconds, *[ended for _, ended in told.spans.values()]])
-    spans = {"launch": launch, "flight": (launched, min(ended, arrived)), **told.spans, "wait": wait}
+    spans = {
+        "launch": launch,
+        "flight": (launched, min(ended, arrived)),
+        **told.spans,
+        "wait": wait,
+    }
     return told._replace(
         exposed_wait_s=arrived - began,
         in_flight_s=seconds,
@@ -653,7 +819,8 @@ def completed(told: Landing, launch: Span, wait: Span, seconds: float, step: int
 
 
 class StepClock:
-    """Measures how long this rank trains for an inner step, from the end of one call of the engine to the next.
+    """Measures how long this rank trains for an inner step, from the end of one call of the engine
+    to the next.
 
     What the engine itself waits for is left out. Pauses, as for a validation, are too, by a median.
 
@@ -673,7 +840,9 @@ class StepClock:
         self._last: deque[float] = deque(maxlen=_REMEMBERED)
 
     def note(self, ended: float, began: float) -> None:
-        """Notes an inner step: when the last call of the engine ended, or 0 if there was none, and this one began."""
+        """Notes an inner step: when the last call of the engine ended, or 0 if there was none, and
+        this one began.
+        """
         if ended:
             self._last.append(began - ended)
 
@@ -683,7 +852,8 @@ class StepClock:
 
 
 class LinkRate:
-    """Remembers what the link of this rank carried: the most in its last flights, since one may have stalled.
+    """Remembers what the link of this rank carried: the most in its last flights, since one may
+    have stalled.
 
     Attributes:
         last: What it was told, the last few.
@@ -712,11 +882,12 @@ class LinkRate:
 
 
 def on_link(posted: float, began: float, launched: float, ended: float, encoding: float) -> float:
-    """Returns for how many seconds the messages of the other groups were on the link, from when all could travel.
+    """Returns for how many seconds the messages of the other groups were on the link, from when all
+    could travel.
 
-    A message travels once its receiver has posted its own. Who waits for it learns when it came, but not if it was
-    there already when the wait began, or with the word that its group has launched: an encoding lies between the two.
-    Then it is NaN.
+    A message travels once its receiver has posted its own. Who waits for it learns when it came,
+    but not if it was there already when the wait began, or with the word that its group has
+    launched: an encoding lies between the two. Then it is NaN.
 
     Args:
         posted: When this rank posted its own messages.
@@ -740,11 +911,15 @@ def on_link(posted: float, began: float, launched: float, ended: float, encoding
 
 
 def _squares(vectors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([torch.linalg.vector_norm(vector, dtype=torch.float64).square() for vector in vectors])
+    return torch.stack(
+        [torch.linalg.vector_norm(vector, dtype=torch.float64).square() for vector in vectors]
+    )
 
 
 def _agreement(payloads: Sequence[Tensor], compression: Compression, mean: Tensor) -> Tensor:
-    """Returns the squared norm of a mean; then, by group, that of what it sent and its inner product with the mean."""
+    """Returns the squared norm of a mean; then, by group, that of what it sent and its inner
+    product with the mean.
+    """
     sums, decoded = [_squares([mean])], torch.empty_like(mean)
     for payload in payloads:
         if not payload.numel():  # Nothing came from this group.
@@ -756,13 +931,30 @@ def _agreement(payloads: Sequence[Tensor], compression: Compression, mean: Tenso
 
 
 def _diagnosed(
-    loss: Tensor, agreement: Tensor, launch: Launch, state: Mapping[str, Any], in_group: Communicator
+    loss: Tensor,
+    agreement: Tensor,
+    launch: Launch,
+    state: Mapping[str, Any],
+    in_group: Communicator,
 ) -> Diagnostics:
-    """Returns how far the groups agree, after the outer step made this state. In-group collective."""
+    """Returns how far the groups agree, after the outer step made this state. In-group
+    collective.
+    """
     # What torch's optimizers call the running mean of their gradients.
-    kept = next((state[name] for name in ("momentum_buffer", "exp_avg") if isinstance(state.get(name), Tensor)), None)
-    moved = [launch.gradient, launch.outer] + ([] if kept is None else [kept.to(launch.outer.device)])
-    unknown = torch.full((3 - len(moved),), math.nan, dtype=torch.float64, device=launch.outer.device)
+    kept = next(
+        (
+            state[name]
+            for name in ("momentum_buffer", "exp_avg")
+            if isinstance(state.get(name), Tensor)
+        ),
+        None,
+    )
+    moved = [launch.gradient, launch.outer] + (
+        [] if kept is None else [kept.to(launch.outer.device)]
+    )
+    unknown = torch.full(
+        (3 - len(moved),), math.nan, dtype=torch.float64, device=launch.outer.device
+    )
     ranks = in_group.all_gather(torch.cat([loss, agreement, _squares(moved), unknown]).cpu())
     error, gradient, mean, *groups, local, outer, momentum = torch.stack(ranks).sum(dim=0).tolist()
 
@@ -770,7 +962,10 @@ def _diagnosed(
         return value / of if of > 0 else math.nan
 
     return Diagnostics(
-        cosines=tuple(ratio(by, math.sqrt(mean * own)) for own, by in zip(groups[::2], groups[1::2], strict=True)),
+        cosines=tuple(
+            ratio(by, math.sqrt(mean * own))
+            for own, by in zip(groups[::2], groups[1::2], strict=True)
+        ),
         local_distance=math.sqrt(ratio(local, outer)),
         outer_momentum_norm=math.sqrt(momentum),
         compression_error=math.sqrt(ratio(error, gradient)),

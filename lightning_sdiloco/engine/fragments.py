@@ -1,48 +1,71 @@
-"""The state of a fragment: all that a rank holds of it in one record, what its launch carries and what comes back.
+"""The state of a fragment: all that a rank holds of it in one record, what its launch carries and
+what comes back.
 
-[Note: fragment tensors] A rank holds these tensors of every fragment. ``length`` is the number of values in its shard,
-``part`` that of the stretch of the shard which its group averages (with one hop the whole shard), and *storage* is the
-device of the model or, offloaded, page-locked memory of the host. All are flat and float32 unless it says so.
+[Note: fragment tensors] A rank holds these tensors of every fragment. ``length`` is the number of
+values in its shard, ``part`` that of the stretch of the shard which its group averages (with one
+hop the whole shard), and *storage* is the device of the model or, offloaded, page-locked memory of
+the host. All are flat and float32 unless it says so.
 
-=================  ===========  ==========  ============================================================================
-tensor             shape        where       what it holds, and who writes it
-=================  ===========  ==========  ============================================================================
-parameters         their own    device      Local parameters, in the model, of any floating dtype. The inner optimizer
-                                            and landings write to them; so does `OuterView`, which shows the outer ones.
-untrained          their own    device      Local buffers and frozen parameters, in the model, of any dtype. Written by
-                                            the user's code and by landings; see [Note: kinds of untrained state].
-outer.values       (length,)    storage     Outer parameters of the shard: bitwise equal in all groups.
-outer.state        (length,)    storage     State of the outer optimizer. What is not elementwise, such as a count of
-                                            steps, has its own shape and dtype, and is where torch wants it.
-untrained.outer    their own    device      Outer values of what travels of these, float32 for statistics and in their
+=================  ===========  ==========
+============================================================================ tensor
+shape        where       what it holds, and who writes it =================  ===========  ==========
+============================================================================ parameters
+their own    device      Local parameters, in the model, of any floating dtype. The inner optimizer
+                                            and landings write to them; so does `OuterView`, which
+                                            shows the outer ones.
+untrained          their own    device      Local buffers and frozen parameters, in the model, of
+any dtype. Written by
+                                            the user's code and by landings; see [Note: kinds of
+                                            untrained state].
+outer.values       (length,)    storage     Outer parameters of the shard: bitwise equal in all
+groups. outer.state        (length,)    storage     State of the outer optimizer. What is not
+elementwise, such as a count of
+                                            steps, has its own shape and dtype, and is where torch
+                                            wants it.
+untrained.outer    their own    device      Outer values of what travels of these, float32 for
+statistics and in their
                                             own dtype otherwise; bitwise equal in all groups.
-memory             (length,)    storage     Error feedback: what the compression left out of earlier payloads; None
+memory             (length,)    storage     Error feedback: what the compression left out of earlier
+payloads; None
                                             until there is some. Each group has its own.
-tuning             (1+blocks,)  storage     What else the compression takes over from earlier launches, such as
-                                            thresholds; None until there is some. Each group has its own.
-residual           (part,)      storage     What the second rounding of the mean lost, with two hops; None until there
+tuning             (1+blocks,)  storage     What else the compression takes over from earlier
+launches, such as
+                                            thresholds; None until there is some. Each group has its
+                                            own.
+residual           (part,)      storage     What the second rounding of the mean lost, with two
+hops; None until there
                                             is some. Each group has its own.
-anchor             (length,)    storage     On a route that does not share (see [Note: gossip]), the outer parameters
-                                            with which the rounds began, bitwise equal in all groups. There
-                                            ``outer.values`` are each group's own.
-twin               (length,)    storage     The second vector of a route's momentum; None while it is ``outer.values``.
-prefetched         (length,)    device      ``outer.values`` on their way to the device, for the next launch.
-gathered           (held,)      device      Outer parameters after the outer step, as far as this rank holds the
-                                            fragment: the shards of its group. Made by the background, mixed into the
-                                            parameters by the landing, then dropped.
-gradient           (length,)    device      Outer gradient: outer parameters minus local ones. Made by the launch; the
-                                            flight of a round keeps it until it lands, any other until it is encoded.
-kept_local         their own    host        Local parameters from before the end of training, from which a longer run
-                                            would continue. Copied before the end first writes to the parameters.
-final              flat         host        Outer parameters after the end, where the model does not hold them: its
-                                            parameters are coarser than float32, or a hook may change them.
-=================  ===========  ==========  ============================================================================
+anchor             (length,)    storage     On a route that does not share (see [Note: gossip]), the
+outer parameters
+                                            with which the rounds began, bitwise equal in all
+                                            groups. There ``outer.values`` are each group's own.
+twin               (length,)    storage     The second vector of a route's momentum; None while it
+is ``outer.values``. prefetched         (length,)    device      ``outer.values`` on their way to
+the device, for the next launch. gathered           (held,)      device      Outer parameters after
+the outer step, as far as this rank holds the
+                                            fragment: the shards of its group. Made by the
+                                            background, mixed into the parameters by the landing,
+                                            then dropped.
+gradient           (length,)    device      Outer gradient: outer parameters minus local ones. Made
+by the launch; the
+                                            flight of a round keeps it until it lands, any other
+                                            until it is encoded.
+kept_local         their own    host        Local parameters from before the end of training, from
+which a longer run
+                                            would continue. Copied before the end first writes to
+                                            the parameters.
+final              flat         host        Outer parameters after the end, where the model does not
+                                            hold them: its parameters are coarser than float32, or a
+                                            hook may change them.
+=================  ===========  ==========
+============================================================================
 
-Threads: only the training thread writes to a record, and only at a landing or a load (``prefetched`` and ``weight``: at
-a launch too). It replaces old tensors with new ones and never writes to a tensor of ``outer``,
-``memory``, ``tuning``, ``residual``, ``anchor`` or ``twin``. So the background reads records without a lock, and a
-checkpoint that is written during a flight holds the values before the outer step. The background returns new tensors,
-in an `Arrival`, and writes to none of the record.
+Threads: only the training thread writes to a record, and only at a landing or a load
+(``prefetched`` and ``weight``: at a launch too). It replaces old tensors with new ones and never
+writes to a tensor of ``outer``, ``memory``, ``tuning``, ``residual``, ``anchor`` or ``twin``. So
+the background reads records without a lock, and a checkpoint that is written during a flight holds
+the values before the outer step. The background returns new tensors, in an `Arrival`, and writes to
+none of the record.
 """
 
 import math
@@ -106,7 +129,9 @@ class Launch(NamedTuple):
     travelling: tuple[int, ...] = ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain values and tensors on the host, without outer parameters and what the process decides."""
+        """Returns plain values and tensors on the host, without outer parameters and what the
+        process decides.
+        """
         return {
             "fragment": self.fragment,
             "step": self.step,
@@ -153,8 +178,10 @@ class Landing(NamedTuple):
         requests: What groups asked of all groups at the launch, one bit each.
         left_out: The groups left out of the mean because their outer gradient was not finite.
         outlying: The groups that ``outlier_guard`` left out of the mean.
-        outer_lr: Learning rate of the outer step; 0 if there was none, because no group had trained.
-        outer_grad_norm: Norm of the mean outer gradient of the whole fragment, before its direction was taken.
+        outer_lr: Learning rate of the outer step; 0 if there was none, because no group had
+            trained.
+        outer_grad_norm: Norm of the mean outer gradient of the whole fragment, before its direction
+            was taken.
         bytes_sent: Bytes that this rank sent to other groups for this flight.
         exposed_wait_s: Seconds for which the training thread waited for the flight.
         in_flight_s: Seconds from the launch until the result was there.
@@ -162,15 +189,19 @@ class Landing(NamedTuple):
         bytes_received: Bytes that this rank received from other groups for this flight.
         counted: The groups that counted in the mean.
         group_norms: Norm of the outer gradient of each group, before any compression.
-        spans: When each part ran, on the clock of ``time.perf_counter()``: ``launch``, ``wait`` and ``land`` in the
-            training thread, ``flight`` and its parts ``encode``, ``transfer``, ``decode``, ``relay`` if there is a
-            second hop, and ``outer_step`` in the background.
+        spans: When each part ran, on the clock of ``time.perf_counter()``: ``launch``, ``wait`` and
+            ``land`` in the training thread, ``flight`` and its parts ``encode``, ``transfer``,
+            ``decode``, ``relay`` if there is a second hop, and ``outer_step`` in the background.
         diagnostics: How far the groups agree, if `StreamingDiLoCo.diagnose` asked for it.
-        on_link_s: Seconds for which the messages of the other groups were on the link; NaN if unknown, because they had
-            arrived before this rank began to wait for them, or were too short to be measured every time.
-        sites: In a federation: the names of the sites that counted in the round, including this one unless it was late.
-        step_times: Seconds of an inner step of each group at the launch, by group, to three digits; 0 if unknown.
-        direction_norm: Norm of its direction; NaN if there was no outer step, or no parameter is a matrix.
+        on_link_s: Seconds for which the messages of the other groups were on the link; NaN if
+            unknown, because they had arrived before this rank began to wait for them, or were too
+            short to be measured every time.
+        sites: In a federation: the names of the sites that counted in the round, including this one
+            unless it was late.
+        step_times: Seconds of an inner step of each group at the launch, by group, to three digits;
+            0 if unknown.
+        direction_norm: Norm of its direction; NaN if there was no outer step, or no parameter is a
+            matrix.
 
     Examples:
         >>> from lightning_sdiloco import SimulatedGroups
@@ -209,7 +240,8 @@ class Landing(NamedTuple):
 
     @property
     def link_gbit_s(self) -> float:
-        """The effective link rate: what went in one direction over the time for which it was on the link.
+        """The effective link rate: what went in one direction over the time for which it was on the
+        link.
 
         NaN if that time is unknown; 0 if nothing was sent.
         """
@@ -220,7 +252,9 @@ class Landing(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """What a flight brings: the values that its landing commits, and its report, except the times of the landing."""
+    """What a flight brings: the values that its landing commits, and its report, except the times
+    of the landing.
+    """
 
     changes: Mapping[str, Any]
     rule: LandingRule
@@ -274,7 +308,9 @@ class FragmentState:
         self._prefetched = self.storage.prefetch(self.outer.values)
 
     def let_go(self) -> None:
-        """Lets what is in flight land outside the model where that has something else, or nothing, by now."""
+        """Lets what is in flight land outside the model where that has something else, or nothing,
+        by now.
+        """
         self.layout.let_go()
         self.untrained.let_go()
 
@@ -286,7 +322,9 @@ class FragmentState:
         return launch
 
     def read(self, step: int, deadline: float, purpose: Purpose, requests: int = 0) -> Launch:
-        """Reads all that a flight carries, and changes nothing; it takes the arguments of `launch`."""
+        """Reads all that a flight carries, and changes nothing; it takes the arguments of
+        `launch`.
+        """
         is_round = purpose is Purpose.ROUND
         outer = self.load_outer() if is_round else self._zero()
         return Launch(
@@ -302,22 +340,31 @@ class FragmentState:
         )
 
     def digest(self, launch: Launch) -> int:
-        """Returns the digest of what all groups hold alike at a launch, as far as this rank has it."""
+        """Returns the digest of what all groups hold alike at a launch, as far as this rank has
+        it.
+        """
         alike = list[Tensor]()
         if launch.leg and self.anchor is not None:
             # Partners hold their own outer parameters, and take them apart by what they share.
             alike = [self.storage.load(self.anchor)]
         elif launch.purpose in (Purpose.ROUND, Purpose.MEAN):
             untrained = self.untrained.digested()
-            outer = self.storage.load(self.outer.values) if launch.purpose is Purpose.MEAN else launch.outer
+            outer = (
+                self.storage.load(self.outer.values)
+                if launch.purpose is Purpose.MEAN
+                else launch.outer
+            )
             alike = [outer] if untrained is None else [outer, untrained]
         return combined([digest(values, start=self.layout.start) for values in alike])
 
     def norm(self, purpose: Purpose, gradient: Tensor) -> Tensor:
-        """Returns the norm of an outer gradient, or of a mean of some: by how much it moves the outer parameters."""
+        """Returns the norm of an outer gradient, or of a mean of some: by how much it moves the
+        outer parameters.
+        """
         if purpose is not Purpose.MEAN or not gradient.numel():
             return torch.linalg.vector_norm(gradient)
-        # A mean is one of local values. It is compared in stretches, so that the difference takes no memory.
+        # A mean is one of local values. It is compared in stretches, so that the difference takes
+        # no memory.
         norms, scratch = list[Tensor](), gradient.new_empty(0)
         for where in stretches(len(gradient), gradient.device):
             if not norms:
@@ -331,7 +378,9 @@ class FragmentState:
         return self.layout.held[0].new_zeros((), dtype=torch.float32)
 
     def take_as_outer(self, names: Collection[str]) -> None:
-        """Makes the local values of some parameters, which all groups hold alike, the outer ones, without momentum."""
+        """Makes the local values of some parameters, which all groups hold alike, the outer ones,
+        without momentum.
+        """
         self._prefetched = None
         before = self.outer.moved(self.storage.load)
         is_taken = self.layout.mask(names)
@@ -352,7 +401,9 @@ class FragmentState:
         return self.storage.store(torch.where(is_taken, 0.0, self.storage.load(memory)))
 
     def _begin_from_outer(self) -> None:
-        """Forgets all that made this group differ from the outer parameters, which all groups share now."""
+        """Forgets all that made this group differ from the outer parameters, which all groups
+        share now.
+        """
         self.anchor, self.twin = None if self.shares else self.outer.values, None
 
     def load(self, stored: Tensor | None) -> Tensor | None:
@@ -362,12 +413,19 @@ class FragmentState:
         return None if values is None else self.storage.store(values)
 
     def load_outer(self) -> Tensor:
-        """Returns the outer parameters of the shard on the device, by way of what was prefetched."""
-        prefetched, self._prefetched = self._prefetched or self.storage.prefetch(self.outer.values), None
+        """Returns the outer parameters of the shard on the device, by way of what was
+        prefetched.
+        """
+        prefetched, self._prefetched = (
+            self._prefetched or self.storage.prefetch(self.outer.values),
+            None,
+        )
         return prefetched()
 
     def land(self, arrival: Arrival, rule: LandingRule, steps: int, *, final: bool) -> None:
-        """Makes what a flight brought the state that everybody sees, and takes it into the local values."""
+        """Makes what a flight brought the state that everybody sees, and takes it into the local
+        values.
+        """
         vars(self).update(arrival.changes)
         if final:
             self._begin_from_outer()
@@ -376,7 +434,9 @@ class FragmentState:
         self.untrained.land(arrival.untrained, rule.kept)
 
     def land_at_end(self, arrival: Arrival, rule: LandingRule, steps: int, *, final: bool) -> None:
-        """Takes what a flight brought into the model alone: a longer run continues from the record as it is."""
+        """Takes what a flight brought into the model alone: a longer run continues from the record
+        as it is.
+        """
         self.keep_local()
         self.layout.land(rule, arrival.gathered, steps)
         self.untrained.commit(arrival.untrained, arrival.changed)
@@ -385,16 +445,22 @@ class FragmentState:
             self.end(arrival.gathered[0], arrival.changes["outer"].values)
 
     def end(self, gathered: Tensor, shard: Tensor) -> None:
-        """Keeps the outer parameters that are now in the model, in so far as it cannot hold them."""
+        """Keeps the outer parameters that are now in the model, in so far as it cannot hold
+        them.
+        """
         if not self.layout.holds_float32:
             self.final = self.layout.to_name(gathered, shard).to("cpu")
 
     def keep_local(self) -> None:
-        """Keeps the local parameters for a longer run, before the end of training first writes to them."""
+        """Keeps the local parameters for a longer run, before the end of training first writes to
+        them.
+        """
         self.kept_local = self.local_values()
 
     def local_values(self) -> list[Tensor]:
-        """Copies the local parameters of this rank to the host; later, what they were before the end of training."""
+        """Copies the local parameters of this rank to the host; later, what they were before the
+        end of training.
+        """
         if self.kept_local is not None:
             return self.kept_local
         return [held.to("cpu", copy=True) for held in self.layout.held]
@@ -405,17 +471,23 @@ class FragmentState:
         return self.layout.named(values, values, group)
 
     def carry(self, arrival: Arrival, moved: Tensor) -> None:
-        """Makes a result that nothing of the own counts in the outer state, and moves the local values along."""
+        """Makes a result that nothing of the own counts in the outer state, and moves the local
+        values along.
+        """
         self.outer = arrival.changes["outer"]
         self.layout.shift(moved)
         self.untrained.commit(arrival.untrained, arrival.changed)
 
     def gathered(self, group: Communicator) -> Tensor:
-        """Gathers the outer parameters, flat, as far as this rank holds the fragment. In-group collective."""
+        """Gathers the outer parameters, flat, as far as this rank holds the fragment. In-group
+        collective.
+        """
         return self.layout.all_gather(self.storage.load(self.outer.values), group)
 
     def write_outer(self, group: Communicator, *, stays: bool = False) -> Tensor:
-        """Writes outer parameters and buffers into the model, for good if that ``stays``. In-group collective."""
+        """Writes outer parameters and buffers into the model, for good if that ``stays``. In-group
+        collective.
+        """
         gathered = self.gathered(group)
         if stays:
             self.layout.settle(gathered)
@@ -429,7 +501,9 @@ class FragmentState:
         self.untrained.write_values(untrained)
 
     def named(self, gathered: Tensor, group: Communicator) -> dict[str, Tensor]:
-        """Copies the outer parameters to the host, by name. In-group collective where ranks hold parts of them."""
+        """Copies the outer parameters to the host, by name. In-group collective where ranks hold
+        parts of them.
+        """
         # What rests on the host is copied there once, and not by way of the device.
         shard = self.outer.values if group.size == 1 else self.storage.load(self.outer.values)
         return self.layout.named(gathered, shard, group)
@@ -448,7 +522,9 @@ class FragmentState:
         self._begin_from_outer()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain values, and tensors on the host. On a CPU these are the record's own: do not write to them."""
+        """Returns plain values, and tensors on the host. On a CPU these are the record's own: do
+        not write to them.
+        """
         kept = {"memory": self.memory, "residual": self.residual}
         kept |= {} if self.tuning is None else {"tuning": self.tuning}
         kept |= {} if self.shares else {"anchor": self.anchor, "twin": self.twin}
@@ -494,8 +570,12 @@ def fragments_of(
         before: The records of how it was cut before.
     """
     layouts = layouts_of(fragments, trainable(model), topology)
-    untrained = untrained_state_of(model, fragments, settings.untrained or {}, [record.untrained for record in before])
-    optimizer = outer_optimizer_for(settings, [storage.store(layout.read()) for layout in layouts], storage)
+    untrained = untrained_state_of(
+        model, fragments, settings.untrained or {}, [record.untrained for record in before]
+    )
+    optimizer = outer_optimizer_for(
+        settings, [storage.store(layout.read()) for layout in layouts], storage
+    )
     initial = optimizer.take_initial()
     return [
         FragmentState(

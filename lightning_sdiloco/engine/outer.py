@@ -1,4 +1,6 @@
-"""The outer optimizer over flat float32 shards, one per fragment, and where its state rests: device or host."""
+"""The outer optimizer over flat float32 shards, one per fragment, and where its state rests:
+device or host.
+"""
 
 import copy
 import hashlib
@@ -23,8 +25,9 @@ from lightning_sdiloco.memory import new_vector
 Make = Callable[[Sequence[Tensor]], Optimizer]
 MakeSchedule = Callable[[Optimizer], LRScheduler]
 
-# Values that are stepped at once: few, so that they stay in the cache and the allocator holds little of what an
-# optimizer makes meanwhile; enough that the calls cost nothing. Stretches begin where a vector unit would begin too.
+# Values that are stepped at once: few, so that they stay in the cache and the allocator holds
+# little of what an optimizer makes meanwhile; enough that the calls cost nothing. Stretches begin
+# where a vector unit would begin too.
 _STRETCH = 1 << 16
 _STRETCH_ON_DEVICE = 1 << 23
 _ALIGNED = 1 << 10
@@ -60,16 +63,22 @@ class OuterStorage:
         return values.detach().to(self.device, copy=True)
 
     def load(self, stored: Tensor) -> Tensor:
-        """Returns a stored tensor on the device, perhaps the same tensor. It must not be written to."""
+        """Returns a stored tensor on the device, perhaps the same tensor. It must not be written
+        to.
+        """
         return stored
 
     def prefetch(self, stored: Tensor) -> Callable[[], Tensor]:
-        """Starts to load a tensor beside what this thread gave the device; returns what waits for it and returns it."""
+        """Starts to load a tensor beside what this thread gave the device; returns what waits for
+        it and returns it.
+        """
         return lambda: stored
 
 
 class OnHost(OuterStorage):
-    """Stores in page-locked memory of the host: the device holds what is in flight or about to be launched."""
+    """Stores in page-locked memory of the host: the device holds what is in flight or about to be
+    launched.
+    """
 
     prefetches = True
 
@@ -123,7 +132,9 @@ def storage_for(device: torch.device, offload: bool | str) -> OuterStorage:
 
 
 class OuterState(NamedTuple):
-    """The outer parameters of a shard, the state of their optimizer, and the next round of its schedule, from 0."""
+    """The outer parameters of a shard, the state of their optimizer, and the next round of its
+    schedule, from 0.
+    """
 
     values: Tensor
     state: dict[str, Any]
@@ -132,13 +143,21 @@ class OuterState(NamedTuple):
     direction_norm: float = nan
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "OuterState":
-        """Returns the state with its values, and everything that the optimizer keeps for each of them, moved."""
-        state = {key: move(kept) if is_elementwise(kept, self.values) else kept for key, kept in self.state.items()}
+        """Returns the state with its values, and everything that the optimizer keeps for each of
+        them, moved.
+        """
+        state = {
+            key: move(kept) if is_elementwise(kept, self.values) else kept
+            for key, kept in self.state.items()
+        }
         return self._replace(values=move(self.values), state=state)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns it on the host. On a CPU the tensors are its own: do not write to them."""
-        state = {key: kept.to("cpu") if isinstance(kept, Tensor) else kept for key, kept in self.state.items()}
+        state = {
+            key: kept.to("cpu") if isinstance(kept, Tensor) else kept
+            for key, kept in self.state.items()
+        }
         return {"outer": self.values.to("cpu"), "state": state, "rounds": self.rounds}
 
     @staticmethod
@@ -151,9 +170,11 @@ class ShardOptimizer:
     """Steps the shards of all fragments with the one torch optimizer that the user's factory makes.
 
     Attributes:
-        described: Optimizer and schedule, each as text that is the same on all ranks if and only if its choices are.
+        described: Optimizer and schedule, each as text that is the same on all ranks if and only if
+            its choices are.
         summary: The optimizer for people, with rate and momentum before a schedule changes them.
-        highest_rate: The highest rate of all parameter groups and rounds; infinite if there is none.
+        highest_rate: The highest rate of all parameter groups and rounds; infinite if there is
+            none.
     """
 
     def __init__(
@@ -174,7 +195,9 @@ class ShardOptimizer:
         self._optimizer = make(parameters)
         self._group_of = _groups_of(self._optimizer, parameters)
         kept = [dict(self._optimizer.state.get(parameter, {})) for parameter in parameters]
-        self._initial = [OuterState(shard, state, 0) for shard, state in zip(shards, kept, strict=True)]
+        self._initial = [
+            OuterState(shard, state, 0) for shard, state in zip(shards, kept, strict=True)
+        ]
         # It forgets its parameters, which are given back to it for one step at a time.
         self._optimizer.state.clear()
         groups = self._optimizer.param_groups
@@ -182,33 +205,56 @@ class ShardOptimizer:
             group["params"] = []
         self._rates = Rates(self._optimizer, make_schedule)
         # Noted once: from then on only the thread that steps may look at the optimizer.
-        choices = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        choices = [
+            {key: value for key, value in group.items() if key != "params"} for group in groups
+        ]
         self.summary = _summary(type(self._optimizer).__name__, choices)
         self.highest_rate = self._rates.highest
         self.described = {
             "outer_optimizer": f"{type(self._optimizer).__name__}({choices})",
             "outer_optimizer.lr_schedule": self._rates.described,
         }
-        self._counts_on_device = [bool(group.get("capturable") or group.get("fused")) for group in groups]
+        self._counts_on_device = [
+            bool(group.get("capturable") or group.get("fused")) for group in groups
+        ]
 
     def take_initial(self) -> list[OuterState]:
-        """Returns the outer state of every fragment before its first step. The optimizer does not keep it."""
+        """Returns the outer state of every fragment before its first step. The optimizer does not
+        keep it.
+        """
         initial, self._initial = self._initial, []
         return initial
 
     def step(
-        self, fragment: int, before: OuterState, values: Tensor, gradient: Tensor, *, is_dense: bool = False
+        self,
+        fragment: int,
+        before: OuterState,
+        values: Tensor,
+        gradient: Tensor,
+        *,
+        is_dense: bool = False,
     ) -> OuterState:
-        """Returns what an outer step makes of a fragment, on the device. Of what is given it takes the gradient.
+        """Returns what an outer step makes of a fragment, on the device. Of what is given it takes
+        the gradient.
 
         All rounds of the dense beginning together are the first round of the schedule.
         """
         group = self._rates.of(0 if is_dense else before.rounds)[self._group_of[fragment]]
         if is_dense and self._dense_momentum is not None:
             group = {**group, "momentum": min(group["momentum"], self._dense_momentum)}
-        momentum, is_nesterov = before.state.get(MOMENTUM), self._is_nesterov and _NESTEROV.items() <= group.items()
-        if is_nesterov and momentum is not None and group["momentum"] and values.device.type == "cpu":
-            state = {MOMENTUM: nesterov_step(values, gradient, momentum, group["lr"], group["momentum"])}
+        momentum, is_nesterov = (
+            before.state.get(MOMENTUM),
+            self._is_nesterov and _NESTEROV.items() <= group.items(),
+        )
+        if (
+            is_nesterov
+            and momentum is not None
+            and group["momentum"]
+            and values.device.type == "cpu"
+        ):
+            state = {
+                MOMENTUM: nesterov_step(values, gradient, momentum, group["lr"], group["momentum"])
+            }
         else:
             state = self._step_in_stretches(group, values, gradient, before.state)
         rounds = max(1, before.rounds) if is_dense else before.rounds + 1
@@ -221,7 +267,9 @@ class ShardOptimizer:
         whole, vectors, scratch = dict[str, Any](), dict[str, Tensor](), values.new_empty(0)
 
         def place(key: str, like: Tensor, where: slice) -> Tensor:
-            """Returns where what is kept of a stretch stays: it is copied there, and stepped there."""
+            """Returns where what is kept of a stretch stays: it is copied there, and stepped
+            there.
+            """
             if key not in vectors:
                 vectors[key] = new_vector(len(values), values.device, like.dtype)
             return vectors[key][where]
@@ -252,11 +300,14 @@ class ShardOptimizer:
     def _stepped(
         self, group: dict[str, Any], values: Tensor, gradient: Tensor, state: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Steps some values and their state, to which it writes, with the hyperparameters of a group."""
+        """Steps some values and their state, to which it writes, with the hyperparameters of a
+        group.
+        """
         parameter = Parameter(values)
         parameter.grad = gradient
-        # The optimizer is the user's own and no copy: torch copies neither its hooks nor further attributes. What a
-        # step leaves in these is forgotten: it is no state of a fragment, and would be missing in a checkpoint.
+        # The optimizer is the user's own and no copy: torch copies neither its hooks nor further
+        # attributes. What a step leaves in these is forgotten: it is no state of a fragment, and
+        # would be missing in a checkpoint.
         optimizer, attributes = self._optimizer, dict(vars(self._optimizer))
         optimizer.param_groups = [{**group, "params": [parameter]}]
         optimizer.state = defaultdict(dict, {parameter: state})
@@ -268,7 +319,8 @@ class ShardOptimizer:
             optimizer.__dict__ = attributes
 
     def load(self, fragment: int, state: OuterState) -> OuterState:
-        # A count of steps is on the host, as torch has it, unless the optimizer counts on the device.
+        # A count of steps is on the host, as torch has it, unless the optimizer counts on the
+        # device.
         on_device = self._counts_on_device[self._group_of[fragment]]
         counts_on = self._storage.device if on_device else torch.device("cpu")
         moved = state.moved(self._storage.store_copy)
@@ -283,20 +335,33 @@ class ShardOptimizer:
 def outer_optimizer_for(
     settings: Settings, shards: Sequence[Tensor], storage: OuterStorage | None = None
 ) -> ShardOptimizer:
-    """Makes the outer optimizer that the settings ask for; see `ShardOptimizer` for arguments and errors."""
+    """Makes the outer optimizer that the settings ask for; see `ShardOptimizer` for arguments and
+    errors.
+    """
     outer = settings.outer
     if outer.make is not None:
         return ShardOptimizer(shards, outer.make, outer.lr_schedule, storage)
     momentum = settings.numbers["outer_momentum"]
-    nesterov = partial(SGD, lr=settings.numbers["outer_lr"], momentum=momentum, nesterov=momentum > 0)
+    nesterov = partial(
+        SGD, lr=settings.numbers["outer_lr"], momentum=momentum, nesterov=momentum > 0
+    )
     return ShardOptimizer(
-        shards, nesterov, outer.lr_schedule, storage, is_nesterov=True, dense_momentum=settings.dense_momentum
+        shards,
+        nesterov,
+        outer.lr_schedule,
+        storage,
+        is_nesterov=True,
+        dense_momentum=settings.dense_momentum,
     )
 
 
 @torch.no_grad()
-def nesterov_step(values: Tensor, gradient: Tensor, momentum: Tensor, lr: float, factor: float) -> Tensor:
-    """Makes a step with the bits of torch's SGD, but copies nothing; overwrites the gradient, returns the momentum."""
+def nesterov_step(
+    values: Tensor, gradient: Tensor, momentum: Tensor, lr: float, factor: float
+) -> Tensor:
+    """Makes a step with the bits of torch's SGD, but copies nothing; overwrites the gradient,
+    returns the momentum.
+    """
     after = new_vector(values.numel(), values.device)
     for where in stretches(values.numel(), values.device):
         moved, kept = gradient[where], after[where]
@@ -308,41 +373,58 @@ def nesterov_step(values: Tensor, gradient: Tensor, momentum: Tensor, lr: float,
 
 def _groups_of(optimizer: Optimizer, parameters: list[Parameter]) -> list[int]:
     index = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    missing = [fragment for fragment, parameter in enumerate(parameters) if id(parameter) not in index]
+    missing = [
+        fragment for fragment, parameter in enumerate(parameters) if id(parameter) not in index
+    ]
     if missing or len(index) != len(parameters):
         raise ValueError(
-            f"outer_optimizer made an optimizer over {len(index)} tensors that leaves out the shards {missing} of"
-            f" {len(parameters)}. It must hold exactly the shards that it is given. Pass them on unchanged."
+            f"outer_optimizer made an optimizer over {len(index)} tensors that leaves out the"
+            f" shards {missing} of"
+            f" {len(parameters)}. It must hold exactly the shards that it is given. Pass them on"
+            " unchanged."
         )
     return [index[id(parameter)] for parameter in parameters]
 
 
 def _check_elementwise(make: Make, count: int) -> None:
-    """Steps small vectors whole and in two halves: an optimizer that works elementwise returns the same values."""
+    """Steps small vectors whole and in two halves: an optimizer that works elementwise returns the
+    same values.
+    """
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(64, generator=generator) for _ in range(count)]
     # At several scales: an optimizer that clips does so for large gradients only.
     scales = (1.0, 1e3, 1e-3)
-    gradients = [[scale * torch.randn(64, generator=generator) for _ in range(count)] for scale in scales]
+    gradients = [
+        [scale * torch.randn(64, generator=generator) for _ in range(count)] for scale in scales
+    ]
     try:
         whole = _tried(make, values, gradients, slice(None))
         halves = [_tried(make, values, gradients, half) for half in (slice(0, 32), slice(32, 64))]
     except Exception as error:
         raise ValueError(
-            f"outer_optimizer could not step flat float32 shards: {error}. It is called with a list of one-dimensional"
-            " tensors, one per fragment, and must return a torch.optim.Optimizer whose step() needs no closure. Choose"
+            f"outer_optimizer could not step flat float32 shards: {error}. It is called with a"
+            " list of one-dimensional"
+            " tensors, one per fragment, and must return a torch.optim.Optimizer whose step()"
+            " needs no closure. Choose"
             f" one, such as {AN_OUTER_OPTIMIZER}."
         ) from error
     joined = [torch.cat(parts) for parts in zip(*halves, strict=True)]
-    if not all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(whole, joined, strict=True)):
+    if not all(
+        torch.allclose(one, other, rtol=1e-5, atol=1e-7)
+        for one, other in zip(whole, joined, strict=True)
+    ):
         raise ValueError(
-            "outer_optimizer does not work elementwise: stepping a vector whole and in two halves gave different"
-            " values. It sees flat shards of fragments, whose shapes and norms mean nothing. Choose an optimizer that"
+            "outer_optimizer does not work elementwise: stepping a vector whole and in two"
+            " halves gave different"
+            " values. It sees flat shards of fragments, whose shapes and norms mean nothing."
+            " Choose an optimizer that"
             f" treats each value separately, such as {AN_OUTER_OPTIMIZER}."
         )
 
 
-def _tried(make: Make, values: list[Tensor], gradients: list[list[Tensor]], part: slice) -> list[Tensor]:
+def _tried(
+    make: Make, values: list[Tensor], gradients: list[list[Tensor]], part: slice
+) -> list[Tensor]:
     """Returns what an optimizer makes of a part of some vectors, step by step."""
     parameters = [Parameter(value[part].clone()) for value in values]
     optimizer = make(parameters)
@@ -357,14 +439,17 @@ def _tried(make: Make, values: list[Tensor], gradients: list[list[Tensor]], part
 
 
 def is_elementwise(kept: Any, values: Tensor) -> bool:
-    """Returns whether something that an optimizer keeps of a shard has an entry for every value, as a momentum does."""
+    """Returns whether something that an optimizer keeps of a shard has an entry for every value,
+    as a momentum does.
+    """
     return isinstance(kept, Tensor) and kept.shape == values.shape
 
 
 def stretches(numel: int, device: torch.device) -> list[slice]:
     """Cuts a shard into stretches that are stepped one after the other: one, unless it is long."""
-    # On a CPU they stay in the cache; elsewhere they are long enough to hide the launch of kernels. They are of about
-    # the same length, so that none is so short that a state of it could be taken for one of the whole.
+    # On a CPU they stay in the cache; elsewhere they are long enough to hide the launch of kernels.
+    # They are of about the same length, so that none is so short that a state of it could be taken
+    # for one of the whole.
     longest = _STRETCH if device.type == "cpu" else _STRETCH_ON_DEVICE
     count = -(-numel // longest)
     length = max(1, -(-numel // max(1, count) // _ALIGNED)) * _ALIGNED
@@ -385,7 +470,9 @@ _SHOWN_CHOICES = ("lr", "momentum", "nesterov", "betas")
 
 
 def _summary(name: str, groups: Groups) -> str:
-    """Returns the name of an optimizer with the rates and momenta of its parameter groups, each value once."""
+    """Returns the name of an optimizer with the rates and momenta of its parameter groups, each
+    value once.
+    """
     shown = []
     for key in _SHOWN_CHOICES:
         values = [_number(group.get(key)) for group in groups]
@@ -399,10 +486,12 @@ def _summary(name: str, groups: Groups) -> str:
 class Rates:
     """Looks up the hyperparameters of the outer optimizer, round by round.
 
-    They are looked up rather than stepped through, because the fragments of a round step one after the other.
+    They are looked up rather than stepped through, because the fragments of a round step one after
+    the other.
 
     Attributes:
-        described: A text that is the same on all ranks if and only if the first rounds of the schedule are.
+        described: A text that is the same on all ranks if and only if the first rounds of the
+            schedule are.
         highest: The highest rate of these rounds; infinite if there is none.
 
     Examples:
@@ -425,19 +514,26 @@ class Rates:
                 reason = f"cannot be stepped by counting rounds: {error}"
                 raise _unusable(self._scheduler, reason) from error
             self._rounds.append(_copied(self._carrier))
-            # Some end before, such as OneCycleLR: then the rounds that they have are compared. Once, at the start: from
-            # then on rounds are looked up in the background only.
+            # Some end before, such as OneCycleLR: then the rounds that they have are compared.
+            # Once, at the start: from then on rounds are looked up in the background only.
             with suppress(ValueError):
                 self.of(_COMPARED - 1)
             # What torch's schedulers change in each group, as plain numbers.
             values = [
-                [[_number(group.get(key)) for key in ("lr", "momentum", "betas")] for group in groups]
+                [
+                    [_number(group.get(key)) for key in ("lr", "momentum", "betas")]
+                    for group in groups
+                ]
                 for groups in self._rounds[:_COMPARED]
             ]
             seal = hashlib.sha256(repr(values).encode()).hexdigest()[:8]
             shown = ", ".join(str(groups[0][0]) for groups in values[:_SHOWN])
-            self.described = f"{type(self._scheduler).__name__} ({shown}, ...; {len(values)} rounds: {seal})"
-        rates = [_number(group["lr"]) for groups in self._rounds for group in groups if "lr" in group]
+            self.described = (
+                f"{type(self._scheduler).__name__} ({shown}, ...; {len(values)} rounds: {seal})"
+            )
+        rates = [
+            _number(group["lr"]) for groups in self._rounds for group in groups if "lr" in group
+        ]
         self.highest = max(rates, default=inf)
 
     def of(self, number: int) -> Groups:
@@ -449,8 +545,10 @@ class Rates:
                 self._scheduler.step()
             except Exception as error:
                 raise ValueError(
-                    f"outer_optimizer.lr_schedule has no rate for round {len(self._rounds)}, counted from 0: {error}."
-                    f" Give the {type(self._scheduler).__name__} as many rounds as you train, or choose one without an"
+                    f"outer_optimizer.lr_schedule has no rate for round {len(self._rounds)},"
+                    f" counted from 0: {error}."
+                    f" Give the {type(self._scheduler).__name__} as many rounds as you train, or"
+                    " choose one without an"
                     " end."
                 ) from error
             self._rounds.append(_copied(self._carrier))
@@ -469,7 +567,11 @@ class _Carrier(Optimizer):
 def _copied(optimizer: Optimizer) -> Groups:
     """Copies the hyperparameters of all parameter groups. A scheduler changes tensors in place."""
     return [
-        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        {
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
         for group in optimizer.param_groups
     ]
 
@@ -483,8 +585,10 @@ def _made(make: MakeSchedule, carrier: _Carrier) -> LRScheduler:
         scheduler = make(carrier)
     except Exception as error:
         raise ValueError(
-            f"outer_optimizer.lr_schedule could not make a scheduler of the outer optimizer: {error}. It is called with"
-            " the optimizer alone and must return a torch scheduler; bind its other arguments with functools.partial."
+            "outer_optimizer.lr_schedule could not make a scheduler of the outer optimizer:"
+            f" {error}. It is called with"
+            " the optimizer alone and must return a torch scheduler; bind its other arguments"
+            " with functools.partial."
         ) from error
     if not isinstance(scheduler, LRScheduler):
         raise _unusable(scheduler, "is not a torch.optim.lr_scheduler.LRScheduler")
@@ -499,7 +603,8 @@ def _made(make: MakeSchedule, carrier: _Carrier) -> LRScheduler:
 
 def _unusable(scheduler: Any, reason: str) -> ValueError:
     return ValueError(
-        f"outer_optimizer.lr_schedule made a {type(scheduler).__name__}, which {reason}. Give a callable from an"
+        f"outer_optimizer.lr_schedule made a {type(scheduler).__name__}, which {reason}. Give a"
+        " callable from an"
         " optimizer to a scheduler that counts rounds:"
         " functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=50) is one."
     )

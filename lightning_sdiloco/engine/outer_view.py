@@ -1,15 +1,17 @@
 """The outer view: the outer model, or a mean of the groups, instead of the local one.
 
-[Note: a copy is put aside] While the outer model is shown, the local values rest in a separate copy, on the host if
-outer state does. Two ways would need no copy, and neither can be had:
+[Note: a copy is put aside] While the outer model is shown, the local values rest in a separate
+copy, on the host if outer state does. Two ways would need no copy, and neither can be had:
 
-- Exchange the contents: the local values rest in the memory of the outer ones meanwhile. But a tensor of the outer
-  state is never written to. The background reads it for a flight that launched before the validation, a checkpoint
-  that another thread still writes has it, and so has one that is saved while the outer model is shown.
-- Let the parameters refer to the outer values. But whoever holds the memory of a parameter would go on with the local
-  one: flattened and tied weights, a compiled or captured graph, an optimizer that keeps views. And what swaps weights
-  for the time of a validation, such as an average, writes into the model that it finds, and so into the outer state.
-  With sharded or bfloat16 parameters, or with outer state on the host, there is nothing to refer to.
+- Exchange the contents: the local values rest in the memory of the outer ones meanwhile. But a
+  tensor of the outer state is never written to. The background reads it for a flight that launched
+  before the validation, a checkpoint that another thread still writes has it, and so has one that
+  is saved while the outer model is shown.
+- Let the parameters refer to the outer values. But whoever holds the memory of a parameter would go
+  on with the local one: flattened and tied weights, a compiled or captured graph, an optimizer that
+  keeps views. And what swaps weights for the time of a validation, such as an average, writes into
+  the model that it finds, and so into the outer state. With sharded or bfloat16 parameters, or with
+  outer state on the host, there is nothing to refer to.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,7 +30,9 @@ from lightning_sdiloco.engine.weight_copies import WeightCopies
 
 
 class GroupMean(NamedTuple):
-    """Holds the plain mean, over the groups, of what each group holds; see `StreamingDiLoCo.group_mean`."""
+    """Holds the plain mean, over the groups, of what each group holds; see
+    `StreamingDiLoCo.group_mean`.
+    """
 
     gathered: list[Tensor]
     untrained: Sequence[Mapping[int, Tensor]]
@@ -37,7 +41,9 @@ class GroupMean(NamedTuple):
 
 
 class LocalValues(NamedTuple):
-    """Holds what differs between groups in the model itself: parameters in their order, and untrained state by name."""
+    """Holds what differs between groups in the model itself: parameters in their order, and
+    untrained state by name.
+    """
 
     parameters: list[Tensor]
     untrained: dict[str, Tensor]
@@ -75,9 +81,15 @@ class OuterView:
 
     @contextmanager
     def shown(
-        self, mean: GroupMean | None = None, own: Mapping[str, Tensor] | None = None, *, watches: bool = False
+        self,
+        mean: GroupMean | None = None,
+        own: Mapping[str, Tensor] | None = None,
+        *,
+        watches: bool = False,
     ) -> Iterator[None]:
-        """Shows a model in a ``with`` block; the outermost of nested blocks chooses, and restores the local one."""
+        """Shows a model in a ``with`` block; the outermost of nested blocks chooses, and restores
+        the local one.
+        """
         shown_before = self._stash is not None
         self.show(mean, own, watches=watches)
         try:
@@ -88,9 +100,14 @@ class OuterView:
 
     @torch.no_grad()
     def show(
-        self, mean: GroupMean | None = None, own: Mapping[str, Tensor] | None = None, *, watches: bool = False
+        self,
+        mean: GroupMean | None = None,
+        own: Mapping[str, Tensor] | None = None,
+        *,
+        watches: bool = False,
     ) -> None:
-        """Puts the local values aside, and a mean into the model or, in-group collective, the outer values.
+        """Puts the local values aside, and a mean into the model or, in-group collective, the outer
+        values.
 
         Args:
             mean: The mean to show; None: the outer values.
@@ -104,7 +121,9 @@ class OuterView:
         if mean is None:
             self.write_outer()
         else:
-            for fragment, gathered, untrained in zip(self._fragments, mean.gathered, mean.untrained, strict=True):
+            for fragment, gathered, untrained in zip(
+                self._fragments, mean.gathered, mean.untrained, strict=True
+            ):
                 fragment.write(gathered, untrained)
         self.write_untrained(own)
         self._copies.hide()
@@ -113,7 +132,9 @@ class OuterView:
             self._shown |= self._digests_of_parameters()
 
     def rewritten(self) -> dict[str, int]:
-        """Returns the parameters that code has overwritten since they were shown, by name, each with its digest."""
+        """Returns the parameters that code has overwritten since they were shown, by name, each
+        with its digest.
+        """
         if self._stash is None:
             return {}
         now = self._digests_of_parameters()
@@ -121,7 +142,9 @@ class OuterView:
 
     @torch.no_grad()
     def show_local(self) -> None:
-        """Puts the local values back. Untrained state that code has overwritten since stays as it is now."""
+        """Puts the local values back. Untrained state that code has overwritten since stays as it
+        is now.
+        """
         if self._stash is None:
             return
         now = self._digests_of_untrained()
@@ -138,7 +161,9 @@ class OuterView:
 
     @torch.no_grad()
     def keep(self, names: Collection[str]) -> None:
-        """Makes what the model holds of some parameters the local values for good, also if the outer model is shown."""
+        """Makes what the model holds of some parameters the local values for good, also if the
+        outer model is shown.
+        """
         if self._stash is None:
             self._renew_copies(names)
             return
@@ -168,13 +193,17 @@ class OuterView:
         return digests
 
     def _digests_of_untrained(self) -> dict[str, int]:
-        """Returns digests of the untrained state that has been put aside, as the model holds it now."""
+        """Returns digests of the untrained state that has been put aside, as the model holds it
+        now.
+        """
         assert self._stash is not None, "another model is shown"
         return {place.name: digest(place.values) for place in self._places(self._stash.untrained)}
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Puts the local values back inside a ``with`` block, if something else is shown, and then that again."""
+        """Puts the local values back inside a ``with`` block, if something else is shown, and then
+        that again.
+        """
         if self._stash is None:
             yield
             return
@@ -190,13 +219,17 @@ class OuterView:
 
     @torch.no_grad()
     def write_outer(self, *, stays: bool = False) -> None:
-        """Overwrites the local values with the outer ones, for good if that ``stays``. In-group collective."""
+        """Overwrites the local values with the outer ones, for good if that ``stays``. In-group
+        collective.
+        """
         reshard(self._model)
         for fragment in self._fragments:
             fragment.write_outer(self._in_group, stays=stays)
 
     def begin_end(self, *, keeps_parameters: bool) -> None:
-        """Keeps untrained state for a longer run, and parameters, unless fragments do before they are overwritten."""
+        """Keeps untrained state for a longer run, and parameters, unless fragments do before they
+        are overwritten.
+        """
         self._kept_untrained = self._local_untrained()
         if keeps_parameters:
             for fragment in self._fragments:
@@ -204,7 +237,9 @@ class OuterView:
 
     @torch.no_grad()
     def end(self, *, is_written: bool) -> None:
-        """Leaves the outer model in the model: flights have written it, or this does. In-group collective."""
+        """Leaves the outer model in the model: flights have written it, or this does. In-group
+        collective.
+        """
         reshard(self._model)
         if not is_written:
             for fragment in self._fragments:
@@ -214,7 +249,9 @@ class OuterView:
 
     @torch.no_grad()
     def keep_outer(self) -> None:
-        """Copies the outer parameters out of the model, which may change after the end of training."""
+        """Copies the outer parameters out of the model, which may change after the end of
+        training.
+        """
         for fragment in self._fragments:
             if fragment.final is None:
                 fragment.final = fragment.layout.copied().to("cpu")
@@ -230,7 +267,11 @@ class OuterView:
             if self.has_ended:
                 named |= fragment.named_at_end(self._in_group)
                 continue
-            gathered = fragment.outer.values if self._in_group.size == 1 else fragment.gathered(self._in_group)
+            gathered = (
+                fragment.outer.values
+                if self._in_group.size == 1
+                else fragment.gathered(self._in_group)
+            )
             named |= fragment.named(gathered, self._in_group)
         return named
 
@@ -238,7 +279,9 @@ class OuterView:
         """Returns `LocalValues` on the host, as a plain dictionary. Write to none of it."""
         if self._stash is None:
             reshard(self._model)
-            parameters = [values for fragment in self._fragments for values in fragment.local_values()]
+            parameters = [
+                values for fragment in self._fragments for values in fragment.local_values()
+            ]
             return {"parameters": parameters, "untrained": self._local_untrained()}
         # What has been put aside is not written to.
         parameters = [tensor.to("cpu") for tensor in self._stash.parameters]
@@ -247,7 +290,9 @@ class OuterView:
         return {"parameters": parameters, "untrained": untrained}
 
     def _local_untrained(self) -> dict[str, Tensor]:
-        """Copies the untrained state of this rank; later, what it was before the end of training."""
+        """Copies the untrained state of this rank; later, what it was before the end of
+        training.
+        """
         if self._kept_untrained is not None:
             return self._kept_untrained
         places = [*self._changed_own(), *self._overwritten_places()]
@@ -255,7 +300,9 @@ class OuterView:
 
     def _changed_own(self) -> list[Place]:
         """Returns where the frozen parameters are that code has moved."""
-        changed = [place for fragment in self._fragments for place in fragment.untrained.own.changed()]
+        changed = [
+            place for fragment in self._fragments for place in fragment.untrained.own.changed()
+        ]
         return [place for place in changed if place.is_parameter]
 
     @torch.no_grad()
@@ -270,8 +317,12 @@ class OuterView:
         return [parameter for fragment in self._fragments for parameter in fragment.layout.held]
 
     def _overwritten_places(self) -> list[Place]:
-        """Returns where all buffers are, and the frozen parameters that travel: outer values are written to both."""
-        frozen = [place for fragment in self._fragments for place in fragment.untrained.frozen_places]
+        """Returns where all buffers are, and the frozen parameters that travel: outer values are
+        written to both.
+        """
+        frozen = [
+            place for fragment in self._fragments for place in fragment.untrained.frozen_places
+        ]
         return [*buffer_places(self._model), *frozen]
 
     def _places(self, names: Mapping[str, Any]) -> list[Place]:
@@ -281,10 +332,15 @@ class OuterView:
         return [places[name] for name in names if name in places]
 
     def _put_aside(self, own: Mapping[str, Tensor]) -> LocalValues:
-        """Copies all that is overwritten, and all buffers, because a forward pass may write to them."""
+        """Copies all that is overwritten, and all buffers, because a forward pass may write to
+        them.
+        """
         parameters = [self._storage.store_copy(parameter) for parameter in self._parameters()]
         places = {place.name: place for place in (*self._overwritten_places(), *self._places(own))}
-        return LocalValues(parameters, {name: self._storage.store_copy(place.values) for name, place in places.items()})
+        return LocalValues(
+            parameters,
+            {name: self._storage.store_copy(place.values) for name, place in places.items()},
+        )
 
     @torch.no_grad()
     def write_untrained(self, values: Mapping[str, Tensor]) -> None:

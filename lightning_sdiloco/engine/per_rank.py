@@ -1,13 +1,14 @@
-"""What a rank holds beside what the engine trains: entries that differ from rank 0's, and extra state of modules.
+"""What a rank holds beside what the engine trains: entries that differ from rank 0's, and extra
+state of modules.
 
-[Note: entries of a rank] The checkpoint file holds what rank 0 has: schedulers, callbacks, loops, and whatever else a
-user saves. The file of another rank holds the entries in which that rank differs, so that nothing is stored twice. Rank
-0 sends the digests of its entries, and every other rank compares them with its own. An entry is a leaf of nested
-dictionaries.
+[Note: entries of a rank] The checkpoint file holds what rank 0 has: schedulers, callbacks, loops,
+and whatever else a user saves. The file of another rank holds the entries in which that rank
+differs, so that nothing is stored twice. Rank 0 sends the digests of its entries, and every other
+rank compares them with its own. An entry is a leaf of nested dictionaries.
 
-Tensors, numbers, texts, and lists, tuples and dictionaries of them are stored as they are. They can always be read with
-``weights_only=True``. Any other object is packed: it becomes bytes that only a reader which the caller chooses turns
-into an object again.
+Tensors, numbers, texts, and lists, tuples and dictionaries of them are stored as they are. They can
+always be read with ``weights_only=True``. Any other object is packed: it becomes bytes that only a
+reader which the caller chooses turns into an object again.
 """
 
 import hashlib
@@ -47,7 +48,9 @@ class Entries(NamedTuple):
 
 
 def differing_from_first(tree: Mapping[Any, Any], world: Communicator) -> Entries:
-    """Returns the entries in which this rank differs from rank 0; none on rank 0. All ranks must call it."""
+    """Returns the entries in which this rank differs from rank 0; none on rank 0. All ranks must
+    call it.
+    """
     # All ranks compute digests at the same time.
     digests = _digests(tree, _DEEPEST)
     of_first = world.all_gather_object(digests if world.rank == 0 else None)[0]
@@ -65,8 +68,11 @@ def entries_of(tree: Mapping[Any, Any]) -> Entries:
     return entries
 
 
-def put(entries: Mapping[str, Any], tree: dict[Any, Any], read: Read, without: Collection[Any] = ()) -> list[str]:
-    """Puts the entries of a rank into what rank 0 saved, except those under some of the outermost keys.
+def put(
+    entries: Mapping[str, Any], tree: dict[Any, Any], read: Read, without: Collection[Any] = ()
+) -> list[str]:
+    """Puts the entries of a rank into what rank 0 saved, except those under some of the outermost
+    keys.
 
     Returns which entries cannot be read, and why.
     """
@@ -97,7 +103,9 @@ def read_safely(data: io.BytesIO) -> Any:
 
 
 def extra_state(model: nn.Module) -> dict[str, Any]:
-    """Returns what the ``state_dict`` of a model holds beside parameters and buffers, such as extra state."""
+    """Returns what the ``state_dict`` of a model holds beside parameters and buffers, such as
+    extra state.
+    """
     state: dict[str, Any] = nn.Module.state_dict(model, keep_vars=True)
     names, tensors = set[str](), set[int]()
     for name, tensor in _tensors(model):
@@ -157,7 +165,9 @@ def _digests(value: Any, depth: int) -> Any:
     return _digest(value)
 
 
-def _collect(tree: Any, digests: Mapping[Any, Any], of_first: Mapping[Any, Any], at: Place, entries: Entries) -> None:
+def _collect(
+    tree: Any, digests: Mapping[Any, Any], of_first: Mapping[Any, Any], at: Place, entries: Entries
+) -> None:
     """Collects the entries of a tree whose digests are not those of rank 0."""
     entries.missing.extend((*at, key) for key in of_first.keys() - digests.keys())
     for key, digest in digests.items():
@@ -191,11 +201,18 @@ def _is_plain(value: Any) -> bool:
 def _is_ordinary(value: Any) -> bool:
     """Returns whether an object is a tensor of the most common kind."""
     is_tensor = type(value) in (Tensor, nn.Parameter)
-    return is_tensor and value.layout == torch.strided and not value.is_quantized and value.device.type != "meta"
+    return (
+        is_tensor
+        and value.layout == torch.strided
+        and not value.is_quantized
+        and value.device.type != "meta"
+    )
 
 
 def _digest(value: Any) -> bytes | None:
-    """Returns a digest of an object, the same for equal objects of the usual kinds; None if it cannot be pickled."""
+    """Returns a digest of an object, the same for equal objects of the usual kinds; None if it
+    cannot be pickled.
+    """
     seal = hashlib.sha256()
     try:
         _add_to(seal, value)
@@ -209,7 +226,9 @@ def _add_to(seal: Any, value: Any) -> None:
     seal.update(kind.__qualname__.encode())
     if _is_ordinary(value):
         seal.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        seal.update(value.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy())
+        seal.update(
+            value.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy()
+        )
     elif kind in _PLAIN:
         seal.update(repr(value).encode())
     elif kind in (dict, OrderedDict):

@@ -1,23 +1,27 @@
-"""Algorithm 2 of Streaming DiLoCo (arXiv 2501.18512): which fragments launch and land after an inner step.
+"""Algorithm 2 of Streaming DiLoCo (arXiv 2501.18512): which fragments launch and land after an
+inner step.
 
-`Rounds` is the loop for worker groups that are launched together. A federation, from above, has its own behind
-the same methods, `Loop`: what is due there, records say.
+`Rounds` is the loop for worker groups that are launched together. A federation, from above, has its
+own behind the same methods, `Loop`: what is due there, records say.
 
-[Note: the mean of the groups] Evaluation may want the plain mean of the local values, and so does the end of training.
-All fragments then fly without outer optimizer, error feedback and chance, in float32, with all buffers. They go through
-the background, behind what is in flight there, so the ranks send everything in the same order, and the groups notice if
-one of them is somewhere else.
+[Note: the mean of the groups] Evaluation may want the plain mean of the local values, and so does
+the end of training. All fragments then fly without outer optimizer, error feedback and chance, in
+float32, with all buffers. They go through the background, behind what is in flight there, so the
+ranks send everything in the same order, and the groups notice if one of them is somewhere else.
 
-[Note: memory at the end] The end of training takes no more memory than its rounds, because it changes the model and no
-record: a longer run would continue from the records. The gradients go first. Local parameters are copied in their
-place, fragment by fragment, when the end first writes to them. Of the mean, as many fragments fly at once as in a
-round, and what is in the model is kept nowhere else.
+[Note: memory at the end] The end of training takes no more memory than its rounds, because it
+changes the model and no
+record: a longer run would continue from the records. The gradients go first. Local parameters are
+copied in their place, fragment by fragment, when the end first writes to them. Of the mean, as many
+fragments fly at once as in a round, and what is in the model is kept nowhere else.
 
-[Note: the dense beginning] Groups that train alone from the start lose much of what they do, the more of them there
-are: each takes large steps on the gradients of a small batch. In the first rounds they exchange every few inner steps,
-in the background as always. Whether a launch is one of these follows from its inner step alone, and in a federation
-from the round of the record. Rounds that restart have what is left of it. The outer state counts all these rounds
-together as one, the first of an ``lr_schedule``, so a record needs nothing more to resume, or to be passed on.
+[Note: the dense beginning] Groups that train alone from the start lose much of what they do, the
+more of them there
+are: each takes large steps on the gradients of a small batch. In the first rounds they exchange
+every few inner steps, in the background as always. Whether a launch is one of these follows from
+its inner step alone, and in a federation from the round of the record. Rounds that restart have
+what is left of it. The outer state counts all these rounds together as one, the first of an
+``lr_schedule``, so a record needs nothing more to resume, or to be passed on.
 """
 
 import math
@@ -40,7 +44,14 @@ from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.schedule import Every, Heard, Schedule
 from lightning_sdiloco.algorithm.weighting import Weighed
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.flight import Background, Flight, LinkRate, StepClock, Synchronizer, completed
+from lightning_sdiloco.engine.flight import (
+    Background,
+    Flight,
+    LinkRate,
+    StepClock,
+    Synchronizer,
+    completed,
+)
 from lightning_sdiloco.engine.fragments import FragmentState, Landing, Launch, Purpose, fragments_of
 from lightning_sdiloco.engine.outer import OuterStorage, ShardOptimizer
 from lightning_sdiloco.engine.shards import CutModel, local, sharded_modules, trainable
@@ -50,12 +61,14 @@ from lightning_sdiloco.memory import SparePages
 
 Received = TypeVar("Received")
 
-# For each value: outer gradient, outer parameters and momentum, as much as a flight has that waits to land.
+# For each value: outer gradient, outer parameters and momentum, as much as a flight has that waits
+# to land.
 _KEPT_BYTES = 12
 
 
 class Loop(Protocol):
-    """What happens after an inner step, with all that train together; it has the methods of `Rounds`.
+    """What happens after an inner step, with all that train together; it has the methods of
+    `Rounds`.
 
     Attributes:
         requested: What ranks ask of each other with this inner step, where that needs no launch.
@@ -90,7 +103,9 @@ class Loop(Protocol):
 
 
 class Federated(Protocol):
-    """A federation as the engine sees it: these ranks are a site of it, whose loop follows its rules."""
+    """A federation as the engine sees it: these ranks are a site of it, whose loop follows its
+    rules.
+    """
 
     @property
     def site(self) -> str: ...
@@ -101,7 +116,9 @@ class Federated(Protocol):
 
 
 class Rounds:
-    """Launches and lands the fragments of a model in all worker groups alike, without asking each other what is due."""
+    """Launches and lands the fragments of a model in all worker groups alike, without asking each
+    other what is due.
+    """
 
     requested, is_over = 0, False
 
@@ -117,7 +134,8 @@ class Rounds:
         self.model, self.storage, self.background = model, storage, background
         self.inner_optimizers, self.link = inner_optimizers, LinkRate()
         self.copies = copies
-        # What this rank sends to all groups with the next launch. Signal handlers may request something at any moment.
+        # What this rank sends to all groups with the next launch. Signal handlers may request
+        # something at any moment.
         self.requests, self.step_clock = 0, StepClock()
         self.is_ending = False
         self._topology, self._diagnoses = topology, False
@@ -128,9 +146,15 @@ class Rounds:
 
     def cut(self, fragments: Sequence[Fragment], settings: Settings) -> None:
         """Takes the model as it is for the outer one, cut into these fragments."""
-        self.partition, self.settings, self._launches = tuple(fragments), settings, settings.schedule or Every()
+        self.partition, self.settings, self._launches = (
+            tuple(fragments),
+            settings,
+            settings.schedule or Every(),
+        )
         self._begin_at(0)
-        records = fragments_of(self.model, fragments, settings, self._topology, self.storage, self.fragments)
+        records = fragments_of(
+            self.model, fragments, settings, self._topology, self.storage, self.fragments
+        )
         self.fragments = records
         # The outer gradient of a flight and the state that it replaces serve the next one.
         longest = max(fragment.layout.length for fragment in self.fragments)
@@ -160,7 +184,11 @@ class Rounds:
     def begin(self, outer: NamedOuter, weighed: Weighed, began_at: int) -> None:
         """Begins the rounds from other outer state, by name. In-group collective."""
         start_from(self.fragments, outer, self._topology.in_group)
-        weighing, text, groups = self.settings.aggregation, repr(self.settings.weighing), self._topology.num_groups
+        weighing, text, groups = (
+            self.settings.aggregation,
+            repr(self.settings.weighing),
+            self._topology.num_groups,
+        )
         for fragment in self.fragments:
             fragment.weighing = weighed.state_for(fragment.layout.names, weighing, text, groups)
         self._begin_at(began_at)
@@ -171,10 +199,12 @@ class Rounds:
         return Weighed(repr(self.settings.weighing), self._topology.num_groups, states)
 
     def cut_again(self, recut: Recut, settings: Settings, step: int) -> None:
-        """Cuts the model as it is now, with the outer state that remains; nothing is in flight. In-group collective.
+        """Cuts the model as it is now, with the outer state that remains; nothing is in flight.
+        In-group collective.
 
-        Rounds restart after this inner step. If the fragments are the same, for instance because a submodule was
-        replaced by a copy, they continue, and error feedback remains where a fragment has its parameters still.
+        Rounds restart after this inner step. If the fragments are the same, for instance because a
+        submodule was replaced by a copy, they continue, and error feedback remains where a fragment
+        has its parameters still.
         """
         before, partition, weighed = self.fragments, self.partition, self.weighed()
         began_at, heard = self.began_at, self._heard
@@ -190,7 +220,11 @@ class Rounds:
             fragment.weight = former.weight
             parameters = zip(fragment.layout.parameters, former.layout.parameters, strict=True)
             if all(parameter is former_parameter for parameter, former_parameter in parameters):
-                fragment.memory, fragment.tuning, fragment.residual = former.memory, former.tuning, former.residual
+                fragment.memory, fragment.tuning, fragment.residual = (
+                    former.memory,
+                    former.tuning,
+                    former.residual,
+                )
 
     def _begin_at(self, step: int) -> None:
         self.began_at = step
@@ -210,25 +244,33 @@ class Rounds:
         return dropped
 
     def reshard(self) -> None:
-        """Makes FSDP2 drop what it has gathered, before parameters are read or written; see `shards.reshard`."""
+        """Makes FSDP2 drop what it has gathered, before parameters are read or written; see
+        `shards.reshard`.
+        """
         for module in self._sharded:
             module.reshard()
 
     def require_coverage(self) -> None:
-        """Refuses to go on with a parameter that is trained and in no fragment; see `CutModel.require_coverage`."""
+        """Refuses to go on with a parameter that is trained and in no fragment; see
+        `CutModel.require_coverage`.
+        """
         self.reshard()
         self.cut_model.require_coverage()
 
     def is_training_thread(self) -> bool:
-        """Returns whether the caller runs in the thread that made the engine, or in a backward pass.
+        """Returns whether the caller runs in the thread that made the engine, or in a backward
+        pass.
 
-        Autograd has threads of its own for accelerators; an optimizer steps there that is part of the backward pass.
+        Autograd has threads of its own for accelerators; an optimizer steps there that is part of
+        the backward pass.
         """
         return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
 
     def has_parameters_of(self, optimizer: Optimizer) -> bool:
         """Returns whether an optimizer steps a parameter that is in a fragment."""
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        parameters = (
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        )
         return any(self.cut_model.former_name(parameter) is not None for parameter in parameters)
 
     def take_requests(self) -> int:
@@ -258,17 +300,25 @@ class Rounds:
         for index in due:
             began = time.perf_counter()
             with _recorded("sdiloco::launch"):
-                launch = self.fragments[index].launch(step, self._deadline(), Purpose.ROUND, self.take_requests())
+                launch = self.fragments[index].launch(
+                    step, self._deadline(), Purpose.ROUND, self.take_requests()
+                )
                 # With whom this group exchanges in the round of a launch, itself among them.
                 number = self._counted_in_rounds(step) // self.settings.sync_every - 1
-                legs = () if self._shares else self.settings.routing.legs(number, topology.num_groups)
+                legs = (
+                    () if self._shares else self.settings.routing.legs(number, topology.num_groups)
+                )
                 leg = next((tuple(leg) for leg in legs if topology.group_index in leg), ())
-                launch = launch._replace(step_time=self.step_clock.seconds, leg=leg, is_dense=is_dense)
+                launch = launch._replace(
+                    step_time=self.step_clock.seconds, leg=leg, is_dense=is_dense
+                )
                 self.start(self.chosen(launch), began)
         return len(due)
 
     def land_due(self, step: int) -> Iterator[Landing]:
-        """Lands the flights that were launched ``overlap_steps`` ago (lines 8 to 12), and prefetches for the next."""
+        """Lands the flights that were launched ``overlap_steps`` ago (lines 8 to 12), and
+        prefetches for the next.
+        """
         while self.flights and self._lands_at(self.flights[0].launch) <= step:
             yield self._landed(self.flights.pop(0), step)
         if self.storage.prefetches:
@@ -283,22 +333,30 @@ class Rounds:
         return self._launches.due(self._heard, self._counted_in_rounds(step))
 
     def longest_wait(self, step: int) -> int:
-        """Returns how many inner steps it takes at most, from now on, until a request has landed with a launch."""
+        """Returns how many inner steps it takes at most, from now on, until a request has landed
+        with a launch.
+        """
         return self._launches.longest_wait(self.schedule, step - self.began_at)
 
     def _counted_in_rounds(self, step: int) -> int:
-        """Returns the inner steps since the first of them that is not counted in the dense beginning."""
+        """Returns the inner steps since the first of them that is not counted in the dense
+        beginning.
+        """
         return step - self.began_at - self.schedule.dense_steps
 
     def _lands_at(self, launch: Launch) -> int:
-        """Returns the inner step after which a flight lands. Flights land in the order of their launches."""
+        """Returns the inner step after which a flight lands. Flights land in the order of their
+        launches.
+        """
         return launch.step + self.schedule.overlap_of(launch.step - self.began_at)
 
     def start(self, launch: Launch, began: float) -> None:
         """Starts the flight of a launch that began at a time."""
         # Noted before the background may begin.
         launched = began, time.perf_counter()
-        self.flights.append(Flight(launch, self.background.start(self._synchronizer.fly(launch)), launched))
+        self.flights.append(
+            Flight(launch, self.background.start(self._synchronizer.fly(launch)), launched)
+        )
 
     def chosen(self, launch: Launch) -> Launch:
         """Chooses in which code a launch is sent, by what this rank alone knows."""
@@ -313,12 +371,16 @@ class Rounds:
 
     @torch.no_grad()
     def _landed(self, flight: Flight, step: int) -> Landing:
-        """Waits for a flight, commits what it brings (lines 9 to 11), and takes that into the model (line 12)."""
+        """Waits for a flight, commits what it brings (lines 9 to 11), and takes that into the
+        model (line 12).
+        """
         with _recorded("sdiloco::land"):
             began, launch = time.perf_counter(), flight.launch
             arrival, arrived = flight.pending.result(), time.perf_counter()
             fragment, group = self.fragments[launch.fragment], self._topology.group_index
-            keep_until_done([*arrival.gathered, arrival.changes["outer"].values, *arrival.untrained.tensors])
+            keep_until_done(
+                [*arrival.gathered, arrival.changes["outer"].values, *arrival.untrained.tensors]
+            )
             self.reshard()
             is_round = launch.purpose is Purpose.ROUND
             land = fragment.land_at_end if self.is_ending else fragment.land
@@ -326,19 +388,27 @@ class Rounds:
             if is_round:
                 self.link.note(arrival.sends_bytes_per_s)
                 at, told = self._counted_in_rounds(launch.step), arrival.landing
-                heard = Heard(launch.fragment, at, told.counted, told.group_norms, tuple(arrival.trained))
+                heard = Heard(
+                    launch.fragment, at, told.counted, told.group_norms, tuple(arrival.trained)
+                )
                 self._heard = self._launches.heard(self._heard, heard)
             if group in arrival.landing.left_out:
                 self.recover(fragment.index)
-            return completed(arrival.landing, flight.launched, (began, arrived), flight.pending.seconds, step)
+            return completed(
+                arrival.landing, flight.launched, (began, arrived), flight.pending.seconds, step
+            )
 
     def recover(self, landed: int) -> None:
-        """Takes the outer values wherever this group's are not finite, after a landing. In-group collective."""
+        """Takes the outer values wherever this group's are not finite, after a landing. In-group
+        collective.
+        """
         self.reshard()
         in_group, optimizers = self._topology.in_group, self.inner_optimizers
 
         def on_all_ranks(facts: list[bool]) -> list[bool]:
-            """Returns which facts hold on all ranks: they do the same, even if they hold different parts."""
+            """Returns which facts hold on all ranks: they do the same, even if they hold different
+            parts.
+            """
             return [all(ranks) for ranks in zip(*in_group.all_gather_object(facts), strict=True)]
 
         finite = on_all_ranks([fragment.layout.is_finite() for fragment in self.fragments])
@@ -352,9 +422,15 @@ class Rounds:
             else:
                 continue
             parameters = fragment.layout.parameters
-            states = [[own for one in optimizers for own in one.state.get(p, {}).values()] for p in parameters]
+            states = [
+                [own for one in optimizers for own in one.state.get(p, {}).values()]
+                for p in parameters
+            ]
             kept = on_all_ranks(
-                [all(bool(local(v).isfinite().all()) for v in state if isinstance(v, Tensor)) for state in states]
+                [
+                    all(bool(local(v).isfinite().all()) for v in state if isinstance(v, Tensor))
+                    for state in states
+                ]
             )
             for optimizer in optimizers:
                 for parameter, keep in zip(parameters, kept, strict=True):
@@ -372,15 +448,17 @@ class Rounds:
     ) -> Iterator[Received | None]:
         """Flies every fragment, a few at a time, for the plain mean of the local values.
 
-        ``receive`` waits for a flight and takes what it brings; that, or None, is yielded after every launch, so that
-        groups in one process can take turns. Where training ends, flights take along what was requested.
+        ``receive`` waits for a flight and takes what it brings; that, or None, is yielded after
+        every launch, so that groups in one process can take turns. Where training ends, flights
+        take along what was requested.
         """
         purpose = Purpose.MEAN if self.settings.shares else Purpose.START
         flying = self.flights if ends else list[Flight]()
-        # In float32 a flight takes four times its fragment's size: a quarter of the model at once, and at the end no
-        # more than in a round.
+        # In float32 a flight takes four times its fragment's size: a quarter of the model at once,
+        # and at the end no more than in a round.
         at_once = _most_in_flight(self.schedule) if ends else max(1, len(self.fragments) // 4)
-        # At the end first those whose local parameters are copied already, because they have just landed.
+        # At the end first those whose local parameters are copied already, because they have just
+        # landed.
         for fragment in sorted(self.fragments, key=lambda fragment: fragment.kept_local is None):
             received = receive(flying.pop(0)) if len(flying) >= at_once else None
             began, read = time.perf_counter(), fragment.launch if ends else fragment.read
@@ -425,11 +503,14 @@ class Rounds:
         return self.outer_optimizer.described
 
     def require_no_launch(self, step: int, settings: Settings) -> None:
-        """Refuses to choose other settings after an inner step, unless no launch was or would have been due by then."""
+        """Refuses to choose other settings after an inner step, unless no launch was or would have
+        been due by then.
+        """
         steps, first = step - self.began_at, self.schedule.first_launch
         if self.flights or steps >= min(first, settings.schedule_of(1).first_launch):
             raise RuntimeError(
-                f"choose() was called after {steps} inner steps with sync_every={settings.sync_every}. Settings can be"
+                f"choose() was called after {steps} inner steps with"
+                f" sync_every={settings.sync_every}. Settings can be"
                 f" chosen only before the first launch: before inner step {first}."
             )
 
@@ -457,7 +538,8 @@ class Rounds:
         for what, now in self.described().items():
             if state["described"][what] != now:
                 raise ValueError(
-                    f"The state was saved with another {what}: it was {state['described'][what]}, now it is {now}."
+                    f"The state was saved with another {what}: it was"
+                    f" {state['described'][what]}, now it is {now}."
                     " Resume with the one it was saved with."
                 )
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
@@ -469,10 +551,16 @@ class Rounds:
 
 
 def _most_in_flight(schedule: Schedule) -> int:
-    """Returns how many flights there are at once in rounds. A flight lands after the launches of the same step."""
+    """Returns how many flights there are at once in rounds. A flight lands after the launches of
+    the same step.
+    """
     most = 0
     for first in {1, schedule.dense_rounds + 1}:
-        launches = [schedule.launch_of(p, number) for number in (first, first + 1) for p in range(schedule.fragments)]
+        launches = [
+            schedule.launch_of(p, number)
+            for number in (first, first + 1)
+            for p in range(schedule.fragments)
+        ]
         launches.sort()
         for step in launches[: schedule.fragments]:
             until = step + schedule.overlap_of_round(first)
@@ -488,10 +576,14 @@ def clear_not_finite(state: Mapping[str, Any]) -> None:
 
 
 def keep_until_done(tensors: Iterable[Tensor]) -> None:
-    """Informs an accelerator's allocator that the training stream still reads tensors of the side stream."""
+    """Informs an accelerator's allocator that the training stream still reads tensors of the side
+    stream.
+    """
     for tensor in tensors:
         if tensor.device.type != "cpu":
-            tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
+            tensor.record_stream(
+                torch.get_device_module(tensor.device).current_stream(tensor.device)
+            )
 
 
 def _recorded(name: str) -> AbstractContextManager[Any]:

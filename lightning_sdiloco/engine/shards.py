@@ -1,7 +1,9 @@
-"""From the parameters of a fragment to one flat float32 vector and back: the shard that a rank exchanges.
+"""From the parameters of a fragment to one flat float32 vector and back: the shard that a rank
+exchanges.
 
-The only file that knows how a model holds its parameters, DTensors included. FSDP2 and tensor parallelism make these.
-They are recognised by their attributes, so that nothing is imported where there are none.
+The only file that knows how a model holds its parameters, DTensors included. FSDP2 and tensor
+parallelism make these. They are recognised by their attributes, so that nothing is imported where
+there are none.
 """
 
 from abc import ABC, abstractmethod
@@ -28,9 +30,12 @@ from lightning_sdiloco.memory import new_vector
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Returns the module that the user wrote, inside DistributedDataParallel, torch.compile and Fabric's wrapper."""
+    """Returns the module that the user wrote, inside DistributedDataParallel, torch.compile and
+    Fabric's wrapper.
+    """
     while True:
-        # A wrapper of another library may offer the module as a property. A child of that name is the user's own.
+        # A wrapper of another library may offer the module as a property. A child of that name is
+        # the user's own.
         offers = isinstance(getattr(type(model), "module", None), property)
         wraps = offers or isinstance(model, DistributedDataParallel)
         inner = model.module if wraps else getattr(model, "_orig_mod", None)
@@ -45,18 +50,24 @@ def clean_name(name: str) -> str:
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the trainable parameters by name, in the order of ``named_parameters()``; tied ones appear once."""
+    """Returns the trainable parameters by name, in the order of ``named_parameters()``; tied ones
+    appear once.
+    """
     reshard(model)
     return {clean_name(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def described(parameters: dict[str, Tensor]) -> list[Parameter]:
-    """Describes parameters as the partition needs to know them: name, size in bytes, number of dimensions."""
+    """Describes parameters as the partition needs to know them: name, size in bytes, number of
+    dimensions.
+    """
     return [Parameter(name, p.numel() * p.element_size(), p.ndim) for name, p in parameters.items()]
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
-    """Maps the further names of tied trainable parameters to the first name of the same parameter."""
+    """Maps the further names of tied trainable parameters to the first name of the same
+    parameter.
+    """
     first: dict[int, str] = {}
     further = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -67,17 +78,20 @@ def aliases(model: nn.Module) -> dict[str, str]:
 
 
 _HOW_TO_CHANGE = (
-    "With Lightning, change what is trainable between epochs, in on_train_epoch_start at the latest, and replace"
-    " parameters there, too. With Fabric, set up the model and its optimizers again; in your own loop call recut()"
+    "With Lightning, change what is trainable between epochs, in on_train_epoch_start at the"
+    " latest, and replace"
+    " parameters there, too. With Fabric, set up the model and its optimizers again; in your own"
+    " loop call recut()"
     " afterwards, on all ranks."
 )
 
 
 class CutModel:
-    """Remembers the trainable parameters and the modules of a model that is cut, and finds what has changed since.
+    """Remembers the trainable parameters and the modules of a model that is cut, and finds what has
+    changed since.
 
-    A parameter is the same as long as the object and its shape are, under whatever name: ``p.data`` may be replaced,
-    and a layer that is inserted into an ``nn.Sequential`` renames those behind it.
+    A parameter is the same as long as the object and its shape are, under whatever name: ``p.data``
+    may be replaced, and a layer that is inserted into an ``nn.Sequential`` renames those behind it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -85,28 +99,45 @@ class CutModel:
         self._parameters = trainable(model)
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        self._kinds = {name: (parameter.dtype, parameter.device) for name, parameter in self._parameters.items()}
+        self._kinds = {
+            name: (parameter.dtype, parameter.device)
+            for name, parameter in self._parameters.items()
+        }
         self._modules = {id(module): (name, module) for name, module in modules_of(model).items()}
 
     def is_same(self) -> bool:
-        """Returns whether the same parameters are trainable, under the same names, of the same dtypes."""
+        """Returns whether the same parameters are trainable, under the same names, of the same
+        dtypes.
+        """
         parameters = trainable(self.model)
         if any(self.former_name(parameter) != name for name, parameter in parameters.items()):
             return False
-        return self._kinds == {name: (parameter.dtype, parameter.device) for name, parameter in parameters.items()}
+        return self._kinds == {
+            name: (parameter.dtype, parameter.device) for name, parameter in parameters.items()
+        }
 
     def new(self) -> dict[str, Tensor]:
         """Returns the trainable parameters that the cut does not have, or has in another shape."""
         parameters = trainable(self.model)
-        return {name: parameter for name, parameter in parameters.items() if self.former_name(parameter) is None}
+        return {
+            name: parameter
+            for name, parameter in parameters.items()
+            if self.former_name(parameter) is None
+        }
 
     def frozen(self) -> set[str]:
-        """Returns the names of the parameters that are no longer trainable, whether or not the model still has them."""
-        unchanged = {name: own for name, own in self._parameters.items() if self.former_name(own) is not None}
+        """Returns the names of the parameters that are no longer trainable, whether or not the
+        model still has them.
+        """
+        unchanged = {
+            name: own for name, own in self._parameters.items() if self.former_name(own) is not None
+        }
         return {name for name, parameter in unchanged.items() if not parameter.requires_grad}
 
     def former_name(self, parameter: Tensor) -> str | None:
-        """Returns the name that a parameter had when the model was cut; None if it is another one, or was reshaped."""
+        """Returns the name that a parameter had when the model was cut; None if it is another one,
+        or was reshaped.
+        """
         name = self._names.get(id(parameter))
         return name if name is not None and parameter.shape == self._shapes[name] else None
 
@@ -115,7 +146,8 @@ class CutModel:
         return self._parameters.get(name)
 
     def former_place(self, name: str) -> str:
-        """Returns the name that a buffer had when the model was cut, by that of its module; "" if that is another one.
+        """Returns the name that a buffer had when the model was cut, by that of its module; "" if
+        that is another one.
 
         Args:
             name: Its name of now.
@@ -129,14 +161,20 @@ class CutModel:
 
     def described(self) -> str:
         """Describes which parameters have changed; empty if only their names or dtypes have."""
-        parameters = {clean_name(name): parameter for name, parameter in self.model.named_parameters()}
+        parameters = {
+            clean_name(name): parameter for name, parameter in self.model.named_parameters()
+        }
         present = {id(parameter) for parameter in parameters.values()}
         changed: dict[str, list[str]] = {}
         for name in self.new():
             former = self._parameters.get(name)
             # What had this name may be elsewhere now.
-            is_replaced = former is not None and (former is parameters[name] or id(former) not in present)
-            changed.setdefault("been replaced or reshaped" if is_replaced else "become trainable", []).append(name)
+            is_replaced = former is not None and (
+                former is parameters[name] or id(former) not in present
+            )
+            changed.setdefault(
+                "been replaced or reshaped" if is_replaced else "become trainable", []
+            ).append(name)
         for name, former in self._parameters.items():
             if name in parameters and not parameters[name].requires_grad:
                 changed.setdefault("been frozen", []).append(name)
@@ -156,9 +194,12 @@ class CutModel:
             if module._modules and id(module) not in seen:
                 seen.add(id(module))
                 left += module._modules.values()
-        if any(one is not None and id(one) not in self._names and one.requires_grad for one in found):
+        if any(
+            one is not None and id(one) not in self._names and one.requires_grad for one in found
+        ):
             raise AgreementError(
-                f"Since the model was cut into fragments, {self.described()}. What is new is in no fragment, and every"
+                f"Since the model was cut into fragments, {self.described()}. What is new is in"
+                " no fragment, and every"
                 f" group would train its own. {_HOW_TO_CHANGE}"
             )
 
@@ -168,8 +209,10 @@ class CutModel:
         for name, parameter in trainable(self.model).items():
             if parameter.device not in devices:
                 raise ValueError(
-                    f"The parameter {name!r} is on {str(parameter.device)!r}, but the engine trains the model on"
-                    f" {str(next(iter(devices)))!r}. Make new layers there, with .to(device), and move the model before"
+                    f"The parameter {name!r} is on {str(parameter.device)!r}, but the engine"
+                    " trains the model on"
+                    f" {str(next(iter(devices)))!r}. Make new layers there, with .to(device),"
+                    " and move the model before"
                     " training only."
                 )
 
@@ -194,7 +237,8 @@ class ShardSpec(NamedTuple):
 
     Attributes:
         shape: Shape of the whole parameter.
-        runs: What the rank holds: for each dimension the positions, in the order in which it holds them.
+        runs: What the rank holds: for each dimension the positions, in the order in which it holds
+            them.
         first: Position of the first value that it exchanges, among those that it holds.
         length: Number of values that it exchanges. Ranks that hold the same values share them out.
         holders: The ranks of the group that hold the same values, in their order.
@@ -219,7 +263,9 @@ class ShardSpec(NamedTuple):
         """Returns the values that the rank exchanges, out of the flat whole parameter."""
         if self._holds_all:
             return whole[self.first : self.first + self.length]
-        return whole.view(self.shape)[self._indices()].reshape(-1)[self.first : self.first + self.length]
+        return whole.view(self.shape)[self._indices()].reshape(-1)[
+            self.first : self.first + self.length
+        ]
 
     def insert(self, whole: Tensor, values: Tensor) -> None:
         """Writes the values that the rank exchanges into the flat whole parameter."""
@@ -235,8 +281,12 @@ class ShardSpec(NamedTuple):
         """Returns the positions along every dimension, in shapes that torch broadcasts."""
         indices = []
         for dimension, runs in enumerate(self.runs):
-            along = torch.cat([torch.arange(start, end) for start, end in runs] or [torch.arange(0)])
-            indices.append(along.view([-1 if other == dimension else 1 for other in range(len(self.runs))]))
+            along = torch.cat(
+                [torch.arange(start, end) for start, end in runs] or [torch.arange(0)]
+            )
+            indices.append(
+                along.view([-1 if other == dimension else 1 for other in range(len(self.runs))])
+            )
         return tuple(indices)
 
 
@@ -246,7 +296,9 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns what this rank holds of a tensor, without autograd. Writing to it writes to the tensor."""
+    """Returns what this rank holds of a tensor, without autograd. Writing to it writes to the
+    tensor.
+    """
     sharded: Any = tensor.detach()
     return sharded.to_local() if is_sharded(sharded) else sharded
 
@@ -260,13 +312,23 @@ def like(tensor: Tensor, values: Tensor) -> Tensor:
 
 def described_sharding(tensor: Tensor) -> str:
     sharded: Any = tensor
-    return f" as {sharded.placements} on {tuple(sharded.device_mesh.shape)} ranks" if is_sharded(sharded) else ""
+    return (
+        f" as {sharded.placements} on {tuple(sharded.device_mesh.shape)} ranks"
+        if is_sharded(sharded)
+        else ""
+    )
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
-    """Returns the modules of a model that FSDP2 has sharded. It takes long: a model may have thousands."""
+    """Returns the modules of a model that FSDP2 has sharded. It takes long: a model may have
+    thousands.
+    """
     # By name, because a module may have attributes of any name.
-    return [one for one in model.modules() if any(kind.__name__ == "FSDPModule" for kind in type(one).__mro__)]
+    return [
+        one
+        for one in model.modules()
+        if any(kind.__name__ == "FSDPModule" for kind in type(one).__mro__)
+    ]
 
 
 def reshard(model: nn.Module) -> None:
@@ -287,7 +349,12 @@ def held_runs(tensor: Tensor) -> list[Runs]:
     sharded: Any = tensor
     positions = [list(range(size)) for size in tensor.shape]
     if is_sharded(sharded):
-        ways = zip(sharded.placements, sharded.device_mesh.shape, sharded.device_mesh.get_coordinate(), strict=True)
+        ways = zip(
+            sharded.placements,
+            sharded.device_mesh.shape,
+            sharded.device_mesh.get_coordinate(),
+            strict=True,
+        )
         for placement, ranks, rank in ways:
             if placement.is_replicate():
                 continue
@@ -295,11 +362,14 @@ def held_runs(tensor: Tensor) -> list[Runs]:
                 raise ValueError(f"its placement {placement} has no whole values on any rank")
             pieces = _chunks(positions[placement.dim], getattr(placement, "split_factor", 1))
             parts = [_chunks(piece, ranks) for piece in pieces]
-            positions[placement.dim] = [one for chunks in parts if rank < len(chunks) for one in chunks[rank]]
+            positions[placement.dim] = [
+                one for chunks in parts if rank < len(chunks) for one in chunks[rank]
+            ]
         expected, held = tuple(map(len, positions)), tuple(local(tensor).shape)
         if expected != held:
             raise ValueError(
-                f"torch says that it is divided{described_sharding(tensor)}, but this rank holds {held} of"
+                f"torch says that it is divided{described_sharding(tensor)}, but this rank holds"
+                f" {held} of"
                 f" {tuple(tensor.shape)} instead of {expected}"
             )
     runs = list[Runs]()
@@ -312,7 +382,8 @@ def held_runs(tensor: Tensor) -> list[Runs]:
 
 
 def divided(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[ShardSpec]:
-    """Divides a parameter so that one rank exchanges each value, also where several hold it; a spec per rank.
+    """Divides a parameter so that one rank exchanges each value, also where several hold it; a spec
+    per rank.
 
     Examples:
         >>> [spec.length for spec in divided([5], [[[(0, 3)]], [[(3, 5)]]])]
@@ -330,20 +401,34 @@ def divided(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[ShardSpec
     exchanged = sum(spec.length for spec in specs)
     if exchanged != prod(shape):
         raise ValueError(
-            f"its ranks hold {exchanged} of its {prod(shape)} values: some are missing or held in several ways"
+            f"its ranks hold {exchanged} of its {prod(shape)} values: some are missing or held"
+            " in several ways"
         )
     return specs
 
 
-def shard_specs(parameters: Mapping[str, Tensor], group: Communicator, members: range) -> dict[str, list[ShardSpec]]:
-    """Finds out what every rank of a group holds and exchanges of each parameter. In-group collective."""
+def shard_specs(
+    parameters: Mapping[str, Tensor], group: Communicator, members: range
+) -> dict[str, list[ShardSpec]]:
+    """Finds out what every rank of a group holds and exchanges of each parameter. In-group
+    collective.
+    """
     own: dict[str, list[Runs] | str] = {}
     for name, parameter in parameters.items():
         sharded: Any = parameter
         if others := sorted(set(ranks_of(parameter)) - set(members)):
-            own[name] = f"it is divided among ranks of several worker groups: ranks {others} belong to others"
-        elif is_sharded(parameter) and local(parameter).device.type != sharded.device_mesh.device_type:
-            own[name] = f"it lies on {local(parameter).device.type!r}, its mesh on {sharded.device_mesh.device_type!r}"
+            own[name] = (
+                f"it is divided among ranks of several worker groups: ranks {others} belong to"
+                " others"
+            )
+        elif (
+            is_sharded(parameter)
+            and local(parameter).device.type != sharded.device_mesh.device_type
+        ):
+            own[name] = (
+                f"it lies on {local(parameter).device.type!r}, its mesh on"
+                f" {sharded.device_mesh.device_type!r}"
+            )
         else:
             try:
                 own[name] = held_runs(parameter)
@@ -358,14 +443,17 @@ def shard_specs(parameters: Mapping[str, Tensor], group: Communicator, members: 
             specs[name] = divided(parameter.shape, [rank[name] for rank in ranks])
         except ValueError as error:
             raise ValueError(
-                f"The parameter {name!r} cannot be exchanged: {error}. Shard it with fully_shard or parallelize_module"
+                f"The parameter {name!r} cannot be exchanged: {error}. Shard it with fully_shard"
+                " or parallelize_module"
                 " over the mesh that configure_model gets as self.device_mesh."
             ) from error
     return specs
 
 
 def ranks_of(tensor: Tensor) -> list[int]:
-    """Returns the ranks, as the world counts them, over which a tensor is sharded; none if it is not."""
+    """Returns the ranks, as the world counts them, over which a tensor is sharded; none if it is
+    not.
+    """
     sharded: Any = tensor
     return [int(rank) for rank in sharded.device_mesh.mesh.flatten()] if is_sharded(tensor) else []
 
@@ -381,14 +469,18 @@ def _chunks(positions: list[int], count: int) -> list[list[int]]:
 
 
 class OuterParameter(NamedTuple):
-    """Holds outer values and outer optimizer state of one parameter, whole, however fragments and shards are cut."""
+    """Holds outer values and outer optimizer state of one parameter, whole, however fragments and
+    shards are cut.
+    """
 
     values: Tensor
     state: dict[str, Any]
     rounds: int
 
 
-def to_parameters(fragment: Mapping[str, Any], shards: Sequence[OuterState]) -> dict[str, OuterParameter]:
+def to_parameters(
+    fragment: Mapping[str, Any], shards: Sequence[OuterState]
+) -> dict[str, OuterParameter]:
     """Splits the shards of a fragment, in the order of the ranks, into its parameters.
 
     Examples:
@@ -420,13 +512,17 @@ def to_parameters(fragment: Mapping[str, Any], shards: Sequence[OuterState]) -> 
     }
     return {
         name: OuterParameter(
-            vector, {key: kept[key][name] if key in kept else value for key, value in first.state.items()}, first.rounds
+            vector,
+            {key: kept[key][name] if key in kept else value for key, value in first.state.items()},
+            first.rounds,
         )
         for name, vector in values.items()
     }
 
 
-def to_shards(fragment: Mapping[str, Any], parameters: Mapping[str, Tensor], lengths: Sequence[int]) -> list[Tensor]:
+def to_shards(
+    fragment: Mapping[str, Any], parameters: Mapping[str, Tensor], lengths: Sequence[int]
+) -> list[Tensor]:
     """Cuts flat whole parameters into shards of these lengths: what `to_parameters` joins.
 
     Examples:
@@ -441,33 +537,45 @@ def to_shards(fragment: Mapping[str, Any], parameters: Mapping[str, Tensor], len
     shards = list[Tensor]()
     for rank, length in enumerate(lengths):
         specs = [ShardSpec(*places[rank]) for places in fragment["places"]]
-        parts = [spec.extract(parameters[name]) for name, spec in zip(fragment["names"], specs, strict=True)]
+        parts = [
+            spec.extract(parameters[name])
+            for name, spec in zip(fragment["names"], specs, strict=True)
+        ]
         shards.append(_padded(torch.cat(parts), length))
     return shards
 
 
 class FragmentLayout(ABC):
-    """Lays out the parameters of a fragment as flat vectors: the shard of this rank is what it exchanges of them."""
+    """Lays out the parameters of a fragment as flat vectors: the shard of this rank is what it
+    exchanges of them.
+    """
 
     length: int
     start: int
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], pieces: Sequence[slice]) -> None:
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[Tensor], pieces: Sequence[slice]
+    ) -> None:
         self.names = tuple(names)
         self.parameters = list(parameters)
-        # Finds what optimizers keep as copies of a parameter, which has to change with it; set by `Rounds.cut`.
+        # Finds what optimizers keep as copies of a parameter, which has to change with it; set by
+        # `Rounds.cut`.
         self.copies_of: Callable[[Tensor], Sequence[Tensor]] = _no_copies
-        self._held: Callable[[Tensor], Tensor] = local if any(map(is_sharded, parameters)) else Tensor.detach
+        self._held: Callable[[Tensor], Tensor] = (
+            local if any(map(is_sharded, parameters)) else Tensor.detach
+        )
         self._shapes = [self._held(parameter).shape for parameter in parameters]
         self._numels = [shape.numel() for shape in self._shapes]
-        # Which values of which parameters the shard has, and how many, one parameter behind the other.
+        # Which values of which parameters the shard has, and how many, one parameter behind the
+        # other.
         self._pieces = [(index, own) for index, own in enumerate(pieces) if own.start < own.stop]
         self._lengths = [own.stop - own.start for _, own in self._pieces]
         self._end = sum(self._lengths)
 
     @property
     def held(self) -> list[Tensor]:
-        """What this rank holds of each parameter. Looked up every time, because others may rebind ``.data``.
+        """What this rank holds of each parameter. Looked up every time, because others may rebind
+        ``.data``.
 
         Raises:
             AgreementError: If a parameter has another shape than when the model was cut.
@@ -476,25 +584,34 @@ class FragmentLayout(ABC):
         for name, tensor, shape in zip(self.names, held, self._shapes, strict=True):
             if tensor.shape != shape:
                 raise AgreementError(
-                    f"Since the model was cut into fragments, the shape of the parameter {name!r} has changed from"
+                    "Since the model was cut into fragments, the shape of the parameter"
+                    f" {name!r} has changed from"
                     f" {tuple(shape)} to {tuple(tensor.shape)}. {_HOW_TO_CHANGE}"
                 )
         return held
 
     def let_go(self) -> None:
-        """Puts zeros in the place of reshaped parameters: what is in flight for them lands there, outside the model."""
+        """Puts zeros in the place of reshaped parameters: what is in flight for them lands there,
+        outside the model.
+        """
         for index, shape in enumerate(self._shapes):
             parameter = self.parameters[index]
             if self._held(parameter).shape != shape:
-                self.parameters[index] = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+                self.parameters[index] = torch.zeros(
+                    shape, dtype=parameter.dtype, device=parameter.device
+                )
 
     @abstractmethod
     def all_gather(self, shard: Tensor, group: Communicator) -> Tensor:
-        """Gathers all that this rank holds of the fragment from the shards of its group. In-group collective."""
+        """Gathers all that this rank holds of the fragment from the shards of its group. In-group
+        collective.
+        """
 
     @abstractmethod
     def specs(self, ranks: int) -> Sequence[Sequence[ShardSpec]]:
-        """Returns what each rank of the group exchanges, parameter by parameter: shards hold one behind the other."""
+        """Returns what each rank of the group exchanges, parameter by parameter: shards hold one
+        behind the other.
+        """
 
     @abstractmethod
     def shard_lengths(self, ranks: int) -> list[int]:
@@ -502,7 +619,9 @@ class FragmentLayout(ABC):
 
     @abstractmethod
     def named(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
-        """Returns the whole parameters by name, on the host. In-group collective where ranks hold parts of them."""
+        """Returns the whole parameters by name, on the host. In-group collective where ranks hold
+        parts of them.
+        """
 
     @abstractmethod
     def to_name(self, gathered: Tensor, shard: Tensor) -> Tensor:
@@ -514,22 +633,29 @@ class FragmentLayout(ABC):
 
     @abstractmethod
     def _shard_of_whole(self, values: Sequence[Tensor]) -> Tensor:
-        """Returns the shard, given all parameters, flat and whole; zeros stand for what lies beyond their end."""
+        """Returns the shard, given all parameters, flat and whole; zeros stand for what lies
+        beyond their end.
+        """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Returns what must be known to read shards of the fragment in a later run, as plain values."""
+        """Returns what must be known to read shards of the fragment in a later run, as plain
+        values.
+        """
 
     def to_shard(self, parameters: Sequence[OuterParameter]) -> OuterState:
         """Returns the outer state of this rank's shard, from all parameters' in their order.
 
-        What an optimizer keeps of each value is zero where a parameter has none, and a count is the largest.
+        What an optimizer keeps of each value is zero where a parameter has none, and a count is the
+        largest.
         """
         state: dict[str, Any] = {}
         for key in dict.fromkeys(key for parameter in parameters for key in parameter.state):
             known = [(p.state[key], p.values) for p in parameters if key in p.state]
             if any(is_elementwise(*pair) for pair in known):
-                state[key] = self._shard_of_whole([p.state.get(key, torch.zeros_like(p.values)) for p in parameters])
+                state[key] = self._shard_of_whole(
+                    [p.state.get(key, torch.zeros_like(p.values)) for p in parameters]
+                )
             else:
                 counts = [count for count, _ in known]
                 state[key] = max(counts, key=float) if None not in counts else counts[0]
@@ -539,7 +665,9 @@ class FragmentLayout(ABC):
     @property
     def holds_float32(self) -> bool:
         """Whether the parameters hold every float32 value."""
-        return all(torch.promote_types(held.dtype, torch.float32) == held.dtype for held in self.held)
+        return all(
+            torch.promote_types(held.dtype, torch.float32) == held.dtype for held in self.held
+        )
 
     def read(self) -> Tensor:
         return self.shard_of(self.held)
@@ -548,7 +676,9 @@ class FragmentLayout(ABC):
         """Returns the outer gradient, outer parameters minus local ones, in one pass over both."""
         difference = new_vector(outer.numel(), outer.device)
         held = self.held
-        parts = [whole[: self._end].split_with_sizes(self._lengths) for whole in (outer, difference)]
+        parts = [
+            whole[: self._end].split_with_sizes(self._lengths) for whole in (outer, difference)
+        ]
         for (index, own), before, part in zip(self._pieces, *parts, strict=True):
             values = held[index].reshape(-1)[own]
             # Longer types are rounded first, as they are where the shard is read.
@@ -560,17 +690,24 @@ class FragmentLayout(ABC):
     def shard_of(self, held: Sequence[Tensor]) -> Tensor:
         """Copies the shard of this rank out of parameters, or what `split` returned."""
         shard = new_vector(self.length, held[0].device).zero_()
-        for (index, own), part in zip(self._pieces, shard[: self._end].split_with_sizes(self._lengths), strict=True):
+        for (index, own), part in zip(
+            self._pieces, shard[: self._end].split_with_sizes(self._lengths), strict=True
+        ):
             part.copy_(held[index].reshape(-1)[own])
         return shard
 
     def mask(self, names: Collection[str]) -> Tensor:
         """Returns which values of the shard belong to some parameters."""
-        held = [torch.full_like(own, name in names) for name, own in zip(self.names, self.held, strict=True)]
+        held = [
+            torch.full_like(own, name in names)
+            for name, own in zip(self.names, self.held, strict=True)
+        ]
         return self.shard_of(held).bool()
 
     def split(self, gathered: Tensor) -> list[Tensor]:
-        """Returns views of what `all_gather` returned, one per parameter, in the shape of what this rank holds."""
+        """Returns views of what `all_gather` returned, one per parameter, in the shape of what
+        this rank holds.
+        """
         parts = gathered[: sum(self._numels)].split_with_sizes(self._numels)
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
@@ -579,7 +716,9 @@ class FragmentLayout(ABC):
             parameter.copy_(values)
 
     def settle(self, gathered: Tensor) -> None:
-        """Writes values that stay: what optimizers keep as copies of the parameters becomes them, too."""
+        """Writes values that stay: what optimizers keep as copies of the parameters becomes them,
+        too.
+        """
         self.write(gathered)
         for parameter, values in zip(self.parameters, self.split(gathered), strict=True):
             for copy in self.copies_of(parameter):
@@ -593,13 +732,17 @@ class FragmentLayout(ABC):
                     copy.view(held.shape).copy_(held)
 
     def land(self, rule: LandingRule, gathered: Sequence[Tensor], steps: int) -> None:
-        for parameter, held, *values in zip(self.parameters, self.held, *map(self.split, gathered), strict=True):
+        for parameter, held, *values in zip(
+            self.parameters, self.held, *map(self.split, gathered), strict=True
+        ):
             with self._changed(parameter, held) as merged:
                 rule.merge(merged, values, steps)
 
     @contextmanager
     def _changed(self, parameter: Tensor, held: Tensor) -> Iterator[Tensor]:
-        """Yields what is held of a parameter, in at least float32, to be changed; copies of it change by as much."""
+        """Yields what is held of a parameter, in at least float32, to be changed; copies of it
+        change by as much.
+        """
         dtype = torch.promote_types(held.dtype, torch.float32)
         copies = self.copies_of(parameter)
         if held.dtype == dtype and not copies:
@@ -634,14 +777,21 @@ def _no_copies(parameter: Tensor) -> Sequence[Tensor]:
 
 
 class WholeLayout(FragmentLayout):
-    """Lays out a fragment that every rank of the group holds whole: one vector, cut into one shard per rank."""
+    """Lays out a fragment that every rank of the group holds whole: one vector, cut into one shard
+    per rank.
+    """
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], shard: int = 0, shards: int = 1) -> None:
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[Tensor], shard: int = 0, shards: int = 1
+    ) -> None:
         sizes = [parameter.numel() for parameter in parameters]
         self.length = -(-sum(sizes) // shards)
         self.start, end = shard * self.length, (shard + 1) * self.length
         firsts = accumulate(sizes, initial=0)
-        pieces = [slice(max(self.start - at, 0), min(end - at, n)) for at, n in zip(firsts, sizes, strict=False)]
+        pieces = [
+            slice(max(self.start - at, 0), min(end - at, n))
+            for at, n in zip(firsts, sizes, strict=False)
+        ]
         super().__init__(names, parameters, pieces)
 
     @override
@@ -659,7 +809,11 @@ class WholeLayout(FragmentLayout):
             for rank in range(ranks):
                 first = min(max(rank * length - position, 0), parameter.numel())
                 end = min(max((rank + 1) * length - position, 0), parameter.numel())
-                of_ranks.append(ShardSpec(shape, [[(0, size)] for size in shape], first, end - first, [*range(ranks)]))
+                of_ranks.append(
+                    ShardSpec(
+                        shape, [[(0, size)] for size in shape], first, end - first, [*range(ranks)]
+                    )
+                )
             specs.append(of_ranks)
             position += parameter.numel()
         return specs
@@ -687,20 +841,34 @@ class WholeLayout(FragmentLayout):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"names": list(self.names), "sizes": [parameter.numel() for parameter in self.parameters]}
+        return {
+            "names": list(self.names),
+            "sizes": [parameter.numel() for parameter in self.parameters],
+        }
 
 
 class ShardedLayout(FragmentLayout):
-    """Lays out a fragment that is sharded over the ranks of the group: the shard is what a rank holds."""
+    """Lays out a fragment that is sharded over the ranks of the group: the shard is what a rank
+    holds.
+    """
 
     def __init__(
-        self, names: Sequence[str], parameters: Sequence[Tensor], specs: Sequence[Sequence[ShardSpec]], shard: int
+        self,
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        specs: Sequence[Sequence[ShardSpec]],
+        shard: int,
     ) -> None:
         self._specs = specs
         self._own = [ranks[shard] for ranks in specs]
-        super().__init__(names, parameters, [slice(spec.first, spec.first + spec.length) for spec in self._own])
+        super().__init__(
+            names, parameters, [slice(spec.first, spec.first + spec.length) for spec in self._own]
+        )
         # Without a single value there would be nothing to encode.
-        lengths = [max(1, sum(of)) for of in zip(*([s.length for s in ranks] for ranks in specs), strict=True)]
+        lengths = [
+            max(1, sum(of))
+            for of in zip(*([s.length for s in ranks] for ranks in specs), strict=True)
+        ]
         self.lengths = lengths
         self.length = lengths[shard]
         self._longest = max(lengths)
@@ -711,16 +879,32 @@ class ShardedLayout(FragmentLayout):
     def all_gather(self, shard: Tensor, group: Communicator) -> Tensor:
         if not any(self._in_common):
             return shard
-        own = list(shard[: sum(spec.length for spec in self._own)].split([spec.length for spec in self._own]))
-        common = torch.cat([part for part, is_common in zip(own, self._in_common, strict=True) if is_common])
-        in_common = [ranks for ranks, is_common in zip(self._specs, self._in_common, strict=True) if is_common]
-        longest = max(sum(spec.length for spec in of_rank) for of_rank in zip(*in_common, strict=True))
+        own = list(
+            shard[: sum(spec.length for spec in self._own)].split(
+                [spec.length for spec in self._own]
+            )
+        )
+        common = torch.cat(
+            [part for part, is_common in zip(own, self._in_common, strict=True) if is_common]
+        )
+        in_common = [
+            ranks
+            for ranks, is_common in zip(self._specs, self._in_common, strict=True)
+            if is_common
+        ]
+        longest = max(
+            sum(spec.length for spec in of_rank) for of_rank in zip(*in_common, strict=True)
+        )
         parts = group.all_gather(_padded(common, longest))
         starts = [0] * len(parts)
         for index, ranks in enumerate(self._specs):
             if self._in_common[index]:
-                of_holders = [(parts[h], starts[h], ranks[h].length) for h in self._own[index].holders]
-                own[index] = torch.cat([part[start : start + length] for part, start, length in of_holders])
+                of_holders = [
+                    (parts[h], starts[h], ranks[h].length) for h in self._own[index].holders
+                ]
+                own[index] = torch.cat(
+                    [part[start : start + length] for part, start, length in of_holders]
+                )
                 starts = [start + spec.length for start, spec in zip(starts, ranks, strict=True)]
         return torch.cat(own)
 
@@ -731,15 +915,22 @@ class ShardedLayout(FragmentLayout):
     @override
     def shard_lengths(self, ranks: int) -> list[int]:
         if ranks != len(self.lengths):
-            raise ValueError(f"a fragment that is sharded over {len(self.lengths)} ranks came from {ranks}")
+            raise ValueError(
+                f"a fragment that is sharded over {len(self.lengths)} ranks came from {ranks}"
+            )
         return self.lengths
 
     @override
     def named(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
         shards = group.all_gather(_padded(shard, self._longest))
-        whole = to_parameters(self.state_dict(), [OuterState(values.to("cpu"), {}, 0) for values in shards])
+        whole = to_parameters(
+            self.state_dict(), [OuterState(values.to("cpu"), {}, 0) for values in shards]
+        )
         shapes = [ranks[0].shape for ranks in self._specs]
-        return {name: whole[name].values.view(shape) for name, shape in zip(self.names, shapes, strict=True)}
+        return {
+            name: whole[name].values.view(shape)
+            for name, shape in zip(self.names, shapes, strict=True)
+        }
 
     @override
     def to_name(self, gathered: Tensor, shard: Tensor) -> Tensor:
@@ -751,7 +942,9 @@ class ShardedLayout(FragmentLayout):
 
     @override
     def _shard_of_whole(self, values: Sequence[Tensor]) -> Tensor:
-        return _padded(torch.cat([s.extract(v) for s, v in zip(self._own, values, strict=True)]), self.length)
+        return _padded(
+            torch.cat([s.extract(v) for s, v in zip(self._own, values, strict=True)]), self.length
+        )
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -769,10 +962,14 @@ def layouts_of(
     """Lays out all fragments. In-group collective where parameters are sharded."""
     shard, shards = topology.group_rank, topology.group_size
     if not any(map(is_sharded, parameters.values())):
-        return [WholeLayout(f.names, [parameters[name] for name in f.names], shard, shards) for f in fragments]
+        return [
+            WholeLayout(f.names, [parameters[name] for name in f.names], shard, shards)
+            for f in fragments
+        ]
     specs = shard_specs(parameters, topology.in_group, topology.ranks)
     return [
-        ShardedLayout(f.names, [parameters[n] for n in f.names], [specs[n] for n in f.names], shard) for f in fragments
+        ShardedLayout(f.names, [parameters[n] for n in f.names], [specs[n] for n in f.names], shard)
+        for f in fragments
     ]
 
 
@@ -784,17 +981,19 @@ def _padded(values: Tensor, length: int) -> Tensor:
 
 # The digest: a number that stands for the bits of what groups hold alike
 
-# How many words are weighed at once: on a CPU they stay in its cache. An accelerator takes more, or it would spend its
-# time with the launches of kernels.
+# How many words are weighed at once: on a CPU they stay in its cache. An accelerator takes more, or
+# it would spend its time with the launches of kernels.
 _CHUNK = 1 << 17
 _CHUNK_ON_DEVICE = 1 << 23
 
 
 def digest(values: Tensor, start: int = 0) -> int:
-    """Returns the digest of a tensor: the sum of its words, each weighed by its position, modulo 2**64, signed.
+    """Returns the digest of a tensor: the sum of its words, each weighed by its position, modulo
+    2**64, signed.
 
-    A word at an even position and the next one are a number of 64 bits, which is multiplied by its position plus 1.
-    Digests of consecutive shards, which begin at ``start`` in the whole, add up to the digest of the whole.
+    A word at an even position and the next one are a number of 64 bits, which is multiplied by its
+    position plus 1. Digests of consecutive shards, which begin at ``start`` in the whole, add up to
+    the digest of the whole.
 
     Examples:
         >>> from lightning_sdiloco.algorithm.weighting import combined
@@ -806,10 +1005,18 @@ def digest(values: Tensor, start: int = 0) -> int:
     """
     flat = values.detach().contiguous().view(-1)
     size = flat.element_size()
-    words = flat.view(torch.int32) if size % 4 == 0 else flat.view(torch.int16 if size == 2 else torch.uint8)
+    words = (
+        flat.view(torch.int32)
+        if size % 4 == 0
+        else flat.view(torch.int16 if size == 2 else torch.uint8)
+    )
     on_cpu = words.device.type == "cpu"
     length = _CHUNK if on_cpu else _CHUNK_ON_DEVICE
-    weights = _odd_numbers() if on_cpu else torch.arange(1, min(length, words.numel() + 2), 2, device=words.device)
+    weights = (
+        _odd_numbers()
+        if on_cpu
+        else torch.arange(1, min(length, words.numel() + 2), 2, device=words.device)
+    )
     # Added up on the device, modulo 2**64, so that the host waits for it once.
     parts = list[Tensor]()
     for first in range(-(start % 2), words.numel(), length):

@@ -1,4 +1,6 @@
-"""Simulation: several worker groups in one process, with the same engine and no sockets, for research and tests."""
+"""Simulation: several worker groups in one process, with the same engine and no sockets, for
+research and tests.
+"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -19,9 +21,14 @@ from lightning_sdiloco.engine.weight_copies import WeightCopies
 
 
 def simulated_topologies(groups: int) -> list[Topology]:
-    """Makes the topologies of several worker groups of one rank each, all in this process and without threads."""
+    """Makes the topologies of several worker groups of one rank each, all in this process and
+    without threads.
+    """
     backgrounds = InlineBackground.connect(groups)
-    return [replace(one, background=own) for one, own in zip(Topology.simulated(groups), backgrounds, strict=True)]
+    return [
+        replace(one, background=own)
+        for one, own in zip(Topology.simulated(groups), backgrounds, strict=True)
+    ]
 
 
 class SimulatedGroups:
@@ -35,8 +42,8 @@ class SimulatedGroups:
         settings: As in `StreamingDiLoCo`, without ``worker_groups``.
 
     Raises:
-        ValueError: As `StreamingDiLoCo` does, or if there are no models, or two groups share a model, a trainable
-            parameter, or the state of an optimizer.
+        ValueError: As `StreamingDiLoCo` does, or if there are no models, or two groups share a
+            model, a trainable parameter, or the state of an optimizer.
 
     Examples:
         >>> import torch
@@ -55,7 +62,10 @@ class SimulatedGroups:
     """
 
     def __init__(
-        self, models: Sequence[nn.Module], inner_optimizers: Sequence[Sequence[Optimizer]] = (), **settings: Any
+        self,
+        models: Sequence[nn.Module],
+        inner_optimizers: Sequence[Sequence[Optimizer]] = (),
+        **settings: Any,
     ) -> None:
         if not models:
             raise ValueError("models is empty. Give one model for each simulated worker group.")
@@ -65,11 +75,16 @@ class SimulatedGroups:
         _start_from_first(models, optimizers)
         self.engines = [
             StreamingDiLoCo(model, topology=topology, inner_optimizers=own, **settings)
-            for model, own, topology in zip(models, optimizers, simulated_topologies(len(models)), strict=True)
+            for model, own, topology in zip(
+                models, optimizers, simulated_topologies(len(models)), strict=True
+            )
         ]
 
-    def step(self, *, trained: Sequence[int] = (), idle: Collection[int] = ()) -> list[list[Landing]]:
-        """Counts an inner step of every group: launches all that is due, then lands all that is due.
+    def step(
+        self, *, trained: Sequence[int] = (), idle: Collection[int] = ()
+    ) -> list[list[Landing]]:
+        """Counts an inner step of every group: launches all that is due, then lands all that is
+        due.
 
         Args:
             trained: How many micro-batches each group trained, by group; 1 for groups left out.
@@ -94,7 +109,8 @@ class SimulatedGroups:
             engine.view.write_untrained(own)
 
     def recut(self, inner_optimizers: Sequence[Sequence[Optimizer]] = ()) -> list[list[Landing]]:
-        """Cuts the models of all groups again; see `StreamingDiLoCo.recut`. Returns what landed in each group.
+        """Cuts the models of all groups again; see `StreamingDiLoCo.recut`. Returns what landed in
+        each group.
 
         Args:
             inner_optimizers: The optimizers of each group, if you made others.
@@ -103,8 +119,12 @@ class SimulatedGroups:
         require_same_signatures([signature(model) for model in models])
         _require_own_parameters(models)
         _require_own_state(inner_optimizers)
-        optimizers: Sequence[Sequence[Optimizer] | None] = inner_optimizers or [None for _ in self.engines]
-        landed = [engine.land_for_recut(own) for engine, own in zip(self.engines, optimizers, strict=True)]
+        optimizers: Sequence[Sequence[Optimizer] | None] = inner_optimizers or [
+            None for _ in self.engines
+        ]
+        landed = [
+            engine.land_for_recut(own) for engine, own in zip(self.engines, optimizers, strict=True)
+        ]
         recuts = [engine.prepare_recut() for engine in self.engines]
         names = [recut.names for recut in recuts]
         recuts = [recut.agreed(names) for recut in recuts]
@@ -120,7 +140,9 @@ class SimulatedGroups:
         return landed
 
     def group_mean(self) -> GroupMean:
-        """Returns the mean of the groups, which any of the ``engines`` shows; see `StreamingDiLoCo.group_mean`."""
+        """Returns the mean of the groups, which any of the ``engines`` shows; see
+        `StreamingDiLoCo.group_mean`.
+        """
         *_, (mean, *_) = zip(*(engine.average_now() for engine in self.engines), strict=True)
         assert mean is not None, "the mean comes last"
         return mean._replace(own=self._first_own())
@@ -131,7 +153,8 @@ class SimulatedGroups:
         return {place.name: place.values.clone() for state in states for place in state.own.places}
 
     def outer_state_dict(self) -> dict[str, Tensor]:
-        """Returns the outer parameters, the same in all groups; see `StreamingDiLoCo.outer_state_dict`.
+        """Returns the outer parameters, the same in all groups; see
+        `StreamingDiLoCo.outer_state_dict`.
 
         On a route that does not share, it is the mean of the groups.
         """
@@ -142,26 +165,37 @@ class SimulatedGroups:
 
 
 def _require_own_parameters(models: Sequence[nn.Module]) -> None:
-    """Refuses models that train the same parameters: what one group trains would be the other's, too."""
+    """Refuses models that train the same parameters: what one group trains would be the other's,
+    too.
+    """
     owners: dict[int, int] = {}
     for group, model in enumerate(models):
         for name, parameter in model.named_parameters():
             owner = owners.setdefault(id(parameter), group)
             if owner != group and parameter.requires_grad:
                 raise ValueError(
-                    f"The models of groups {owner} and {group} share the parameter {name!r}, so each would train the"
+                    f"The models of groups {owner} and {group} share the parameter {name!r}, so"
+                    " each would train the"
                     " other's. Give each group a model of its own, such as copy.deepcopy(model)."
                 )
 
 
 @torch.no_grad()
-def _start_from_first(models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]) -> None:
-    """Gives all groups the model of the first, and its optimizers' copies of the weights where models differed."""
+def _start_from_first(
+    models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]
+) -> None:
+    """Gives all groups the model of the first, and its optimizers' copies of the weights where
+    models differed.
+    """
     state = models[0].state_dict()
     first = WeightCopies(optimizers[0])
     first.watch(trainable(models[0]))
     for model, of_group in zip(models[1:], optimizers[1:], strict=True):
-        tensors = {name: values for name, values in model.state_dict().items() if isinstance(values, Tensor)}
+        tensors = {
+            name: values
+            for name, values in model.state_dict().items()
+            if isinstance(values, Tensor)
+        }
         differs = any(not torch.equal(values, state[name]) for name, values in tensors.items())
         model.load_state_dict(state)
         if differs:
@@ -174,12 +208,18 @@ def _require_own_state(groups: Sequence[Sequence[Optimizer]]) -> None:
     """Refuses optimizers that share tensors of their state with another group's."""
     owners: dict[int, int] = {}
     for group, optimizers in enumerate(groups):
-        values = [value for one in optimizers for state in one.state.values() for value in state.values()]
-        for address in {value.data_ptr() for value in values if isinstance(value, Tensor) and value.numel()}:
+        values = [
+            value for one in optimizers for state in one.state.values() for value in state.values()
+        ]
+        for address in {
+            value.data_ptr() for value in values if isinstance(value, Tensor) and value.numel()
+        }:
             other = owners.setdefault(address, group)
             if other != group:
                 raise ValueError(
-                    f"The inner optimizers of groups {other} and {group} share tensors of their state, so each would"
-                    " step on the other's. load_state_dict keeps the tensors it is given: load copy.deepcopy(state) in"
+                    f"The inner optimizers of groups {other} and {group} share tensors of their"
+                    " state, so each would"
+                    " step on the other's. load_state_dict keeps the tensors it is given: load"
+                    " copy.deepcopy(state) in"
                     " each group."
                 )

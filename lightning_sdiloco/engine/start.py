@@ -1,7 +1,8 @@
 """What an engine does before its first step, and before rounds restart.
 
-It finds its place among the ranks, makes sure that all start from the same settings and model, and cuts the model into
-fragments. Outer state outlives these by name: when a model is cut again, or an earlier run is resumed.
+It finds its place among the ranks, makes sure that all start from the same settings and model, and
+cuts the model into fragments. Outer state outlives these by name: when a model is cut again, or an
+earlier run is resumed.
 """
 
 import logging
@@ -24,7 +25,14 @@ from lightning_sdiloco.algorithm.partition import Fragment, Partition, partition
 from lightning_sdiloco.algorithm.reduce import kind_and_backend
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.exchange import DeviceBackend, nccl_on
-from lightning_sdiloco.comm.topology import GroupLayout, Topology, checked_worker_groups, is_connected, ranks_in, world
+from lightning_sdiloco.comm.topology import (
+    GroupLayout,
+    Topology,
+    checked_worker_groups,
+    is_connected,
+    ranks_in,
+    world,
+)
 from lightning_sdiloco.compression import FP4
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.matrices import stacks_of
@@ -61,18 +69,21 @@ _NUMBER = "the number of this engine in its process"
 class WorkerGroups:
     """Divides the ranks of ``torch.distributed`` into worker groups, before there is a model.
 
-    Make it in all processes, once ``torch.distributed`` is initialised. If groups have several ranks, wrap the model
-    with its `process_group`. Give the object to the engine as ``worker_groups``.
+    Make it in all processes, once ``torch.distributed`` is initialised. If groups have several
+    ranks, wrap the model with its `process_group`. Give the object to the engine as
+    ``worker_groups``.
 
     Args:
-        worker_groups: Number of worker groups; consecutive ranks form a group. ``"auto"``: one per process.
+        worker_groups: Number of worker groups; consecutive ranks form a group. ``"auto"``: one per
+            process.
         timeout: How long a fragment may be in flight.
 
     Attributes:
         topology: The ranks, for ``StreamingDiLoCo(topology=...)``.
 
     Raises:
-        ValueError: If ``worker_groups`` is not a number of groups, differs between ranks, or does not divide the ranks.
+        ValueError: If ``worker_groups`` is not a number of groups, differs between ranks, or does
+            not divide the ranks.
 
     Examples:
         >>> groups = WorkerGroups()
@@ -80,12 +91,16 @@ class WorkerGroups:
         (1, 0, 1, 0)
     """
 
-    def __init__(self, worker_groups: int | str = "auto", timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    def __init__(
+        self, worker_groups: int | str = "auto", timeout: timedelta = DEFAULT_TIMEOUT
+    ) -> None:
         self.topology = default_topology(worker_groups, timeout)
 
     @property
     def process_group(self) -> Any:
-        """The ranks of this group, for ``DistributedDataParallel(model, process_group=...)``; None if it is alone."""
+        """The ranks of this group, for ``DistributedDataParallel(model, process_group=...)``; None
+        if it is alone.
+        """
         return self.topology.in_group.process_group
 
     @property
@@ -110,33 +125,46 @@ class WorkerGroups:
 
 
 def topology_for(
-    model: nn.Module, settings: Settings, worker_groups: int | str | WorkerGroups, topology: Topology | None
+    model: nn.Module,
+    settings: Settings,
+    worker_groups: int | str | WorkerGroups,
+    topology: Topology | None,
 ) -> Topology:
     """Returns the worker groups of an engine: given ones, or new ones."""
     over_nccl = kind_and_backend(settings.exchange)[1] == "nccl"
     if topology is None and not isinstance(worker_groups, WorkerGroups):
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        return default_topology(worker_groups, settings.timeout, nccl_on(device) if over_nccl else None)
+        return default_topology(
+            worker_groups, settings.timeout, nccl_on(device) if over_nccl else None
+        )
     made = topology or worker_groups.topology  # type: ignore[union-attr]
     if over_nccl and made.num_groups > 1 and made.exchange.device.type == "cpu":
         raise ValueError(
-            f"exchange={settings.exchange!r} was given with existing worker groups, which exchange over gloo. Leave"
+            f"exchange={settings.exchange!r} was given with existing worker groups, which"
+            " exchange over gloo. Leave"
             " ':nccl' out, or give their number as worker_groups."
         )
     return made
 
 
-def default_topology(worker_groups: int | str, timeout: timedelta, on_device: DeviceBackend | None = None) -> Topology:
-    """Divides the default process group into worker groups; one group where there is none. All ranks must call it."""
+def default_topology(
+    worker_groups: int | str, timeout: timedelta, on_device: DeviceBackend | None = None
+) -> Topology:
+    """Divides the default process group into worker groups; one group where there is none. All
+    ranks must call it.
+    """
     groups = checked_worker_groups(worker_groups)
     if not is_connected() and (processes := launched_processes()) > 1:
         raise ValueError(
-            f"WORLD_SIZE={processes} says that a launcher started {processes} processes, but torch.distributed is not"
-            " initialised: each of them would train alone. Call torch.distributed.init_process_group() in all of them"
+            f"WORLD_SIZE={processes} says that a launcher started {processes} processes, but"
+            " torch.distributed is not"
+            " initialised: each of them would train alone. Call"
+            " torch.distributed.init_process_group() in all of them"
             " before, or take WORLD_SIZE out of the environment of a single process."
         )
     if is_connected():
-        # Before the process groups are made: ranks that make different ones would wait for each other.
+        # Before the process groups are made: ranks that make different ones would wait for each
+        # other.
         require_same_settings({"worker_groups": str(groups)}, world())
     world_size = world().size if is_connected() else 1
     layout = GroupLayout(world_size, world_size if isinstance(groups, str) else groups)
@@ -145,9 +173,16 @@ def default_topology(worker_groups: int | str, timeout: timedelta, on_device: De
 
 @torch.no_grad()
 def agreed_fragments(
-    model: nn.Module, settings: Settings, topology: Topology, copies: WeightCopies, *, is_site: bool = False
+    model: nn.Module,
+    settings: Settings,
+    topology: Topology,
+    copies: WeightCopies,
+    *,
+    is_site: bool = False,
 ) -> tuple[tuple[Fragment, ...], torch.device]:
-    """Makes sure that all ranks start from the same settings and model, and cuts it. All ranks must call it."""
+    """Makes sure that all ranks start from the same settings and model, and cuts it. All ranks
+    must call it.
+    """
     require_same_settings({**settings.described(), _NUMBER: str(topology.engine)}, topology.world)
     check_legs(settings.routing, topology.num_groups)
     require_same_model(model, topology.world)
@@ -164,18 +199,28 @@ def cut(model: nn.Module, settings: Settings) -> Partition:
     tensors = chain(model.named_parameters(), model.named_buffers())
     if lazy := [clean_name(name) for name, tensor in tensors if is_lazy(tensor)]:
         raise ValueError(
-            f"{lazy[0]!r} has no shape yet: lazy modules get their shapes from the first batch, but the model is cut"
-            " into fragments before it. Run a batch through the model before trainer.fit, for example at the end of its"
+            f"{lazy[0]!r} has no shape yet: lazy modules get their shapes from the first batch,"
+            " but the model is cut"
+            " into fragments before it. Run a batch through the model before trainer.fit, for"
+            " example at the end of its"
             " __init__."
         )
     parameters = trainable(model)
-    if other := [name for name, parameter in parameters.items() if not parameter.is_floating_point()]:
+    if other := [
+        name for name, parameter in parameters.items() if not parameter.is_floating_point()
+    ]:
         raise ValueError(
-            f"The trainable parameter {other[0]!r} is {parameters[other[0]].dtype}, which has no float32 outer value."
-            " Only real floating-point parameters can be exchanged. Store complex values as two real parameters, or"
+            f"The trainable parameter {other[0]!r} is {parameters[other[0]].dtype}, which has no"
+            " float32 outer value."
+            " Only real floating-point parameters can be exchanged. Store complex values as two"
+            " real parameters, or"
             " freeze it."
         )
-    frozen = [clean_name(name) for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    frozen = [
+        clean_name(name)
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad
+    ]
     cut_by_size = partition(described(parameters), settings.fragments, aliases(model), frozen)
     if settings.outer.map is None:
         return cut_by_size
@@ -189,7 +234,9 @@ def cut(model: nn.Module, settings: Settings) -> Partition:
 
 @torch.no_grad()
 def align_ranks(model: nn.Module, fragments: Sequence[FragmentState], topology: Topology) -> None:
-    """Gives ranks that hold the same values of sharded parameters the same bits of them. In-group collective."""
+    """Gives ranks that hold the same values of sharded parameters the same bits of them. In-group
+    collective.
+    """
     reshard(model)
     for fragment in fragments:
         # Ranks that hold whole parameters have the same ones.
@@ -197,25 +244,31 @@ def align_ranks(model: nn.Module, fragments: Sequence[FragmentState], topology: 
             fragment.layout.write(fragment.gathered(topology.in_group))
 
 
-def _say_what_is_unusual(partition: Partition, settings: Settings, topology: Topology, is_site: bool) -> None:
+def _say_what_is_unusual(
+    partition: Partition, settings: Settings, topology: Topology, is_site: bool
+) -> None:
     if topology.group_index or topology.group_rank:
         return
     if topology.num_groups == 1 and not is_site:
         _log.warning(
-            "There is one worker group: this is plain training with an outer step. Nothing travels, but compression"
+            "There is one worker group: this is plain training with an outer step. Nothing"
+            " travels, but compression"
             " still applies; compression='fp32' changes no value."
         )
     if partition.fell_back:
         _log.warning(
-            "fragments=%r: the model has no repeated blocks, so its tensors are divided into %d balanced fragments."
+            "fragments=%r: the model has no repeated blocks, so its tensors are divided into %d"
+            " balanced fragments."
             " Give patterns to choose the fragments yourself.",
             settings.fragments,
             len(partition.fragments),
         )
     if suits := settings.better_for_sparse(topology.num_groups):
         _log.warning(
-            "outer_lr=%g and outer_momentum=%g are known not to suit compression=%r: what is not sent adds up until it"
-            " is, so training is slow or diverges unless outer_lr / (1 - outer_momentum) is between %g and %g. Leave"
+            "outer_lr=%g and outer_momentum=%g are known not to suit compression=%r: what is not"
+            " sent adds up until it"
+            " is, so training is slow or diverges unless outer_lr / (1 - outer_momentum) is"
+            " between %g and %g. Leave"
             " both out to get outer_lr=%g and outer_momentum=%g.",
             settings.outer_lr,
             settings.outer_momentum,
@@ -225,18 +278,26 @@ def _say_what_is_unusual(partition: Partition, settings: Settings, topology: Top
         )
 
 
-def say_what_averages_twice(optimizers: Sequence[Optimizer], settings: Settings, topology: Topology) -> None:
-    """Warns once, on one rank, of an inner optimizer that averages its steps under an outer momentum."""
+def say_what_averages_twice(
+    optimizers: Sequence[Optimizer], settings: Settings, topology: Topology
+) -> None:
+    """Warns once, on one rank, of an inner optimizer that averages its steps under an outer
+    momentum.
+    """
     averaging = list[str]()
     for optimizer in optimizers:
-        switched = [part for part in parts_of(optimizer) if hasattr(part, "train") and hasattr(part, "eval")]
-        # One that wraps another may only hand the calls on, as accelerate's does: nothing keeps a copy of the weights.
+        switched = [
+            part for part in parts_of(optimizer) if hasattr(part, "train") and hasattr(part, "eval")
+        ]
+        # One that wraps another may only hand the calls on, as accelerate's does: nothing keeps a
+        # copy of the weights.
         if switched and (len(parts_of(switched[-1])) == 1 or copies_in(switched[-1])):
             averaging.append(type(switched[-1]).__name__)
     momentum = settings.numbers.get("outer_momentum", 0.0)
     if averaging and momentum > 0 and settings.outer.make is None and not topology.rank:
         _log.warning(
-            "%s averages its steps, as schedule-free optimizers and GPA do, and outer_momentum=%g averages them once"
+            "%s averages its steps, as schedule-free optimizers and GPA do, and"
+            " outer_momentum=%g averages them once"
             " more. Give outer_lr=1 and outer_momentum=0 to leave it to the inner optimizer.",
             averaging[0],
             momentum,
@@ -244,11 +305,15 @@ def say_what_averages_twice(optimizers: Sequence[Optimizer], settings: Settings,
 
 
 def say_what_trains_little(optimizer: ShardOptimizer, topology: Topology) -> None:
-    """Warns once, on one rank, of an outer rate that suits gradients of batches and not what a round has trained."""
+    """Warns once, on one rank, of an outer rate that suits gradients of batches and not what a
+    round has trained.
+    """
     if optimizer.highest_rate < LEAST_USUAL_RATE and not topology.rank:
         _log.warning(
-            "The outer optimizer is %s. A rate of %g suits gradients of batches, but an outer step is made once for all"
-            " that the groups have trained in a round, so with rates below %g the outer model hardly follows them."
+            "The outer optimizer is %s. A rate of %g suits gradients of batches, but an outer"
+            " step is made once for all"
+            " that the groups have trained in a round, so with rates below %g the outer model"
+            " hardly follows them."
             " Give outer_optimizer=%s, or leave outer_optimizer and outer_lr out.",
             optimizer.summary,
             optimizer.highest_rate,
@@ -265,37 +330,47 @@ def require_same_settings(settings: Mapping[str, str], world: Communicator) -> N
     differences = _differences(world.all_gather_object(dict(settings)))
     if differences:
         raise ValueError(
-            f"The settings of the strategy differ between ranks: {'; '.join(differences)}. All ranks must use the same."
+            f"The settings of the strategy differ between ranks: {'; '.join(differences)}. All"
+            " ranks must use the same."
             " Start them with the same script and configuration."
         )
 
 
 def require_same_start(start: str, world: Communicator) -> None:
-    """Refuses ranks that start from unlike checkpoints, told by where they do so. All ranks must call it."""
+    """Refuses ranks that start from unlike checkpoints, told by where they do so. All ranks must
+    call it.
+    """
     if differences := _differences(world.all_gather_object({"the start": start})):
         raise ValueError(
-            f"The ranks do not start from one checkpoint: {differences[0]}. Give all ranks the same one. Where machines"
+            f"The ranks do not start from one checkpoint: {differences[0]}. Give all ranks the"
+            " same one. Where machines"
             " have disks of their own, copy the file and the folder beside it to each of them."
         )
 
 
 def require_same_model(model: nn.Module, world: Communicator) -> None:
-    """Refuses models whose parameters differ in name, shape, dtype or order between ranks. All ranks must call it."""
+    """Refuses models whose parameters differ in name, shape, dtype or order between ranks. All
+    ranks must call it.
+    """
     require_same_signatures(world.all_gather_object(signature(model)))
     is_on_host = all(parameter.device.type == "cpu" for parameter in model.parameters())
     if differences := _differences(
         world.all_gather_object({"what known values give": rounding() if is_on_host else ""})
     ):
         raise ValueError(
-            f"The processors of these ranks round differently: {differences[0]}. Worker groups would drift apart. Train"
-            " on machines whose processors have the same instructions, or set ATEN_CPU_CAPABILITY=default on all ranks"
+            f"The processors of these ranks round differently: {differences[0]}. Worker groups"
+            " would drift apart. Train"
+            " on machines whose processors have the same instructions, or set"
+            " ATEN_CPU_CAPABILITY=default on all ranks"
             " to use only what every processor has."
         )
 
 
 @cache
 def rounding() -> str:
-    """Returns what this processor makes of known values, in what has to give the same bits in all groups."""
+    """Returns what this processor makes of known values, in what has to give the same bits in all
+    groups.
+    """
     # No random numbers: torch's differ between processors.
     known = (torch.arange(3 * 4099, device="cpu") * 7919 % 2003 - 1001).to(torch.float32) / 997
     values, gradient, momentum = known.view(3, -1).clone().unbind()
@@ -310,23 +385,33 @@ def require_own_group(model: nn.Module, topology: Topology) -> None:
     for name, parameter in model.named_parameters():
         if others := sorted(set(ranks_of(parameter)) - set(topology.ranks)):
             raise ValueError(
-                f"The parameter {name!r} is sharded over ranks of several worker groups: {_listed(others)} are outside"
+                f"The parameter {name!r} is sharded over ranks of several worker groups:"
+                f" {_listed(others)} are outside"
                 f" this rank's. Shard the model over a mesh of {_listed(list(topology.ranks))}."
             )
     for name, part in model.named_modules():
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(part).__mro__):
             raise ValueError(
-                f"{_part(name)} is wrapped in FullyShardedDataParallel, whose flat parameters the worker groups cannot"
+                f"{_part(name)} is wrapped in FullyShardedDataParallel, whose flat parameters"
+                " the worker groups cannot"
                 " exchange by name. Use fully_shard over the ranks of the worker group."
             )
-        ranks = ranks_in(part.process_group) if isinstance(part, DistributedDataParallel) else list(topology.ranks)
+        ranks = (
+            ranks_in(part.process_group)
+            if isinstance(part, DistributedDataParallel)
+            else list(topology.ranks)
+        )
         # A single rank without others, such as a simulated worker group, may count itself as any.
         if ranks != list(topology.ranks) and max(len(ranks), topology.group_size) > 1:
             raise ValueError(
-                f"{_part(name)} is wrapped in DistributedDataParallel over {_listed(ranks)}, but this rank's worker"
-                f" group is {_listed(list(topology.ranks))}: gradients must be averaged inside the group only, or all"
-                " groups train in step. If groups have one rank, give the model unwrapped; otherwise wrap it with"
-                f" DistributedDataParallel(model, process_group=WorkerGroups({topology.num_groups}).process_group)."
+                f"{_part(name)} is wrapped in DistributedDataParallel over {_listed(ranks)}, but"
+                " this rank's worker"
+                f" group is {_listed(list(topology.ranks))}: gradients must be averaged inside"
+                " the group only, or all"
+                " groups train in step. If groups have one rank, give the model unwrapped;"
+                " otherwise wrap it with"
+                " DistributedDataParallel(model,"
+                f" process_group=WorkerGroups({topology.num_groups}).process_group)."
                 " Fabric does so with strategy='streaming_diloco'."
             )
 
@@ -343,7 +428,9 @@ def _listed(ranks: list[int]) -> str:
 
 
 def align_model(model: nn.Module, topology: Topology) -> bool:
-    """Gives all groups the parameters and buffers of the first, and returns whether they differed. All must call it."""
+    """Gives all groups the parameters and buffers of the first, and returns whether they differed.
+    All must call it.
+    """
     ranks = _digests(model, topology)
     differed = not _are_alike(ranks, topology.group_size)
     if differed:
@@ -354,7 +441,9 @@ def align_model(model: nn.Module, topology: Topology) -> bool:
 
 
 def _warn_of_exchanged_models(ranks: list[int], topology: Topology) -> None:
-    """Warns of ranks that gave an earlier engine the model of group 0 for this one, and this one the model for that."""
+    """Warns of ranks that gave an earlier engine the model of group 0 for this one, and this one
+    the model for that.
+    """
     first_group = ranks[: topology.group_size]
     for earlier in topology.starts:
         exchanged = [
@@ -366,8 +455,10 @@ def _warn_of_exchanged_models(ranks: list[int], topology: Topology) -> None:
         ]
         if exchanged and not topology.rank:
             _log.warning(
-                "Two models of one shape were exchanged: %s gave an earlier engine what rank 0 gives this one, and the"
-                " other way round. They now hold rank 0's values under the other's name. Make engines in the same order"
+                "Two models of one shape were exchanged: %s gave an earlier engine what rank 0"
+                " gives this one, and the"
+                " other way round. They now hold rank 0's values under the other's name. Make"
+                " engines in the same order"
                 " on all ranks; sets, for example, have another order in each process.",
                 _listed(exchanged),
             )
@@ -375,10 +466,11 @@ def _warn_of_exchanged_models(ranks: list[int], topology: Topology) -> None:
 
 
 def align_at_end(model: nn.Module, topology: Topology) -> list[str]:
-    """Gives all ranks the parameters and buffers of the first group, where theirs differ. All ranks must call it.
+    """Gives all ranks the parameters and buffers of the first group, where theirs differ. All ranks
+    must call it.
 
-    Returns the names of those that differed. Buffers that belong to one rank alone, those with ``persistent=False``,
-    stay as they are, and so does what ranks hold in unlike shapes or types.
+    Returns the names of those that differed. Buffers that belong to one rank alone, those with
+    ``persistent=False``, stay as they are, and so does what ranks hold in unlike shapes or types.
     """
     reshard(model)
     tensors = _tensors_of_groups(model)
@@ -389,7 +481,8 @@ def align_at_end(model: nn.Module, topology: Topology) -> list[str]:
     unlike: list[str] = []
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         found = [rank.get(name, (None, False, 0)) for rank in ranks]
-        # Ranks hold parts of a sharded tensor: each part is compared with its like in the first group.
+        # Ranks hold parts of a sharded tensor: each part is compared with its like in the first
+        # group.
         size = topology.group_size if found[0][1] else 1
         if all(found[rank] == found[rank % size] for rank in range(len(ranks))):
             continue
@@ -403,33 +496,48 @@ def _tensors_of_groups(model: nn.Module) -> dict[str, Tensor]:
     """Returns parameters and buffers by name, without the buffers that belong to one rank alone."""
     of_ranks = set[str]()
     for prefix, module in model.named_modules():
-        of_ranks |= {".".join(filter(None, (prefix, key))) for key in module._non_persistent_buffers_set}
+        of_ranks |= {
+            ".".join(filter(None, (prefix, key))) for key in module._non_persistent_buffers_set
+        }
     tensors = chain(model.named_parameters(), model.named_buffers())
     return {clean_name(name): tensor for name, tensor in tensors if name not in of_ranks}
 
 
 def _kind(tensor: Tensor) -> str:
     """Describes shape, type and sharding of a parameter or buffer."""
-    return "without a shape" if is_lazy(tensor) else f"{tuple(tensor.shape)} {tensor.dtype}{described_sharding(tensor)}"
+    return (
+        "without a shape"
+        if is_lazy(tensor)
+        else f"{tuple(tensor.shape)} {tensor.dtype}{described_sharding(tensor)}"
+    )
 
 
 def broadcast(tensor: Tensor, topology: Topology) -> None:
-    """Gives all ranks a tensor of rank 0; of a sharded one, the part that their like in the first group holds."""
+    """Gives all ranks a tensor of rank 0; of a sharded one, the part that their like in the first
+    group holds.
+    """
     (topology.peers if is_sharded(tensor) else topology.world).broadcast(local(tensor))
 
 
 def is_aligned(model: nn.Module, topology: Topology) -> bool:
-    """Returns whether all groups hold the same parameters and buffers, bit for bit. All ranks must call it."""
+    """Returns whether all groups hold the same parameters and buffers, bit for bit. All ranks must
+    call it.
+    """
     return _are_alike(_digests(model, topology), topology.group_size)
 
 
 def _digests(model: nn.Module, topology: Topology) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Returns, by rank, the digests of the tensors that it holds whole, and of those that it holds in part."""
+    """Returns, by rank, the digests of the tensors that it holds whole, and of those that it holds
+    in part.
+    """
     reshard(model)
     tensors = [*model.parameters(), *model.buffers()]
     whole = [digest(local(tensor)) for tensor in tensors if not is_sharded(tensor)]
     parts = [digest(local(tensor)) for tensor in tensors if is_sharded(tensor)]
-    return [(tuple(own), tuple(own_parts)) for own, own_parts in topology.world.all_gather_object((whole, parts))]
+    return [
+        (tuple(own), tuple(own_parts))
+        for own, own_parts in topology.world.all_gather_object((whole, parts))
+    ]
 
 
 def _are_alike(ranks: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], group_size: int) -> bool:
@@ -439,13 +547,19 @@ def _are_alike(ranks: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], group_s
 
 def require_same_signatures(signatures: list[dict[str, str]]) -> None:
     # Tensors are paired by their order, so that must be the same too.
-    places = [{name: f"in place {place}" for place, name in enumerate(names)} for names in signatures]
+    places = [
+        {name: f"in place {place}" for place, name in enumerate(names)} for names in signatures
+    ]
     differences = _differences(signatures) or _differences(places)
     if differences:
-        shown = "; ".join(differences[:5]) + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
+        shown = "; ".join(differences[:5]) + (
+            f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
+        )
         raise ValueError(
-            f"The model differs between ranks: {shown}. All ranks must build the same model, with the same names,"
-            " shapes and dtypes. Do not let its construction depend on the rank. If a process trains several models,"
+            f"The model differs between ranks: {shown}. All ranks must build the same model,"
+            " with the same names,"
+            " shapes and dtypes. Do not let its construction depend on the rank. If a process"
+            " trains several models,"
             " all ranks must make their engines in the same order."
         )
 
@@ -454,7 +568,9 @@ def signature(model: nn.Module) -> dict[str, str]:
     """Describes what must be the same of every parameter and buffer, in their order."""
     found = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        frozen = " (frozen)" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+        frozen = (
+            " (frozen)" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+        )
         found[clean_name(name)] = _kind(tensor) + frozen
     return found
 
@@ -469,7 +585,8 @@ def _differences(ranks: list[dict[str, str]]) -> list[str]:
             by_text.setdefault(texts.get(name, "missing"), []).append(rank)
         if len(by_text) > 1:
             values = ", ".join(
-                f"{text} on rank{'s' if len(holders) > 1 else ''} {', '.join(map(str, holders[:8]))}"
+                f"{text} on rank{'s' if len(holders) > 1 else ''}"
+                f" {', '.join(map(str, holders[:8]))}"
                 f"{', ...' if len(holders) > 8 else ''}"
                 for text, holders in by_text.items()
             )
@@ -481,7 +598,9 @@ def _differences(ranks: list[dict[str, str]]) -> list[str]:
 
 
 class NamedOuter(NamedTuple):
-    """Holds the outer state of all fragments, whole, by name; ``rounds`` is how many outer steps were made at least."""
+    """Holds the outer state of all fragments, whole, by name; ``rounds`` is how many outer steps
+    were made at least.
+    """
 
     parameters: Mapping[str, OuterParameter]
     untrained: Mapping[str, Tensor]
@@ -494,14 +613,20 @@ def named_outer(fragments: Sequence[FragmentState], in_group: Communicator) -> N
     untrained: dict[str, Tensor] = {}
     for fragment in fragments:
         shards = in_group.all_gather_object(fragment.outer.state_dict())
-        parameters |= to_parameters(fragment.layout.state_dict(), [OuterState.of(shard) for shard in shards])
+        parameters |= to_parameters(
+            fragment.layout.state_dict(), [OuterState.of(shard) for shard in shards]
+        )
         untrained |= fragment.untrained.named()
     return NamedOuter(parameters, untrained)
 
 
 @torch.no_grad()
-def start_from(fragments: Sequence[FragmentState], outer: NamedOuter, in_group: Communicator) -> None:
-    """Takes outer state by name. What is not named keeps its local value, and starts without momentum."""
+def start_from(
+    fragments: Sequence[FragmentState], outer: NamedOuter, in_group: Communicator
+) -> None:
+    """Takes outer state by name. What is not named keeps its local value, and starts without
+    momentum.
+    """
     # All fragments of a round see the same learning rate, new ones, too.
     rounds = max([outer.rounds, *(parameter.rounds for parameter in outer.parameters.values())])
     for fragment in fragments:
@@ -509,8 +634,12 @@ def start_from(fragments: Sequence[FragmentState], outer: NamedOuter, in_group: 
         if any(name not in known for name in layout.names):
             shard = layout.read()
             values = layout.named(layout.all_gather(shard, in_group), shard, in_group)
-            known = {name: OuterParameter(whole.flatten(), {}, rounds) for name, whole in values.items()} | known
-        fragment.start_from(layout.to_shard([known[name] for name in layout.names]), outer.untrained)
+            known = {
+                name: OuterParameter(whole.flatten(), {}, rounds) for name, whole in values.items()
+            } | known
+        fragment.start_from(
+            layout.to_shard([known[name] for name in layout.names]), outer.untrained
+        )
 
 
 class Recut(NamedTuple):
@@ -532,7 +661,9 @@ class Recut(NamedTuple):
 
     @property
     def needs_mean(self) -> bool:
-        """Whether the mean of the groups is needed: some frozen parameters never landed, and now never will."""
+        """Whether the mean of the groups is needed: some frozen parameters never landed, and now
+        never will.
+        """
         return not all(parameter.rounds for parameter in self.frozen.values())
 
     @property
@@ -541,11 +672,15 @@ class Recut(NamedTuple):
         return list(self.new), list(self.frozen)
 
     def agreed(self, names: Sequence[tuple[list[str], list[str]]]) -> "Recut":
-        """Returns what all ranks do, given the names of all: what one has replaced is new in all of them."""
+        """Returns what all ranks do, given the names of all: what one has replaced is new in all
+        of them.
+        """
         new = {name for names_of_rank, _ in names for name in names_of_rank}
         frozen = set.intersection(*(set(names_of_rank) for _, names_of_rank in names))
         outer = self.outer._replace(
-            parameters={name: own for name, own in self.outer.parameters.items() if name not in new},
+            parameters={
+                name: own for name, own in self.outer.parameters.items() if name not in new
+            },
             untrained={name: own for name, own in self.outer.untrained.items() if name not in new},
         )
         tensors = self.known | self.new
@@ -564,7 +699,9 @@ class Recut(NamedTuple):
         outer: NamedOuter,
         settings: Settings,
     ) -> "Recut":
-        """Divides the outer state of a cut: what is trained on, what was frozen, and what is no longer there."""
+        """Divides the outer state of a cut: what is trained on, what was frozen, and what is no
+        longer there.
+        """
         model = cut_model.model
         rounds = max(parameter.rounds for parameter in outer.parameters.values())
         parameters, untrained = dict[str, OuterParameter](), dict[str, Tensor]()
@@ -575,7 +712,9 @@ class Recut(NamedTuple):
                 new[name] = parameter
             else:
                 known[name], parameters[name] = parameter, outer.parameters[former_name]
-        kinds_before = {name: kind for state in before for name, kind in state.untrained.kinds_by_name().items()}
+        kinds_before = {
+            name: kind for state in before for name, kind in state.untrained.kinds_by_name().items()
+        }
         for place, kind in kinds_of(model, settings.untrained or {}, kinds_before).items():
             # Code replaces the tensors of buffers as it likes, so they are known by their module.
             former_name = cut_model.former_place(place.name)
@@ -592,7 +731,9 @@ class Recut(NamedTuple):
 
 @torch.no_grad()
 def take_over(fragments: Sequence[FragmentState], recut: Recut, topology: Topology) -> None:
-    """Prepares a model for a new cut: frozen parameters take their outer value, new ones group 0's."""
+    """Prepares a model for a new cut: frozen parameters take their outer value, new ones group
+    0's.
+    """
     frozen = {name: parameter.values for name, parameter in recut.frozen.items()}
     for fragment in fragments:
         fragment.layout.write_named(frozen)
@@ -604,10 +745,14 @@ def cut_again(
     cut_model: CutModel, fragments: Sequence[FragmentState], settings: Settings, topology: Topology
 ) -> tuple[Fragment, ...]:
     """Cuts a model again after what is trainable has changed. All ranks must call it."""
-    if any(is_sharded(parameter) for fragment in fragments for parameter in fragment.layout.parameters):
+    if any(
+        is_sharded(parameter) for fragment in fragments for parameter in fragment.layout.parameters
+    ):
         raise ValueError(
-            "Parameters were frozen, became trainable or were replaced since training began. FSDP2 cannot follow: new"
-            " ones would not be trained. Choose what is trainable in configure_model, and train in several fits."
+            "Parameters were frozen, became trainable or were replaced since training began."
+            " FSDP2 cannot follow: new"
+            " ones would not be trained. Choose what is trainable in configure_model, and train"
+            " in several fits."
         )
     require_same_model(cut_model.model, topology.world)
     partition = cut(cut_model.model, settings)
@@ -617,18 +762,28 @@ def cut_again(
 
 def say_what_is_cut_again(recut: Recut, cut_model: CutModel, *, restarts: bool) -> None:
     has_new = any(isinstance(tensor, nn.Parameter) for tensor in recut.new.values())
-    elsewhere = "parameters have been replaced on other ranks" if has_new else "names or dtypes have changed"
+    elsewhere = (
+        "parameters have been replaced on other ranks"
+        if has_new
+        else "names or dtypes have changed"
+    )
     _log.warning(
         "The model is cut again, into %d fragments, and rounds %s: since the last cut, %s.%s",
         len(recut.fragments),
         "restart" if restarts else "continue",
         cut_model.described() or elsewhere,
-        " What is new starts from the values of the first worker group, without outer momentum." if has_new else "",
+        " What is new starts from the values of the first worker group, without outer momentum."
+        if has_new
+        else "",
     )
 
 
-def follow_in_optimizers(recut: Recut, cut_model: CutModel, optimizers: Sequence[Optimizer], *, says: bool) -> None:
-    """Drops gradients and optimizer state of another shape, and warns of new parameters that no optimizer steps."""
+def follow_in_optimizers(
+    recut: Recut, cut_model: CutModel, optimizers: Sequence[Optimizer], *, says: bool
+) -> None:
+    """Drops gradients and optimizer state of another shape, and warns of new parameters that no
+    optimizer steps.
+    """
     stepped, trained = set[int](), set[int]()
     for optimizer in optimizers:
         # Lightning takes anything that has the methods of an optimizer.
@@ -649,21 +804,29 @@ def follow_in_optimizers(recut: Recut, cut_model: CutModel, optimizers: Sequence
             for optimizer in optimizers:
                 optimizer.state.pop(tensor, None)
         # Perhaps none stepped what was replaced, such as a copy of another submodule.
-        elif former is not tensor and id(tensor) not in stepped and (former is None or id(former) in trained):
+        elif (
+            former is not tensor
+            and id(tensor) not in stepped
+            and (former is None or id(former) in trained)
+        ):
             unstepped.append(name)
     if optimizers and unstepped and says:
         _log.warning(
-            "No inner optimizer steps %d of the new parameters, such as %r: they do not train. Give them to one with"
+            "No inner optimizer steps %d of the new parameters, such as %r: they do not train."
+            " Give them to one with"
             " add_param_group, or make a new optimizer, before the model is cut again.",
             len(unstepped),
             unstepped[0],
         )
 
 
-def require_same_fragments(fragments: Sequence[FragmentState], saved: Sequence[Mapping[str, object]]) -> None:
+def require_same_fragments(
+    fragments: Sequence[FragmentState], saved: Sequence[Mapping[str, object]]
+) -> None:
     names = [list(fragment.layout.names) for fragment in fragments]
     if [fragment["names"] for fragment in saved] != names:
         raise ValueError(
-            f"The state has other fragments: {len(saved)} instead of {len(names)}, or with other parameters. Resume"
+            f"The state has other fragments: {len(saved)} instead of {len(names)}, or with other"
+            " parameters. Resume"
             " with the same model and the same fragments."
         )

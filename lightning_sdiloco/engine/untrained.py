@@ -1,22 +1,29 @@
 """State that no optimizer trains: buffers, and frozen parameters that code moves.
 
-[Note: kinds of untrained state] Every such tensor has one kind. A user names kinds by patterns, ``untrained=`` of the
-engine; `default_kinds` decides for the others.
+[Note: kinds of untrained state] Every such tensor has one kind. A user names kinds by patterns,
+``untrained=`` of the engine; `default_kinds` decides for the others.
 
-=========  ========================================  ==================================================================
-kind       by default                                what happens to it
-=========  ========================================  ==================================================================
-``mean``   floating-point buffers, such as           Groups take the plain mean, in at least float32, with each landing
-           statistics and moving averages            of the fragment; it is mixed like the parameters.
-``first``  single values, whole numbers, and         Groups take the values of the first group that counted, with each
+=========  ========================================
+================================================================== kind       by default
+what happens to it =========  ========================================
+================================================================== ``mean``   floating-point
+buffers, such as           Groups take the plain mean, in at least float32, with each landing
+           statistics and moving averages            of the fragment; it is mixed like the
+           parameters.
+``first``  single values, whole numbers, and         Groups take the values of the first group that
+counted, with each
            vectors of length one                     landing, in the buffer's own dtype.
-``own``    frozen parameters, and modules whose      Each group keeps its own in training. Validation, checkpoints and
-           buffers are `large`                       the end of training show those of the first group.
-=========  ========================================  ==================================================================
+``own``    frozen parameters, and modules whose      Each group keeps its own in training.
+Validation, checkpoints and
+           buffers are `large`                       the end of training show those of the first
+           group.
+=========  ========================================
+==================================================================
 
-What some group has changed travels, once all groups know of it. Constants do not travel, and keep their bits. Whole
-numbers that have changed alike in all groups, as counters do, each of them keeps and shows as they are now. Buffers
-that are not persistent belong to a rank alone, unless a pattern names them.
+What some group has changed travels, once all groups know of it. Constants do not travel, and keep
+their bits. Whole numbers that have changed alike in all groups, as counters do, each of them keeps
+and shows as they are now. Buffers that are not persistent belong to a rank alone, unless a pattern
+names them.
 """
 
 import logging
@@ -35,15 +42,16 @@ from lightning_sdiloco.engine.shards import clean_name, digest, is_sharded, loca
 
 _log = logging.getLogger(__name__)
 
-# Buffers of one module that are larger than this travel only if they are smaller than half of what is trained.
+# Buffers of one module that are larger than this travel only if they are smaller than half of what
+# is trained.
 _SMALL_BYTES = 256 * 1024
 _LARGEST_SHARE = 0.5
 
 # Of a vector of length one, such as those of spectral norms and of queues of features.
 _TOLERANCE = 1e-3
 
-# One bit for each tensor that travels says whether it changed; further ones share the last of these. The highest bit
-# says whether a tensor of the kind `own` did.
+# One bit for each tensor that travels says whether it changed; further ones share the last of
+# these. The highest bit says whether a tensor of the kind `own` did.
 _BITS = 63
 _OWN_MOVED = 1 << _BITS
 
@@ -60,7 +68,9 @@ class Kind(str, Enum):
 
 
 class Place(NamedTuple):
-    """Says where a model holds a tensor. The tensor itself is looked up at each use, because code may rebind it."""
+    """Says where a model holds a tensor. The tensor itself is looked up at each use, because code
+    may rebind it.
+    """
 
     name: str
     model: nn.Module
@@ -87,8 +97,10 @@ class Place(NamedTuple):
         tensor: Tensor | None = self._held.get(self.key)
         if tensor is None:
             raise ValueError(
-                f"{self.name!r} was part of the model when it was cut into fragments, and is no longer there. Replace"
-                " or remove modules before training, or between epochs; in your own loop call recut() afterwards, on"
+                f"{self.name!r} was part of the model when it was cut into fragments, and is no"
+                " longer there. Replace"
+                " or remove modules before training, or between epochs; in your own loop call"
+                " recut() afterwards, on"
                 " all ranks."
             )
         return tensor
@@ -112,7 +124,9 @@ def untrained_places(model: nn.Module) -> Iterator[Place]:
     seen = set[int]()
     for prefix, module in model.named_modules():
         path = tuple(prefix.split(".")) if prefix else ()
-        frozen = {key: p for key, p in module._parameters.items() if p is not None and not p.requires_grad}
+        frozen = {
+            key: p for key, p in module._parameters.items() if p is not None and not p.requires_grad
+        }
         for held, is_parameter in ((module._buffers, False), (frozen, True)):
             for key, tensor in held.items():
                 if tensor is not None and id(tensor) not in seen:
@@ -120,8 +134,11 @@ def untrained_places(model: nn.Module) -> Iterator[Place]:
                     yield Place(clean_name(".".join((*path, key))), model, path, key, is_parameter)
 
 
-def kinds_of(model: nn.Module, named: Mapping[str, str], before: Mapping[str, Kind]) -> dict[Place, Kind]:
-    """Returns the kind of each tensor that no optimizer trains, without the buffers that belong to a rank alone.
+def kinds_of(
+    model: nn.Module, named: Mapping[str, str], before: Mapping[str, Kind]
+) -> dict[Place, Kind]:
+    """Returns the kind of each tensor that no optimizer trains, without the buffers that belong to
+    a rank alone.
 
     Args:
         model: The model, as it is cut.
@@ -142,7 +159,8 @@ def kinds_of(model: nn.Module, named: Mapping[str, str], before: Mapping[str, Ki
             _require_whole(place)
         if kind is Kind.MEAN and not place.tensor.is_floating_point():
             raise ValueError(
-                f"untrained={{{place.name!r}: 'mean'}} was given, but its values are {place.tensor.dtype}, which have"
+                f"untrained={{{place.name!r}: 'mean'}} was given, but its values are"
+                f" {place.tensor.dtype}, which have"
                 " no mean. Choose 'first' or 'own'."
             )
     return kinds
@@ -150,7 +168,9 @@ def kinds_of(model: nn.Module, named: Mapping[str, str], before: Mapping[str, Ki
 
 def default_kinds(model: nn.Module, places: Iterable[Place]) -> dict[Place, Kind]:
     """Decides where the user named nothing; see [Note: kinds of untrained state]."""
-    trained_bytes = sum(4 * parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    trained_bytes = sum(
+        4 * parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+    )
     most_bytes = max(_SMALL_BYTES, _LARGEST_SHARE * trained_bytes)
     kinds = dict[Place, Kind]()
     module_bytes = dict[tuple[str, ...], int]()
@@ -189,18 +209,23 @@ def _is_persistent(place: Place) -> bool:
 
 
 def _require_matches(model: nn.Module, places: Sequence[Place], named: Mapping[str, str]) -> None:
-    trained = [clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = [
+        clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
     for pattern in named:
         if any(fnmatchcase(place.name, pattern) for place in places):
             continue
         if found := [name for name in trained if fnmatchcase(name, pattern)]:
             raise ValueError(
-                f"untrained={{{pattern!r}: ...}} names the trainable parameter {found[0]!r}. It is for buffers and"
-                " frozen parameters: what is trained is averaged anyway. Change the pattern, or leave it out."
+                f"untrained={{{pattern!r}: ...}} names the trainable parameter {found[0]!r}. It"
+                " is for buffers and"
+                " frozen parameters: what is trained is averaged anyway. Change the pattern, or"
+                " leave it out."
             )
         known = ", ".join(repr(place.name) for place in places[:5]) or "none"
         raise ValueError(
-            f"untrained={{{pattern!r}: ...}} matches no buffer and no frozen parameter of the model. The model has:"
+            f"untrained={{{pattern!r}: ...}} matches no buffer and no frozen parameter of the"
+            " model. The model has:"
             f" {known}{', ...' if len(places) > 5 else ''}. Correct the pattern, or leave it out."
         )
 
@@ -208,8 +233,10 @@ def _require_matches(model: nn.Module, places: Sequence[Place], named: Mapping[s
 def _require_whole(place: Place) -> None:
     if is_sharded(place.tensor):
         raise ValueError(
-            f"The {'parameter' if place.is_parameter else 'buffer'} {place.name!r} is sharded. Untrained state travels"
-            " whole, from one rank of a group: keep it as a plain tensor, register it with persistent=False, or give"
+            f"The {'parameter' if place.is_parameter else 'buffer'} {place.name!r} is sharded."
+            " Untrained state travels"
+            " whole, from one rank of a group: keep it as a plain tensor, register it with"
+            " persistent=False, or give"
             f" untrained={{{place.name!r}: 'own'}}."
         )
 
@@ -238,7 +265,9 @@ def from_bytes(flat: Tensor, like: Tensor) -> Tensor:
 
 def all_alike(tensors: Sequence[Tensor]) -> Tensor:
     """Returns, for each value, whether tensors of one shape and dtype have the same bits there."""
-    first, *others = [to_bytes(tensor).view(tensor.numel(), tensor.element_size()) for tensor in tensors]
+    first, *others = [
+        to_bytes(tensor).view(tensor.numel(), tensor.element_size()) for tensor in tensors
+    ]
     is_alike = torch.ones(len(first), dtype=torch.bool, device=first.device)
     for other in others:
         is_alike &= (other == first).all(dim=1)
@@ -246,7 +275,9 @@ def all_alike(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def are_alike(tensor: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors have the same shape, dtype and bits; NaNs of the same bits are alike."""
+    """Returns whether two tensors have the same shape, dtype and bits; NaNs of the same bits are
+    alike.
+    """
     if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
     return torch.equal(to_bytes(tensor), to_bytes(other))
@@ -255,8 +286,8 @@ def are_alike(tensor: Tensor, other: Tensor) -> bool:
 def elementwise_mean(rows: Tensor, outer: Tensor | None) -> tuple[Tensor, list[bool]]:
     """Returns the plain mean over the groups, and which groups it leaves out.
 
-    A value that all groups hold alike keeps its bits, infinities included. A group that holds a value which is not
-    finite, and not the same everywhere, is left out.
+    A value that all groups hold alike keeps its bits, infinities included. A group that holds a
+    value which is not finite, and not the same everywhere, is left out.
 
     Args:
         rows: The values, by group.
@@ -283,8 +314,8 @@ def mix_in(values: Tensor, outer: Tensor, kept_share: float, is_kept: Tensor) ->
     """Mixes outer values into local ones, elementwise.
 
     Args:
-        values: The local values. Those that equal the outer ones keep their bits; others that are not finite are
-            replaced.
+        values: The local values. Those that equal the outer ones keep their bits; others that are
+            not finite are replaced.
         outer: The outer values.
         kept_share: The share of the local values in the mean.
         is_kept: Where local values stay as they are: a truth value for each value, or one for all.
@@ -303,18 +334,22 @@ def mix_in(values: Tensor, outer: Tensor, kept_share: float, is_kept: Tensor) ->
 def new_outer(
     kind: Kind, sent: Mapping[str, Tensor], outer: Tensor, *, keeps_outer: bool = True
 ) -> tuple[Tensor, list[str]]:
-    """Returns the new outer values of one tensor, and whose values are left out because they are not finite.
+    """Returns the new outer values of one tensor, and whose values are left out because they are
+    not finite.
 
     Args:
         kind: `Kind.MEAN` or `Kind.FIRST`.
         sent: The values of all that count, by name, in their order.
         outer: The outer values before.
-        keeps_outer: Whether these stay where nobody can count; otherwise the first ones sent are taken.
+        keeps_outer: Whether these stay where nobody can count; otherwise the first ones sent are
+            taken.
     """
     if kind is Kind.MEAN:
         rows = torch.stack([values.flatten() for values in sent.values()])
         mean, is_left_out = elementwise_mean(rows, outer.flatten() if keeps_outer else None)
-        return mean.view(outer.shape), [who for who, is_out in zip(sent, is_left_out, strict=True) if is_out]
+        return mean.view(outer.shape), [
+            who for who, is_out in zip(sent, is_left_out, strict=True) if is_out
+        ]
     spoilt = [who for who, values in sent.items() if values.isnan().any()]
     whole = [who for who in sent if who not in spoilt]
     if whole:
@@ -327,7 +362,8 @@ def say_left_out(left_out: Mapping[str, Sequence[str]]) -> None:
     told = [f"{name!r} of {who}" for name, senders in left_out.items() for who in senders]
     if told:
         _log.warning(
-            "Buffers that are not finite are left out of the mean and get the outer values: %s.", ", ".join(told)
+            "Buffers that are not finite are left out of the mean and get the outer values: %s.",
+            ", ".join(told),
         )
 
 
@@ -339,7 +375,8 @@ class Arrived(NamedTuple):
 
     Attributes:
         outer: The new outer values.
-        is_alike: Whether all groups have changed it to the same whole numbers, as a counter: a truth value for each.
+        is_alike: Whether all groups have changed it to the same whole numbers, as a counter: a
+            truth value for each.
         is_kept: Where this group keeps its own values, because all groups take those that it sent.
         own: By name, what the first site keeps; it comes with the last record of a federation.
     """
@@ -351,14 +388,20 @@ class Arrived(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*self.outer.values(), *self.is_alike.values(), *self.is_kept.values(), *self.own.values()]
+        return [
+            *self.outer.values(),
+            *self.is_alike.values(),
+            *self.is_kept.values(),
+            *self.own.values(),
+        ]
 
 
 NOTHING = Arrived({}, {}, {}, {})
 
 
 class OwnState:
-    """Holds what each group keeps of a fragment, and tells whether code has changed it since the start.
+    """Holds what each group keeps of a fragment, and tells whether code has changed it since the
+    start.
 
     Attributes:
         places: Where the model holds it.
@@ -368,15 +411,20 @@ class OwnState:
     def __init__(self, places: Sequence[Place], digests: Mapping[str, int | None]) -> None:
         self.places = list(places)
         self.known = set(digests)
-        # Those at the start of training, where the model was cut before; None where groups have begun unlike.
-        self.digests = {place.name: digests.get(place.name, digest(place.values)) for place in self.places}
+        # Those at the start of training, where the model was cut before; None where groups have
+        # begun unlike.
+        self.digests = {
+            place.name: digests.get(place.name, digest(place.values)) for place in self.places
+        }
         self.of_first = dict[str, Tensor]()
         self._forms = {place.name: _form(place.tensor) for place in self.places}
         self._mark = self._marked()
         self._has_changed = False
 
     def has_changed(self) -> bool:
-        """Looks at a few values of each tensor; at all of them only if these or the versions of tensors differ."""
+        """Looks at a few values of each tensor; at all of them only if these or the versions of
+        tensors differ.
+        """
         mark = self._marked()
         if mark != self._mark:
             # Code that writes the same values, as a broadcast of buffers does, changes nothing.
@@ -389,12 +437,16 @@ class OwnState:
         return [place for place in self.places if digest(place.values) != self.digests[place.name]]
 
     def nbytes(self) -> list[int]:
-        """Returns how many bytes each tensor had when the model was cut, in all ranks of a group."""
+        """Returns how many bytes each tensor had when the model was cut, in all ranks of a
+        group.
+        """
         forms = [self._forms[place.name] for place in self.places]
         return [shape.numel() * dtype.itemsize for shape, dtype in forms]
 
     def new_empty(self, place: Place) -> Tensor:
-        """Returns a tensor without values, of the shape and dtype that a tensor had when the model was cut."""
+        """Returns a tensor without values, of the shape and dtype that a tensor had when the model
+        was cut.
+        """
         shape, dtype = self._forms[place.name]
         return torch.empty(shape, dtype=dtype, device=place.tensor.device)
 
@@ -402,11 +454,17 @@ class OwnState:
         """Returns `of_first`, as far as code has not bound something else here."""
         fits = self.fitting(self.of_first)
         for name in self.of_first.keys() - fits.keys():
-            _log.warning("%r has another shape or dtype than that of the first site: this site keeps its own.", name)
+            _log.warning(
+                "%r has another shape or dtype than that of the first site: this site keeps its"
+                " own.",
+                name,
+            )
         return fits
 
     def fitting(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns those values, by name, that have the shape and dtype of what the model holds whole."""
+        """Returns those values, by name, that have the shape and dtype of what the model holds
+        whole.
+        """
         fits = dict[str, Tensor]()
         for place in self.places:
             held = place.tensor
@@ -416,11 +474,15 @@ class OwnState:
         return fits
 
     def copies(self) -> list[Tensor]:
-        """Copies what code has changed since the start and this rank holds whole; empty tensors for the rest."""
+        """Copies what code has changed since the start and this rank holds whole; empty tensors
+        for the rest.
+        """
         changed = [place.name for place in self.changed()] if self.has_changed() else []
         copies = list[Tensor]()
         for place in self.places:
-            is_whole = not is_sharded(place.tensor) and _form(place.tensor) == self._forms[place.name]
+            is_whole = (
+                not is_sharded(place.tensor) and _form(place.tensor) == self._forms[place.name]
+            )
             is_sent = is_whole and place.name in changed
             copies.append(place.values.clone() if is_sent else place.values.new_empty(0))
         return copies
@@ -431,7 +493,8 @@ class OwnState:
         for place in self.places:
             values = place.values
             versions.append((values.data_ptr(), place.tensor._version))
-            # Some code writes behind the back of autograd, as ``p.data.mul_()`` does, which changes no version.
+            # Some code writes behind the back of autograd, as ``p.data.mul_()`` does, which changes
+            # no version.
             if values.is_contiguous():
                 stride = max(1, values.numel() // _SAMPLED)
                 samples.append(to_bytes(values.view(-1)[::stride]))
@@ -443,21 +506,29 @@ def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 class UntrainedState:
-    """Holds the untrained state of a fragment: what travels with it, with outer values, and what groups keep.
+    """Holds the untrained state of a fragment: what travels with it, with outer values, and what
+    groups keep.
 
     Attributes:
         kinds: The kind of each tensor that travels.
-        outer: The outer values of each tensor that travels: at least float32 for a mean, its own dtype otherwise.
+        outer: The outer values of each tensor that travels: at least float32 for a mean, its own
+            dtype otherwise.
         own: What does not travel.
-        own_moved: Whether some group has changed a tensor of the kind `own`: known alike in all groups.
+        own_moved: Whether some group has changed a tensor of the kind `own`: known alike in all
+            groups.
     """
 
     def __init__(
-        self, kinds: Mapping[Place, Kind], before: "Sequence[UntrainedState]" = (), named: Collection[str] = ()
+        self,
+        kinds: Mapping[Place, Kind],
+        before: "Sequence[UntrainedState]" = (),
+        named: Collection[str] = (),
     ) -> None:
         self._places = [place for place, kind in kinds.items() if kind is not Kind.OWN]
         digests = {name: value for state in before for name, value in state.own.digests.items()}
-        self.own: OwnState = OwnState([place for place, kind in kinds.items() if kind is Kind.OWN], digests)
+        self.own: OwnState = OwnState(
+            [place for place, kind in kinds.items() if kind is Kind.OWN], digests
+        )
         self.kinds: list[Kind] = [kind for kind in kinds.values() if kind is not Kind.OWN]
         # Patterns of names whose kind a user has chosen; the others follow from the first values.
         self._named = tuple(named)
@@ -465,7 +536,8 @@ class UntrainedState:
         self._has_warned = False
         self.own_moved: bool = any(state.own_moved for state in before)
         self.outer = [self._copied(index) for index in range(len(self._places))]
-        # Whole numbers that have changed alike in all groups, each shows as they are, newer than the outer values.
+        # Whole numbers that have changed alike in all groups, each shows as they are, newer than
+        # the outer values.
         self._is_alike = [torch.tensor(False, device=outer.device) for outer in self.outer]
         # What code has overwritten in a validation: a flight of before must not land on it.
         self._rewritten = set[int]()
@@ -486,12 +558,17 @@ class UntrainedState:
 
     def kinds_by_name(self) -> dict[str, Kind]:
         """Returns the kinds of what travels, and of what groups keep."""
-        return {**dict(zip(self.names, self.kinds, strict=True)), **{place.name: Kind.OWN for place in self.own.places}}
+        return {
+            **dict(zip(self.names, self.kinds, strict=True)),
+            **{place.name: Kind.OWN for place in self.own.places},
+        }
 
     def _copied(self, index: int) -> Tensor:
         values = self._places[index].values
         is_mean = self.kinds[index] is Kind.MEAN
-        return values.to(torch.promote_types(values.dtype, torch.float32) if is_mean else values.dtype, copy=True)
+        return values.to(
+            torch.promote_types(values.dtype, torch.float32) if is_mean else values.dtype, copy=True
+        )
 
     def note_rewritten(self, names: Collection[str]) -> None:
         """Notes what code has overwritten, instead of training: what is in flight is older."""
@@ -502,7 +579,9 @@ class UntrainedState:
         self._rewritten.clear()
 
     def let_go(self) -> None:
-        """Puts copies in the place of what the model no longer has, or has in another shape, until it is cut again."""
+        """Puts copies in the place of what the model no longer has, or has in another shape, until
+        it is cut again.
+        """
         self.own.places = [place for place in self.own.places if place.is_there]
         for index, place in enumerate(self._places):
             if not place.is_there or not self._fits(index):
@@ -511,14 +590,18 @@ class UntrainedState:
                 self._places[index] = Place(place.name, outside, (), place.key, is_parameter=False)
 
     def expect_unlike(self, known: Collection[str]) -> None:
-        """Takes note of frozen parameters that are not known to be alike in all groups, such as those of a new copy."""
+        """Takes note of frozen parameters that are not known to be alike in all groups, such as
+        those of a new copy.
+        """
         for place in self.own.places:
             if place.name not in known and place.name not in self.own.known:
                 self.own.digests[place.name] = None
                 self.own_moved = True
 
     def snapshot(self) -> list[Tensor]:
-        """Copies what travels as it is now; the outer values, where code has bound what cannot be exchanged."""
+        """Copies what travels as it is now; the outer values, where code has bound what cannot be
+        exchanged.
+        """
         copies = list[Tensor]()
         for index, outer in enumerate(self.outer):
             values = self._places[index].values if self._is_exchanged(index) else outer
@@ -527,10 +610,15 @@ class UntrainedState:
         return copies
 
     def _fits(self, index: int) -> bool:
-        """Returns whether the outer values can hold what the model holds: its shape, and every value of its dtype."""
+        """Returns whether the outer values can hold what the model holds: its shape, and every
+        value of its dtype.
+        """
         values = self._places[index].values
         dtype = self.outer[index].dtype
-        return values.shape == self._shapes[index] and torch.promote_types(values.dtype, dtype) == dtype
+        return (
+            values.shape == self._shapes[index]
+            and torch.promote_types(values.dtype, dtype) == dtype
+        )
 
     def _is_exchanged(self, index: int) -> bool:
         if self._fits(index):
@@ -538,8 +626,10 @@ class UntrainedState:
         if not self._has_warned:
             place = self._places[index]
             _log.warning(
-                "%r had the shape %s and outer values of %s when the model was cut, and has %s and %s now: the worker"
-                " groups cannot exchange it, and each keeps its own. Give untrained={%r: 'own'} to say so.",
+                "%r had the shape %s and outer values of %s when the model was cut, and has %s"
+                " and %s now: the worker"
+                " groups cannot exchange it, and each keeps its own. Give untrained={%r: 'own'}"
+                " to say so.",
                 place.name,
                 tuple(self._shapes[index]),
                 self.outer[index].dtype,
@@ -551,7 +641,9 @@ class UntrainedState:
         return False
 
     def changed(self, snapshot: Sequence[Tensor], *, everything: bool = False) -> int:
-        """Compares with the outer values: one bit for each tensor of a snapshot that differs, and one for `own`."""
+        """Compares with the outer values: one bit for each tensor of a snapshot that differs, and
+        one for `own`.
+        """
         bits = 0
         for index, (values, outer) in enumerate(zip(snapshot, self.outer, strict=True)):
             if everything or not are_alike(values, outer):
@@ -565,11 +657,17 @@ class UntrainedState:
         return [index for index in range(len(self.outer)) if changed & _bit(index)]
 
     def changed_since(self, snapshot: Sequence[Tensor]) -> list[int]:
-        """Returns the indices of what a site sends: what differs from the outer values, and what is own behind them."""
+        """Returns the indices of what a site sends: what differs from the outer values, and what
+        is own behind them.
+        """
         travels = len(self.outer)
         pairs = zip(snapshot[:travels], self.outer, strict=True)
-        changed = [index for index, (values, outer) in enumerate(pairs) if not are_alike(values, outer)]
-        return changed + [index for index in range(travels, len(snapshot)) if snapshot[index].numel()]
+        changed = [
+            index for index, (values, outer) in enumerate(pairs) if not are_alike(values, outer)
+        ]
+        return changed + [
+            index for index in range(travels, len(snapshot)) if snapshot[index].numel()
+        ]
 
     def nbytes(self, index: int) -> int:
         """Returns how many bytes of a message the values at an index take."""
@@ -584,7 +682,9 @@ class UntrainedState:
         self.own_moved = self.own_moved or bool(changed & _OWN_MOVED)
 
     def land(self, arrived: Arrived, kept_share: float) -> None:
-        """Takes outer values that have arrived into the local ones; means are mixed. A share of 1 trains apart."""
+        """Takes outer values that have arrived into the local ones; means are mixed. A share of 1
+        trains apart.
+        """
         for index in arrived.outer:
             is_mean = self.kinds[index] is Kind.MEAN
             if index in self._rewritten or not self._is_exchanged(index):
@@ -594,7 +694,9 @@ class UntrainedState:
                 mix_in(self._places[index].values, self.outer[index], share, arrived.is_kept[index])
 
     def write(self) -> None:
-        """Shows the outer values in the model; counters, which all groups have changed alike, are shown as they are."""
+        """Shows the outer values in the model; counters, which all groups have changed alike, are
+        shown as they are.
+        """
         for index, is_alike in enumerate(self._is_alike):
             if self._is_exchanged(index):
                 mix_in(self._places[index].values, self.outer[index], 0.0, is_alike)
@@ -621,7 +723,9 @@ class UntrainedState:
         return dict(zip(self.names, self.outer, strict=True))
 
     def digested(self) -> Tensor | None:
-        """Returns the outer values as one vector of whole words, for a digest; None if there are none."""
+        """Returns the outer values as one vector of whole words, for a digest; None if there are
+        none.
+        """
         if not self.outer:
             return None
         flat = torch.cat([to_bytes(values) for values in self.outer])
@@ -645,7 +749,8 @@ class UntrainedState:
                 continue
             if any(fnmatchcase(name, pattern) for pattern in self._named):
                 raise ValueError(
-                    f"{name!r} was saved as untrained state of the kind {saved!r}, and is {kind.value!r} now. Give"
+                    f"{name!r} was saved as untrained state of the kind {saved!r}, and is"
+                    f" {kind.value!r} now. Give"
                     f" untrained={{{name!r}: {saved!r}}} to resume."
                 )
             # The kind followed from the values at the start, which are others now.
@@ -677,7 +782,8 @@ def untrained_state_of(
     named: Mapping[str, str],
     before: Sequence[UntrainedState] = (),
 ) -> list[UntrainedState]:
-    """Assigns every tensor to the fragment that holds parameters of its module, or of the nearest one.
+    """Assigns every tensor to the fragment that holds parameters of its module, or of the nearest
+    one.
 
     Args:
         model: The model.
@@ -685,7 +791,9 @@ def untrained_state_of(
         named: Kinds by patterns of names, from the user.
         before: What was held of it when it was cut before.
     """
-    fragment_of = {name: index for index, fragment in enumerate(fragments) for name in fragment.names}
+    fragment_of = {
+        name: index for index, fragment in enumerate(fragments) for name in fragment.names
+    }
     # The first fragment with parameters inside each module.
     fragment_in = dict[tuple[str, ...], int]()
     for name, index in fragment_of.items():
@@ -711,15 +819,16 @@ def agreed(
     keeps_outer: bool = True,
     speaks: bool = True,
 ) -> Tensor:
-    """Returns the new outer values as bytes, and behind them a byte for each tensor: whether it has changed alike.
+    """Returns the new outer values as bytes, and behind them a byte for each tensor: whether it has
+    changed alike.
 
-    Only whole numbers have: groups may hold other values alike for once, by chance, and no more when
-    they are shown.
+    Only whole numbers have: groups may hold other values alike for once, by chance, and no more
+    when they are shown.
 
     Args:
         state: The untrained state of the fragment.
-        sent: The bytes of each tensor that travels, by its index and the name of who sent them: all that count, in
-            their order.
+        sent: The bytes of each tensor that travels, by its index and the name of who sent them: all
+            that count, in their order.
         keeps_outer: As for `new_outer`.
         speaks: Whether to log whose values are left out.
     """
@@ -735,14 +844,18 @@ def agreed(
             new, spoilt = before, []
         has_changed = ~all_alike([new, before]).all()
         values.append(to_bytes(new))
-        is_alike.append(to_bytes(all_alike(list(tensors.values())).all() & has_changed & _is_whole(new)))
+        is_alike.append(
+            to_bytes(all_alike(list(tensors.values())).all() & has_changed & _is_whole(new))
+        )
         left_out[state.names[index]] = spoilt
     if speaks:
         say_left_out(left_out)
     return torch.cat([*values, *is_alike])
 
 
-def arrived(state: UntrainedState, travelling: Sequence[int], flat: Tensor, snapshot: Sequence[Tensor]) -> Arrived:
+def arrived(
+    state: UntrainedState, travelling: Sequence[int], flat: Tensor, snapshot: Sequence[Tensor]
+) -> Arrived:
     """Reads what `agreed` returned.
 
     Args:
@@ -780,7 +893,8 @@ def buffer_places(model: nn.Module) -> list[Place]:
 
 
 def first_own(states: Sequence[UntrainedState], topology: Topology) -> dict[str, Tensor]:
-    """Returns what the first group keeps, by name, as far as this rank holds something else. All ranks must call it.
+    """Returns what the first group keeps, by name, as far as this rank holds something else. All
+    ranks must call it.
 
     The first group is the lowest one that holds no NaN in what differs.
     """
@@ -793,10 +907,14 @@ def first_own(states: Sequence[UntrainedState], topology: Topology) -> dict[str,
     differing = list[Place]()
     for index, place in enumerate(places):
         # Ranks that hold the same part of a sharded tensor are compared with each other.
-        holders = ranks[topology.group_rank :: topology.group_size] if is_sharded(place.tensor) else ranks
+        holders = (
+            ranks[topology.group_rank :: topology.group_size] if is_sharded(place.tensor) else ranks
+        )
         held = [of_rank[index] for of_rank in holders]
         if any(form != held[0][1] for _, form in held):
-            _log.warning("%r has another shape or dtype on other ranks: each keeps its own.", place.name)
+            _log.warning(
+                "%r has another shape or dtype on other ranks: each keeps its own.", place.name
+            )
         elif any(other != held[0] for other in held):
             differing.append(place)
     is_spoilt = any(bool(place.values.isnan().any()) for place in differing)

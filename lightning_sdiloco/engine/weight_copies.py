@@ -1,21 +1,25 @@
-"""Copies of the weights that inner optimizers keep: which there are, and what becomes of them when weights change.
+"""Copies of the weights that inner optimizers keep: which there are, and what becomes of them when
+weights change.
 
-[Note: copies of the weights] Some optimizers step on a copy of the weights and then write the parameters from it: the
-float32 masters of bfloat16 parameters, z of schedule-free optimizers, the slow weights of Lookahead. The next step
-would throw away what a landing wrote into the parameters alone. So a landing moves the copies by as much as the
-parameters, in float32. For a schedule-free optimizer, which trains on y = (1 - beta) z + beta x, that moves x by as
-much, too. Where parameters are overwritten for good, with the outer ones, the copies become these.
+[Note: copies of the weights] Some optimizers step on a copy of the weights and then write the
+parameters from it: the float32 masters of bfloat16 parameters, z of schedule-free optimizers, the
+slow weights of Lookahead. The next step would throw away what a landing wrote into the parameters
+alone. So a landing moves the copies by as much as the parameters, in float32. For a schedule-free
+optimizer, which trains on y = (1 - beta) z + beta x, that moves x by as much, too. Where parameters
+are overwritten for good, with the outer ones, the copies become these.
 
-They are recognised by what the optimizer does, since no values tell: z differs from the parameter after one step. A new
-optimizer of the same class and settings trains a few small tensors twice, with the same gradients; in the second run
-the tensors are shifted after two steps. If the shift shrinks, there is a copy. If a shift of an entry of the state
-with similar values comes out in the tensors, that entry is one. All shifts together must come out whole, or moving
-these entries is not enough and the optimizer is refused. The learning rate is tiny and weight decay off, so nothing
-else changes a shift.
+They are recognised by what the optimizer does, since no values tell: z differs from the parameter
+after one step. A new optimizer of the same class and settings trains a few small tensors twice,
+with the same gradients; in the second run the tensors are shifted after two steps. If the shift
+shrinks, there is a copy. If a shift of an entry of the state with similar values comes out in the
+tensors, that entry is one. All shifts together must come out whole, or moving these entries is not
+enough and the optimizer is refused. The learning rate is tiny and weight decay off, so nothing else
+changes a shift.
 
-While the outer model is shown, a schedule-free optimizer's ``eval()`` and ``train()`` would mix each group's z into it.
-So the entries refer to the shown parameters meanwhile: whatever is interpolated with itself stays. After the end of
-training they are new tensors with the final parameters, from which another training may start.
+While the outer model is shown, a schedule-free optimizer's ``eval()`` and ``train()`` would mix
+each group's z into it. So the entries refer to the shown parameters meanwhile: whatever is
+interpolated with itself stays. After the end of training they are new tensors with the final
+parameters, from which another training may start.
 """
 
 import inspect
@@ -42,11 +46,13 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 # Long enough for slow weights that are updated every 30 steps.
 _STEPS_BEFORE, _STEPS_AFTER = 2, 32
 _TINY_RATE = 1e-6
-# Beyond this the small tensors have been trained in spite of the rate, and a difference says nothing.
+# Beyond this the small tensors have been trained in spite of the rate, and a difference says
+# nothing.
 _FARTHEST = 0.02
 # Other values in the state, such as moments, are further from the parameters.
 _NEAR = 0.05
-# How far what comes out of a shift by 1 may be rounded, in float32 and where parameters are shorter.
+# How far what comes out of a shift by 1 may be rounded, in float32 and where parameters are
+# shorter.
 _TOLERANCE, _TOLERANCE_OF_SHORT = 2e-3, 3e-2
 
 
@@ -58,7 +64,9 @@ class WeightCopies:
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
-        self._names = {id(optimizer): names for optimizer in optimizers if (names := copies_in(optimizer))}
+        self._names = {
+            id(optimizer): names for optimizer in optimizers if (names := copies_in(optimizer))
+        }
         self._keepers = [optimizer for optimizer in optimizers if id(optimizer) in self._names]
         # The parameters of the fragments, by name.
         self._parameters: Mapping[str, Tensor] = {}
@@ -85,14 +93,18 @@ class WeightCopies:
     # While another model is shown, and after the end
 
     def hide(self) -> None:
-        """Lets optimizers that switch between two weights see the parameters themselves in place of their copies."""
+        """Lets optimizers that switch between two weights see the parameters themselves in place
+        of their copies.
+        """
         self._modes_before = self._modes()
         self._hidden = [copy for copy in self._all() if copy.is_switched]
         for copy in self._hidden:
             copy.state[copy.key] = copy.like(copy.parameter.detach())
 
     def show(self) -> None:
-        """Puts the copies back. Optimizers are again in the mode from before, unless they were switched to training."""
+        """Puts the copies back. Optimizers are again in the mode from before, unless they were
+        switched to training.
+        """
         for copy in self._hidden:
             copy.state[copy.key] = copy.tensor
         self._hidden = []
@@ -119,11 +131,16 @@ class WeightCopies:
     def state_dict(self) -> dict[str, Any]:
         """Returns modes, and the copies that an optimizer does not restore.
 
-        Others are in their place while a model is shown, and torch casts state to the type of the parameter.
+        Others are in their place while a model is shown, and torch casts state to the type of the
+        parameter.
         """
         if not self._keepers:
             return {}
-        copies = [copy for copy in self._all() if self._has_ended or copy.tensor.dtype != copy.parameter.dtype]
+        copies = [
+            copy
+            for copy in self._all()
+            if self._has_ended or copy.tensor.dtype != copy.parameter.dtype
+        ]
         values: dict[str, dict[str, Tensor]] = {}
         # Those that are hidden come last, and replace their stand-ins.
         for copy in [*copies, *self._hidden]:
@@ -146,7 +163,8 @@ class WeightCopies:
             self._set_modes(saved["modes"])
 
     def align(self, topology: Topology) -> None:
-        """Gives all ranks the copies of rank 0, whose parameters they have just taken. All ranks must call it.
+        """Gives all ranks the copies of rank 0, whose parameters they have just taken. All ranks
+        must call it.
 
         Optimizers that copy the weights when they are made have copies of the values from before.
         """
@@ -198,18 +216,24 @@ class WeightCopies:
         for optimizer in self._keepers:
             if getattr(optimizer, _ATTRIBUTE, None) is None:
                 continue
-            states = [state for p in self._parameters.values() for state in _states_of(optimizer, p)]
+            states = [
+                state for p in self._parameters.values() for state in _states_of(optimizer, p)
+            ]
             keys = sorted({str(key) for state in states for key in state})
             missing = [name for name in self._names[id(optimizer)] if name not in keys]
             if states and missing:
                 raise ValueError(
-                    f"{type(optimizer).__name__}.{_ATTRIBUTE} names {missing[0]!r}, which is in the state of no"
-                    f" parameter: there are {keys}. Give the names of the entries that are copies of the weights."
+                    f"{type(optimizer).__name__}.{_ATTRIBUTE} names {missing[0]!r}, which is in"
+                    " the state of no"
+                    f" parameter: there are {keys}. Give the names of the entries that are"
+                    " copies of the weights."
                 )
             self._is_checked = self._is_checked and bool(states)
 
     def _with_modes(self) -> Iterator[dict[str, Any]]:
-        """Yields where the optimizers note whether they are in training mode: in groups, or in an attribute."""
+        """Yields where the optimizers note whether they are in training mode: in groups, or in an
+        attribute.
+        """
         for part in self._parts():
             for holder in (*part.param_groups, vars(part)):
                 if isinstance(holder.get(_MODE), bool):
@@ -236,7 +260,9 @@ class _Copy(NamedTuple):
     """Whether the optimizer has ``eval()`` and ``train()``, which write to the parameters."""
 
     def like(self, values: Tensor) -> Tensor:
-        """Returns values of the parameter as this copy holds them: itself where it has the same type."""
+        """Returns values of the parameter as this copy holds them: itself where it has the same
+        type.
+        """
         held = values if is_sharded(self.tensor) else local(values)
         return held.to(self.tensor.dtype)
 
@@ -272,7 +298,8 @@ def _states_of(optimizer: Any, parameter: Tensor) -> list[dict[str, Any]]:
 
 
 def copies_in(optimizer: Any) -> tuple[str, ...]:
-    """Returns which entries of the state of a parameter are copies of it; see [Note: copies of the weights].
+    """Returns which entries of the state of a parameter are copies of it; see [Note: copies of the
+    weights].
 
     Raises:
         ValueError: If there is a copy that is not in the state.
@@ -291,10 +318,14 @@ def copies_in(optimizer: Any) -> tuple[str, ...]:
         return tuple(dict.fromkeys(names))
     if finding.is_elsewhere:
         raise ValueError(
-            f"{type(optimizer).__name__} keeps its own copy of the weights, so its next step would throw away what"
-            " lands, and the entries of optimizer.state[parameter] do not explain it. If it keeps float32 weights for"
-            " parameters of lower precision, train float32 parameters with precision='bf16-mixed' and the plain"
-            " optimizer. Otherwise keep the copy in optimizer.state[parameter], or name the entries that are copies:"
+            f"{type(optimizer).__name__} keeps its own copy of the weights, so its next step"
+            " would throw away what"
+            " lands, and the entries of optimizer.state[parameter] do not explain it. If it"
+            " keeps float32 weights for"
+            " parameters of lower precision, train float32 parameters with"
+            " precision='bf16-mixed' and the plain"
+            " optimizer. Otherwise keep the copy in optimizer.state[parameter], or name the"
+            " entries that are copies:"
             f" optimizer.{_ATTRIBUTE} = ('z',); () if there are none."
         )
     return finding.names
@@ -409,12 +440,18 @@ class _Twin(NamedTuple):
         for parameter in self.parameters:
             for state in _states_of(self.optimizer, parameter):
                 for key, value in state.items():
-                    if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape:
+                    if (
+                        isinstance(value, Tensor)
+                        and value.is_floating_point()
+                        and value.shape == parameter.shape
+                    ):
                         entries.setdefault(key, []).append(value)
         return entries
 
     def similar_entries(self) -> list[str]:
-        """Returns the names of the entries that have about the values of the parameters, as copies of them have."""
+        """Returns the names of the entries that have about the values of the parameters, as copies
+        of them have.
+        """
         similar = []
         for name, values in self.entries().items():
             pairs = zip(self.parameters, values, strict=False)
@@ -431,11 +468,17 @@ _by_recipe: dict[tuple[type, str], _Finding | None] = {}
 
 
 def _finding(optimizer: Any) -> _Finding | None:
-    """Finds out which copies an optimizer keeps; None if no small one can be made or played with."""
+    """Finds out which copies an optimizer keeps; None if no small one can be made or played
+    with.
+    """
     try:
         recipe = _recipe_for(optimizer)
     except _UnknownArgumentError as error:
-        _log.debug("Whether %s keeps a copy of the weights is not known: %s", type(optimizer).__name__, error)
+        _log.debug(
+            "Whether %s keeps a copy of the weights is not known: %s",
+            type(optimizer).__name__,
+            error,
+        )
         return None
     key = recipe.kind, repr(recipe)
     if key not in _by_recipe:
@@ -458,7 +501,9 @@ def _try_out(recipe: _Recipe) -> _Finding | None:
             return _play(recipe)
     # Optimizers of others may raise anything when they train what they were not made for.
     except Exception as error:
-        _log.debug("Whether %s keeps a copy of the weights is not known: %r", recipe.kind.__name__, error)
+        _log.debug(
+            "Whether %s keeps a copy of the weights is not known: %r", recipe.kind.__name__, error
+        )
         return None
     finally:
         random.setstate(python_state)
@@ -487,7 +532,9 @@ def _play(recipe: _Recipe) -> _Finding | None:
         # The optimizer steps by values of the parameters.
         return None
     shares = {name: left_of(name) for name in short.similar_entries()}
-    copies = {name: share for name, share in shares.items() if bool((share.abs() > tolerance).any())}
+    copies = {
+        name: share for name, share in shares.items() if bool((share.abs() > tolerance).any())
+    }
     together = left + sum(copies.values())
     is_whole = bool(((together - 1).abs() <= tolerance * (1 + len(copies))).all())
     if copies and is_whole:
@@ -497,7 +544,9 @@ def _play(recipe: _Recipe) -> _Finding | None:
 
 
 def _named_in_float32(recipe: _Recipe) -> _Finding | None:
-    """Finds out which copies an optimizer keeps of float32 parameters, where it keeps some of shorter ones."""
+    """Finds out which copies an optimizer keeps of float32 parameters, where it keeps some of
+    shorter ones.
+    """
     finding = _play(recipe.in_float32())
     return finding if finding is not None and finding.names else _Finding(is_elsewhere=True)
 
@@ -507,7 +556,9 @@ def _is_far(values: Tensor, initial: Tensor) -> bool:
 
 
 def _trained(recipe: _Recipe, shifted: str | None) -> Tensor:
-    """Trains small tensors, in which those that are named are shifted by 1 after two steps: "" the parameters."""
+    """Trains small tensors, in which those that are named are shifted by 1 after two steps: "" the
+    parameters.
+    """
     torch.manual_seed(0)
     twin = recipe.build()
     for _ in range(_STEPS_BEFORE):
@@ -528,7 +579,9 @@ class _UnknownArgumentError(Exception):
 
 
 def _recipe_for(optimizer: Any) -> _Recipe:
-    """Finds the arguments with which an optimizer was made: among defaults and attributes of the same name."""
+    """Finds the arguments with which an optimizer was made: among defaults and attributes of the
+    same name.
+    """
     arguments: dict[str, Any] = {}
     defaults = getattr(optimizer, "defaults", {})
     accepted = _accepted(type(optimizer))
@@ -556,7 +609,9 @@ def _recipe_for(optimizer: Any) -> _Recipe:
 
 
 def _accepted(kind: type) -> dict[str, inspect.Parameter]:
-    """Returns the named arguments of a constructor, and of those to which it hands on what it does not name."""
+    """Returns the named arguments of a constructor, and of those to which it hands on what it does
+    not name.
+    """
     accepted: dict[str, inspect.Parameter] = {}
     for base in kind.__mro__:
         if "__init__" not in vars(base) or base is object:
@@ -573,13 +628,20 @@ def _accepted(kind: type) -> dict[str, inspect.Parameter]:
 
 
 def _small_groups(optimizer: Any, accepted: set[str]) -> list[dict[str, Any]]:
-    # What a constructor does not take, such as a count of steps, begins anew; a constructor may take whole groups.
+    # What a constructor does not take, such as a count of steps, begins anew; a constructor may
+    # take whole groups.
     takes_more = not accepted - {"params", "parameters", "param_groups"}
     groups = []
     for group in optimizer.param_groups:
         smalls = dict.fromkeys(_small(local(p)) for p in group["params"] if local(p).numel())
-        kept = {key: value for key, value in group.items() if (takes_more or key in accepted) and _is_plain(value)}
-        kept = {key: value.item() if isinstance(value, Tensor) else value for key, value in kept.items()}
+        kept = {
+            key: value
+            for key, value in group.items()
+            if (takes_more or key in accepted) and _is_plain(value)
+        }
+        kept = {
+            key: value.item() if isinstance(value, Tensor) else value for key, value in kept.items()
+        }
         kept.pop("initial_lr", None)
         if smalls:
             groups.append({**kept, "params": list(smalls)})

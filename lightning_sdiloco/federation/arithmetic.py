@@ -1,8 +1,10 @@
-"""The arithmetic of a site: its outer gradient becomes bytes, and what a record counts becomes new outer parameters.
+"""The arithmetic of a site: its outer gradient becomes bytes, and what a record counts becomes new
+outer parameters.
 
-It is the fixed world's: the same compression, weights, mean and outer step, in the order of the record. So a
-federation in which no site is ever late has the bits of the fixed world. What is sent for a last round is float32, and
-its record takes the plain mean, as the final exchange does there; see [Note: the last round].
+It is the fixed world's: the same compression, weights, mean and outer step, in the order of the
+record. So a federation in which no site is ever late has the bits of the fixed world. What is sent
+for a last round is float32, and its record takes the plain mean, as the final exchange does there;
+see [Note: the last round].
 """
 
 import ctypes
@@ -25,7 +27,13 @@ from lightning_sdiloco.algorithm.weighting import Aggregation, Control, Count, c
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import resolve, weighted_mean
-from lightning_sdiloco.engine.flight import norm_squared, outer_step, reported, span_from, whole_norm
+from lightning_sdiloco.engine.flight import (
+    norm_squared,
+    outer_step,
+    reported,
+    span_from,
+    whole_norm,
+)
 from lightning_sdiloco.engine.fragments import Arrival, FragmentState, Launch
 from lightning_sdiloco.engine.matrices import proofs
 from lightning_sdiloco.engine.outer import OuterState, outer_optimizer_for
@@ -67,7 +75,9 @@ class Stepped(NamedTuple):
 
 
 class _Site(NamedTuple):
-    """Holds what came of a site: how many ranks it has, how it encodes, and their payloads by rank, on the host."""
+    """Holds what came of a site: how many ranks it has, how it encodes, and their payloads by
+    rank, on the host.
+    """
 
     ranks: int
     all_reduce: AllReduce
@@ -75,12 +85,22 @@ class _Site(NamedTuple):
 
 
 class SiteArithmetic:
-    """Encodes for a site, and applies records. Everything here runs in the background, and writes to no record."""
+    """Encodes for a site, and applies records. Everything here runs in the background, and writes
+    to no record.
+    """
 
     def __init__(self, rounds: Rounds, topology: Topology) -> None:
-        self._fragments, self._schedule, settings = rounds.fragments, rounds.schedule, rounds.settings
+        self._fragments, self._schedule, settings = (
+            rounds.fragments,
+            rounds.schedule,
+            rounds.settings,
+        )
         # All is done in the first stage of the background, whose communicator this is.
-        self._site, self._rank, self._ranks = topology.stages[0], topology.group_rank, topology.group_size
+        self._site, self._rank, self._ranks = (
+            topology.stages[0],
+            topology.group_rank,
+            topology.group_size,
+        )
         self._all_reduce, self._exact_all_reduce = (
             all_reduce_for(settings.exchange, topology.num_groups, codec, settings.landing.kept)
             for codec in (settings.codec, resolve("fp32"))
@@ -88,14 +108,20 @@ class SiteArithmetic:
         self._aggregation, self._landing = Aggregation(settings.outer.clip_norm), settings.landing
 
     def encode(self, launch: Launch, begun: Contribution) -> Encoded:
-        """Encodes what a launch has read. What is exact leaves nothing out, and what was left out before stays so."""
+        """Encodes what a launch has read. What is exact leaves nothing out, and what was left out
+        before stays so.
+        """
         fragment, gradient = self._fragments[launch.fragment], launch.gradient
         memory = fragment.load(fragment.memory)
         tuning = fragment.load(fragment.tuning)
         if begun.exact:
-            encoded = self._exact_all_reduce.encode(gradient, None)._replace(memory=memory, tuning=tuning)
+            encoded = self._exact_all_reduce.encode(gradient, None)._replace(
+                memory=memory, tuning=tuning
+            )
         else:
-            encoded = self._at(launch.fragment, begun.round, launch.choice).encode(gradient, memory, tuning)
+            encoded = self._at(launch.fragment, begun.round, launch.choice).encode(
+                gradient, memory, tuning
+            )
         blob = to_bytes(encoded.payloads[0])
         if self._rank == 0:
             # Rank 0 speaks for the untrained state.
@@ -116,12 +142,23 @@ class SiteArithmetic:
         )
         return Encoded(sent, {payload.key: blob}, encoded.memory, encoded.tuning, launch.buffers)
 
-    def apply(self, record: Record, blobs: Mapping[str, Bytes], before: OuterState, own: Encoded | None) -> Stepped:
+    def apply(
+        self, record: Record, blobs: Mapping[str, Bytes], before: OuterState, own: Encoded | None
+    ) -> Stepped:
         began, fragment = time.perf_counter(), self._fragments[record.fragment]
         memory, tuning = (None, None) if own is None else (own.memory, own.tuning)
         values = fragment.storage.load(before.values)
         controls = [
-            Control(own.fragment, own.round, 0, own.weight, own.digest, own.norm_squared, changed=0, finite=own.finite)
+            Control(
+                own.fragment,
+                own.round,
+                0,
+                own.weight,
+                own.digest,
+                own.norm_squared,
+                changed=0,
+                finite=own.finite,
+            )
             for own in record.counted
         ]
         count = plain(controls) if record.final else self._aggregation.count(controls)
@@ -157,14 +194,21 @@ class SiteArithmetic:
         return self._all_reduce.at(self._schedule.launch_of(fragment, round), choice)
 
     def _received(self, record: Record, blobs: Mapping[str, Bytes]) -> list[_Site]:
-        """Returns what came of sites, or the hub: of one of as many ranks what this rank needs, of others all."""
+        """Returns what came of sites, or the hub: of one of as many ranks what this rank needs, of
+        others all.
+        """
         of_ranks = [fetched_by(rank, self._ranks, record) for rank in range(self._ranks)]
         rounded = self._at(record.fragment, record.round)
         exact = [record.final] if record.mean else [own.exact for own in record.counted]
         encoded_by = [self._exact_all_reduce if own else rounded for own in exact]
-        sites = [_Site(len(payloads), by, {}) for payloads, by in zip(record.sources, encoded_by, strict=True)]
+        sites = [
+            _Site(len(payloads), by, {})
+            for payloads, by in zip(record.sources, encoded_by, strict=True)
+        ]
         for site, place, payload in of_ranks[self._rank]:
-            sites[site].payloads[place] = torch.frombuffer(bytearray(blobs[payload.key]), dtype=torch.uint8)
+            sites[site].payloads[place] = torch.frombuffer(
+                bytearray(blobs[payload.key]), dtype=torch.uint8
+            )
         # What came of sites of another number of ranks all need, whichever has fetched it.
         passed = [[one for one in own if sites[one[0]].ranks != self._ranks] for own in of_ranks]
         sizes = [[payload.size for *_, payload in own] for own in passed]
@@ -179,15 +223,22 @@ class SiteArithmetic:
                     sites[site].payloads.setdefault(place, part)
         return sites
 
-    def _mean(self, fragment: FragmentState, sites: Sequence[_Site], count: Count, like: Tensor) -> Tensor:
+    def _mean(
+        self, fragment: FragmentState, sites: Sequence[_Site], count: Count, like: Tensor
+    ) -> Tensor:
         layout, all_reduce = fragment.layout, sites[0].all_reduce
         if all(site.ranks == self._ranks and site.all_reduce is all_reduce for site in sites):
             end = all_reduce.payload_bytes(layout.length)
             return all_reduce.mean(
-                [site.payloads[self._rank][:end].to(like.device) for site in sites], count, like=like
+                [site.payloads[self._rank][:end].to(like.device) for site in sites],
+                count,
+                like=like,
             )
         codes, factors = [site.all_reduce.compression for site in sites], count.factors.items()
-        decoded = [self._stretch(layout, site, code.decode, like) for site, code in zip(sites, codes, strict=True)]
+        decoded = [
+            self._stretch(layout, site, code.decode, like)
+            for site, code in zip(sites, codes, strict=True)
+        ]
         senders = torch.zeros_like(like) if any(code.counts_senders() for code in codes) else None
         if senders is not None:
             for index in count.factors:
@@ -195,36 +246,53 @@ class SiteArithmetic:
         return weighted_mean(((decoded[index], factor) for index, factor in factors), like, senders)
 
     def _stretch(
-        self, layout: FragmentLayout, site: _Site, read: Callable[[Tensor, Tensor], None], like: Tensor
+        self,
+        layout: FragmentLayout,
+        site: _Site,
+        read: Callable[[Tensor, Tensor], None],
+        like: Tensor,
     ) -> Tensor:
         stretch, position = torch.zeros_like(like), 0
         for place, length in enumerate(layout.shard_lengths(site.ranks)):
-            first, last = max(position, layout.start), min(position + length, layout.start + layout.length)
+            first, last = (
+                max(position, layout.start),
+                min(position + length, layout.start + layout.length),
+            )
             if first < last:
                 values = like.new_empty(length)
-                payload = site.payloads[place][: site.all_reduce.payload_bytes(length)].to(like.device)
+                payload = site.payloads[place][: site.all_reduce.payload_bytes(length)].to(
+                    like.device
+                )
                 read(payload, values)
-                stretch[first - layout.start : last - layout.start] = values[first - position : last - position]
+                stretch[first - layout.start : last - layout.start] = values[
+                    first - position : last - position
+                ]
             position += length
         return stretch
 
     def _untrained(
         self, fragment: FragmentState, record: Record, sites: Sequence[_Site], own: Encoded | None
     ) -> Arrived:
-        """Returns what becomes of the untrained state of a fragment, given what the sites that count sent."""
+        """Returns what becomes of the untrained state of a fragment, given what the sites that
+        count sent.
+        """
         state = fragment.untrained
         travels = len(state.outer)
         if not travels and not state.own.places:
             return NOTHING
         sent = self._sent(fragment, record, sites) if self._rank == 0 else {}
-        is_sent = torch.zeros(travels + len(state.own.places), dtype=torch.uint8, device=fragment.storage.device)
+        is_sent = torch.zeros(
+            travels + len(state.own.places), dtype=torch.uint8, device=fragment.storage.device
+        )
         is_sent[list(sent)] = 1
         self._site.broadcast(is_sent)
         indices = is_sent.nonzero().flatten().tolist()
         travelling = [index for index in indices if index < travels]
         result = NOTHING
         if travelling:
-            flat = torch.empty(arrived_bytes(state, travelling), dtype=torch.uint8, device=is_sent.device)
+            flat = torch.empty(
+                arrived_bytes(state, travelling), dtype=torch.uint8, device=is_sent.device
+            )
             if self._rank == 0:
                 flat.copy_(agreed(state, {index: sent[index] for index in travelling}))
             self._site.broadcast(flat)
@@ -237,8 +305,12 @@ class SiteArithmetic:
                 kept[place.name] = self._first(state.own.new_empty(place), sent.get(index, {}))
         return result._replace(own=kept)
 
-    def _sent(self, fragment: FragmentState, record: Record, sites: Sequence[_Site]) -> dict[int, dict[str, Tensor]]:
-        """Returns the bytes that counted sites, or the hub, sent of untrained state, by tensor and sender."""
+    def _sent(
+        self, fragment: FragmentState, record: Record, sites: Sequence[_Site]
+    ) -> dict[int, dict[str, Tensor]]:
+        """Returns the bytes that counted sites, or the hub, sent of untrained state, by tensor and
+        sender.
+        """
         device = fragment.storage.device
         travels = len(fragment.untrained.outer)
         sent = dict[int, dict[str, Tensor]]()
@@ -252,18 +324,26 @@ class SiteArithmetic:
         return sent
 
     def _first(self, like: Tensor, of_sites: Mapping[str, Tensor]) -> Tensor:
-        """Returns what the first site keeps, given the bytes of all sites at the first rank. In-group collective."""
+        """Returns what the first site keeps, given the bytes of all sites at the first rank.
+        In-group collective.
+        """
         if self._rank == 0:
-            sent = {who: from_bytes(flat.to(like.device), like=like) for who, flat in of_sites.items()}
+            sent = {
+                who: from_bytes(flat.to(like.device), like=like) for who, flat in of_sites.items()
+            }
             like, _ = new_outer(Kind.FIRST, sent, like, keeps_outer=False)
         flat = untrained_bytes(like)
         self._site.broadcast(flat)
         return from_bytes(flat, like=like)
 
-    def _untrained_of(self, fragment: FragmentState, site: _Site, is_exact: bool) -> dict[int, bytes]:
+    def _untrained_of(
+        self, fragment: FragmentState, site: _Site, is_exact: bool
+    ) -> dict[int, bytes]:
         """Returns the bytes of what a site, or the hub, says has changed."""
         values = site.all_reduce.payload_bytes(fragment.layout.shard_lengths(site.ranks)[0])
-        return unpacked(to_bytes(site.payloads[0][values:]), sizes_of(fragment.untrained).sent(is_exact))
+        return unpacked(
+            to_bytes(site.payloads[0][values:]), sizes_of(fragment.untrained).sent(is_exact)
+        )
 
 
 def sizes_of(state: UntrainedState) -> Sizes:
@@ -274,7 +354,9 @@ def sizes_of(state: UntrainedState) -> Sizes:
 
 def sent_untrained(state: UntrainedState, launch: Launch, is_exact: bool) -> bytes:
     """Returns what a launch sends of the untrained state, as bytes."""
-    changed = {index: to_bytes(untrained_bytes(launch.buffers[index])) for index in launch.travelling}
+    changed = {
+        index: to_bytes(untrained_bytes(launch.buffers[index])) for index in launch.travelling
+    }
     return packed(changed, sizes_of(state).sent(is_exact))
 
 
@@ -288,8 +370,12 @@ def fetched_by(rank: int, ranks: int, record: Record) -> list[tuple[int, int, Pa
 
 
 def digests_of(values: Sequence[Tensor], starts: Sequence[int], ranks: Communicator) -> list[int]:
-    """Returns the digests of fragments from each rank's shards and where they start. In-group collective."""
-    shards = ranks.all_gather_object([digest(own, start) for own, start in zip(values, starts, strict=True)])
+    """Returns the digests of fragments from each rank's shards and where they start. In-group
+    collective.
+    """
+    shards = ranks.all_gather_object(
+        [digest(own, start) for own, start in zip(values, starts, strict=True)]
+    )
     return [combined(list(own)) for own in zip(*shards, strict=True)]
 
 
@@ -303,21 +389,37 @@ _TESTED = 4099
 
 
 def self_test(settings: Settings, fragments: Sequence[Fragment], device: torch.device) -> str:
-    """Returns what the arithmetic of this site makes of known values: compression, weights, mean and outer step."""
+    """Returns what the arithmetic of this site makes of known values: compression, weights, mean
+    and outer step.
+    """
     # No random numbers: torch's differ between processors.
-    numbers = (torch.arange(_TESTED, dtype=torch.int64) * 7919 * (2 * seed + 1) % 2003 - 1001 for seed in range(4))
+    numbers = (
+        torch.arange(_TESTED, dtype=torch.int64) * 7919 * (2 * seed + 1) % 2003 - 1001
+        for seed in range(4)
+    )
     outer, *gradients = ((one.to(torch.float32) / 997).to(device) for one in numbers)
     all_reduce = all_reduce_for(settings.exchange, 1, settings.codec, settings.landing.kept).at(1)
     payloads = [all_reduce.encode(gradient, None).payloads[0] for gradient in gradients]
     controls = [
-        Control(0, 1, 0, weight=3 + group, digest=0, norm_squared=norm_squared(own), changed=0, finite=True)
+        Control(
+            0,
+            1,
+            0,
+            weight=3 + group,
+            digest=0,
+            norm_squared=norm_squared(own),
+            changed=0,
+            finite=True,
+        )
         for group, own in enumerate(gradients)
     ]
     optimizer = outer_optimizer_for(settings, [outer])
     state = optimizer.take_initial()[0]
     seal = hashlib.sha256(repr(proofs(fragments, settings.outer.map, device)).encode())
     for _ in range(2):
-        mean = all_reduce.mean(payloads, Aggregation(settings.outer.clip_norm).count(controls), like=outer)
+        mean = all_reduce.mean(
+            payloads, Aggregation(settings.outer.clip_norm).count(controls), like=outer
+        )
         state = optimizer.step(0, state, state.values, mean)
         seal.update(to_bytes(state.values.view(torch.uint8)))
     return seal.hexdigest()

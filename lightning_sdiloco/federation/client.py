@@ -1,4 +1,6 @@
-"""A site's ways to its hub: over connections that fail soon where it is gone and find it again, and in memory."""
+"""A site's ways to its hub: over connections that fail soon where it is gone and find it again,
+and in memory.
+"""
 
 import itertools
 import random
@@ -42,7 +44,9 @@ from lightning_sdiloco.federation.wire import (
     unpack,
 )
 
-LEAST_RATE = 64 << 10  # bytes per second below which a blob is given up in the end: half of 1 Mbit/s
+LEAST_RATE = (
+    64 << 10
+)  # bytes per second below which a blob is given up in the end: half of 1 Mbit/s
 PATIENCE = 30.0  # seconds without any progress after which a connection is given up
 _SILENT_HEARTBEATS = 4  # heartbeats of the hub that may be missing before it counts as gone
 _LONGEST_PAUSE = 2.0  # seconds: a link that heals is noticed with the next try
@@ -50,7 +54,8 @@ _PAUSE = 0.2  # seconds before a blob is tried again, twice as long each time th
 _STUCK = 4
 _THREADS = 128
 
-# How the way to a hub is measured: with pings, this many at a time on a connection and bytes in each, until it is busy.
+# How the way to a hub is measured: with pings, this many at a time on a connection and bytes in
+# each, until it is busy.
 _MOST_BYTES = 128 << 20
 _CALLS = 20
 _STEPS = ((1, CHUNK // 16), (1, CHUNK // 4), (1, CHUNK), (4, CHUNK))
@@ -63,14 +68,18 @@ _Parts = list[list[int]]
 def hub_addresses(hub: str) -> list[tuple[str, int]]:
     if "://" in hub or hub.startswith("/"):
         raise ValueError(
-            f"hub={hub!r} is a folder or bucket, but sites meet at a hub: start one on a machine that all of them reach"
-            " (sdiloco hub), and give its ADDRESS:PORT. The hub can keep payloads in a folder or bucket (--store)."
+            f"hub={hub!r} is a folder or bucket, but sites meet at a hub: start one on a machine"
+            " that all of them reach"
+            " (sdiloco hub), and give its ADDRESS:PORT. The hub can keep payloads in a folder or"
+            " bucket (--store)."
         )
     places = []
     for one in map(str.strip, hub.split(",")):
         host, _, port = one.rpartition(":")
         if not host or not port.isdecimal():
-            raise ValueError(f"hub={one!r} is not an address: give one with a port, such as a.example:29400.")
+            raise ValueError(
+                f"hub={one!r} is not an address: give one with a port, such as a.example:29400."
+            )
         if not 0 < int(port) < 1 << 16:
             raise ValueError(f"hub={one!r} has port {port}: a port is a number from 1 to 65535.")
         places.append((host.strip("[]"), int(port)))
@@ -78,7 +87,9 @@ def hub_addresses(hub: str) -> list[tuple[str, int]]:
 
 
 class HubClient:
-    """Connects to a hub: one connection for calls and events, and some over which the parts of blobs travel."""
+    """Connects to a hub: one connection for calls and events, and some over which the parts of
+    blobs travel.
+    """
 
     def __init__(
         self,
@@ -101,11 +112,19 @@ class HubClient:
             bundle = bundle.bound(run)
         else:
             warnings.warn(
-                f"Anyone on the way can read and change what goes to hub {hub} (insecure=True).", stacklevel=2
+                f"Anyone on the way can read and change what goes to hub {hub} (insecure=True).",
+                stacklevel=2,
             )
-        self.identity = Identity(run, role, name) if bundle is None else bundle.identity._replace(run=run)
+        self.identity = (
+            Identity(run, role, name) if bundle is None else bundle.identity._replace(run=run)
+        )
         self.incarnation = incarnation or secrets.token_hex(8)
-        self.max_blob, self._bundle, self._heartbeat, self._timeout = MAX_BLOB, bundle, heartbeat, timeout
+        self.max_blob, self._bundle, self._heartbeat, self._timeout = (
+            MAX_BLOB,
+            bundle,
+            heartbeat,
+            timeout,
+        )
         hub_addresses(hub)
         self._hubs, self._turn = [one.strip() for one in hub.split(",")], 0
         self._channels = [self._channel() for _ in range(channels + 1)]
@@ -115,7 +134,9 @@ class HubClient:
         self._listener: threading.Thread | None = None
         self._closed = threading.Event()
 
-    def call(self, name: str, about: Header | None = None, body: bytes = b"") -> tuple[Header, bytes]:
+    def call(
+        self, name: str, about: Header | None = None, body: bytes = b""
+    ) -> tuple[Header, bytes]:
         message = pack(self._header(about) | {"call": name}, body)
         return self._from_any(lambda: unpack(self._asked(message)))
 
@@ -131,7 +152,9 @@ class HubClient:
         def ask() -> int:
             self.require()
             try:
-                return self._size_of(self._method("unary_stream", "get")(message, timeout=self._timeout))
+                return self._size_of(
+                    self._method("unary_stream", "get")(message, timeout=self._timeout)
+                )
             except Exception as error:
                 raise self._error(error) from error
 
@@ -147,7 +170,9 @@ class HubClient:
             self.require()
             channel, came = random.choice(self._channels[1:]), bytearray()
             try:
-                for piece in self._method("unary_stream", "get", channel)(message, PATIENCE + size / LEAST_RATE):
+                for piece in self._method("unary_stream", "get", channel)(
+                    message, PATIENCE + size / LEAST_RATE
+                ):
                     came += piece
                     if len(came) > size:
                         raise Malformed("the hub sends more than was asked for.")
@@ -165,14 +190,18 @@ class HubClient:
                 raise Altered(f"the hub sent other bytes than those with digest {one.key}.")
         return blobs
 
-    def events(self, hello: Callable[[], Header], heartbeat: Callable[[], Header] = dict) -> Iterator[Event]:
+    def events(
+        self, hello: Callable[[], Header], heartbeat: Callable[[], Header] = dict
+    ) -> Iterator[Event]:
         """Yields what the hub sends unasked, for as long as the client is not closed."""
         broken, self._listening = 0, True
         try:
             while not self._closed.is_set():
                 why, kind = f"hub {self._hub} ended the connection.", "HubUnreachable"
                 try:
-                    for event in self._connection(hello(), heartbeat, self._heartbeat * _SILENT_HEARTBEATS * 2**broken):
+                    for event in self._connection(
+                        hello(), heartbeat, self._heartbeat * _SILENT_HEARTBEATS * 2**broken
+                    ):
                         broken = 0
                         if event.kind != "heartbeat":
                             yield event
@@ -182,7 +211,8 @@ class HubClient:
                     why, kind = str(error), type(error).__name__
                 if self._closed.is_set():
                     return
-                # What waits for it ends at once, and connections are made again; a hub that lacks something is there.
+                # What waits for it ends at once, and connections are made again; a hub that lacks
+                # something is there.
                 self.away = None if kind == "Missing" else why
                 if self.away is not None:
                     self._look_elsewhere()
@@ -195,7 +225,9 @@ class HubClient:
             self.away = None
 
     def round_trip(self) -> float:
-        """Returns how many seconds a small call takes: the median of several, by the clock of this end alone."""
+        """Returns how many seconds a small call takes: the median of several, by the clock of this
+        end alone.
+        """
         message, seconds = pack(self._header() | {"call": "ping"}), []
         # The first one makes the connection.
         for _ in range(_CALLS + 1):
@@ -205,7 +237,9 @@ class HubClient:
         return statistics.median(seconds[1:])
 
     def bandwidth(self, up: bool, seconds: float, most: int = _MOST_BYTES) -> float:
-        """Returns the bits per second that get through in a direction, over all connections for blobs together."""
+        """Returns the bits per second that get through in a direction, over all connections for
+        blobs together.
+        """
         moments: list[float] = []
 
         def ask(channel: Any, message: bytes, size: int, most: int, until: float) -> None:
@@ -227,7 +261,12 @@ class HubClient:
                 raise errors[0]
             # A connection starts slowly: what counts is the second half of the time.
             middle = (began + max(moments)) / 2
-            return 8 * size * sum(moment > middle for moment in moments) / max(max(moments) - middle, 1e-9)
+            return (
+                8
+                * size
+                * sum(moment > middle for moment in moments)
+                / max(max(moments) - middle, 1e-9)
+            )
 
         burst(1, 0)
         for at_once, size in _STEPS:
@@ -243,22 +282,30 @@ class HubClient:
     now = staticmethod(time.monotonic)
 
     def listen(self, connection: Any) -> None:
-        """Passes the hub's words and errors to a connection, in a thread, and the connection's to the hub."""
+        """Passes the hub's words and errors to a connection, in a thread, and the connection's to
+        the hub.
+        """
 
         def listens() -> None:
             try:
                 for event in self.events(lambda: connection.words[0], lambda: connection.words[1]):
                     connection.hear(event)
             except Exception as error:
-                connection.fail(Refused(str(error)) if isinstance(error, HubError | ValueError) else error)
+                connection.fail(
+                    Refused(str(error)) if isinstance(error, HubError | ValueError) else error
+                )
 
         self._listener = threading.Thread(target=listens, name="hub-listener", daemon=True)
         self._listener.start()
 
     def turn(self) -> None:
-        """Does nothing: the hub has a clock, and hears of this site from the thread that listens."""
+        """Does nothing: the hub has a clock, and hears of this site from the thread that
+        listens.
+        """
 
-    def wait(self, changed: threading.Condition, is_over: Callable[[], bool], timeout: float) -> bool:
+    def wait(
+        self, changed: threading.Condition, is_over: Callable[[], bool], timeout: float
+    ) -> bool:
         with changed:
             return changed.wait_for(is_over, timeout)
 
@@ -266,7 +313,9 @@ class HubClient:
         return ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     def pause(self, over: threading.Event, tries: int = 0) -> bool:
-        """Waits before another try, or until something is over; returns whether there is another try."""
+        """Waits before another try, or until something is over; returns whether there is another
+        try.
+        """
         over.wait(backoff(tries))
         return not self._closed.is_set()
 
@@ -283,24 +332,33 @@ class HubClient:
     def _sent(self, header: Header, blob: memoryview) -> Header:
         answers: list[Header] = []
 
-        def send(calls: list[Any], channel: Any, part: list[int], left: float, progress: list[int]) -> None:
+        def send(
+            calls: list[Any], channel: Any, part: list[int], left: float, progress: list[int]
+        ) -> None:
             messages = self._messages(header, blob[: part[1]], part[0], progress)
-            calls.append(call := self._method("stream_unary", "put", channel).future(messages, left))
+            calls.append(
+                call := self._method("stream_unary", "put", channel).future(messages, left)
+            )
             answers.append(unpack(call.result())[0])
             progress[0] += 1
 
         def rest(parts: _Parts) -> _Parts | None:
             if any(answer.get("stored") is True for answer in answers):
                 return None
-            # Without a part, the call asks what has arrived; with others on their way, its answer is of no use.
+            # Without a part, the call asks what has arrived; with others on their way, its answer
+            # is of no use.
             missing = answers[-1].get("missing") if answers and parts == [[0, 0]] else []
             answers.clear()
             return _checked_parts(missing, len(blob))
 
         self._move([[0, len(blob)]], len(blob), send, rest)
-        return dict(next(answer for answer in answers if answer.get("stored") is True).get("answer", {}))
+        return dict(
+            next(answer for answer in answers if answer.get("stored") is True).get("answer", {})
+        )
 
-    def _messages(self, header: Header, blob: memoryview, start: int, progress: list[int]) -> Iterator[bytes]:
+    def _messages(
+        self, header: Header, blob: memoryview, start: int, progress: list[int]
+    ) -> Iterator[bytes]:
         yield pack(header | {"start": start})
         for at in range(start, len(blob), CHUNK):
             # gRPC takes the first one wherever nothing gets through.
@@ -310,9 +368,13 @@ class HubClient:
     def _fetched(self, key: str, size: int) -> bytearray:
         header, blob = self._header() | {"key": key}, bytearray(size)
 
-        def fetch(calls: list[Any], channel: Any, part: list[int], left: float, progress: list[int]) -> None:
+        def fetch(
+            calls: list[Any], channel: Any, part: list[int], left: float, progress: list[int]
+        ) -> None:
             message = pack(header | {"start": part[0], "end": part[1]})
-            calls.append(call := self._method("unary_stream", "get", channel)(message, timeout=left))
+            calls.append(
+                call := self._method("unary_stream", "get", channel)(message, timeout=left)
+            )
             if (said := self._size_of(call)) != size:
                 raise Malformed(f"blob {key} has {size:,} bytes, but the hub says {said:,}.")
             for piece in call:
@@ -324,7 +386,12 @@ class HubClient:
             if part[0] < part[1]:
                 raise HubUnreachable(f"hub {self._hub} ended a blob too early.")
 
-        self._move([[0, size]], size, fetch, lambda parts: [part for part in parts if part[0] < part[1]] or None)
+        self._move(
+            [[0, size]],
+            size,
+            fetch,
+            lambda parts: [part for part in parts if part[0] < part[1]] or None,
+        )
         if key_of(blob) != key:
             raise Altered(f"the hub sent other bytes than those with digest {key}.")
         return blob
@@ -333,16 +400,28 @@ class HubClient:
         return checked_size(unpack(next(iter(call), b""))[0].get("size"), self.max_blob, "blob")
 
     def _move(
-        self, missing: _Parts | None, size: int, move: Callable[..., None], rest: Callable[[_Parts], _Parts | None]
+        self,
+        missing: _Parts | None,
+        size: int,
+        move: Callable[..., None],
+        rest: Callable[[_Parts], _Parts | None],
     ) -> None:
-        """Moves the parts of a blob over all connections, and again what is missing, if errors are of the network."""
+        """Moves the parts of a blob over all connections, and again what is missing, if errors are
+        of the network.
+        """
         deadline, ever, stuck = time.monotonic() + PATIENCE + size / LEAST_RATE, False, 0
         while missing is not None:
             self.require()
             if (left := deadline - time.monotonic()) <= 0:
                 raise HubUnreachable("the blob did not reach or leave the hub in time.")
-            each = max(CHUNK, -(-sum(end - start for start, end in missing) // (len(self._channels) - 1)))
-            parts = [[at, min(at + each, end)] for start, end in missing for at in range(start, end, each)] or [[0, 0]]
+            each = max(
+                CHUNK, -(-sum(end - start for start, end in missing) // (len(self._channels) - 1))
+            )
+            parts = [
+                [at, min(at + each, end)]
+                for start, end in missing
+                for at in range(start, end, each)
+            ] or [[0, 0]]
             calls, progress, ways = list[Any](), [0], itertools.cycle(self._channels[1:])
             tasks = [partial(move, calls, next(ways), part, left, progress) for part in parts]
             try:
@@ -356,14 +435,17 @@ class HubClient:
             for error in errors:
                 if not isinstance(error, HubUnreachable):
                     raise error
-            # Where a connection was there and broke, the next is there in some seconds, or the hub is gone.
+            # Where a connection was there and broke, the next is there in some seconds, or the hub
+            # is gone.
             ever, stuck = ever or progress[0] > 0, 0 if progress[0] else stuck + 1
             if errors and (not ever or stuck > _STUCK):
                 raise errors[0]
             if errors or stuck:
                 self._closed.wait(backoff(stuck, _PAUSE))
 
-    def _at_once(self, tasks: Sequence[Callable[[], None]], progress: Callable[[], int]) -> list[Failure]:
+    def _at_once(
+        self, tasks: Sequence[Callable[[], None]], progress: Callable[[], int]
+    ) -> list[Failure]:
         """Runs tasks that wait for calls at the same time; returns the failures."""
         futures = [self._pool.submit(task) for task in tasks]
         waiting: set[Future[None]] = set(futures)
@@ -374,7 +456,11 @@ class HubClient:
             if not done and now == before:
                 return [HubUnreachable(f"hub {self._hub}: no progress within {PATIENCE:g} s.")]
             before = now
-        return [self._error(error) for error in (future.exception() for future in futures) if error is not None]
+        return [
+            self._error(error)
+            for error in (future.exception() for future in futures)
+            if error is not None
+        ]
 
     # Connections
 
@@ -387,7 +473,9 @@ class HubClient:
         return {"from": who} if about is None else {"from": who, "about": about}
 
     def _from_any(self, ask: Callable[[], Answer]) -> Answer:
-        """Asks at each address until one answers; while `events` is at work, it knows where the hub is."""
+        """Asks at each address until one answers; while `events` is at work, it knows where the
+        hub is.
+        """
         for _ in self._hubs[1:]:
             try:
                 return ask()
@@ -400,7 +488,9 @@ class HubClient:
     def _asked(self, message: bytes, channel: Any = None) -> bytes:
         self.require()
         try:
-            return bytes(self._method("unary_unary", "call", channel).future(message, self._timeout).result())
+            return bytes(
+                self._method("unary_unary", "call", channel).future(message, self._timeout).result()
+            )
         except Exception as error:
             raise self._error(error) from error
 
@@ -425,7 +515,9 @@ class HubClient:
         bundle = self._bundle
         if bundle is None:
             return self._grpc.insecure_channel(self._hub, CLIENT_OPTIONS)
-        credentials = self._grpc.ssl_channel_credentials(bundle.authority, bundle.key, bundle.certificate)
+        credentials = self._grpc.ssl_channel_credentials(
+            bundle.authority, bundle.key, bundle.certificate
+        )
         name = ("grpc.ssl_target_name_override", host_of(bundle.identity.run))
         return self._grpc.secure_channel(self._hub, credentials, [*CLIENT_OPTIONS, name])
 
@@ -439,15 +531,21 @@ class HubClient:
                     return HubUnreachable(self.away)
                 if "andshake" in details or "erification" in details or "SSL" in details:
                     details += " (do both ends use TLS, and keys of the same authority and run?)"
-                return HubUnreachable(f"hub {self._hub} does not answer: {code.lower()}, {details[:400]}")
+                return HubUnreachable(
+                    f"hub {self._hub} does not answer: {code.lower()}, {details[:400]}"
+                )
             return ERRORS.get(code, HubError)(f"hub {self._hub}: {details[:1000]}")
         if isinstance(error, self._grpc.FutureCancelledError):
             return HubUnreachable(self.away or f"the call to hub {self._hub} was cancelled.")
         if isinstance(error, ValueError) and str(error).startswith("Cannot invoke RPC"):
-            return HubUnreachable(self.away or f"the connection to hub {self._hub} is being restored.")
+            return HubUnreachable(
+                self.away or f"the connection to hub {self._hub} is being restored."
+            )
         raise error
 
-    def _connection(self, hello: Header, heartbeat: Callable[[], Header], patience: float) -> Iterator[Event]:
+    def _connection(
+        self, hello: Header, heartbeat: Callable[[], Header], patience: float
+    ) -> Iterator[Event]:
         over, lock, patience = threading.Event(), threading.Lock(), min(self._timeout, patience)
         # Since when the hub has been silent: not while its last words are being worked on.
         since: float | None = None
@@ -458,7 +556,8 @@ class HubClient:
         def said() -> Iterator[bytes]:
             nonlocal since
             yield pack(self._header(hello))
-            # gRPC takes the next message when this one has left. How long a connection takes to be made, it knows.
+            # gRPC takes the next message when this one has left. How long a connection takes to be
+            # made, it knows.
             with lock:
                 since = since and time.monotonic()
             while not over.wait(self._heartbeat):
@@ -481,7 +580,9 @@ class HubClient:
                 yield Event(str(header.get("kind")), header.get("about", {}), body)
         except Exception as error:
             if silent():
-                raise HubUnreachable(f"hub {self._hub} has been silent for {patience:g} s.") from error
+                raise HubUnreachable(
+                    f"hub {self._hub} has been silent for {patience:g} s."
+                ) from error
             raise self._error(error) from error
         finally:
             over.set()
@@ -489,7 +590,9 @@ class HubClient:
 
 
 class _Way:
-    """One direction of a link, on which what is sent arrives in order; without a link it is there at once."""
+    """One direction of a link, on which what is sent arrives in order; without a link it is there
+    at once.
+    """
 
     def __init__(self, link: Any, delay: float = 0.0) -> None:
         self._link, self._delay, self._free_at = link, delay, 0.0
@@ -521,18 +624,27 @@ class _Inline(Executor):
 
 
 class InProcessClient:
-    """A site's way to a hub in this process: nothing is lost, and nothing is late, except for what a link carries."""
+    """A site's way to a hub in this process: nothing is lost, and nothing is late, except for what
+    a link carries.
+    """
 
     def __init__(self, hub: Any, site: str, link: Any = None, incarnation: str = "") -> None:
-        self.identity, self.incarnation = Identity(hub.run, "site", site), incarnation or secrets.token_hex(8)
+        self.identity, self.incarnation = (
+            Identity(hub.run, "site", site),
+            incarnation or secrets.token_hex(8),
+        )
         self.now = hub.clock
-        self.sends_bytes_per_s = 1 / link.seconds_per_byte if link and link.seconds_per_byte else 0.0
+        self.sends_bytes_per_s = (
+            1 / link.seconds_per_byte if link and link.seconds_per_byte else 0.0
+        )
         self._hub, self._link, self._peer = hub, link, Peer("site", site, self.incarnation)
         self._up, self._down = _Way(link, link.delay if link else 0.0), _Way(link)
         self._connection: Any = None
         self._is_over = False
 
-    def call(self, name: str, about: Header | None = None, body: bytes = b"") -> tuple[Header, bytes]:
+    def call(
+        self, name: str, about: Header | None = None, body: bytes = b""
+    ) -> tuple[Header, bytes]:
         def arrives() -> tuple[Header, bytes]:
             if not self.is_connected:
                 raise HubUnreachable("the connection is lost")
@@ -545,7 +657,11 @@ class InProcessClient:
                 self._connect()
             return {}, b""
         # What names payloads and states comes after them.
-        return (self._up.carry(0, arrives) or ({}, b"")) if name in ("contribute", "give") else arrives()
+        return (
+            (self._up.carry(0, arrives) or ({}, b""))
+            if name in ("contribute", "give")
+            else arrives()
+        )
 
     def send(self, blob: Bytes, about: Header | None = None, key: str | None = None) -> Header:
         about, size = about or {}, memoryview(blob).nbytes
@@ -554,7 +670,9 @@ class InProcessClient:
             self._hub.store.put(blob)
             return self._hub.coordinator.stored(self._peer, about, key or key_of(blob), size)
 
-        return arrives() if about.get("kind") == "run_config" else self._up.carry(size, arrives) or {}
+        return (
+            arrives() if about.get("kind") == "run_config" else self._up.carry(size, arrives) or {}
+        )
 
     def get(self, key: str, size: int | None = None) -> Bytes:
         return self._hub.store.get(key)
@@ -588,7 +706,9 @@ class InProcessClient:
         self.turn()
 
     def _live(self, link: Any, every: float) -> None:
-        """Gives a heartbeat now and again, as the network's threads of a site do while training is busy."""
+        """Gives a heartbeat now and again, as the network's threads of a site do while training is
+        busy.
+        """
         if self._is_over:
             return
         if self.is_connected and not link.is_away(self.now()):
@@ -604,9 +724,16 @@ class InProcessClient:
         if isinstance(said, Recorded):
             own = said.record.of(self.identity.name)
             sent = own.payloads if own else ()
-            payloads = [payload for source in said.record.sources for payload in source if payload not in sent]
+            payloads = [
+                payload
+                for source in said.record.sources
+                for payload in source
+                if payload not in sent
+            ]
         parts = said.parts if isinstance(said, StateOffered) else ()
-        self._down.carry(sum(one.size for one in (*payloads, *parts)), partial(self._connection.hear, event))
+        self._down.carry(
+            sum(one.size for one in (*payloads, *parts)), partial(self._connection.hear, event)
+        )
 
     def turn(self) -> None:
         """Gives a heartbeat, and lets the hub do what is due."""
@@ -620,7 +747,9 @@ class InProcessClient:
             self._ends(error)
         self._hub.coordinator.tick()
 
-    def wait(self, changed: threading.Condition, is_over: Callable[[], bool], timeout: float) -> bool:
+    def wait(
+        self, changed: threading.Condition, is_over: Callable[[], bool], timeout: float
+    ) -> bool:
         self._hub.coordinator.tick()
         if not is_over() and self._link:
             self._link.time.passes(self._link.site, max(timeout, self._link.moment))
@@ -658,5 +787,7 @@ def _checked_parts(parts: Any, size: int) -> _Parts:
     ends = [0, *(end for _, end in found)]
     for before, (start, end) in zip(ends, found, strict=False):
         if not before <= start < end <= size:
-            raise Malformed(f"bytes {start:,} to {end:,} are outside a blob of {size:,}, or out of order.")
+            raise Malformed(
+                f"bytes {start:,} to {end:,} are outside a blob of {size:,}, or out of order."
+            )
     return [list(part) for part in found]

@@ -1,11 +1,13 @@
-"""One codec for all that sites and hub write: a message is a frozen dataclass, and its text is read strictly.
+"""One codec for all that sites and hub write: a message is a frozen dataclass, and its text is read
+strictly.
 
-[Note: read strictly] Text from the network or a disk is checked before it means anything: its size first, then every
-field by its type hint, and what that has in its `Annotated`. ``int`` takes whole numbers from 0 that fit into 64 bits,
-or a `range`'s; ``float`` finite ones of at least 0; ``str`` up to 4,096 characters, or another number, or all of
-a pattern; ``tuple[X, ...]`` as many items as a number or a `range` says; a named tuple is a list of its fields, and a
-dataclass an object of them, which checks itself with ``__post_init__``. What is unknown, missing or said twice is
-refused by its name. Bytes are no JSON: they stand only in what ranks of one site pass on to each other.
+[Note: read strictly] Text from the network or a disk is checked before it means anything: its size
+first, then every field by its type hint, and what that has in its `Annotated`. ``int`` takes whole
+numbers from 0 that fit into 64 bits, or a `range`'s; ``float`` finite ones of at least 0; ``str``
+up to 4,096 characters, or another number, or all of a pattern; ``tuple[X, ...]`` as many items as a
+number or a `range` says; a named tuple is a list of its fields, and a dataclass an object of them,
+which checks itself with ``__post_init__``. What is unknown, missing or said twice is refused by its
+name. Bytes are no JSON: they stand only in what ranks of one site pass on to each other.
 """
 
 import hashlib
@@ -16,11 +18,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from lightning_sdiloco.errors import Malformed
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # of sites and runs: it stands in certificates and paths
+NAME = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
+)  # of sites and runs: it stands in certificates and paths
 CLASS_PATH = re.compile(r"(?:[A-Za-z_][A-Za-z0-9_]*\.)+[A-Za-z_][A-Za-z0-9_]*")
 INCARNATION = re.compile(r"[0-9a-f]{16}")
 KEY = re.compile(r"[0-9a-f]{64}")
@@ -42,8 +56,12 @@ Said = TypeVar("Said", bound="Message")
 class Message:
     """Writes and reads itself: the base of all dataclasses with their own text."""
 
-    most_bytes: ClassVar[int] = 128 << 10  # of its text: a message names payloads, it does not hold them
-    sealed: ClassVar[bool] = False  # whether the text holds its own key, so that no bit of it changes unseen
+    most_bytes: ClassVar[int] = (
+        128 << 10
+    )  # of its text: a message names payloads, it does not hold them
+    sealed: ClassVar[bool] = (
+        False  # whether the text holds its own key, so that no bit of it changes unseen
+    )
 
     def to_bytes(self) -> bytes:
         said = plain(self)
@@ -56,7 +74,9 @@ class Message:
             value.pop("key", None)
         found: Said = read(cls, value, cls.__name__.lower())
         if cls.sealed and found.to_bytes() != data:
-            raise Malformed("the text does not match its key: it was damaged on the way or on a disk")
+            raise Malformed(
+                "the text does not match its key: it was damaged on the way or on a disk"
+            )
         return found
 
 
@@ -84,14 +104,20 @@ def plain(value: Any) -> Any:
         return {name: plain(own) for name, own in value.items()}
     if hasattr(kind := value.__class__, "__dataclass_fields__"):
         said = {name: getattr(value, name) for name in _hints(kind)}
-        return {name: plain(own) for name, own in said.items() if own or name not in _may_lack(kind)}
+        return {
+            name: plain(own) for name, own in said.items() if own or name not in _may_lack(kind)
+        }
     return value
 
 
 @cache
 def _hints(kind: Any) -> dict[str, Any]:
     hints = get_type_hints(kind, include_extras=True)
-    return {item.name: hints[item.name] for item in fields(kind) if item.init} if is_dataclass(kind) else hints
+    return (
+        {item.name: hints[item.name] for item in fields(kind) if item.init}
+        if is_dataclass(kind)
+        else hints
+    )
 
 
 @cache
@@ -127,7 +153,9 @@ def _no_number(constant: str) -> Any:
 
 
 def read(hint: Any, value: Any, name: str) -> Any:
-    """Returns what a value of JSON says, given the type that it must have; see [Note: read strictly]."""
+    """Returns what a value of JSON says, given the type that it must have; see [Note: read
+    strictly].
+    """
     limit: Any = None
     if get_origin(hint) is Annotated:
         hint, limit = get_args(hint)
@@ -138,7 +166,11 @@ def read(hint: Any, value: Any, name: str) -> Any:
         # One of two types is written as an object.
         others = [own for own in arguments if own is not NoneType]
         return read(
-            next((own for own in others if is_dataclass(own) == isinstance(value, dict)), others[0]), value, name
+            next(
+                (own for own in others if is_dataclass(own) == isinstance(value, dict)), others[0]
+            ),
+            value,
+            name,
         )
     if kind is Any:
         return value
@@ -150,7 +182,9 @@ def read(hint: Any, value: Any, name: str) -> Any:
         bounds = limit or range(2**63)
         # A bool is an int to Python.
         if type(value) is not int or value not in bounds:
-            raise Malformed(f"{name} is not a whole number from {bounds.start} to {bounds.stop - 1}")
+            raise Malformed(
+                f"{name} is not a whole number from {bounds.start} to {bounds.stop - 1}"
+            )
         return value
     if kind is float:
         if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
@@ -175,7 +209,9 @@ def read(hint: Any, value: Any, name: str) -> Any:
         if not isinstance(value, dict):
             raise Malformed(f"{name} is not an object")
         key, own = arguments
-        return {read(key, item, name): read(own, value[item], f"{name}.{item[:64]}") for item in value}
+        return {
+            read(key, item, name): read(own, value[item], f"{name}.{item[:64]}") for item in value
+        }
     if issubclass(kind, tuple):
         return _read_tuple(kind, arguments, limit, value, name)
     return _read_dataclass(kind, value, name)
@@ -183,14 +219,21 @@ def read(hint: Any, value: Any, name: str) -> Any:
 
 def _read_tuple(kind: Any, arguments: Any, limit: int | range | None, value: Any, name: str) -> Any:
     if arguments and arguments[-1] is ...:
-        sizes = limit if isinstance(limit, range) else range((MOST_FRAGMENTS if limit is None else limit) + 1)
+        sizes = (
+            limit
+            if isinstance(limit, range)
+            else range((MOST_FRAGMENTS if limit is None else limit) + 1)
+        )
         if not isinstance(value, list) or len(value) not in sizes:
             raise Malformed(f"{name} is not a list of {sizes.start} to {sizes.stop - 1}")
         return tuple(read(arguments[0], own, f"{name}[{index}]") for index, own in enumerate(value))
     hints = dict(zip(map(str, range(len(arguments))), arguments, strict=True)) or _hints(kind)
     if not isinstance(value, list) or len(value) != len(hints):
         raise Malformed(f"{name} is not a list of {', '.join(hints)}")
-    parts = [read(hint, own, f"{name}.{item}") for (item, hint), own in zip(hints.items(), value, strict=True)]
+    parts = [
+        read(hint, own, f"{name}.{item}")
+        for (item, hint), own in zip(hints.items(), value, strict=True)
+    ]
     return tuple(parts) if arguments else kind(*parts)
 
 
@@ -204,7 +247,9 @@ def _read_dataclass(kind: Any, value: Any, name: str) -> Any:
     for key in hints:
         if key not in value and key not in may_lack:
             raise Malformed(f"{name} lacks {key!r}")
-    found = {key: read(hint, value[key], f"{name}.{key}") for key, hint in hints.items() if key in value}
+    found = {
+        key: read(hint, value[key], f"{name}.{key}") for key, hint in hints.items() if key in value
+    }
     try:
         return kind(**found)
     except Malformed:

@@ -1,4 +1,6 @@
-"""A user's settings of a federation: its hub, the terms of its founding, and how a site joins it."""
+"""A user's settings of a federation: its hub, the terms of its founding, and how a site joins
+it.
+"""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -25,7 +27,13 @@ from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.keys import bundle_of
 from lightning_sdiloco.federation.quorum import Quorum, chosen
 from lightning_sdiloco.federation.remote import HubConnection
-from lightning_sdiloco.federation.run_config import AMENDABLE, LONGEST_GRACE, ChosenQuorum, RunConfig, Terms
+from lightning_sdiloco.federation.run_config import (
+    AMENDABLE,
+    LONGEST_GRACE,
+    ChosenQuorum,
+    RunConfig,
+    Terms,
+)
 from lightning_sdiloco.federation.site import FederatedWorld, SharedConnection
 from lightning_sdiloco.version import VERSION
 
@@ -39,34 +47,41 @@ class Federation:
     """The federation that this site trains in: jobs launched on their own that join through a hub.
 
     Args:
-        hub: Address and port of the hub; several, "a:29400,b:29400", if it may be restarted elsewhere.
+        hub: Address and port of the hub; several, "a:29400,b:29400", if it may be restarted
+            elsewhere.
         run: The name of the run.
         site: The name of this site.
         keys: Its bundle of keys, or the folder of ``sdiloco keys init``.
         insecure: Connect without TLS, to a hub that also does, instead of using ``keys``.
         lease: Seconds for which a round waits for a site that sends no heartbeat.
-        grace: Seconds for which a round stays open after its first contribution; training waits for a landing for at
-            most a second less. ``"auto"``: ten seconds, and training never waits.
-        quorum: The least number of sites that make a round, which waits for the others until the grace is over. Or a
-            `Quorum`, such as `DynamicBackup`, that decides which sites to wait for.
-        late: What happens to a contribution that arrives after its round has closed. ``"drop"``: it counts nowhere, and
-            local and outer parameters are mixed all the same; if the next one is late too, it is carried. ``"carry"``:
-            it stays in the local parameters, and counts in a later round. Each site chooses for itself.
+        grace: Seconds for which a round stays open after its first contribution; training waits for
+            a landing for at most a second less. ``"auto"``: ten seconds, and training never waits.
+        quorum: The least number of sites that make a round, which waits for the others until the
+            grace is over. Or a `Quorum`, such as `DynamicBackup`, that decides which sites to wait
+            for.
+        late: What happens to a contribution that arrives after its round has closed. ``"drop"``: it
+            counts nowhere, and local and outer parameters are mixed all the same; if the next one
+            is late too, it is carried. ``"carry"``: it stays in the local parameters, and counts in
+            a later round. Each site chooses for itself.
         patience: Seconds for which the site trains without the hub before it gives up.
-        rounds: The rounds of every fragment after which the run ends; None: it ends when its sites do.
-        mean: Who averages what the sites have sent. ``"sites"``: each of them. ``"hub"``: the hub, which sends all
-            sites the same mean, encoded once more, so a site fetches the same amount however many sites there are.
-        sites: Refused: the hub's operator sets how many sites found the run, ``sdiloco hub --sites``.
+        rounds: The rounds of every fragment after which the run ends; None: it ends when its sites
+            do.
+        mean: Who averages what the sites have sent. ``"sites"``: each of them. ``"hub"``: the hub,
+            which sends all sites the same mean, encoded once more, so a site fetches the same
+            amount however many sites there are.
+        sites: Refused: the hub's operator sets how many sites found the run,
+            ``sdiloco hub --sites``.
 
     Raises:
-        ValueError: If an argument is out of range, a hub has no port, or the keys are missing or another site's. The
-            message names the argument.
+        ValueError: If an argument is out of range, a hub has no port, or the keys are missing or
+            another site's. The message names the argument.
 
     Examples:
         >>> Federation(hub="a.example:29400", run="llm", site="site b", keys="site-b.bundle")
         Traceback (most recent call last):
         ...
-        ValueError: site='site b' is not a name: it must have letters, digits, and '.', '_' or '-' between them. ...
+        ValueError: site='site b' is not a name: it must have letters, digits, and '.', '_' or '-'
+        between them. ...
     """
 
     hub: str
@@ -88,39 +103,61 @@ class Federation:
             value = getattr(self, name)
             if not isinstance(value, str) or not NAME.fullmatch(value):
                 raise ValueError(
-                    f"{name}={value!r} is not a name: it must have letters, digits, and '.', '_' or '-' between them."
+                    f"{name}={value!r} is not a name: it must have letters, digits, and '.', '_'"
+                    " or '-' between them."
                     f" Choose another {name}."
                 )
-        self._require("lease", is_real(self.lease) and self.lease > 0, "above 0", "10.0 is the default")
+        self._require(
+            "lease", is_real(self.lease) and self.lease > 0, "above 0", "10.0 is the default"
+        )
         is_grace = self.grace == "auto" or (is_real(self.grace) and self.grace >= 0)
         self._require("grace", is_grace, "at least 0, or 'auto'", "'auto' is the default")
         quorum = self.quorum_of_terms
         is_enough = not isinstance(quorum, int) or quorum >= 1
         self._require("quorum", is_enough, "at least 1, or a Quorum", "1 is the default")
-        self._require("late", self.late in ("drop", "carry"), "'drop' or 'carry'", "'drop' is the default")
-        self._require("mean", self.mean in ("sites", "hub"), "'sites' or 'hub'", "'sites' is the default")
-        self._require("patience", is_real(self.patience) and self.patience >= 0, "at least 0", "3600.0 is the default")
+        self._require(
+            "late", self.late in ("drop", "carry"), "'drop' or 'carry'", "'drop' is the default"
+        )
+        self._require(
+            "mean", self.mean in ("sites", "hub"), "'sites' or 'hub'", "'sites' is the default"
+        )
+        self._require(
+            "patience",
+            is_real(self.patience) and self.patience >= 0,
+            "at least 0",
+            "3600.0 is the default",
+        )
         is_number = self.rounds is None or (is_whole(self.rounds) and self.rounds >= 1)
-        self._require("rounds", is_number, "a whole number of at least 1, or None", "None is the default")
+        self._require(
+            "rounds", is_number, "a whole number of at least 1, or None", "None is the default"
+        )
         if not isinstance(self.hub, str):
             raise ValueError(
-                f"hub={self.hub!r} is of type {type(self.hub).__name__}, not a string: give one, such as"
+                f"hub={self.hub!r} is of type {type(self.hub).__name__}, not a string: give one,"
+                " such as"
                 " 'a.example:29400'."
             )
         hub_addresses(self.hub)
         if self.sites is not None:
             raise ValueError(
-                f"sites={self.sites} cannot be set by a site, only by the hub (sdiloco hub --sites). Leave it out."
+                f"sites={self.sites} cannot be set by a site, only by the hub (sdiloco hub"
+                " --sites). Leave it out."
             )
         bundle = bundle_of(self.hub, self.site, self.keys, self.insecure)
-        if bundle is not None and bundle.folder is None:  # a folder of keys is bound to the run that connects
+        if (
+            bundle is not None and bundle.folder is None
+        ):  # a folder of keys is bound to the run that connects
             bundle.bound(self.run)
 
     def _require(self, name: str, holds: bool, rule: str, advice: str) -> None:
         if not holds:
             value = getattr(self, name)
-            fault = "out of range" if name in ("late", "mean") else fault_of(value, name == "rounds")
-            raise ValueError(f"{name}={value!r} is {fault}: it must be {rule}. Choose another {name}; {advice}.")
+            fault = (
+                "out of range" if name in ("late", "mean") else fault_of(value, name == "rounds")
+            )
+            raise ValueError(
+                f"{name}={value!r} is {fault}: it must be {rule}. Choose another {name}; {advice}."
+            )
 
     @property
     def quorum_of_terms(self) -> int | ChosenQuorum:
@@ -131,7 +168,13 @@ class Federation:
         """Connects one of a site's ``ranks`` to the hub; all have the same incarnation."""
         channels = max(1, _CHANNELS // ranks)
         client = HubClient(
-            self.hub, self.run, self.site, self.keys, self.insecure, channels=channels, incarnation=incarnation
+            self.hub,
+            self.run,
+            self.site,
+            self.keys,
+            self.insecure,
+            channels=channels,
+            incarnation=incarnation,
         )
         return HubConnection(client, rank, ranks, self.patience)
 
@@ -139,38 +182,66 @@ class Federation:
         """Refuses settings of a training that a federation cannot have."""
         kind, backend = kind_and_backend(settings.exchange)
         for name, is_refused, why in (
-            ("exchange", kind not in ("auto", "gather"), "in its second hop each site would wait for all others"),
+            (
+                "exchange",
+                kind not in ("auto", "gather"),
+                "in its second hop each site would wait for all others",
+            ),
             ("exchange", backend == "nccl", "a site reaches its hub over gRPC"),
             ("schedule", settings.schedule is not None, "a site launches when the hub calls it"),
-            ("route", settings.route is not None, "a site sends to the hub, and gets from it what all sites have sent"),
-            ("weighing", settings.weighing is not None, "sites come and go, and are weighed by their samples"),
-            ("mixing", isinstance(settings.mixing, LandingRule), "how a site lands depends on whether it counted"),
+            (
+                "route",
+                settings.route is not None,
+                "a site sends to the hub, and gets from it what all sites have sent",
+            ),
+            (
+                "weighing",
+                settings.weighing is not None,
+                "sites come and go, and are weighed by their samples",
+            ),
+            (
+                "mixing",
+                isinstance(settings.mixing, LandingRule),
+                "how a site lands depends on whether it counted",
+            ),
         ):
             if is_refused:
                 value = getattr(settings, name)
-                raise ValueError(f"{name}={value!r} does not work with a federation: {why}. Leave {name} out.")
+                raise ValueError(
+                    f"{name}={value!r} does not work with a federation: {why}. Leave {name} out."
+                )
         if self.mean == "hub":
             if settings.outer.clip_norm is not None:
                 raise ValueError(
-                    f"clip_norm={settings.outer.clip_norm:g} does not work with mean='hub', which clips nothing. Leave"
+                    f"clip_norm={settings.outer.clip_norm:g} does not work with mean='hub',"
+                    " which clips nothing. Leave"
                     " one of them out."
                 )
             if code_of(settings) is None:
                 raise ValueError(
-                    f"compression={settings.compression!r} does not work with mean='hub': a hub reads 'fp4' and 'fp32',"
+                    f"compression={settings.compression!r} does not work with mean='hub': a hub"
+                    " reads 'fp4' and 'fp32',"
                     " with and without memory. Choose one of them, or leave mean out."
                 )
 
     def join(self, rounds: Rounds, topology: Topology) -> FederatedWorld:
-        """Joins: brings the run config of this site, and begins to follow the records. The engine calls it."""
+        """Joins: brings the run config of this site, and begins to follow the records. The engine
+        calls it.
+        """
         self.check(rounds.settings)
         if topology.num_groups > 1:
             raise ValueError(
-                f"worker_groups={topology.num_groups} does not work with a federation: a site is one worker group."
+                f"worker_groups={topology.num_groups} does not work with a federation: a site is"
+                " one worker group."
                 " Leave it out, and start the others as their own sites."
             )
-        if self.mean == "hub" and any(isinstance(own.layout, ShardedLayout) for own in rounds.fragments):
-            raise ValueError("mean='hub' does not work with a model that is sharded over the ranks. Leave it out.")
+        if self.mean == "hub" and any(
+            isinstance(own.layout, ShardedLayout) for own in rounds.fragments
+        ):
+            raise ValueError(
+                "mean='hub' does not work with a model that is sharded over the ranks. Leave it"
+                " out."
+            )
         ours = run_config_of(self, rounds)
         connection = SharedConnection(topology, self.connect)
         try:
@@ -180,11 +251,15 @@ class Federation:
             # A site may give what was amended, or what the run was founded on.
             given = {name: getattr(ours.terms, name) for name in AMENDABLE}
             founded = {
-                name: getattr(run_config.terms, name) for name in AMENDABLE if given[name] == getattr(terms, name)
+                name: getattr(run_config.terms, name)
+                for name in AMENDABLE
+                if given[name] == getattr(terms, name)
             }
             ours = replace(ours, terms=replace(ours.terms, **founded))
             for patch in ours.require_same(run_config):
-                _log.warning("%s. Both compute the same from known values, so this site joins.", patch)
+                _log.warning(
+                    "%s. Both compute the same from known values, so this site joins.", patch
+                )
         except Exception:
             connection.own.leave()
             connection.own.close()
@@ -201,8 +276,12 @@ def code_of(settings: Settings) -> Literal["fp4", "fp32"] | None:
     return "fp4" if type(inner) is FP4 else "fp32" if type(inner) is Float32 else None
 
 
-def described_parameters(fragment: FragmentState, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Yields name, shape and dtype of the parameters of a fragment, and as what matrices the outer step sees them."""
+def described_parameters(
+    fragment: FragmentState, parameters: Mapping[str, Tensor]
+) -> Iterator[tuple[str, str]]:
+    """Yields name, shape and dtype of the parameters of a fragment, and as what matrices the outer
+    step sees them.
+    """
     for name in fragment.layout.names:
         # `RunConfig.sizes` reads the shape.
         described = f"{tuple(parameters[name].shape)} {parameters[name].dtype}"
@@ -242,7 +321,8 @@ def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
         del described["dense_beginning"]
     parameters = trainable(rounds.model)
     fragments = tuple(
-        (*described_parameters(own, parameters), *described_untrained(own.untrained)) for own in rounds.fragments
+        (*described_parameters(own, parameters), *described_untrained(own.untrained))
+        for own in rounds.fragments
     )
     return RunConfig(
         run=federation.run,
@@ -251,7 +331,8 @@ def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
         fragments=fragments,
         # Their sizes where ranks must be the same everywhere.
         shards=tuple(
-            tuple(own.layout.lengths) if isinstance(own.layout, ShardedLayout) else () for own in rounds.fragments
+            tuple(own.layout.lengths) if isinstance(own.layout, ShardedLayout) else ()
+            for own in rounds.fragments
         ),
         versions={"torch": str(torch.__version__).split("+")[0], "lightning-sdiloco": VERSION},
         self_test=self_test(settings, rounds.partition, rounds.fragments[0].storage.device),

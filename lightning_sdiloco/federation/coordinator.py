@@ -1,12 +1,15 @@
-"""The coordinator: a run at its hub. It asks the rules, makes durable what they say, then informs the sites.
+"""The coordinator: a run at its hub. It asks the rules, makes durable what they say, then informs
+the sites.
 
 What arrives comes with a `Peer`, whose right to call has been looked at before.
 
-[Note: what lies where] Records and notes lie in a journal, which takes several of them at once or none. Payloads and
-states are blobs in a store. A blob is durable before a record or a note names it, and is dropped when none does.
+[Note: what lies where] Records and notes lie in a journal, which takes several of them at once or
+none. Payloads and states are blobs in a store. A blob is durable before a record or a note names
+it, and is dropped when none does.
 
-[Note: one at a time] All that happens to a run happens under one lock, the times in between belong to transfers of
-blobs. See [Note: durable before visible] in `federation/ledger.py` for the order, which every method here keeps.
+[Note: one at a time] All that happens to a run happens under one lock, the times in between belong
+to transfers of blobs. See [Note: durable before visible] in `federation/ledger.py` for the order,
+which every method here keeps.
 """
 
 import itertools
@@ -48,7 +51,13 @@ from lightning_sdiloco.federation.messages import (
     event_of,
 )
 from lightning_sdiloco.federation.quorum import built_in, quorum_of
-from lightning_sdiloco.federation.run_config import AMENDABLE, RETENTION, SNAPSHOT_EVERY, RunConfig, Terms
+from lightning_sdiloco.federation.run_config import (
+    AMENDABLE,
+    RETENTION,
+    SNAPSHOT_EVERY,
+    RunConfig,
+    Terms,
+)
 from lightning_sdiloco.federation.store import BlobStore, InMemoryStore, SQLiteLedger, sync_folder
 from lightning_sdiloco.federation.wire import CHUNK, Busy, Header, HubError, Missing, NoSpace
 
@@ -58,11 +67,17 @@ _AGAIN = 1.0  # seconds after which something is tried again that did not succee
 _TIDY_EVERY = 60.0
 _MOST_BEGUN = 128  # blobs of a site whose beginning is remembered
 
-_PATIENCE = 60.0  # seconds after which another site is asked for a state that the first has not begun to send
-_SENDING = 3600.0  # seconds that it may take to send a state, and for which one that was handed on can be fetched
+# seconds after which another site is asked for a state that the first has not begun to send
+_PATIENCE = 60.0
+# seconds that it may take to send a state, and for which one that was handed on can be fetched
+_SENDING = 3600.0
 _SNAPSHOT = "the snapshot"  # the source of a state that the hub itself has kept
 
-_TERMS = {name: hint for name, hint in get_type_hints(Terms, include_extras=True).items() if name in AMENDABLE}
+_TERMS = {
+    name: hint
+    for name, hint in get_type_hints(Terms, include_extras=True).items()
+    if name in AMENDABLE
+}
 
 Status = dict[str, Any]
 
@@ -110,15 +125,18 @@ class Coordinator:
         self.run_config = RunConfig.from_bytes(text) if text else None
         if self.run_config is None and sites is None:
             raise ValueError(
-                f"The ledger has no run {run!r} yet. Say how many sites found it (sites), or give that run's ledger."
+                f"The ledger has no run {run!r} yet. Say how many sites found it (sites), or"
+                " give that run's ledger."
             )
         if self.run_config is not None and refound:
             raise ValueError(
-                "The ledger has this run: start the hub without --refound, or give the path of a new ledger."
+                "The ledger has this run: start the hub without --refound, or give the path of a"
+                " new ledger."
             )
         if self.run_config is not None and self.run_config.run != run:
             raise ValueError(
-                f"This ledger has run={self.run_config.run!r}, not {run!r}. Give that run, or another ledger."
+                f"This ledger has run={self.run_config.run!r}, not {run!r}. Give that run, or"
+                " another ledger."
             )
         self.run, self.journal, self.store = run, journal, store
         self.statistics: defaultdict[str, SiteStatistics] = defaultdict(SiteStatistics)
@@ -178,11 +196,17 @@ class Coordinator:
         """The terms of the run, as they were founded or amended."""
         assert self.run_config is not None, "the run has been founded"
         text = self.journal.notes("terms").get("terms")
-        return self.run_config.terms if text is None else read(Terms, decoded(text, MOST_BYTES), "terms")
+        return (
+            self.run_config.terms
+            if text is None
+            else read(Terms, decoded(text, MOST_BYTES), "terms")
+        )
 
     @property
     def _amended(self) -> Terms | None:
-        return None if self.run_config is None or self.terms == self.run_config.terms else self.terms
+        return (
+            None if self.run_config is None or self.terms == self.run_config.terms else self.terms
+        )
 
     def _indexed(self, record: Record) -> Record:
         self._numbers[record.fragment].append(record.seq)
@@ -199,7 +223,10 @@ class Coordinator:
     def _missing(self, applied: Sequence[Position], kept: Sequence[int]) -> Iterator[bytes]:
         """Yields the records that a site lacks, one by one, as fast as it takes them."""
         base = [at.round for at in self.ledger.base]
-        first = [max(at.round, 0 if at.round else kept[p] - 1, base[p]) - base[p] for p, at in enumerate(applied)]
+        first = [
+            max(at.round, 0 if at.round else kept[p] - 1, base[p]) - base[p]
+            for p, at in enumerate(applied)
+        ]
         # The number of the first record of each fragment that is lacking.
         numbers = {p: own[first[p]] for p, own in enumerate(self._numbers) if first[p] < len(own)}
         for seq, text in self.journal.read(min(numbers.values()) - 1) if numbers else ():
@@ -209,7 +236,11 @@ class Coordinator:
     def _needed(self, kept: Sequence[int]) -> set[str]:
         self._handed = [own for own in self._handed if own[0] > self._clock()]
         given = [request.given[1] for request in self._requests.values() if request.given]
-        states = [*given, *(parts for _, parts in self._handed), *(own.parts for own in self._snapshots.values())]
+        states = [
+            *given,
+            *(parts for _, parts in self._handed),
+            *(own.parts for own in self._snapshots.values()),
+        ]
         needed = {part.key for parts in states for part in parts}
         for named, first in zip(self._named, kept, strict=True):
             while named and named[0][0] < first:
@@ -221,7 +252,8 @@ class Coordinator:
         return needed | self._backing_up
 
     def back_up(self, folder: Path) -> int:
-        """Copies ledger and blobs into a folder, from which a hub can be started; returns how many records it holds.
+        """Copies ledger and blobs into a folder, from which a hub can be started; returns how many
+        records it holds.
 
         It copies the run at one moment, while it goes on. An incomplete copy replaces none.
         """
@@ -253,7 +285,10 @@ class Coordinator:
     @property
     def ledger(self) -> Ledger:
         if self._ledger is None:
-            raise Refused(f"run {self.run!r} has not been founded yet: {self._founding.missing} more sites are needed")
+            raise Refused(
+                f"run {self.run!r} has not been founded yet: {self._founding.missing} more sites"
+                " are needed"
+            )
         return self._ledger
 
     # Sites come and go
@@ -275,11 +310,16 @@ class Coordinator:
             if run_config is None:
                 if any(at.round for at in hello.applied) and not self._founding.again:
                     raise Refused(
-                        f"this hub has no run yet, but {hello.site} has applied records of one: start the hub with that"
+                        f"this hub has no run yet, but {hello.site} has applied records of one:"
+                        " start the hub with that"
                         " run's ledger, or with --refound if it is lost"
                     )
                 self._founding.hello(hello, self._brought(hello.run_config))
-                log.info("%s is here to found the run; sites still missing: %d", hello.site, self._founding.missing)
+                log.info(
+                    "%s is here to found the run; sites still missing: %d",
+                    hello.site,
+                    self._founding.missing,
+                )
                 return [event_of(Waiting(self._ask_founder()))]
             if hello.run_config != run_config.key:
                 self._brought(hello.run_config).require_same(run_config)
@@ -296,7 +336,9 @@ class Coordinator:
     def _ask_founder(self) -> str:
         """Asks a site for the state at round 0, if there are enough; returns what is waited for."""
         if self._founding.missing:
-            return f"run {self.run!r} is being founded: {self._founding.missing} more sites are needed"
+            return (
+                f"run {self.run!r} is being founded: {self._founding.missing} more sites are needed"
+            )
         if self._founding.again:
             self._found_again()
             return f"run {self.run!r} continues from what its sites hold"
@@ -306,15 +348,26 @@ class Coordinator:
         return f"run {self.run!r} is being founded on the parameters of {founder}"
 
     def _found_again(self) -> None:
-        """Goes on where most of the sites are. There are no records, and a site leaves a snapshot at once."""
+        """Goes on where most of the sites are. There are no records, and a site leaves a snapshot
+        at once.
+        """
         founding = self._founding
-        if len(founding.base) != founding.run_config.terms.fragments or not any(at.round for at in founding.base):
+        if len(founding.base) != founding.run_config.terms.fragments or not any(
+            at.round for at in founding.base
+        ):
             raise Refused("no site has applied records of this run: found it without --refound")
-        notes = {"run_config": founding.run_config.to_bytes(), "base": encoded(plain(founding.base))}
+        notes = {
+            "run_config": founding.run_config.to_bytes(),
+            "base": encoded(plain(founding.base)),
+        }
         self.journal.note(notes)
         self.run_config = founding.run_config
         self._ledger = self._opened()
-        log.warning("run %s has been founded again, at rounds %s", self.run, [at.round for at in founding.base])
+        log.warning(
+            "run %s has been founded again, at rounds %s",
+            self.run,
+            [at.round for at in founding.base],
+        )
         for hello in founding.hellos.values():
             for event in self._welcome(hello):
                 self._tell(event, [hello.site])
@@ -322,18 +375,30 @@ class Coordinator:
     def _welcome(self, hello: Hello) -> Iterator[Event]:
         now, ledger = self._clock(), self.ledger
         member = ledger.members.get(hello.site)
-        if member and member.connected and member.incarnation != hello.incarnation and member.until > now:
+        if (
+            member
+            and member.connected
+            and member.incarnation != hello.incarnation
+            and member.until > now
+        ):
             raise Busy(
-                f"the name {hello.site} is in use by a running process: stop it first, or wait {member.until - now:.1f}"
+                f"the name {hello.site} is in use by a running process: stop it first, or wait"
+                f" {member.until - now:.1f}"
                 " s if it is dead"
             )
         is_new = not (member and member.connected and member.incarnation == hello.incarnation)
         rolled_back = bool(self.journal.notes("rolled_back"))
         welcome = replace(
-            ledger.hello(hello, now), rolled_back=rolled_back, terms=self._amended, founded_again=bool(self._base)
+            ledger.hello(hello, now),
+            rolled_back=rolled_back,
+            terms=self._amended,
+            founded_again=bool(self._base),
         )
         counted = self.statistics[hello.site]
-        counted.heard_at, counted.incarnations = now, counted.incarnations + (hello.incarnation != counted.incarnation)
+        counted.heard_at, counted.incarnations = (
+            now,
+            counted.incarnations + (hello.incarnation != counted.incarnation),
+        )
         counted.incarnation = hello.incarnation
         if is_new:
             log.info("%s has joined", hello.site)
@@ -367,9 +432,15 @@ class Coordinator:
         site = peer.name
         with self._lock:
             is_founding = self._ledger is None
-            if self._founding.gone(site) if is_founding else self.ledger.leave(site, peer.incarnation):
+            if (
+                self._founding.gone(site)
+                if is_founding
+                else self.ledger.leave(site, peer.incarnation)
+            ):
                 log.info("%s has left", site)
-            self._arriving = {place: own for place, own in self._arriving.items() if place[1] != site}
+            self._arriving = {
+                place: own for place, own in self._arriving.items() if place[1] != site
+            }
             self._ask_others(gone=site)
         self._wake()
 
@@ -380,7 +451,10 @@ class Coordinator:
         kind = about.get("kind")
         if kind == "run_config":
             if size > RunConfig.most_bytes:
-                raise Refused(f"a run config of {size:,} bytes is too large: the limit is {RunConfig.most_bytes:,}.")
+                raise Refused(
+                    f"a run config of {size:,} bytes is too large: the limit is"
+                    f" {RunConfig.most_bytes:,}."
+                )
             return
         if kind not in ("payload", "state"):
             raise Malformed("a blob is a run config, a payload or a part of a state.")
@@ -388,7 +462,9 @@ class Coordinator:
             self._require_here(peer)
             most = (self.run_config or self._founding.run_config).most_bytes_of(kind)
             if size > most:
-                raise Refused(f"a {kind} of {size:,} bytes is too large for this run: the limit is {most:,}.")
+                raise Refused(
+                    f"a {kind} of {size:,} bytes is too large for this run: the limit is {most:,}."
+                )
             began = self.statistics[peer.name].began
             if len(began) < _MOST_BEGUN:
                 began.setdefault(key, self._clock())
@@ -397,12 +473,18 @@ class Coordinator:
                     request.until = max(request.until, self._clock() + _SENDING)
 
     def _require_here(self, peer: Peer) -> None:
-        member = self._ledger.members.get(peer.name) if self._ledger else self._founding.hellos.get(peer.name)
+        member = (
+            self._ledger.members.get(peer.name)
+            if self._ledger
+            else self._founding.hellos.get(peer.name)
+        )
         if member is None or member.incarnation != peer.incarnation:
             raise Refused(f"{peer.name} has not said hello")
 
     def stored(self, peer: Peer, about: Header, key: str, size: int) -> Header:
-        """Notes that a blob is in the store: a run config is answered, and what waited for blobs continues."""
+        """Notes that a blob is in the store: a run config is answered, and what waited for blobs
+        continues.
+        """
         if about.get("kind") == "run_config":
             run_config = self.agree(peer.name, self._brought(key))
             try:
@@ -416,7 +498,9 @@ class Coordinator:
             seconds = now - counted.began.pop(key, now)
             counted.bytes += size
             counted.rate = size / seconds if seconds > 0 else counted.rate
-            for own, incarnation in [own for place, own in self._arriving.items() if place[1] == peer.name]:
+            for own, incarnation in [
+                own for place, own in self._arriving.items() if place[1] == peer.name
+            ]:
                 try:
                     self.contribute(own, incarnation)
                 except Refused as error:
@@ -436,7 +520,10 @@ class Coordinator:
             if answer is not Answer.OPEN:
                 return answer.value
             if not own.payloads:
-                raise Refused(f"{own.site} contributes nothing to round {own.round} of fragment {own.fragment}")
+                raise Refused(
+                    f"{own.site} contributes nothing to round {own.round} of fragment"
+                    f" {own.fragment}"
+                )
             self._require_size(own)
             if not is_here:
                 self._arriving[own.fragment, own.site] = own, incarnation
@@ -455,7 +542,9 @@ class Coordinator:
 
         assert self.run_config is not None, "the run has been founded"
         if not has_sizes(own, self.run_config.sizes(own.fragment), code):
-            raise Refused(f"payloads of {own.site} do not have the sizes of fragment {own.fragment}")
+            raise Refused(
+                f"payloads of {own.site} do not have the sizes of fragment {own.fragment}"
+            )
 
     def call(self, peer: Peer, name: str, about: Header, body: bytes) -> tuple[Header, bytes]:
         site = peer.name
@@ -478,7 +567,10 @@ class Coordinator:
                     self._require_here(peer)
                     self._ask(site, without)
             case "give":
-                header, parts = StateHeader.from_bytes(body), read(Parts, about.get("parts"), "parts")
+                header, parts = (
+                    StateHeader.from_bytes(body),
+                    read(Parts, about.get("parts"), "parts"),
+                )
                 self.give(site, str(about.get("request")), header, parts)
             case "leave":
                 self.gone(peer)
@@ -490,8 +582,14 @@ class Coordinator:
                 self.end()
             case "backup":
                 if self.backup_folder is None:
-                    raise Refused("this hub was started without a folder for copies (sdiloco hub --backups FOLDER)")
-                return {"records": self.back_up(self.backup_folder), "folder": str(self.backup_folder)}, b""
+                    raise Refused(
+                        "this hub was started without a folder for copies (sdiloco hub --backups"
+                        " FOLDER)"
+                    )
+                return {
+                    "records": self.back_up(self.backup_folder),
+                    "folder": str(self.backup_folder),
+                }, b""
             case "amend":
                 return {"terms": plain(self.amend(about.get("terms")))}, b""
             case "rollback":
@@ -517,12 +615,18 @@ class Coordinator:
             parts = next(own.parts for own in self._snapshots.values() if own.header == source)
             self._tell(event_of(StateOffered(_SNAPSHOT, source, parts)), [site])
         else:
-            log.warning("%s needs a state, but no site has one: waiting for a site that comes back with one", site)
+            log.warning(
+                "%s needs a state, but no site has one: waiting for a site that comes back with"
+                " one",
+                site,
+            )
             why = "no site has a state: waiting for one that comes back with it"
             self._tell(event_of(Waiting(why)), [site])
 
     def _ask_donor(self, donor: str, founding: bool = False) -> StateRequest:
-        request = StateRequest(secrets.token_hex(8), donor, self._clock() + _PATIENCE, founding=founding)
+        request = StateRequest(
+            secrets.token_hex(8), donor, self._clock() + _PATIENCE, founding=founding
+        )
         self._requests[request.name] = request
         self._tell(event_of(StateWanted(request.name, founding)), [donor])
         return request
@@ -530,7 +634,10 @@ class Coordinator:
     def give(self, site: str, name: str, header: StateHeader, parts: Sequence[Payload]) -> None:
         """Takes the state that a site gives, and hands it on when its blobs are in the store."""
         with self._lock:
-            request, run_config = self._requests.get(name), self.run_config or self._founding.run_config
+            request, run_config = (
+                self._requests.get(name),
+                self.run_config or self._founding.run_config,
+            )
             if request is None or request.donor != site:
                 raise Refused(f"this state of {site} is no longer wanted")
             fragments = run_config.terms.fragments
@@ -544,7 +651,9 @@ class Coordinator:
 
     def _hand_on(self) -> None:
         """Hands given states, once all blobs are in the store, to the sites that wanted them."""
-        for request in [one for one in self._requests.values() if one.given and self.holds(one.given[1])]:
+        for request in [
+            one for one in self._requests.values() if one.given and self.holds(one.given[1])
+        ]:
             assert request.given is not None, "the request is complete"
             header, parts = request.given
             if request.founding:
@@ -559,16 +668,24 @@ class Coordinator:
                 self._snapshot(header, parts, {})
                 self.ledger.snapshots.add(header)
                 # While it was sent, rounds have closed.
-                for fragment, (at, base) in enumerate(zip(header.applied, self.ledger.base, strict=True)):
+                for fragment, (at, base) in enumerate(
+                    zip(header.applied, self.ledger.base, strict=True)
+                ):
                     for seq in self._numbers[fragment][at.round - base.round :][:1]:
-                        self.ledger.snapshots.check(Record.from_bytes(next(self.journal.read(seq - 1))[1]))
+                        self.ledger.snapshots.check(
+                            Record.from_bytes(next(self.journal.read(seq - 1))[1])
+                        )
                 log.info("%s has left a state as a snapshot", request.donor)
             del self._requests[request.name]
             if request.askers:
                 self._handed.append((self._clock() + _SENDING, parts))
-                self._tell(event_of(StateOffered(request.donor, header, parts)), list(request.askers))
+                self._tell(
+                    event_of(StateOffered(request.donor, header, parts)), list(request.askers)
+                )
 
-    def _snapshot(self, header: StateHeader, parts: tuple[Payload, ...], notes: Mapping[str, bytes]) -> None:
+    def _snapshot(
+        self, header: StateHeader, parts: tuple[Payload, ...], notes: Mapping[str, bytes]
+    ) -> None:
         number = 1 + max((int(name.partition("/")[2]) for name in self._snapshots), default=-1)
         name, snapshot = f"snapshot/{number:06d}", Snapshot(header, parts)
         self.journal.note({**notes, name: encoded(plain(snapshot))})
@@ -577,8 +694,14 @@ class Coordinator:
     def _ask_others(self, gone: str | None = None) -> None:
         """Asks another site if a donor does not answer, or has gone, or sends no heartbeat."""
         ledger, now, founds = self._ledger, self._clock(), False
-        silent = {site for site, own in ledger.members.items() if own.until <= now} if ledger else ()
-        for request in [own for own in self._requests.values() if own.until <= now or own.donor in {gone, *silent}]:
+        silent = (
+            {site for site, own in ledger.members.items() if own.until <= now} if ledger else ()
+        )
+        for request in [
+            own
+            for own in self._requests.values()
+            if own.until <= now or own.donor in {gone, *silent}
+        ]:
             del self._requests[request.name]
             founds = founds or request.founding
             for site, without in request.askers.items():
@@ -594,9 +717,16 @@ class Coordinator:
             ledger = self.ledger
             member = ledger.members.get(site)
             if member is None and not any(site in opened.here for opened in ledger.open.values()):
-                raise Refused(f"there is no site {site!r} here, only: {', '.join(sorted(ledger.members)) or 'none'}")
-            notes: dict[str, bytes | None] = {f"evicted/{site}/{member.incarnation}": b""} if member else {}
-            notes |= dict.fromkeys(name for name in self.journal.notes("open/") if name.endswith(f"/{site}"))
+                raise Refused(
+                    f"there is no site {site!r} here, only:"
+                    f" {', '.join(sorted(ledger.members)) or 'none'}"
+                )
+            notes: dict[str, bytes | None] = (
+                {f"evicted/{site}/{member.incarnation}": b""} if member else {}
+            )
+            notes |= dict.fromkeys(
+                name for name in self.journal.notes("open/") if name.endswith(f"/{site}")
+            )
             self.journal.note(notes)
             ledger.evict(site)
             log.warning("%s was evicted by an operator", site)
@@ -615,9 +745,15 @@ class Coordinator:
     def amend(self, changes: Any) -> Terms:
         """Amends the terms of the run, durably, and informs all sites."""
         with self._lock:
-            ledger, known = self.ledger, {name: read(_TERMS[name], own, name) for name, own in dict(changes).items()}
+            ledger, known = (
+                self.ledger,
+                {name: read(_TERMS[name], own, name) for name, own in dict(changes).items()},
+            )
             if any(map(ledger.has_ended, range(len(ledger.closed)))):
-                raise Refused("the run has ended, or some of its fragments have: its terms can no longer change")
+                raise Refused(
+                    "the run has ended, or some of its fragments have: its terms can no longer"
+                    " change"
+                )
             try:
                 terms = replace(ledger.terms, **known)
                 quorum = quorum_of(terms.quorum, self._find_quorum)
@@ -632,13 +768,22 @@ class Coordinator:
         return terms
 
     def _roll_back(self, round: int) -> int:
-        """Drops the first record of a later round and all that were written after it, in the ledger too."""
+        """Drops the first record of a later round and all that were written after it, in the
+        ledger too.
+        """
         with self._lock:
             _, last = self.ledger, sum(map(len, self._numbers))
             base = [at.round for at in self.ledger.base]
-            later = [own[max(0, round - base[p])] for p, own in enumerate(self._numbers) if len(own) > round - base[p]]
+            later = [
+                own[max(0, round - base[p])]
+                for p, own in enumerate(self._numbers)
+                if len(own) > round - base[p]
+            ]
             count = min(later, default=last)
-            rounds = [base[p] + sum(number < count for number in own) for p, own in enumerate(self._numbers)]
+            rounds = [
+                base[p] + sum(number < count for number in own)
+                for p, own in enumerate(self._numbers)
+            ]
             kept = {
                 name: own
                 for name, own in self._snapshots.items()
@@ -646,10 +791,16 @@ class Coordinator:
             }
             if not kept:
                 oldest = max(
-                    (at.round for own in [*self._snapshots.values()][:1] for at in own.header.applied), default=0
+                    (
+                        at.round
+                        for own in [*self._snapshots.values()][:1]
+                        for at in own.header.applied
+                    ),
+                    default=0,
                 )
                 raise Refused(
-                    f"round={round} is too far back: the oldest state that the hub keeps is from round {oldest}. Give"
+                    f"round={round} is too far back: the oldest state that the hub keeps is from"
+                    f" round {oldest}. Give"
                     " that round, or a later one."
                 )
             gone = [
@@ -660,32 +811,55 @@ class Coordinator:
             self.journal.cut(count, {**dict.fromkeys(gone), "ending": None, "rolled_back": b"1"})
             self._snapshots, self.trouble = kept, None
             self._ledger = self._opened()
-            log.warning("an operator has rolled the run back to round %d: %d records are left", round, count)
+            log.warning(
+                "an operator has rolled the run back to round %d: %d records are left", round, count
+            )
         self._wake()
         return count
 
     def _still_needs(self, ledger: Ledger) -> int:
-        """Returns how many bytes more the store will hold before a snapshot makes room: payloads, and a state."""
+        """Returns how many bytes more the store will hold before a snapshot makes room: payloads,
+        and a state.
+        """
         states = [sum(part.size for part in own.parts) for own in self._snapshots.values()]
         last = (record for history in ledger.history for record in list(history)[-1:])
         payloads = {
-            record.fragment: sum(payload.size for payloads in record.sources for payload in payloads) for record in last
+            record.fragment: sum(
+                payload.size for payloads in record.sources for payload in payloads
+            )
+            for record in last
         }
-        rounds = {p: max(0, SNAPSHOT_EVERY - ledger.closed[p].round + ledger.kept[p] - 1) for p in payloads}
+        rounds = {
+            p: max(0, SNAPSHOT_EVERY - ledger.closed[p].round + ledger.kept[p] - 1)
+            for p in payloads
+        }
         return sum(rounds[p] * payloads[p] for p in payloads) + max(states, default=0)
 
     def status(self) -> Status:
         with self._lock:
-            status: Status = {"run": self.run, "founded": self._ledger is not None, "trouble": self.trouble}
+            status: Status = {
+                "run": self.run,
+                "founded": self._ledger is not None,
+                "trouble": self.trouble,
+            }
             if self._ledger is None:
-                return status | {"missing": self._founding.missing, "here": sorted(self._founding.hellos)}
+                return status | {
+                    "missing": self._founding.missing,
+                    "here": sorted(self._founding.hellos),
+                }
             ledger, now, weights = self._ledger, self._clock(), Counter[str]()
-            for own in (own for records in ledger.history for record in records for own in record.counted):
+            for own in (
+                own for records in ledger.history for record in records for own in record.counted
+            ):
                 weights[own.site] += own.weight
             fragments, sites = list[Status](), dict[str, Status]()
             for fragment, closed in enumerate(ledger.closed):
                 opened = ledger.open.get(fragment)
-                missing = [name for name in ledger.present(now) if name not in opened.arrived] if opened else []
+                missing = (
+                    [name for name in ledger.present(now) if name not in opened.arrived]
+                    if opened
+                    else []
+                )
                 about = {
                     "round": closed.round,
                     "open": opened is not None,
@@ -702,7 +876,11 @@ class Coordinator:
                 elif not member.connected:
                     state = "expected"
                 else:
-                    state = "follows" if member.follows and ledger.behind(name) <= RETENTION else "joining"
+                    state = (
+                        "follows"
+                        if member.follows and ledger.behind(name) <= RETENTION
+                        else "joining"
+                    )
                 sites[name] = {
                     "state": state,
                     "incarnation": member.incarnation if member else None,
@@ -718,11 +896,15 @@ class Coordinator:
                 }
             return status | {
                 "disk": {"still_needs": self._still_needs(ledger), "free": self.store.free},
-                "run_config": self.run_config.summary() | {"terms": plain(self.terms)} if self.run_config else None,
+                "run_config": self.run_config.summary() | {"terms": plain(self.terms)}
+                if self.run_config
+                else None,
                 "records": ledger.seq,
                 "sites": sites,
                 "fragments": fragments,
-                "snapshots": [[at.round for at in header.applied] for header in ledger.snapshots.headers],
+                "snapshots": [
+                    [at.round for at in header.applied] for header in ledger.snapshots.headers
+                ],
             }
 
     # What the clock does
@@ -748,7 +930,9 @@ class Coordinator:
             if now >= self._snapshot_at and self._wants_snapshot(ledger):
                 self._snapshot_at = now + _AGAIN
                 donor = ledger.source("", now)
-                if isinstance(donor, str) and not any(request.for_snapshot for request in self._requests.values()):
+                if isinstance(donor, str) and not any(
+                    request.for_snapshot for request in self._requests.values()
+                ):
                     self._ask_donor(donor).for_snapshot = True
             if now >= self._call_at:
                 # A site that has missed its call gets it again, for as long as the round is open.
@@ -757,17 +941,22 @@ class Coordinator:
                 self._call()
             if now >= self._tidy_at:
                 self._tidy_at = now + _TIDY_EVERY
-                # What nothing names goes: no record since, open contribution, snapshot, or state on its way.
+                # What nothing names goes: no record since, open contribution, snapshot, or state on
+                # its way.
                 self.store.retain(self._needed(ledger.kept))
             return _AGAIN if self.trouble else max(0.0, min(_AGAIN, ledger.next_due(now) - now))
 
     def _wants_snapshot(self, ledger: Ledger) -> bool:
-        """Returns whether it is time for one: after some rounds, or sooner if there is no room for their payloads."""
+        """Returns whether it is time for one: after some rounds, or sooner if there is no room for
+        their payloads.
+        """
         rounds = [at.round for at in ledger.closed]
         if not ledger.snapshots.is_due(rounds, RETENTION):
             return False
         free = self.store.free
-        return ledger.snapshots.is_due(rounds) or (free is not None and free < self._still_needs(ledger))
+        return ledger.snapshots.is_due(rounds) or (
+            free is not None and free < self._still_needs(ledger)
+        )
 
     def _go_on(self, now: float) -> str | None:
         """Hands on what is complete and closes what is due; returns what keeps it from that."""
@@ -811,21 +1000,37 @@ class Coordinator:
             log.info("run %s has ended", self.run)
 
     def _average(self) -> None:
-        """Means what closes, one at a time and without the lock: it takes a while, and others go on meanwhile."""
-        if self._ledger is None or not self._ledger.closing or not self._averaging.acquire(blocking=False):
+        """Means what closes, one at a time and without the lock: it takes a while, and others go
+        on meanwhile.
+        """
+        if (
+            self._ledger is None
+            or not self._ledger.closing
+            or not self._averaging.acquire(blocking=False)
+        ):
             return
         from lightning_sdiloco.federation.mean import averaged  # only who chose it needs numpy
 
         try:
             with self._lock:
                 closing = list(self.ledger.closing.values())
-                notes, code, run_config = self.journal.notes("residual/"), self.ledger.terms.hub_mean, self.run_config
+                notes, code, run_config = (
+                    self.journal.notes("residual/"),
+                    self.ledger.terms.hub_mean,
+                    self.run_config,
+                )
             assert code is not None, "only then does a record wait for its mean"
             assert run_config is not None, "the run has been founded"
             for record in closing:
-                name, get, sizes = f"residual/{record.fragment:06d}", self.store.get, run_config.sizes(record.fragment)
+                name, get, sizes = (
+                    f"residual/{record.fragment:06d}",
+                    self.store.get,
+                    run_config.sizes(record.fragment),
+                )
                 kept = notes[name].decode() if name in notes else None
-                payload, residual = averaged(record, get, sizes, code, None if kept is None else get(kept))
+                payload, residual = averaged(
+                    record, get, sizes, code, None if kept is None else get(kept)
+                )
                 mean = Payload(self.store.put(payload), len(payload))
                 key = None if residual is None else self.store.put(residual)
                 with self._lock:
@@ -843,8 +1048,12 @@ class Coordinator:
             self._averaging.release()
 
     def _call(self, own: Contribution | None = None) -> None:
-        """Announces the rounds to launch for, once, and a large payload that can be fetched before it counts."""
-        if own and (self.ledger.terms.hub_mean or all(payload.size <= CHUNK for payload in own.payloads)):
+        """Announces the rounds to launch for, once, and a large payload that can be fetched before
+        it counts.
+        """
+        if own and (
+            self.ledger.terms.hub_mean or all(payload.size <= CHUNK for payload in own.payloads)
+        ):
             own = None
         for call in self.ledger.calls():
             early = own if own and own.fragment == call.fragment else None
@@ -855,4 +1064,6 @@ class Coordinator:
 
 def _require_own(peer: Peer, site: str, incarnation: str | None = None) -> None:
     if site != peer.name or incarnation not in (None, peer.incarnation):
-        raise Refused(f"site {peer.name!r} speaks only for itself, and for its current incarnation.")
+        raise Refused(
+            f"site {peer.name!r} speaks only for itself, and for its current incarnation."
+        )

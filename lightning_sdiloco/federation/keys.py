@@ -1,7 +1,7 @@
 """Keys of a federation, and what a hub lets their holders do.
 
-An authority lies in a folder. Each holder has one file that says who it is, in which run, and has a role: every call
-passes `peer_of` before anything else is looked at.
+An authority lies in a folder. Each holder has one file that says who it is, in which run, and has a
+role: every call passes `peer_of` before anything else is looked at.
 """
 
 import contextlib
@@ -24,7 +24,9 @@ from lightning_sdiloco.federation.wire import OLDEST, PROTOCOL, Denied, Header, 
 Role = Literal["hub", "site", "operator", "reader"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
-UNBOUND = "-"  # in place of the run in certificates of an authority that has not been bound to one yet
+UNBOUND = (
+    "-"  # in place of the run in certificates of an authority that has not been bound to one yet
+)
 
 _BLOCKS = re.compile(rb"-----BEGIN ([A-Z ]+)-----.*?-----END \1-----\n?", re.DOTALL)
 
@@ -49,7 +51,9 @@ class Identity(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """What a holder needs to identify itself, and to verify the others. It lacks the authority's key."""
+    """What a holder needs to identify itself, and to verify the others. It lacks the authority's
+    key.
+    """
 
     identity: Identity
     key: bytes
@@ -67,12 +71,14 @@ class Bundle(NamedTuple):
             own = _run_of(self.folder)
         if own == UNBOUND and self.identity.role == "hub":
             raise ValueError(
-                f"The keys of hub {self.identity.name!r} name no run. Start the hub with the folder of keys, or make"
+                f"The keys of hub {self.identity.name!r} name no run. Start the hub with the"
+                " folder of keys, or make"
                 " keys for this run: sdiloco keys init FOLDER --run RUN."
             )
         if own not in (run, UNBOUND):
             raise ValueError(
-                f"These keys are for run {own!r}, not for run={run!r}: a certificate is valid for one run. Give the"
+                f"These keys are for run {own!r}, not for run={run!r}: a certificate is valid"
+                " for one run. Give the"
                 " name of that run, or make keys for this one: sdiloco keys init FOLDER --run RUN."
             )
         if self.identity.role == "hub" and self.identity.run == UNBOUND and self.folder is not None:
@@ -89,14 +95,17 @@ class Bundle(NamedTuple):
 def checked_name(what: str, name: str) -> str:
     if not NAME.fullmatch(name):
         raise ValueError(
-            f"{what}={name!r} cannot be a name. It has at most 63 letters, digits, dots, dashes and underscores, and"
+            f"{what}={name!r} cannot be a name. It has at most 63 letters, digits, dots, dashes"
+            " and underscores, and"
             " begins with a letter or digit."
         )
     return name
 
 
 def host_of(run: str) -> str:
-    """Returns the name under which a hub is known to TLS: by its run, and not by its address, which may change."""
+    """Returns the name under which a hub is known to TLS: by its run, and not by its address,
+    which may change.
+    """
     return f"{hashlib.sha256(run.encode()).hexdigest()[:32]}.hub.sdiloco.internal"
 
 
@@ -109,11 +118,16 @@ def init_keys(folder: str | Path, run: str | None = None, days: int = 3650) -> P
     if run is not None:
         checked_name("run", run)
     if (folder / "ca.key").exists():
-        raise ValueError(f"{folder} has keys already, and new ones would shut out their holders. Give another folder.")
+        raise ValueError(
+            f"{folder} has keys already, and new ones would shut out their holders. Give another"
+            " folder."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     # Of its certificate's nine uses: it signs certificates, and lists of revoked ones.
-    uses = x509.KeyUsage(*[False] * 5, key_cert_sign=True, crl_sign=True, encipher_only=False, decipher_only=False)
+    uses = x509.KeyUsage(
+        *[False] * 5, key_cert_sign=True, crl_sign=True, encipher_only=False, decipher_only=False
+    )
     extensions = {x509.BasicConstraints(ca=True, path_length=0): True, uses: True}
     key, certificate = _made(f"sdiloco {run or 'federation'}", days, extensions)
     if run is not None:
@@ -124,14 +138,18 @@ def init_keys(folder: str | Path, run: str | None = None, days: int = 3650) -> P
 
 
 def add_keys(folder: str | Path, name: str, role: Role = "site", days: int = 365) -> Path:
-    """Makes a bundle for a holder. If it had one, that stays valid until it expires, or all of its keys are revoked."""
+    """Makes a bundle for a holder. If it had one, that stays valid until it expires, or all of its
+    keys are revoked.
+    """
     folder, x509 = Path(folder), extra("cryptography.x509")
     if role not in ROLES:
         raise ValueError(f"role={role!r} is unknown. Choose one of {', '.join(ROLES)}.")
     try:
         authority_key, authority = ((folder / file).read_bytes() for file in ("ca.key", "ca.pem"))
     except FileNotFoundError:
-        raise ValueError(f"{folder} has no keys yet. Make them: sdiloco keys init {folder}.") from None
+        raise ValueError(
+            f"{folder} has no keys yet. Make them: sdiloco keys init {folder}."
+        ) from None
     identity = Identity(_run_of(folder), role, checked_name("name", name))
     names = [x509.UniformResourceIdentifier(identity.uri)]
     purposes = [x509.ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -164,7 +182,9 @@ def _made(
     authority_key: bytes | None = None,
     authority: bytes | None = None,
 ) -> tuple[bytes, bytes]:
-    """Returns a new key, and its certificate with extensions that are critical or not, signed by itself or another."""
+    """Returns a new key, and its certificate with extensions that are critical or not, signed by
+    itself or another.
+    """
     x509, forms = extra("cryptography.x509"), extra("cryptography.hazmat.primitives.serialization")
     curves = extra("cryptography.hazmat.primitives.asymmetric.ec")
     key = curves.generate_private_key(curves.SECP256R1())
@@ -174,7 +194,9 @@ def _made(
     builder = (
         x509.CertificateBuilder()
         .subject_name(subject)
-        .issuer_name(subject if authority is None else x509.load_pem_x509_certificate(authority).subject)
+        .issuer_name(
+            subject if authority is None else x509.load_pem_x509_certificate(authority).subject
+        )
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - day - max(-days, 0) * day)
@@ -189,7 +211,9 @@ def _made(
 
 
 def revoke_keys(folder: str | Path, name: str) -> list[str]:
-    """Revokes all certificates that a holder was ever given. A hub that was started with the folder refuses them."""
+    """Revokes all certificates that a holder was ever given. A hub that was started with the
+    folder refuses them.
+    """
     folder = Path(folder)
     before = _fingerprints(folder / "revoked", checked_name("name", name))
     taken = sorted(_fingerprints(folder / "issued", name) - before)
@@ -201,11 +225,15 @@ def revoke_keys(folder: str | Path, name: str) -> list[str]:
 
 
 def load(keys: str | Path, name: str = "") -> Bundle:
-    """Returns the bundle in a file, which names its holder, or a name's from the authority's folder."""
+    """Returns the bundle in a file, which names its holder, or a name's from the authority's
+    folder.
+    """
     path = Path(keys)
     folder = path if path.is_dir() else None
     if folder is not None and not name:
-        raise ValueError(f"{keys} is the authority's folder. Give a bundle, such as {path / 'NAME.bundle'}.")
+        raise ValueError(
+            f"{keys} is the authority's folder. Give a bundle, such as {path / 'NAME.bundle'}."
+        )
     if folder is not None:
         path = folder / f"{checked_name('name', name)}.bundle"
     if not path.is_file():
@@ -216,7 +244,9 @@ def load(keys: str | Path, name: str = "") -> Bundle:
     x509 = extra("cryptography.x509")
     blocks = [(match[1], match[0]) for match in _BLOCKS.finditer(path.read_bytes())]
     if [kind for kind, _ in blocks] != [b"PRIVATE KEY", b"CERTIFICATE", b"CERTIFICATE"]:
-        raise ValueError(f"{path} is not a bundle: it must hold a key, its certificate and the authority's.")
+        raise ValueError(
+            f"{path} is not a bundle: it must hold a key, its certificate and the authority's."
+        )
     (_, key), (_, certificate), (_, authority) = blocks
     try:
         parsed = x509.load_pem_x509_certificate(certificate)
@@ -230,7 +260,8 @@ def load(keys: str | Path, name: str = "") -> Bundle:
     ends = parsed.not_valid_after_utc
     if ends < datetime.datetime.now(datetime.timezone.utc):
         raise ValueError(
-            f"The certificate in {path} expired on {ends:%Y-%m-%d}. Make another next to the folder of keys: sdiloco"
+            f"The certificate in {path} expired on {ends:%Y-%m-%d}. Make another next to the"
+            " folder of keys: sdiloco"
             f" keys add FOLDER {identity.name} --role {identity.role}."
         )
     return Bundle(identity, key, certificate, authority, ends, folder)
@@ -257,7 +288,8 @@ def _run_of(folder: Path) -> str:
 def bundle_of(hub: str, name: str, keys: str | Path | None, insecure: bool) -> Bundle | None:
     if (keys is None) != insecure:
         raise ValueError(
-            f"To reach hub {hub}, site {name!r} needs either keys or insecure=True. Ask the owner of the folder of keys"
+            f"To reach hub {hub}, site {name!r} needs either keys or insecure=True. Ask the"
+            " owner of the folder of keys"
             f" for a bundle: sdiloco keys add FOLDER {name}."
         )
     if keys is None:
@@ -265,7 +297,8 @@ def bundle_of(hub: str, name: str, keys: str | Path | None, insecure: bool) -> B
     bundle = load(keys, name)
     if bundle.identity.name != name:
         raise ValueError(
-            f"The keys belong to {bundle.identity.role} {bundle.identity.name!r}, not to {name!r}: a certificate is"
+            f"The keys belong to {bundle.identity.role} {bundle.identity.name!r}, not to"
+            f" {name!r}: a certificate is"
             " valid for one site. Give that site's bundle."
         )
     return bundle
@@ -273,13 +306,18 @@ def bundle_of(hub: str, name: str, keys: str | Path | None, insecure: bool) -> B
 
 # Callers of a hub
 
-MAY: Mapping[str, frozenset[str]] = {  # which roles may make which call; a call that is not here is refused
+MAY: Mapping[
+    str, frozenset[str]
+] = {  # which roles may make which call; a call that is not here is refused
     **dict.fromkeys(("ping", "watch", "status"), frozenset(ROLES)),
-    **dict.fromkeys(("put", "get", "hello", "contribute", "skip", "state", "give", "leave"), frozenset({"site"})),
+    **dict.fromkeys(
+        ("put", "get", "hello", "contribute", "skip", "state", "give", "leave"), frozenset({"site"})
+    ),
     **dict.fromkeys(("evict", "end", "rollback", "amend", "backup"), frozenset({"operator"})),
 }
 
-# Calls that speak for no incarnation of a site: the keys of one that trains may be used for them elsewhere.
+# Calls that speak for no incarnation of a site: the keys of one that trains may be used for them
+# elsewhere.
 LOOKING = frozenset({"ping", "status", "watch"})
 
 
@@ -290,15 +328,22 @@ class Peer(NamedTuple):
 
 
 def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context: Any) -> Peer:
-    """Returns who makes a call to the hub of a run, if it may; without a bundle, the hub believes who it says it is."""
+    """Returns who makes a call to the hub of a run, if it may; without a bundle, the hub believes
+    who it says it is.
+    """
     who = header.get("from")
     fields = ("run", "role", "name", "incarnation")
-    if not isinstance(who, dict) or not all(isinstance(who.get(f), str) and len(who[f]) <= 63 for f in fields):
-        raise Malformed("the header of a call must say who makes it: run, role, name and incarnation.")
+    if not isinstance(who, dict) or not all(
+        isinstance(who.get(f), str) and len(who[f]) <= 63 for f in fields
+    ):
+        raise Malformed(
+            "the header of a call must say who makes it: run, role, name and incarnation."
+        )
     if who.get("protocol") not in range(OLDEST, PROTOCOL + 1):
         other = str(who.get("protocol"))[:20]
         raise Refused(
-            f"this hub speaks versions {OLDEST} to {PROTOCOL}, not {other}: update the older side, a hub before its"
+            f"this hub speaks versions {OLDEST} to {PROTOCOL}, not {other}: update the older"
+            " side, a hub before its"
             " sites."
         )
     if who["role"] not in ROLES:
@@ -309,7 +354,9 @@ def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context:
     if claimed.run != run:
         raise Denied(f"this hub serves run {run!r}, not {claimed.run!r}.")
     if claimed.role not in MAY.get(call, ()):
-        raise Denied(f"a {claimed.role} may not call {call}: {claimed.name!r} has no certificate for that.")
+        raise Denied(
+            f"a {claimed.role} may not call {call}: {claimed.name!r} has no certificate for that."
+        )
     speaks_for_itself(claimed.role, claimed.name, header.get("about", {}))
     return Peer(claimed.role, claimed.name, who["incarnation"])
 
@@ -317,7 +364,9 @@ def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context:
 def holder_of(context: Any) -> Identity:
     """Returns for whom the certificate of a connection speaks."""
     names = context.auth_context().get("x509_subject_alternative_name", [])
-    known = [own for name in names if (own := Identity.of_uri(name.decode(errors="replace"))) is not None]
+    known = [
+        own for name in names if (own := Identity.of_uri(name.decode(errors="replace"))) is not None
+    ]
     if len(known) != 1:
         raise Denied("the certificate does not name its run, role and holder.")
     return known[0]
@@ -344,7 +393,9 @@ def wall_clock() -> float:
 
 @cache
 def _ends(certificate: bytes) -> datetime.datetime:
-    ends: datetime.datetime = extra("cryptography.x509").load_pem_x509_certificate(certificate).not_valid_after_utc
+    ends: datetime.datetime = (
+        extra("cryptography.x509").load_pem_x509_certificate(certificate).not_valid_after_utc
+    )
     return ends
 
 
@@ -354,7 +405,10 @@ def _require_certified(run: str, bundle: Bundle, claimed: Identity, context: Any
     if own.run not in (run, UNBOUND):
         raise Denied(f"this hub serves run {run!r}, but the certificate is for run {own.run!r}.")
     if (own.role, own.name) != (claimed.role, claimed.name):
-        raise Denied(f"the certificate of {own.role} {own.name!r} is not valid for {claimed.role} {claimed.name!r}.")
+        raise Denied(
+            f"the certificate of {own.role} {own.name!r} is not valid for {claimed.role}"
+            f" {claimed.name!r}."
+        )
     require_valid(bundle, context)
 
 

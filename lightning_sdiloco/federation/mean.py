@@ -1,7 +1,7 @@
 """The mean at the hub: what sites have sent becomes one payload, which all of them fetch.
 
-Numpy does it alone, which comes with Lightning: a hub does without torch. What rounding leaves out of a mean is
-remembered, and added to the next one of the fragment.
+Numpy does it alone, which comes with Lightning: a hub does without torch. What rounding leaves out
+of a mean is remembered, and added to the next one of the fragment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +17,20 @@ from lightning_sdiloco.federation.untrained import Sizes, packed, unpacked
 Vector = npt.NDArray[np.float32]
 
 # The numbers that may be NaN, but for those that numpy does not know.
-_NUMBERS = {"float16": "<f2", "float32": "<f4", "float64": "<f8", "complex64": "<c8", "complex128": "<c16"}
+_NUMBERS = {
+    "float16": "<f2",
+    "float32": "<f4",
+    "float64": "<f8",
+    "complex64": "<c8",
+    "complex128": "<c16",
+}
 
 # The format of fp4; `compression/fp4.py` says why it is as it is.
 _BLOCK, _EXPONENT = 128, 23
 _LEAST_TOP, _GREATEST_TOP = 0x0400, 0x7F7F
 _LEVELS = np.array(
-    [sign * level for sign in (1.0, -1.0) for level in (0.0, *(2.0**-k for k in range(6, -1, -1)))], "f4"
+    [sign * level for sign in (1.0, -1.0) for level in (0.0, *(2.0**-k for k in range(6, -1, -1)))],
+    "f4",
 )
 
 
@@ -64,9 +71,13 @@ def encoded(values: Vector, code: str) -> bytes:
     bits = padded.view(np.int32).reshape(-1, _BLOCK)
     magnitude = bits & 0x7FFFFFFF
     tops = np.clip(magnitude.max(axis=1) >> 16, _LEAST_TOP, _GREATEST_TOP)
-    thresholds = ((tops << 16).view(np.float32) * np.float32(0.75)).view(np.int32) - (7 << _EXPONENT)
+    thresholds = ((tops << 16).view(np.float32) * np.float32(0.75)).view(np.int32) - (
+        7 << _EXPONENT
+    )
     passed = np.maximum((magnitude - thresholds[:, None]) >> _EXPONENT, 0)
-    codes = (passed | (bits >> 28) & 8).astype(np.uint8).reshape(-1)[: len(values) + len(values) % 2]
+    codes = (
+        (passed | (bits >> 28) & 8).astype(np.uint8).reshape(-1)[: len(values) + len(values) % 2]
+    )
     return tops.astype("<u2").tobytes() + (codes[0::2] | codes[1::2] << 4).tobytes()
 
 
@@ -77,12 +88,14 @@ def averaged(
     code: str,
     residual: Bytes | None,
 ) -> tuple[bytes, bytes | None]:
-    """Returns the payload with the mean of what a record counts, and what rounding has left out of it, if it rounds.
+    """Returns the payload with the mean of what a record counts, and what rounding has left out of
+    it, if it rounds.
 
     Args:
         record: Whose contributions count, and in which order they are added up.
         get: Returns a payload.
-        sizes: Those of the fragment; its untrained state follows the values of each site's first payload.
+        sizes: Those of the fragment; its untrained state follows the values of each site's first
+            payload.
         code: How outer gradients are encoded, and their mean: ``"fp4"`` or ``"fp32"``.
         residual: What was left out of the mean before.
     """
@@ -134,7 +147,8 @@ def has_nan(values: bytes, number: str) -> bool:
 
 
 def elementwise_mean(rows: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Returns the plain mean over the sites. What all hold alike keeps its bits; a site that is not finite is left out.
+    """Returns the plain mean over the sites. What all hold alike keeps its bits; a site that is not
+    finite is left out.
 
     Examples:
         >>> rows = [np.array([np.inf, value], "f4") for value in (1.0, 3.0)]
@@ -151,8 +165,12 @@ def elementwise_mean(rows: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     return np.where(is_alike, stacked[0], mean)
 
 
-def _sent(own: Contribution, get: Callable[[str], Bytes], sizes: Sizes, code: str) -> tuple[Vector, dict[int, bytes]]:
-    """Returns what a site has sent, from a shard of each of its ranks, and what it has changed of untrained state."""
+def _sent(
+    own: Contribution, get: Callable[[str], Bytes], sizes: Sizes, code: str
+) -> tuple[Vector, dict[int, bytes]]:
+    """Returns what a site has sent, from a shard of each of its ranks, and what it has changed of
+    untrained state.
+    """
     code = "fp32" if own.exact else code
     length = -(-sizes.numel // len(own.payloads))
     payloads = [get(payload.key) for payload in own.payloads]

@@ -1,7 +1,8 @@
 """A hub in memory, in real or virtual time: for simulations and tests.
 
-[Note: whose turn it is] It is always the turn of the site whose clock is furthest behind, and its clock is the time.
-What is on its way arrives before a later turn begins. So nothing depends on the speed of this machine.
+[Note: whose turn it is] It is always the turn of the site whose clock is furthest behind, and its
+clock is the time. What is on its way arrives before a later turn begins. So nothing depends on the
+speed of this machine.
 """
 
 import heapq
@@ -20,7 +21,9 @@ from lightning_sdiloco.federation.store import MEMORY, InMemoryStore, SQLiteLedg
 
 
 class VirtualTime:
-    """The clocks of some sites; ``until`` gives the others their turns; see [Note: whose turn it is]."""
+    """The clocks of some sites; ``until`` gives the others their turns; see [Note: whose turn it
+    is].
+    """
 
     def __init__(self, sites: int, until: Callable[[Callable[[], bool]], None]) -> None:
         self.now = 0.0
@@ -30,13 +33,17 @@ class VirtualTime:
         self._numbers = count()
 
     def at(self, time: float, do: Callable[[], object]) -> None:
-        """Does something at a time; what is due at the same time comes in the order in which it was said."""
+        """Does something at a time; what is due at the same time comes in the order in which it
+        was said.
+        """
         heapq.heappush(self._coming, (max(time, self.now), next(self._numbers), do))
 
     def passes(self, site: int, seconds: float) -> None:
         """Passes seconds for the site whose turn it is; the others have theirs meanwhile."""
         own = self._clocks[site] = self.now + seconds
-        self._until(lambda: min((clock, other) for other, clock in enumerate(self._clocks)) == (own, site))
+        self._until(
+            lambda: min((clock, other) for other, clock in enumerate(self._clocks)) == (own, site)
+        )
         while self._coming and self._coming[0][0] <= own:
             self.now, _, do = heapq.heappop(self._coming)
             do()
@@ -48,7 +55,9 @@ class VirtualTime:
 
 @dataclass(frozen=True)
 class VirtualLink:
-    """The link of a site, on which payloads and states take time. Who waits listens for a ``moment`` at least."""
+    """The link of a site, on which payloads and states take time. Who waits listens for a
+    ``moment`` at least.
+    """
 
     time: VirtualTime
     site: int

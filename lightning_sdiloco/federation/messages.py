@@ -1,15 +1,16 @@
 """The messages of sites and hub: contributions, records, and what else they say to each other.
 
-[Note: the chain] The records of a fragment form a chain: each names the key of the one before it, and the first names
-the run config. Two sites whose last records have the same key have applied the same records in the same order, so one
-key per fragment says all that there is to say about the history of a site. The sequence number of a record counts over
-all fragments. It is where the record lies in the hub's journal, which creates it once and never again.
+[Note: the chain] The records of a fragment form a chain: each names the key of the one before it,
+and the first names the run config. Two sites whose last records have the same key have applied the
+same records in the same order, so one key per fragment says all that there is to say about the
+history of a site. The sequence number of a record counts over all fragments. It is where the record
+lies in the hub's journal, which creates it once and never again.
 
-[Note: how a site uses its connection] One thread, that of training, owns the follower and makes all calls:
-`FederatedWorld` is that loop. The network has its own threads. They see of the follower only what
-`HubConnection.hello` and `heartbeat` have copied, so it needs no lock. A connection that breaks is made again, hello is
-said again, and what is outstanding is sent again: the caller does nothing for it. Everything may therefore be heard
-twice; the follower knows what to do then.
+[Note: how a site uses its connection] One thread, that of training, owns the follower and makes all
+calls: `FederatedWorld` is that loop. The network has its own threads. They see of the follower only
+what `HubConnection.hello` and `heartbeat` have copied, so it needs no lock. A connection that
+breaks is made again, hello is said again, and what is outstanding is sent again: the caller does
+nothing for it. Everything may therefore be heard twice; the follower knows what to do then.
 """
 
 from collections.abc import Mapping
@@ -47,7 +48,9 @@ class Payload(NamedTuple):
 
 
 class LaunchId(NamedTuple):
-    """Identifies a contribution of a site to a fragment: an incarnation launches once for a round."""
+    """Identifies a contribution of a site to a fragment: an incarnation launches once for a
+    round.
+    """
 
     round: Positive
     incarnation: Incarnation
@@ -84,11 +87,15 @@ class Contribution(Message):
     def reason(self) -> Literal["", "not finite", "no samples"]:
         """Why it cannot count whatever the others say; empty if it can."""
         # What a site holds is in the last mean, whether it has trained since or not.
-        return "not finite" if not self.finite else "" if self.weight or self.exact else "no samples"
+        return (
+            "not finite" if not self.finite else "" if self.weight or self.exact else "no samples"
+        )
 
 
 class LeftOut(NamedTuple):
-    """Why a contribution does not count; one that is too long is ``times`` times as long as usual."""
+    """Why a contribution does not count; one that is too long is ``times`` times as long as
+    usual.
+    """
 
     site: Name
     reason: Literal["not finite", "no samples", "other outer parameters", "too long"]
@@ -96,7 +103,9 @@ class LeftOut(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """When a contribution came, by the hub's monotonic clock. It only decides whom the hub waits for."""
+    """When a contribution came, by the hub's monotonic clock. It only decides whom the hub waits
+    for.
+    """
 
     site: Name
     round: Positive
@@ -147,14 +156,18 @@ class Record(Message):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Record":
-        """Refuses a record whose contributions cannot make one round: it would split those who apply it."""
+        """Refuses a record whose contributions cannot make one round: it would split those who
+        apply it.
+        """
         record = super().from_bytes(data)
         sites = [own.site for own in record.counted]
         if not sites or sites != sorted(set(sites)):
             raise Malformed("record.counted must name its sites once each, in their order")
         for own in record.counted:
             if (own.fragment, own.round) != (record.fragment, record.round) or own.reason:
-                raise Malformed(f"record.counted has what {own.site} cannot have contributed to this round")
+                raise Malformed(
+                    f"record.counted has what {own.site} cannot have contributed to this round"
+                )
             if own.digest != record.digest or own.previous != record.previous:
                 raise Malformed("record.counted was measured against different outer parameters")
         return record
@@ -218,14 +231,18 @@ class StateHeader(Message):
 
 @dataclass(frozen=True)
 class Waiting:
-    """Nothing is wrong here, but something is waited for, such as other sites at the founding, or room on a disk."""
+    """Nothing is wrong here, but something is waited for, such as other sites at the founding, or
+    room on a disk.
+    """
 
     why: Annotated[str, 1 << 17]
 
 
 @dataclass(frozen=True)
 class Welcomed:
-    """The hub has let this site in: after every hello, and as the first that is heard on every connection."""
+    """The hub has let this site in: after every hello, and as the first that is heard on every
+    connection.
+    """
 
     welcome: Welcome
     snapshot: StateHeader | None = None
@@ -256,7 +273,9 @@ class Amended:
 
 @dataclass(frozen=True)
 class StateWanted:
-    """The hub wants the state of this site: for a site that joins, as a snapshot, or to found the run."""
+    """The hub wants the state of this site: for a site that joins, as a snapshot, or to found the
+    run.
+    """
 
     request: str
     founding: bool = False
@@ -283,7 +302,9 @@ Told = Waiting | Welcomed | Called | Recorded | Amended | StateWanted | StateArr
 # On the wire
 
 Parts = Annotated[tuple[Payload, ...], range(1, 513)]  # the names of the blobs of a state
-MOST_BYTES = 1 << 18  # as much as two messages: a welcome and a snapshot, or a call and a contribution
+MOST_BYTES = (
+    1 << 18
+)  # as much as two messages: a welcome and a snapshot, or a call and a contribution
 
 
 @dataclass(frozen=True)
@@ -322,11 +343,15 @@ class Event(NamedTuple):
 
 
 def event_of(said: Waiting | Welcomed | Called | Amended | StateWanted | StateOffered) -> Event:
-    return Event(next(kind for kind, own in _KINDS.items() if own is type(said)), {}, encoded(plain(said)))
+    return Event(
+        next(kind for kind, own in _KINDS.items() if own is type(said)), {}, encoded(plain(said))
+    )
 
 
 def said_in(event: Event) -> Said | None:
-    """Reads an event; a record without its payloads. None if it is of a kind that only a newer hub knows."""
+    """Reads an event; a record without its payloads. None if it is of a kind that only a newer hub
+    knows.
+    """
     if event.kind == "record":
         return Recorded(Record.from_bytes(event.body), None)
     if event.kind == "lost":

@@ -1,4 +1,6 @@
-"""When a round closes: a small policy, asked by the ledger, and written in the run config of the run."""
+"""When a round closes: a small policy, asked by the ledger, and written in the run config of the
+run.
+"""
 
 import importlib
 from abc import ABC, abstractmethod
@@ -17,11 +19,13 @@ from lightning_sdiloco.federation.run_config import RETENTION, ChosenQuorum
 class Quorum(ABC):
     """Decides which sites a round waits for, and whether it closes before its grace is over.
 
-    Only the hub asks, on its own monotonic clock. When the grace has passed since the first contribution, a round with
-    the `fewest` contributions closes in any case; so no quorum makes sites wait for longer.
+    Only the hub asks, on its own monotonic clock. When the grace has passed since the first
+    contribution, a round with the `fewest` contributions closes in any case; so no quorum makes
+    sites wait for longer.
 
-    A quorum is a frozen dataclass whose arguments are values of JSON: class and arguments are part of the run config,
-    and every hub of the run makes the same quorum from them. It decides only by what it is given.
+    A quorum is a frozen dataclass whose arguments are values of JSON: class and arguments are part
+    of the run config, and every hub of the run makes the same quorum from them. It decides only by
+    what it is given.
 
     Examples:
         >>> @dataclass(frozen=True)
@@ -50,15 +54,19 @@ class Quorum(ABC):
         """Returns the sites that a round waits for.
 
         Args:
-            history: The last records of the fragment, the oldest first, at most 8; with their `Record.timings`.
-            sites: The sites that could contribute: they have a lease, and are near enough to the last record.
+            history: The last records of the fragment, the oldest first, at most 8; with their
+                `Record.timings`.
+            sites: The sites that could contribute: they have a lease, and are near enough to the
+                last record.
         """
 
     def closes(self, arrived: Mapping[str, float], awaited: Collection[str], now: float) -> bool:
-        """Returns whether a round closes before its grace is over: by default, when all awaited sites have answered.
+        """Returns whether a round closes before its grace is over: by default, when all awaited
+        sites have answered.
 
         Args:
-            arrived: The sites that have contributed, or have said that they will not, each with the time.
+            arrived: The sites that have contributed, or have said that they will not, each with the
+                time.
             awaited: What `awaited` returned.
             now: The time, in seconds.
         """
@@ -82,12 +90,13 @@ class All(Quorum):
 
 @dataclass(frozen=True)
 class DynamicBackup(Quorum):
-    """Waits for as many sites as make the best use of time; the others are backup workers, as in arXiv 2102.06280.
+    """Waits for as many sites as make the best use of time; the others are backup workers, as in
+    arXiv 2102.06280.
 
-    With k sites a round takes the inner steps of a site, T, plus the time until the k-th arrives, l_k after the first.
-    T and l_k are medians over the last 8 rounds. The quorum is the k with the largest k / (T + l_k): one slow site of M
-    is left out if it arrives later than T / (M - 1). What it trains is carried, and every 8th round waits for all, so
-    it counts there.
+    With k sites a round takes the inner steps of a site, T, plus the time until the k-th arrives,
+    l_k after the first. T and l_k are medians over the last 8 rounds. The quorum is the k with the
+    largest k / (T + l_k): one slow site of M is left out if it arrives later than T / (M - 1). What
+    it trains is carried, and every 8th round waits for all, so it counts there.
 
     Args:
         least: The least share of the sites with which a round closes; above 0, and at most 1.
@@ -106,8 +115,10 @@ class DynamicBackup(Quorum):
     def __post_init__(self) -> None:
         if not 0 < self.least <= 1:
             raise ValueError(
-                f"least={self.least!r} is out of range: it must be above 0 and at most 1, a share of the sites. Choose"
-                " another least; 0.5 is the default. For a number of sites give Federation(quorum=3)."
+                f"least={self.least!r} is out of range: it must be above 0 and at most 1, a"
+                " share of the sites. Choose"
+                " another least; 0.5 is the default. For a number of sites give"
+                " Federation(quorum=3)."
             )
 
     def fewest(self, sites: int) -> int:
@@ -117,18 +128,23 @@ class DynamicBackup(Quorum):
     def awaited(self, history: Sequence[Record], sites: Collection[str]) -> Collection[str]:
         """Returns the sites that are worth waiting for."""
         names, length = sorted(sites), _round_length(history)
-        # A site that is not waited for would never count if always a little late; see the rule in the docstring.
+        # A site that is not waited for would never count if always a little late; see the rule in
+        # the docstring.
         if len(history) < RETENTION or length is None or (history[-1].round + 1) % RETENTION == 0:
             return names
         late = _lateness(history, names)
         order = sorted(names, key=lambda site: (late[site], site))
         counts = range(self.fewest(len(names)), len(names) + 1)
-        count = max(counts, key=lambda count: (count / (length + late[order[count - 1]]), count), default=0)
+        count = max(
+            counts, key=lambda count: (count / (length + late[order[count - 1]]), count), default=0
+        )
         return sorted(order[:count])
 
 
 def _round_length(history: Sequence[Record]) -> float | None:
-    """Returns the median time in which a site trains what it contributes, in seconds; None if none is known."""
+    """Returns the median time in which a site trains what it contributes, in seconds; None if none
+    is known.
+    """
     steps = {(record.round, own.site): own.steps for record in history for own in record.counted}
     lengths = [
         entry.step * steps[entry.round, entry.site]
@@ -140,7 +156,9 @@ def _round_length(history: Sequence[Record]) -> float | None:
 
 
 def _lateness(history: Sequence[Record], sites: Collection[str]) -> dict[str, float]:
-    """Returns by how much each site is late, as a median: infinite if it mostly does not come at all."""
+    """Returns by how much each site is late, as a median: infinite if it mostly does not come at
+    all.
+    """
     heard: dict[str, dict[int, float]] = {site: {} for site in sites}
     for entry in (entry for record in history for entry in record.timings):
         if entry.site in heard:
@@ -160,15 +178,20 @@ _BUILT_IN: Mapping[str, type[Quorum]] = {"lightning_sdiloco.DynamicBackup": Dyna
 
 def chosen(quorum: Quorum) -> ChosenQuorum:
     kind = type(quorum)
-    path = next((path for path, own in _BUILT_IN.items() if own is kind), f"{kind.__module__}.{kind.__qualname__}")
+    path = next(
+        (path for path, own in _BUILT_IN.items() if own is kind),
+        f"{kind.__module__}.{kind.__qualname__}",
+    )
     if not isinstance(quorum, Quorum) or not is_dataclass(quorum):
         raise ValueError(
-            f"quorum={quorum!r} is neither a number of sites nor a Quorum. Give one, such as 3 or DynamicBackup(), or"
+            f"quorum={quorum!r} is neither a number of sites nor a Quorum. Give one, such as 3"
+            " or DynamicBackup(), or"
             " your own frozen dataclass that extends Quorum."
         )
     if not CLASS_PATH.fullmatch(path) or path.startswith("__main__."):
         raise ValueError(
-            f"quorum={quorum!r} is of a class that the hub cannot import: {path}. Define it at the top level of its own"
+            f"quorum={quorum!r} is of a class that the hub cannot import: {path}. Define it at"
+            " the top level of its own"
             " module."
         )
     arguments = {item.name: getattr(quorum, item.name) for item in fields(quorum) if item.init}
@@ -176,7 +199,8 @@ def chosen(quorum: Quorum) -> ChosenQuorum:
         return ChosenQuorum(path, decoded(encoded(arguments), LONGEST_TEXT))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"quorum={quorum!r} has arguments that do not fit into the run config: {error}. They must be numbers,"
+            f"quorum={quorum!r} has arguments that do not fit into the run config: {error}. They"
+            " must be numbers,"
             " texts, lists and mappings, finite and short."
         ) from None
 
@@ -190,33 +214,43 @@ def imported(path: str) -> type[Quorum]:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"quorum={path!r} cannot be imported: {error}. Give module.Class, of a module that is installed here or in"
+            f"quorum={path!r} cannot be imported: {error}. Give module.Class, of a module that"
+            " is installed here or in"
             " a folder of PYTHONPATH."
         ) from None
     if not (isinstance(found, type) and issubclass(found, Quorum)):
-        raise ValueError(f"quorum={path!r} is not a Quorum: it must extend lightning_sdiloco.Quorum.")
+        raise ValueError(
+            f"quorum={path!r} is not a Quorum: it must extend lightning_sdiloco.Quorum."
+        )
     return found
 
 
 def built_in(path: str, named: str | None = None) -> type[Any]:
-    """Finds the class of a quorum: one of this package, or that which the operator of the hub has named."""
+    """Finds the class of a quorum: one of this package, or that which the operator of the hub has
+    named.
+    """
     if path == named:
         return imported(path)
     if path not in _BUILT_IN:
         raise Malformed(
-            f"it is not one of this package: {', '.join(_BUILT_IN)}. The hub's operator must allow it: sdiloco hub"
+            f"it is not one of this package: {', '.join(_BUILT_IN)}. The hub's operator must"
+            " allow it: sdiloco hub"
             f" --quorum {path}"
         )
     return _BUILT_IN[path]
 
 
-def quorum_of(terms_quorum: int | ChosenQuorum, find: Callable[[str], type[Any]] = built_in) -> Quorum:
+def quorum_of(
+    terms_quorum: int | ChosenQuorum, find: Callable[[str], type[Any]] = built_in
+) -> Quorum:
     if isinstance(terms_quorum, int):
         return All(terms_quorum)
     try:
         made = find(terms_quorum.class_path)(**terms_quorum.init_args)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the quorum of this run, {terms_quorum}, is not available here: {error}") from None
+        raise ValueError(
+            f"the quorum of this run, {terms_quorum}, is not available here: {error}"
+        ) from None
     if not isinstance(made, Quorum):
         raise ValueError(f"the quorum of this run, {terms_quorum}, is not a Quorum")
     return made

@@ -1,10 +1,11 @@
 """A site's end of the connection to its hub: see [Note: how a site uses its connection].
 
-[Note: a site of several ranks] Every rank has a connection, under the same name and incarnation. That of the first one
-says hello, contributes, and hears; the others move payloads and say nothing. A contribution names the payloads of all
-ranks, and the hub takes it when the last of them is in its store: one rank's alone never counts. So what a site sends
-does not grow with its ranks, and neither does what it fetches: `places_of` gives every payload of another site to one
-rank.
+[Note: a site of several ranks] Every rank has a connection, under the same name and incarnation.
+That of the first one says hello, contributes, and hears; the others move payloads and say nothing.
+A contribution names the payloads of all ranks, and the hub takes it when the last of them is in its
+store: one rank's alone never counts. So what a site sends
+does not grow with its ranks, and neither does what it fetches: `places_of` gives every payload of
+another site to one rank.
 """
 
 import logging
@@ -44,13 +45,16 @@ log = logging.getLogger(__name__)
 _AGAIN = 1.0  # seconds after which a state is asked for again
 _FIRST = 60.0  # seconds after which a hub that was never there is given up
 _LONGEST_LEASE = 12.0  # seconds after which a name in use does not belong to a process that died
-_UNREAD = 32  # records whose payloads are here, and not read yet, before no more are fetched: they take memory
-# Small messages do not wait behind large ones, nor states behind payloads, nor anything for a hub that is gone.
+# records whose payloads are here, and not read yet, before no more are fetched: they take memory
+_UNREAD = 32
+# Small messages do not wait behind large ones, nor states behind payloads, nor anything for a hub
+# that is gone.
 _THREADS = {"senders": 8, "calls": 8, "records": _UNREAD, "large": 8, "states": 32}
 
 
 def places_of(rank: int, ranks: int, payloads: int) -> list[int]:
-    """Returns which of a contribution's payloads a rank fetches: each is fetched by one rank of a site.
+    """Returns which of a contribution's payloads a rank fetches: each is fetched by one rank of a
+    site.
 
     Examples:
         >>> [places_of(rank, 2, payloads=4) for rank in range(2)], [places_of(rank, 4, payloads=2) for rank in range(4)]
@@ -60,35 +64,46 @@ def places_of(rank: int, ranks: int, payloads: int) -> list[int]:
 
 
 class HubConnection:
-    """A rank's connection to a hub, with its own threads. Its events wait until training reads them."""
+    """A rank's connection to a hub, with its own threads. Its events wait until training reads
+    them.
+    """
 
-    def __init__(self, client: Transport, rank: int = 0, ranks: int = 1, patience: float = 3600.0) -> None:
+    def __init__(
+        self, client: Transport, rank: int = 0, ranks: int = 1, patience: float = 3600.0
+    ) -> None:
         self._client, self._rank, self._ranks, self._patience = client, rank, ranks, patience
         self.site, self.incarnation, self.now = client.identity.name, client.incarnation, client.now
         self.sends_bytes_per_s = client.sends_bytes_per_s
-        # The hello and the heartbeat that the transport says; which rounds have landed last, None without a state.
+        # The hello and the heartbeat that the transport says; which rounds have landed last, None
+        # without a state.
         self.words: tuple[Header, Header] = {}, {}
         self.applied: Sequence[int | None] = ()
         self.amended: Terms | None = None
         self._agreed = b""
         self.lease = 0.0
-        # No call of the client is made under it: where hub and site are in one process, the hub has a lock too.
+        # No call of the client is made under it: where hub and site are in one process, the hub has
+        # a lock too.
         self._changed = threading.Condition(threading.RLock())
         self._closed, self._nudge = threading.Event(), threading.Event()
-        self._pools = {name: client.pool(threads, f"hub-{name}") for name, threads in _THREADS.items()}
+        self._pools = {
+            name: client.pool(threads, f"hub-{name}") for name, threads in _THREADS.items()
+        }
         self._pending: set[Future[None]] = set()
-        # The last contribution to each fragment, until it is overtaken, and which of them have been sent before.
+        # The last contribution to each fragment, until it is overtaken, and which of them have been
+        # sent before.
         self._outbox: dict[int, tuple[Contribution, Mapping[str, Bytes]]] = {}
         self._sending: set[Contribution] = set()
         self._begun: set[Contribution] = set()
         self._early: dict[str, tuple[int, int, Future[Bytes]]] = {}
         self._told: list[Told] = []
         self._error: Exception | None = None
-        # Records that are being fetched, and those that wait for room; from which rounds on they are of use.
+        # Records that are being fetched, and those that wait for room; from which rounds on they
+        # are of use.
         self._coming: set[str] = set()
         self._waiting: list[Record] = []
         self._kept: Sequence[int] = ()
-        # The hub refuses what comes before it has let the site in; then all goes that is outstanding.
+        # The hub refuses what comes before it has let the site in; then all goes that is
+        # outstanding.
         self._let_in = rank > 0
         self._listens = self._asking = False
         self._ask_at = float("-inf")
@@ -101,8 +116,12 @@ class HubConnection:
         advice = " Each rank of a site calls the hub itself: its machine must reach the hub, and needs the keys."
         self._insist(lambda: self._client.call("ping"), seconds, advice)
 
-    def _insist(self, ask: Callable[[], Answer], seconds: float = _FIRST, advice: str = "") -> Answer:
-        """Asks until there is an answer, for some seconds; while the name is in use, for as long as a dead one is."""
+    def _insist(
+        self, ask: Callable[[], Answer], seconds: float = _FIRST, advice: str = ""
+    ) -> Answer:
+        """Asks until there is an answer, for some seconds; while the name is in use, for as long
+        as a dead one is.
+        """
         began, told, tries = self.now(), "", 0
         while True:
             try:
@@ -111,7 +130,9 @@ class HubConnection:
                 if isinstance(error, Busy) and self.now() > began + _LONGEST_LEASE:
                     raise Refused(str(error)) from error
                 if self.now() > began + seconds or not self._client.pause(self._closed, tries):
-                    raise ExchangeError(f"A rank of {self.site} has not reached the hub: {error}{advice}") from error
+                    raise ExchangeError(
+                        f"A rank of {self.site} has not reached the hub: {error}{advice}"
+                    ) from error
                 if str(error) != told:
                     log.warning("%s waits for its hub: %s", self.site, told := str(error))
                 tries = min(tries + 1, 2)
@@ -121,7 +142,11 @@ class HubConnection:
             answer = self._bring(run_config.to_bytes())
             key, terms = str(answer.get("run_config")), answer.get("terms")
             self.amended = None if terms is None else read(Terms, terms, "terms")
-            return run_config if key == run_config.key else RunConfig.from_bytes(bytes(self._client.get(key)))
+            return (
+                run_config
+                if key == run_config.key
+                else RunConfig.from_bytes(bytes(self._client.get(key)))
+            )
 
         agreed = self._insist(ask)
         self._agreed = agreed.to_bytes()
@@ -150,7 +175,9 @@ class HubConnection:
     def keep(self, outstanding: Collection[Contribution]) -> None:
         """Forgets all contributions but those that may still count."""
         with self._changed:
-            self._outbox = {fragment: kept for fragment, kept in self._outbox.items() if kept[0] in outstanding}
+            self._outbox = {
+                fragment: kept for fragment, kept in self._outbox.items() if kept[0] in outstanding
+            }
             self._begun = {own for own in self._begun if own in outstanding}
 
     def prefetch(self, own: Contribution) -> None:
@@ -169,7 +196,10 @@ class HubConnection:
 
     def heartbeat(self, follower: Follower) -> None:
         hello, heartbeat = follower.hello(self._client.identity.run), follower.heartbeat()
-        self.words = {"site": self.site, "hello": plain(hello)}, {"site": self.site, "heartbeat": plain(heartbeat)}
+        self.words = (
+            {"site": self.site, "hello": plain(hello)},
+            {"site": self.site, "heartbeat": plain(heartbeat)},
+        )
         self.keep(follower.outstanding())
         applied = [None if own.digest is None else own.applied.round for own in follower.fragments]
         if applied != self.applied:
@@ -207,7 +237,8 @@ class HubConnection:
         away = self._away_since
         if self._rank and away is not None and self.now() - away > self._patience:
             raise ExchangeError(
-                f"A rank of {self.site} has not reached the hub for longer than patience={self._patience:.0f} s. The"
+                f"A rank of {self.site} has not reached the hub for longer than"
+                f" patience={self._patience:.0f} s. The"
                 " site's checkpoint holds what it trained: restart it when the hub can be reached."
             )
         with self._changed:
@@ -219,8 +250,12 @@ class HubConnection:
         return told
 
     def wait(self, timeout: float) -> bool:
-        """Waits until there is something to hear; other ranks than the first do not: they wait for that one."""
-        return not self._rank and self._client.wait(self._changed, lambda: bool(self._told or self._error), timeout)
+        """Waits until there is something to hear; other ranks than the first do not: they wait for
+        that one.
+        """
+        return not self._rank and self._client.wait(
+            self._changed, lambda: bool(self._told or self._error), timeout
+        )
 
     def close(self, timeout: float = 5.0) -> None:
         with self._changed:
@@ -261,7 +296,11 @@ class HubConnection:
 
     def _call(self, name: str, about: Mapping[str, Any] | None = None, body: bytes = b"") -> Header:
         """Sends something to the hub; the first rank does so for all."""
-        return {} if self._rank else self._client.call(name, {"site": self.site, **(about or {})}, body)[0]
+        return (
+            {}
+            if self._rank
+            else self._client.call(name, {"site": self.site, **(about or {})}, body)[0]
+        )
 
     def _start(self, own: Contribution) -> None:
         with self._changed:
@@ -274,8 +313,13 @@ class HubConnection:
         """Sends the payloads of a contribution until they are taken, or it is overtaken."""
         try:
             tries = 0
-            while not self._closed.is_set() and (kept := self._outbox.get(own.fragment)) and kept[0] == own:
-                # A hub that is back is tried at once; one that refuses, ever more seldom, however often it says hello.
+            while (
+                not self._closed.is_set()
+                and (kept := self._outbox.get(own.fragment))
+                and kept[0] == own
+            ):
+                # A hub that is back is tried at once; one that refuses, ever more seldom, however
+                # often it says hello.
                 nudge, is_refused = self._nudge, False
                 try:
                     if self._is_taken(own, kept[1]):
@@ -283,8 +327,17 @@ class HubConnection:
                 except Refused as error:
                     is_refused = True
                     # Where another rank sends, the first one may have to say hello first.
-                    level, told = logging.INFO if self._rank or tries else logging.WARNING, (own.round, own.fragment)
-                    log.log(level, "%s: round %d of fragment %d was not taken: %s", self.site, *told, error)
+                    level, told = (
+                        logging.INFO if self._rank or tries else logging.WARNING,
+                        (own.round, own.fragment),
+                    )
+                    log.log(
+                        level,
+                        "%s: round %d of fragment %d was not taken: %s",
+                        self.site,
+                        *told,
+                        error,
+                    )
                     self._submit("calls", self._call, "hello", self.words[0])
                 if not self._client.pause(self._closed if is_refused else nudge, tries):
                     return
@@ -313,7 +366,9 @@ class HubConnection:
             return False
         self._away_since = None
         # With all payloads sent and some missing, they were dropped as they arrived.
-        return answer.get("answer") != "waiting" or len(blobs) < len({payload.key for payload in own.payloads})
+        return answer.get("answer") != "waiting" or len(blobs) < len(
+            {payload.key for payload in own.payloads}
+        )
 
     def _missed(self, error: Exception) -> None:
         self._away_since = self.now() if self._away_since is None else self._away_since
@@ -321,7 +376,9 @@ class HubConnection:
 
     def _deliver(self, record: Record) -> None:
         """Announces a record when all wanted payloads are here, or some are gone."""
-        blobs = self._blobs([payload for payloads in record.sources for payload in self._wanted(payloads)])
+        blobs = self._blobs(
+            [payload for payloads in record.sources for payload in self._wanted(payloads)]
+        )
         with self._changed:
             # What came early and did not count is not needed.
             self._early = {
@@ -329,13 +386,16 @@ class HubConnection:
                 for key, early in self._early.items()
                 if early[0] != record.fragment or early[1] > record.round
             }
-            # Events of an earlier connection come again, or did not happen in a run that was founded again.
+            # Events of an earlier connection come again, or did not happen in a run that was
+            # founded again.
             if self._rank or record.key in self._coming:
                 self._coming.discard(record.key)
                 self._close(record, blobs)
 
     def _close(self, record: Record, blobs: Mapping[str, Bytes] | None) -> None:
-        """Announces a record, and forgets what this site has contributed to its round, or to earlier ones."""
+        """Announces a record, and forgets what this site has contributed to its round, or to
+        earlier ones.
+        """
         kept = self._outbox.get(record.fragment)
         if kept and kept[0].round <= record.round:
             del self._outbox[record.fragment]
@@ -347,14 +407,17 @@ class HubConnection:
             self._changed.notify_all()
 
     def _blobs(self, payloads: Sequence[Payload], pool: str = "large") -> dict[str, Bytes] | None:
-        """Returns blobs: the small ones come in one stream, the others at the same time; None if some of it is gone."""
+        """Returns blobs: the small ones come in one stream, the others at the same time; None if
+        some of it is gone.
+        """
         with self._changed:
             here = {key: blob for _, blobs in self._outbox.values() for key, blob in blobs.items()}
             wanted = [one for one in dict.fromkeys(payloads) if one.key not in here]
             small = [one for one in wanted if one.size <= CHUNK]
             futures = {
                 one.key: early[2]
-                if (early := self._early.get(one.key)) and not (early[2].done() and early[2].exception())
+                if (early := self._early.get(one.key))
+                and not (early[2].done() and early[2].exception())
                 else self._begin(one, pool)
                 for one in wanted
                 if one.size > CHUNK
@@ -362,7 +425,10 @@ class HubConnection:
         try:
             if small:
                 here |= self._insistently(lambda: self._client.get_small(small))
-            return {one.key: futures[one.key].result() if one.key in futures else here[one.key] for one in payloads}
+            return {
+                one.key: futures[one.key].result() if one.key in futures else here[one.key]
+                for one in payloads
+            }
         except (HubUnreachable, CancelledError):
             # It comes again on the next connection.
             raise
@@ -371,10 +437,14 @@ class HubConnection:
             return None
 
     def _begin(self, payload: Payload, pool: str = "large") -> "Future[Bytes]":
-        return self._pools[pool].submit(self._insistently, lambda: self._client.get(payload.key, payload.size))
+        return self._pools[pool].submit(
+            self._insistently, lambda: self._client.get(payload.key, payload.size)
+        )
 
     def _insistently(self, fetch: Callable[[], Answer]) -> Answer:
-        """Fetches again where a connection broke; what comes again on a new one is fetched again."""
+        """Fetches again where a connection broke; what comes again on a new one is fetched
+        again.
+        """
         tries = 0
         while True:
             try:
@@ -383,7 +453,11 @@ class HubConnection:
                 return came
             except HubUnreachable as error:
                 self._missed(error)
-                if not self._let_in or self._closed.is_set() or not self._client.pause(self._closed, tries):
+                if (
+                    not self._let_in
+                    or self._closed.is_set()
+                    or not self._client.pause(self._closed, tries)
+                ):
                     raise
                 tries += 1
 
@@ -391,7 +465,11 @@ class HubConnection:
         named = [Payload(key_of(part), memoryview(part).nbytes) for part in parts]
         about = {"site": self.site, "kind": "state"}
         with self._client.pool(_THREADS["calls"], "hub-giver") as pool:
-            list(pool.map(lambda part, own: self._client.send(part, about, key=own.key), parts, named))
+            list(
+                pool.map(
+                    lambda part, own: self._client.send(part, about, key=own.key), parts, named
+                )
+            )
         self._call("give", {"request": request, "parts": plain(named)}, header.to_bytes())
 
     # Listening; nothing here waits, or a hub that is gone would be noticed late
@@ -461,7 +539,9 @@ class HubConnection:
     def _fetch_waiting(self) -> None:
         """Fetches for the records that wait, as far as there is room."""
         with self._changed:
-            unread = sum(isinstance(told, Recorded) and told.blobs is not None for told in self._told)
+            unread = sum(
+                isinstance(told, Recorded) and told.blobs is not None for told in self._told
+            )
             room = max(0, _UNREAD - unread - len(self._coming))
             left = [record for record in self._waiting if not self._is_applied(record)]
             begun = [record for record in left if self._is_useful(record)][:room]

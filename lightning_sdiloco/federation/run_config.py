@@ -1,4 +1,6 @@
-"""The run config: what a run was founded on. A site with another one is refused, with the list of differences."""
+"""The run config: what a run was founded on. A site with another one is refused, with the list of
+differences.
+"""
 
 import math
 import re
@@ -24,7 +26,9 @@ from lightning_sdiloco.federation.codec import (
 from lightning_sdiloco.federation.untrained import Sizes
 
 RETENTION = 8  # rounds for which payloads are kept; a site further behind needs a state
-SNAPSHOT_EVERY = 50  # rounds between two states that are left at the hub, which survive the loss of all sites
+SNAPSHOT_EVERY = (
+    50  # rounds between two states that are left at the hub, which survive the loss of all sites
+)
 LONGEST_GRACE = 10.0
 _SHOWN = 5
 _SIZES = re.compile(r"\d+")
@@ -65,22 +69,31 @@ class Terms:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            least = {"overlap_steps": 0, "grace": 0}.get(item.name, 1 if item.name != "lease" else 0)
+            least = {"overlap_steps": 0, "grace": 0}.get(
+                item.name, 1 if item.name != "lease" else 0
+            )
             is_chosen = (
                 isinstance(value, ChosenQuorum | DenseBeginning | str)
                 or (item.default is None or item.name == "guard")
                 and value is None
             )
             if not is_chosen and not value >= least:
-                raise ValueError(f"{item.name}={value!r} is out of range: it must be at least {least}.")
+                raise ValueError(
+                    f"{item.name}={value!r} is out of range: it must be at least {least}."
+                )
         if self.overlap_steps >= self.sync_every:
             raise ValueError(
-                f"overlap_steps={self.overlap_steps} is out of range: it must be below sync_every, which is"
+                f"overlap_steps={self.overlap_steps} is out of range: it must be below"
+                " sync_every, which is"
                 f" {self.sync_every}. Choose a smaller one."
             )
-        if self.dense_beginning is not None and 2 * self.dense_beginning.sync_every > self.sync_every:
+        if (
+            self.dense_beginning is not None
+            and 2 * self.dense_beginning.sync_every > self.sync_every
+        ):
             raise ValueError(
-                f"dense_beginning={self.dense_beginning!r} is out of range: its sync_every must be at most half of"
+                f"dense_beginning={self.dense_beginning!r} is out of range: its sync_every must"
+                " be at most half of"
                 f" sync_every, which is {self.sync_every}. Choose a smaller one."
             )
 
@@ -91,10 +104,14 @@ class Terms:
 
     def steps_before(self, fragment: int, round: int) -> int:
         """Returns the inner steps between the launch of a round and that of the one before."""
-        return self.schedule.launch_of(fragment, round) - self.schedule.launch_of(fragment, round - 1)
+        return self.schedule.launch_of(fragment, round) - self.schedule.launch_of(
+            fragment, round - 1
+        )
 
     def least_steps(self, round: int) -> int:
-        """Returns the fewest inner steps since a site last counted with which it launches for a round."""
+        """Returns the fewest inner steps since a site last counted with which it launches for a
+        round.
+        """
         sync_every = self.sync_every
         if self.dense_beginning is not None and self.schedule.is_dense_round(round):
             sync_every = self.dense_beginning.sync_every
@@ -109,7 +126,13 @@ class Terms:
         return self.rounds is not None and round >= self.rounds
 
 
-AMENDABLE = ("rounds", "grace", "lease", "quorum", "guard")  # terms that an operator may amend while a run goes on
+AMENDABLE = (
+    "rounds",
+    "grace",
+    "lease",
+    "quorum",
+    "guard",
+)  # terms that an operator may amend while a run goes on
 
 # A fragment's parameters in the order of their values: names, and what describes shape and dtype.
 Parameters = Annotated[tuple[tuple[str, str], ...], 1 << 20]
@@ -123,7 +146,9 @@ class RunConfig(Message):
     terms: Terms
     settings: Mapping[str, str]  # every one as text, with no "auto" left in it
     fragments: tuple[Parameters, ...]
-    shards: tuple[tuple[int, ...], ...]  # of each fragment their sizes, where ranks must be the same everywhere
+    shards: tuple[
+        tuple[int, ...], ...
+    ]  # of each fragment their sizes, where ranks must be the same everywhere
     versions: Mapping[str, str]  # of what takes part in the arithmetic
     self_test: str  # what the arithmetic of a site makes of known values
 
@@ -133,7 +158,9 @@ class RunConfig(Message):
     def __post_init__(self) -> None:
         for index, parameters in enumerate(self.fragments):
             if len(dict(parameters)) < len(parameters):
-                raise ValueError(f"run_config.fragments[{index}] must name its parameters once each")
+                raise ValueError(
+                    f"run_config.fragments[{index}] must name its parameters once each"
+                )
 
     @cached_property
     def key(self) -> str:
@@ -146,7 +173,9 @@ class RunConfig(Message):
         return sum(self.sizes(fragment).numel for fragment in range(len(self.fragments)))
 
     def sizes(self, fragment: int) -> Sizes:
-        """Returns how many values the parameters of a fragment have, and how many bytes its untrained state."""
+        """Returns how many values the parameters of a fragment have, and how many bytes its
+        untrained state.
+        """
         numel = 0
         untrained = list[int]()
         dtypes = list[str]()
@@ -165,21 +194,31 @@ class RunConfig(Message):
                 numbers.append(found["dtype"])
                 untrained.append(int(found["bytes"]))
                 dtypes.append(_DTYPES[found["dtype"]] if found["kind"] == "mean" else "")
-        return Sizes(numel, tuple(untrained), tuple(dtypes), tuple(kept), (*numbers, *numbers_of_kept))
+        return Sizes(
+            numel, tuple(untrained), tuple(dtypes), tuple(kept), (*numbers, *numbers_of_kept)
+        )
 
     def most_bytes_of(self, kind: str) -> int:
-        """Returns how large a payload, or a part of a state, may be: more than any that this package makes."""
-        untrained = sum(self.sizes(fragment).sent(is_exact=True).most for fragment in range(len(self.fragments)))
+        """Returns how large a payload, or a part of a state, may be: more than any that this
+        package makes.
+        """
+        untrained = sum(
+            self.sizes(fragment).sent(is_exact=True).most for fragment in range(len(self.fragments))
+        )
         return (1 << 20) + {"payload": 16, "state": 64}[kind] * self.numel + 16 * untrained
 
     def summary(self) -> dict[str, Any]:
-        """Returns what is to be said of it in short, as an object of JSON: without the names of parameters."""
+        """Returns what is to be said of it in short, as an object of JSON: without the names of
+        parameters.
+        """
         own = plain(self) | {"key": self.key, "fragments": len(self.fragments)}
         del own["shards"]
         return {**own, "parameters": sum(map(len, self.fragments))}
 
     def differences(self, other: "RunConfig") -> list[str]:
-        """Names what differs from another run config, this one being "here": empty if nothing does."""
+        """Names what differs from another run config, this one being "here": empty if nothing
+        does.
+        """
         ours, theirs = dict(_leaves(plain(self))), dict(_leaves(plain(other)))
         return [
             f"{name} is {ours.get(name, 'missing')} here and {theirs.get(name, 'missing')} there"
@@ -188,18 +227,30 @@ class RunConfig(Message):
         ]
 
     def require_same(self, other: "RunConfig") -> list[str]:
-        """Refuses this run config, which a site has brought, where the run was founded on another one.
+        """Refuses this run config, which a site has brought, where the run was founded on another
+        one.
 
-        Another patch of a version may join where its arithmetic makes the same of known values. That is returned.
+        Another patch of a version may join where its arithmetic makes the same of known values.
+        That is returned.
         """
         different = self.differences(other)
-        patches = [one for one in different if one.startswith("versions.") and self.self_test == other.self_test]
-        patches = [one for one in patches if self._is_patch(other, one.split(" is ")[0].removeprefix("versions."))]
+        patches = [
+            one
+            for one in different
+            if one.startswith("versions.") and self.self_test == other.self_test
+        ]
+        patches = [
+            one
+            for one in patches
+            if self._is_patch(other, one.split(" is ")[0].removeprefix("versions."))
+        ]
         if different := [one for one in different if one not in patches]:
             more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
             raise Refused(
-                f"This site cannot join the run {other.run!r}, which was founded on another run config:"
-                f" {'; '.join(different[:_SHOWN])}{more}. All sites must train the same model with the same settings"
+                f"This site cannot join the run {other.run!r}, which was founded on another run"
+                " config:"
+                f" {'; '.join(different[:_SHOWN])}{more}. All sites must train the same model"
+                " with the same settings"
                 " and versions. Start this one with the run's."
             )
         return patches

@@ -1,4 +1,6 @@
-"""The hub's end of the connections to all sites: it knows who calls, moves blobs and events, and leaves the rest."""
+"""The hub's end of the connections to all sites: it knows who calls, moves blobs and events, and
+leaves the rest.
+"""
 
 import logging
 import queue
@@ -53,17 +55,21 @@ from lightning_sdiloco.federation.wire import (
 
 log = logging.getLogger(__name__)
 
-MAX_CALLS = 512  # that are served at the same time; a site makes one for each of its connections, and one that stays
+# that are served at the same time; a site makes one for each of its connections, and one that stays
+MAX_CALLS = 512
 _FOR_OPERATORS = 32  # further ones, so that there is always room for them
 _MOST_OF_ONE = {"site": 256}  # calls that one certificate may have open; others fewer
 _MOST_OF_OTHERS = 32
 _SILENT = 10.0  # seconds within which a call says who makes it
 MAX_UPLOADS = 64  # blobs that one holder may be sending at the same time
-MAX_EVENTS = 1024  # that wait for a peer that does not read them; with one more it is sent away, and must start again
+# that wait for a peer that does not read them; with one more it is sent away, and must start again
+MAX_EVENTS = 1024
 MAX_WATCHING = 16  # how often a holder that is no site may watch at the same time
 _GIVEN_UP = 600.0  # seconds without a connection after which what has arrived of a blob is dropped
 _AGAIN = 1.0  # seconds after which something is tried again that did not succeed
-_NOISE = random.Random(0).randbytes(CHUNK)  # what pings are answered with; nothing on the way makes it smaller
+_NOISE = random.Random(0).randbytes(
+    CHUNK
+)  # what pings are answered with; nothing on the way makes it smaller
 
 
 class Session:
@@ -103,7 +109,9 @@ class Session:
 
 
 class Door:
-    """Lets a call in before anything of it is read: a limited number per certificate, none that stays silent."""
+    """Lets a call in before anything of it is read: a limited number per certificate, none that
+    stays silent.
+    """
 
     def __init__(self) -> None:
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -117,9 +125,12 @@ class Door:
         who = ("site", "") if holder is None else (holder.role, holder.name)
         most = MAX_CALLS if holder is None else _MOST_OF_ONE.get(who[0], _MOST_OF_OTHERS)
         with self._lock:
-            if self._open[who] >= most or (who[0] != "operator" and self._open.total() >= MAX_CALLS):
+            if self._open[who] >= most or (
+                who[0] != "operator" and self._open.total() >= MAX_CALLS
+            ):
                 raise HubUnreachable(
-                    f"{who[1]!r} has {self._open[who]} calls open, of {self._open.total()} in all: too many."
+                    f"{who[1]!r} has {self._open[who]} calls open, of {self._open.total()} in"
+                    " all: too many."
                 )
             self._open[who] += 1
         try:
@@ -143,7 +154,9 @@ class Door:
         """Ends streams that stay silent, until `close`."""
         while not self._closed.wait(_AGAIN):
             with self._lock:
-                late = [context for context, until in self._silent.items() if until < time.monotonic()]
+                late = [
+                    context for context, until in self._silent.items() if until < time.monotonic()
+                ]
             for context in late:
                 context.cancel()
 
@@ -172,17 +185,21 @@ class Hub:
         self._arriving: dict[tuple[str, str, str], Upload] = {}
         if (keys is None) != insecure:
             raise ValueError(
-                "A hub needs either keys or insecure=True. Make keys with: sdiloco keys init FOLDER --run RUN."
+                "A hub needs either keys or insecure=True. Make keys with: sdiloco keys init"
+                " FOLDER --run RUN."
             )
         bundle = None if keys is None else load(keys, "hub").bound(run)
         if bundle is None:
             warnings.warn(
-                "The hub serves without TLS: anyone who reaches its port can read and change all (insecure=True).",
+                "The hub serves without TLS: anyone who reaches its port can read and change all"
+                " (insecure=True).",
                 stacklevel=2,
             )
         elif bundle.identity.role != "hub":
             whose = f"{bundle.identity.role} {bundle.identity.name!r}"
-            raise ValueError(f"The keys belong to {whose}, but a hub needs its own: give hub.bundle.")
+            raise ValueError(
+                f"The keys belong to {whose}, but a hub needs its own: give hub.bundle."
+            )
         self._run, self._bundle = run, bundle
         grpc = extra("grpc")
         self._server = grpc.server(
@@ -197,11 +214,14 @@ class Hub:
             "call": grpc.unary_unary_rpc_method_handler(self._answering(self._call)),
             "watch": grpc.stream_stream_rpc_method_handler(self._telling(self._watch)),
         }
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, handlers),)
+        )
         health, self._messages = extra("grpc_health.v1.health"), extra("grpc_health.v1.health_pb2")
         self._health = health.HealthServicer()
         self._set_health("NOT_SERVING")
-        # It gives its status to all that TLS lets in, without a header. `Watch` would hold a thread for each caller.
+        # It gives its status to all that TLS lets in, without a header. `Watch` would hold a thread
+        # for each caller.
         check = grpc.unary_unary_rpc_method_handler(
             self._health.Check,
             self._messages.HealthCheckRequest.FromString,
@@ -215,25 +235,34 @@ class Hub:
                 self.port = int(self._server.add_insecure_port(listen))
             else:
                 pair = [(bundle.key, bundle.certificate)]
-                credentials = grpc.ssl_server_credentials(pair, bundle.authority, require_client_auth=True)
+                credentials = grpc.ssl_server_credentials(
+                    pair, bundle.authority, require_client_auth=True
+                )
                 self.port = int(self._server.add_secure_port(listen, credentials))
         except RuntimeError:
             self.port = 0
         if not self.port:
-            raise ValueError(f"listen={listen!r} cannot be used: give a free port and an address of this machine.")
+            raise ValueError(
+                f"listen={listen!r} cannot be used: give a free port and an address of this"
+                " machine."
+            )
 
     def start(self) -> None:
         self._calls.start(self.push)
         self._serve()
 
     def is_serving(self) -> bool:
-        """Returns what the health service answers: whether the hub has started, and is not ending."""
+        """Returns what the health service answers: whether the hub has started, and is not
+        ending.
+        """
         answer = self._health.Check(self._messages.HealthCheckRequest(), None)
         return bool(answer.status == self._messages.HealthCheckResponse.SERVING)
 
     def _set_health(self, status: str) -> None:
         for service in ("", SERVICE):
-            self._health.set(service, self._messages.HealthCheckResponse.ServingStatus.Value(status))
+            self._health.set(
+                service, self._messages.HealthCheckResponse.ServingStatus.Value(status)
+            )
 
     def _serve(self) -> None:
         self._server.start()
@@ -255,8 +284,12 @@ class Hub:
         for session in told:
             session.push(event)
 
-    def _asked(self, call: str, message: bytes | None, context: Any) -> tuple[Peer, Header, Header, bytes]:
-        """Returns who asks, the whole header, what the call is about, and the bytes that belong to it."""
+    def _asked(
+        self, call: str, message: bytes | None, context: Any
+    ) -> tuple[Peer, Header, Header, bytes]:
+        """Returns who asks, the whole header, what the call is about, and the bytes that belong to
+        it.
+        """
         if message is None:
             raise Malformed("a call begins with a header.")
         header, body = unpack(message)
@@ -268,7 +301,8 @@ class Hub:
         watches = peer.incarnation if current is None else current.peer.incarnation
         if call not in LOOKING and peer.role == "site" and peer.incarnation != watches:
             raise Busy(
-                f"the name {peer.name} is in use by a running process: incarnation {peer.incarnation!r} is not the one"
+                f"the name {peer.name} is in use by a running process: incarnation"
+                f" {peer.incarnation!r} is not the one"
                 " that watches."
             )
         return peer, header, header.get("about", {}), body
@@ -278,7 +312,10 @@ class Hub:
     def _put(self, requests: Iterator[bytes], context: Any) -> bytes:
         """Takes a part of a blob, or none, and says what has become of it, or what is missing."""
         peer, header, about, _ = self._asked("put", self._door.first(requests, context), context)
-        key, size = checked_key(header.get("key")), checked_size(header.get("size"), self.store.max_blob, "blob")
+        key, size = (
+            checked_key(header.get("key")),
+            checked_size(header.get("size"), self.store.max_blob, "blob"),
+        )
         start = checked_size(header.get("start", 0), size, "part")
         self._calls.admit(peer, about, key, size)
         try:
@@ -302,7 +339,9 @@ class Hub:
     def _upload(self, peer: Peer, key: str, size: int) -> Upload:
         place, now = (peer.role, peer.name, key), time.monotonic()
         with self._lock:
-            for other in [own for own, upload in self._arriving.items() if upload.used < now - _GIVEN_UP]:
+            for other in [
+                own for own, upload in self._arriving.items() if upload.used < now - _GIVEN_UP
+            ]:
                 self._arriving.pop(other).discard()
             if place not in self._arriving:
                 if sum(other[:2] == place[:2] for other in self._arriving) >= MAX_UPLOADS:
@@ -311,11 +350,15 @@ class Hub:
             upload = self._arriving[place]
             upload.used = now
         if upload.size != size:
-            raise Malformed(f"blob {key} has {upload.size:,} bytes on another connection, but {size:,} here.")
+            raise Malformed(
+                f"blob {key} has {upload.size:,} bytes on another connection, but {size:,} here."
+            )
         return upload
 
     def _get(self, message: bytes, context: Any) -> Iterator[bytes]:
-        """Sends the size of a blob, and then a part of it; or several small ones, one behind the other."""
+        """Sends the size of a blob, and then a part of it; or several small ones, one behind the
+        other.
+        """
         _, header, _, keys = self._asked("get", message, context)
         if keys:
             yield from self._together([keys[at : at + 32].hex() for at in range(0, len(keys), 32)])
@@ -345,7 +388,11 @@ class Hub:
         peer, header, about, body = self._asked("call", message, context)
         if header["call"] == "ping":
             # Its own bytes, or as many as it asks for: so the way is measured.
-            answer = _NOISE[: checked_size(about["bytes"], CHUNK, "answer")] if "bytes" in about else body
+            answer = (
+                _NOISE[: checked_size(about["bytes"], CHUNK, "answer")]
+                if "bytes" in about
+                else body
+            )
             return pack({"clock": wall_clock()} if about.get("clock") else {}, answer)
         return pack(*self._calls.call(peer, header["call"], about, body))
 
@@ -366,7 +413,10 @@ class Hub:
                     before.end(Refused(f"site {peer.name!r} watches from elsewhere."))
             name = f"heartbeats-{secrets.token_hex(2)}"
             threading.Thread(
-                target=self._read_heartbeats, args=(session, requests, context), name=name, daemon=True
+                target=self._read_heartbeats,
+                args=(session, requests, context),
+                name=name,
+                daemon=True,
             ).start()
             for event in session.events(first, self._heartbeat):
                 yield pack({"kind": event.kind, "about": event.header}, event.body)
@@ -395,8 +445,12 @@ class Hub:
             log.debug("%s stopped: %r", peer.name, error)
         session.end()
 
-    def _telling(self, tell: Callable[[Any, Any], Iterator[bytes]]) -> Callable[[Any, Any], Iterator[bytes]]:
-        """Returns a call that ends with the status of what goes wrong, and does not show a stranger our insides."""
+    def _telling(
+        self, tell: Callable[[Any, Any], Iterator[bytes]]
+    ) -> Callable[[Any, Any], Iterator[bytes]]:
+        """Returns a call that ends with the status of what goes wrong, and does not show a
+        stranger our insides.
+        """
 
         def told(request: Any, context: Any) -> Iterator[bytes]:
             try:
@@ -410,7 +464,10 @@ class Hub:
                     # A line each, whatever a stranger has sent. The operator has to make room.
                     why = " ".join(str(error).split())
                     log.log(
-                        logging.ERROR if isinstance(error, NoSpace) else logging.INFO, "%s: %s", context.peer(), why
+                        logging.ERROR if isinstance(error, NoSpace) else logging.INFO,
+                        "%s: %s",
+                        context.peer(),
+                        why,
                     )
                     context.abort(getattr(codes, CODES.get(type(error), "INTERNAL")), why[:1000])
                 log.exception("a call of %s failed", context.peer())
@@ -444,12 +501,14 @@ class HubService(Hub):
     ) -> None:
         if "://" in str(ledger):
             raise ValueError(
-                f"ledger={str(ledger)!r} is a URL, but a run has one hub, whose ledger is a file on its machine: give a"
+                f"ledger={str(ledger)!r} is a URL, but a run has one hub, whose ledger is a file"
+                " on its machine: give a"
                 " path. If that hub ends, restart it with its ledger; sites train on meanwhile."
             )
         if backups is not None and Path(backups).resolve() == Path(ledger).resolve().parent:
             raise ValueError(
-                f"backups={str(backups)!r} is not a place for copies: the run itself is in that folder, and a copy"
+                f"backups={str(backups)!r} is not a place for copies: the run itself is in that"
+                " folder, and a copy"
                 " would overwrite it. Give another folder, on another disk."
             )
         if quorum is not None:
@@ -459,14 +518,18 @@ class HubService(Hub):
         try:
             blobs = BlobStore(Path(ledger).with_suffix(".store") if store is None else store)
             find = partial(built_in, named=quorum)
-            self.coordinator = Coordinator(run, self.ledger, blobs, sites, find_quorum=find, refound=refound)
+            self.coordinator = Coordinator(
+                run, self.ledger, blobs, sites, find_quorum=find, refound=refound
+            )
             self.coordinator.backup_folder = None if backups is None else Path(backups)
             super().__init__(self.coordinator, blobs, run, listen, keys, insecure, heartbeat)
         except BaseException:
             self.ledger.close()
             raise
         self._ticker = threading.Thread(target=self._tick, name="hub-clock", daemon=True)
-        self._copier = threading.Thread(target=self._back_up, args=(backups_every,), name="hub-backup", daemon=True)
+        self._copier = threading.Thread(
+            target=self._back_up, args=(backups_every,), name="hub-backup", daemon=True
+        )
 
     @override
     def start(self) -> None:
@@ -478,7 +541,8 @@ class HubService(Hub):
 
     @override
     def close(self, grace: float = 0.5) -> None:
-        self._health.enter_graceful_shutdown()  # first of all: a copy that is being made may take long to end
+        # first of all: a copy that is being made may take long to end
+        self._health.enter_graceful_shutdown()
         self._closed.set()
         self._awake.set()
         for thread in (self._ticker, self._copier):

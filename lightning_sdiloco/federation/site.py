@@ -1,13 +1,13 @@
 """The world of a site: when its fragments launch and land is what the rules of the federation say.
 
-The training thread owns the follower and talks to the connection; see [Note: how a site uses its connection]. Encoding
-and averaging run in the background, and are looked after once in every inner step. A site never waits for what is not
-there, except where the follower says so.
+The training thread owns the follower and talks to the connection; see [Note: how a site uses its
+connection]. Encoding and averaging run in the background, and are looked after once in every inner
+step. A site never waits for what is not there, except where the follower says so.
 
-[Note: one site, many followers] Every rank has its own follower. The first rank speaks with the hub for all, each
-rank moves its own payloads, and all hear the same events, of the same time, after the same inner step. So all decide
-the same, and nothing has to be agreed on but what is heard. A record is heard when every rank has what it needs of its
-payloads.
+[Note: one site, many followers] Every rank has its own follower. The first rank speaks with the hub
+for all, each rank moves its own payloads, and all hear the same events, of the same time, after the
+same inner step. So all decide the same, and nothing has to be agreed on but what is heard. A record
+is heard when every rank has what it needs of its payloads.
 """
 
 import io
@@ -30,7 +30,13 @@ from lightning_sdiloco.engine.outer import OuterState
 from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.shards import OuterParameter, to_parameters
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
-from lightning_sdiloco.federation.arithmetic import Encoded, SiteArithmetic, Stepped, digests_of, fetched_by
+from lightning_sdiloco.federation.arithmetic import (
+    Encoded,
+    SiteArithmetic,
+    Stepped,
+    digests_of,
+    fetched_by,
+)
 from lightning_sdiloco.federation.codec import Bytes, plain, read
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.messages import (
@@ -60,14 +66,21 @@ _ERRORS = {own.__name__: own for own in (AgreementError, ExchangeError, Refused,
 
 
 class SharedConnection:
-    """The connections of a rank; see [Note: one site, many followers] and [Note: a site of several ranks]."""
+    """The connections of a rank; see [Note: one site, many followers] and [Note: a site of several
+    ranks].
+    """
 
-    def __init__(self, topology: Topology, connect: Callable[[int, int, str], HubConnection]) -> None:
+    def __init__(
+        self, topology: Topology, connect: Callable[[int, int, str], HubConnection]
+    ) -> None:
         self._ranks, rank = topology.in_site, topology.group_rank
         self._leads = rank == 0
         self._payloads: dict[str, Mapping[str, Bytes]] = {}
         self._coming: dict[str, tuple[Record, set[int]]] = {}
-        made, incarnation = list[HubConnection](), self._ranks.all_gather_object(secrets.token_hex(8))[0]
+        made, incarnation = (
+            list[HubConnection](),
+            self._ranks.all_gather_object(secrets.token_hex(8))[0],
+        )
 
         def connects() -> None:
             made.append(connect(rank, topology.group_size, incarnation))
@@ -83,7 +96,9 @@ class SharedConnection:
         (self.own,) = made
 
     def all_say(self, ask: Callable[[], Any]) -> list[Any]:
-        """Returns what all ranks say. An error of one is raised on all, so that none waits for the others."""
+        """Returns what all ranks say. An error of one is raised on all, so that none waits for the
+        others.
+        """
         every = self._ranks.attempt(ask)
         for outcome in every:
             if outcome.failure:
@@ -102,7 +117,9 @@ class SharedConnection:
         return founded, founded.terms if amended is None else read(Terms, amended, "terms")
 
     def heard(self, requests: int = 0, samples: int = 0) -> tuple[list[Told], float, int, int]:
-        """Returns what was heard since the last time, the time, and what all ranks request and have trained."""
+        """Returns what was heard since the last time, the time, and what all ranks request and
+        have trained.
+        """
         if self._ranks.size == 1:
             return self.own.events(), self.own.now(), requests, samples
         every = self.all_say(lambda: (*self._listen(), requests, samples))
@@ -134,7 +151,9 @@ class SharedConnection:
         return told, every[0][2], requests, sum(samples for *_, samples in every)
 
     def _listen(self) -> tuple[list[Any], dict[str, bool], float]:
-        """Returns what this rank has heard: events at the first one, and which records it has fetched payloads for."""
+        """Returns what this rank has heard: events at the first one, and which records it has
+        fetched payloads for.
+        """
         told, fetched = list[Any](), dict[str, bool]()
         for one in self.own.events():
             if isinstance(one, Recorded):
@@ -146,15 +165,21 @@ class SharedConnection:
         return told, fetched, self.own.now()
 
     def ready(self, pending: Mapping[int, Pending[Any]]) -> Collection[int]:
-        """Returns the background work that is ready at rank 0: the others wait a moment for theirs."""
+        """Returns the background work that is ready at rank 0: the others wait a moment for
+        theirs.
+        """
         if not pending:
             return ()
         return set(self.all_say(lambda: {key for key, one in pending.items() if one.is_ready})[0])
 
 
 def to_part(fragment: FragmentState, shards: Sequence[Mapping[str, Any]]) -> bytes:
-    """Returns the part of an outer state for a fragment: outer parameters, outer optimizer and untrained state."""
-    parameters = to_parameters(fragment.layout.state_dict(), [OuterState.of(shard) for shard in shards])
+    """Returns the part of an outer state for a fragment: outer parameters, outer optimizer and
+    untrained state.
+    """
+    parameters = to_parameters(
+        fragment.layout.state_dict(), [OuterState.of(shard) for shard in shards]
+    )
     untrained = {name: values.to("cpu") for name, values in fragment.untrained.named().items()}
     file = io.BytesIO()
     state = {
@@ -167,7 +192,9 @@ def to_part(fragment: FragmentState, shards: Sequence[Mapping[str, Any]]) -> byt
 
 
 class Part(NamedTuple):
-    """What arrives of the outer state of a fragment, and after the last round what the first site kept."""
+    """What arrives of the outer state of a fragment, and after the last round what the first site
+    kept.
+    """
 
     outer: OuterState
     untrained: Mapping[str, Tensor]
@@ -175,7 +202,9 @@ class Part(NamedTuple):
 
 
 def from_part(fragment: FragmentState, part: Bytes) -> Part:
-    """Reads the part that this rank holds, perhaps at a site with another number of ranks. Executes nothing."""
+    """Reads the part that this rank holds, perhaps at a site with another number of ranks.
+    Executes nothing.
+    """
     try:
         state = torch.load(io.BytesIO(part), map_location="cpu", weights_only=True)
         parameters = {name: OuterParameter(*own) for name, own in state["parameters"].items()}
@@ -183,9 +212,14 @@ def from_part(fragment: FragmentState, part: Bytes) -> Part:
         untrained = {name: state["buffers"][name] for name in fragment.untrained.names}
         own = fragment.untrained.own.fitting(state["own"])
     except Exception as error:  # whatever is wrong with what a stranger may have made
-        raise ValueError(f"what arrived is not a state of fragment {fragment.index}: {error}") from error
+        raise ValueError(
+            f"what arrived is not a state of fragment {fragment.index}: {error}"
+        ) from error
     if outer.values.shape != fragment.outer.values.shape or outer.values.dtype != torch.float32:
-        raise ValueError(f"the state of fragment {fragment.index} that arrived has {tuple(outer.values.shape)} values")
+        raise ValueError(
+            f"the state of fragment {fragment.index} that arrived has"
+            f" {tuple(outer.values.shape)} values"
+        )
     return Part(outer, untrained, own)
 
 
@@ -196,12 +230,23 @@ class Launched:
 
 
 class FederatedWorld:
-    """Launches and lands as the records of a federation say; see [Note: how a site uses its connection]."""
+    """Launches and lands as the records of a federation say; see [Note: how a site uses its
+    connection].
+    """
 
     def __init__(
-        self, rounds: Rounds, topology: Topology, connection: SharedConnection, follower: Follower, waits: bool
+        self,
+        rounds: Rounds,
+        topology: Topology,
+        connection: SharedConnection,
+        follower: Follower,
+        waits: bool,
     ) -> None:
-        self._rounds, self._topology, self._arithmetic = rounds, topology, SiteArithmetic(rounds, topology)
+        self._rounds, self._topology, self._arithmetic = (
+            rounds,
+            topology,
+            SiteArithmetic(rounds, topology),
+        )
         self._connection, self.follower, self._waits = connection, follower, waits
         self._launched: dict[int, Launched] = {}
         # Records that are being applied, and the payloads of those that came.
@@ -222,10 +267,16 @@ class FederatedWorld:
         return all(own.ended for own in self.follower.fragments)
 
     def join(self, step: int) -> None:
-        """Waits until the hub has let this site in, it has a state, and all records so far have landed."""
+        """Waits until the hub has let this site in, it has a state, and all records so far have
+        landed.
+        """
         self.hear()
         follower = self.follower
-        while not (follower.reachable and follower.follows and all(own.has_joined for own in follower.fragments)):
+        while not (
+            follower.reachable
+            and follower.follows
+            and all(own.has_joined for own in follower.fragments)
+        ):
             # One at a time: where there are many, a state is the shorter way, and comes meanwhile.
             landed = next(self._land_ready(step), None)
             self._look_after()
@@ -234,7 +285,9 @@ class FederatedWorld:
             self.hear()
 
     def trained(self, micro_batches: int, samples: int) -> None:
-        """Counts an inner step by its samples, which may differ between ranks: `hear` adds them up."""
+        """Counts an inner step by its samples, which may differ between ranks: `hear` adds them
+        up.
+        """
         self._has_trained, self._samples = True, self._samples + samples
 
     @torch.no_grad()
@@ -279,7 +332,9 @@ class FederatedWorld:
 
     def _send(self, wait: bool = False) -> None:
         encoding: dict[int, Pending[Any]] = {
-            index: one.flight.pending for index, one in self._launched.items() if one.encoded is None
+            index: one.flight.pending
+            for index, one in self._launched.items()
+            if one.encoded is None
         }
         for index in encoding if wait else self._connection.ready(encoding):
             self._launched[index].encoded = encoded = encoding[index].result()
@@ -309,7 +364,9 @@ class FederatedWorld:
         yield from self._end(step, lambda: True)
 
     def leave(self, step: int) -> Iterator[Landing]:
-        """Does the same, and waits for the hub as long as for a landing: a site that must end has little time."""
+        """Does the same, and waits for the hub as long as for a landing: a site that must end has
+        little time.
+        """
         until = self._now + self.follower.terms.longest_wait
         yield from self._end(step, lambda: self.follower.reachable and self._now < until)
 
@@ -345,7 +402,9 @@ class FederatedWorld:
 
     @torch.no_grad()
     def _land_ready(self, step: int, wait: Span | None = None) -> Iterator[Landing]:
-        """Applies in the background the records that land next, if what they name is here, and lands those due."""
+        """Applies in the background the records that land next, if what they name is here, and
+        lands those due.
+        """
         landed = True
         while landed:
             landed = False
@@ -353,9 +412,15 @@ class FederatedWorld:
                 record = own.records.get(own.next_round)
                 if record is None or own.digest is None or record.key not in self._blobs:
                     continue
-                applied, launched = self._applied.get(own.fragment), self._launched.get(own.fragment)
+                applied, launched = (
+                    self._applied.get(own.fragment),
+                    self._launched.get(own.fragment),
+                )
                 if applied is None or applied[0].key != record.key:
-                    blobs, before = self._blobs[record.key], self._rounds.fragments[own.fragment].outer
+                    blobs, before = (
+                        self._blobs[record.key],
+                        self._rounds.fragments[own.fragment].outer,
+                    )
                     encoded = launched.encoded if launched else None
                     work = partial(self._arithmetic.apply, record, blobs, before, encoded)
                     self._applied[own.fragment] = record, self._in_background(work)
@@ -373,16 +438,22 @@ class FederatedWorld:
                 if report is not None:
                     yield report
 
-    def _land(self, record: Record, stepped: Stepped, step: int, wait: Span | None) -> Landing | None:
+    def _land(
+        self, record: Record, stepped: Stepped, step: int, wait: Span | None
+    ) -> Landing | None:
         arrived = time.perf_counter()
-        fragment, launched = self._rounds.fragments[record.fragment], self._launched.get(record.fragment)
+        fragment, launched = (
+            self._rounds.fragments[record.fragment],
+            self._launched.get(record.fragment),
+        )
         was_finite = launched is None or launched.encoded is None or launched.encoded.sent.finite
         landing = self.follower.land(record, stepped.before, stepped.after)
         del self._applied[record.fragment]
         self._blobs.pop(record.key, None)
         if landing is MergeAction.REFUSE:
             _log.warning(
-                "Round %d of fragment %d was measured against other outer parameters than this site holds: it fetches a"
+                "Round %d of fragment %d was measured against other outer parameters than this"
+                " site holds: it fetches a"
                 " state.",
                 record.round,
                 record.fragment,
@@ -390,14 +461,17 @@ class FederatedWorld:
             self._drop_landed()
             return None
         self._rounds.reshard()
-        own = next((i for i, one in enumerate(record.counted) if one.site == self.follower.site), -1)
+        own = next(
+            (i for i, one in enumerate(record.counted) if one.site == self.follower.site), -1
+        )
         without, outlying = record.without(self.follower.site), tuple[int, ...]()
         if without and without.reason in ("too long", "not finite"):
             why = "it was not finite"
             if without.reason == "too long":
                 why, outlying = f"{without.times:.4g} times as long as usual", (0,)
             _log.warning(
-                "This site's contribution to round %d of fragment %d was left out: %s. It takes the outer parameters of"
+                "This site's contribution to round %d of fragment %d was left out: %s. It takes"
+                " the outer parameters of"
                 " that fragment.",
                 record.round,
                 record.fragment,
@@ -406,8 +480,10 @@ class FederatedWorld:
         if landing is MergeAction.DROP and not self._has_told_of_drop:
             self._has_told_of_drop = True
             _log.warning(
-                "Round %d of fragment %d closed before this site's contribution arrived: it counts nowhere. If the next"
-                " one is late too, it is carried. sdiloco status shows how often that happens. If it is often, raise"
+                "Round %d of fragment %d closed before this site's contribution arrived: it"
+                " counts nowhere. If the next"
+                " one is late too, it is carried. sdiloco status shows how often that happens."
+                " If it is often, raise"
                 " grace or overlap_steps, or let the site send less.",
                 record.round,
                 record.fragment,
@@ -462,12 +538,20 @@ class FederatedWorld:
                         continue
                     self._drop_landed()
                     if self._is_alone:
-                        _log.warning("The hub is back: site %s sends what it has trained.", self.follower.site)
+                        _log.warning(
+                            "The hub is back: site %s sends what it has trained.",
+                            self.follower.site,
+                        )
                     self._is_alone, self._waits_for = False, ""
                     snapshot, fragments = event.snapshot, self.follower.fragments
                     begins = all(own.digest is None for own in fragments)
-                    if begins and snapshot and not any(position.round for position in snapshot.applied):
-                        # At round 0 it has what the run was founded on, where its values are the same.
+                    if (
+                        begins
+                        and snapshot
+                        and not any(position.round for position in snapshot.applied)
+                    ):
+                        # At round 0 it has what the run was founded on, where its values are the
+                        # same.
                         digests = self.digests()
                         if list(snapshot.digests) == digests:
                             self.follower.found(digests)
@@ -493,26 +577,34 @@ class FederatedWorld:
                     if self.follower.reachable:
                         self._is_alone = True
                         _log.warning(
-                            "%s The site trains on without it, and sends what it trains when it is back.", event.why
+                            "%s The site trains on without it, and sends what it trains when it"
+                            " is back.",
+                            event.why,
                         )
                     self.follower.lose(self._now)
                 case Waiting():
                     # Once for each reason: nothing else would show why training does not begin.
                     if event.why != self._waits_for:
                         self._waits_for = event.why
-                        goes_on = "trains on while no rounds close" if self.follower.follows else "waits"
+                        goes_on = (
+                            "trains on while no rounds close" if self.follower.follows else "waits"
+                        )
                         _log.warning("Site %s %s: %s", self.follower.site, goes_on, event.why)
         return requests
 
     def _is_welcome(self, welcome: Welcome) -> bool:
-        """Takes in what the hub has. A hub that has less, or something else, counts as gone: it may come back."""
+        """Takes in what the hub has. A hub that has less, or something else, counts as gone: it
+        may come back.
+        """
         try:
             self._begin_again(self.follower.welcome(welcome))
         except AgreementError as error:
             if welcome.rolled_back:
                 raise
             if not self._has_parted:
-                _log.warning("%s The site trains on without that hub, for as long as patience allows.", error)
+                _log.warning(
+                    "%s The site trains on without that hub, for as long as patience allows.", error
+                )
             self._is_alone = self._has_parted = True
             self.follower.lose(self._now, str(error))
             return False
@@ -530,19 +622,28 @@ class FederatedWorld:
         """Returns the state of this site, if it follows, or founds the run."""
         digests = self.digests()
         if founding:
-            header = StateHeader(tuple(own.applied for own in self.follower.fragments), tuple(digests))
-        elif not self.follower.follows or list((header := self.follower.header()).digests) != digests:
+            header = StateHeader(
+                tuple(own.applied for own in self.follower.fragments), tuple(digests)
+            )
+        elif (
+            not self.follower.follows or list((header := self.follower.header()).digests) != digests
+        ):
             return None
         gather = self._topology.in_site.all_gather_object
-        return header, [to_part(own, gather(own.outer.state_dict())) for own in self._rounds.fragments]
+        return header, [
+            to_part(own, gather(own.outer.state_dict())) for own in self._rounds.fragments
+        ]
 
     @torch.no_grad()
     def _begin_again(self, fragments: Sequence[int]) -> None:
-        """Begins again from the outer values of fragments; see [Note: what an earlier incarnation has launched]."""
+        """Begins again from the outer values of fragments; see [Note: what an earlier incarnation
+        has launched].
+        """
         if not fragments:
             return
         _log.info(
-            "This site's launches from before its restart are in open rounds, of fragments %s. It trains on from their"
+            "This site's launches from before its restart are in open rounds, of fragments %s."
+            " It trains on from their"
             " outer parameters.",
             ", ".join(map(str, fragments)),
         )
@@ -561,9 +662,13 @@ class FederatedWorld:
         fragments, parts = self._rounds.fragments, state.parts
         try:
             if len(parts) != len(fragments):
-                raise Refused(f"the state has {len(parts)} parts, but there are {len(fragments)} fragments")
+                raise Refused(
+                    f"the state has {len(parts)} parts, but there are {len(fragments)} fragments"
+                )
             came = [from_part(own, part) for own, part in zip(fragments, parts, strict=True)]
-            landings = self.follower.adopt(state.header, self.digests([part.outer.values for part in came]))
+            landings = self.follower.adopt(
+                state.header, self.digests([part.outer.values for part in came])
+            )
         except ValueError as error:
             _log.warning("A state from %s was refused: %s.", state.source, error)
             self._refused.append(state.source)
@@ -579,7 +684,11 @@ class FederatedWorld:
             if landing is MergeAction.CARRY:
                 fragment.layout.shift(after - before)
                 continue
-            rule = self._rounds.settings.landing if landing in (MergeAction.MIX, MergeAction.DROP) else Mix(0.0)
+            rule = (
+                self._rounds.settings.landing
+                if landing in (MergeAction.MIX, MergeAction.DROP)
+                else Mix(0.0)
+            )
             fragment.layout.land(rule, [after], 0)
             fragment.untrained.write()
             fragment.memory = fragment.tuning = None
@@ -590,7 +699,9 @@ class FederatedWorld:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what the site knows of the federation, and what is in flight, once that is encoded."""
+        """Returns what the site knows of the federation, and what is in flight, once that is
+        encoded.
+        """
         self._send(wait=True)
         return {
             "flights": [flight.launch.state_dict() for flight in self._rounds.flights],
@@ -602,8 +713,10 @@ class FederatedWorld:
         saved = state.get("federation", {"site": None})
         if saved["site"] != self.follower.site:
             raise ValueError(
-                f"This is the state of site {saved['site']!r}, but this is {self.follower.site!r}: each site resumes"
-                " from its own. Give its checkpoint, or start without one: the site then fetches a state."
+                f"This is the state of site {saved['site']!r}, but this is"
+                f" {self.follower.site!r}: each site resumes"
+                " from its own. Give its checkpoint, or start without one: the site then fetches"
+                " a state."
             )
         self.follower.load_state_dict(saved, self.digests())
         self._applied.clear()
@@ -612,7 +725,10 @@ class FederatedWorld:
         for flight in state["flights"]:
             own = self.follower.fragments[flight["fragment"]].flight
             if own is not None:
-                began, outer = time.perf_counter(), self._rounds.fragments[flight["fragment"]].load_outer()
+                began, outer = (
+                    time.perf_counter(),
+                    self._rounds.fragments[flight["fragment"]].load_outer(),
+                )
                 launch = Launch.of(flight, outer, float("inf"))
                 self._launch(launch, own.own, (began, time.perf_counter()))
         self._send(wait=True)

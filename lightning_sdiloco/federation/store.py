@@ -1,4 +1,6 @@
-"""What a hub must not forget: a ledger in one SQLite file, and blobs, whole and synced before anyone sees them."""
+"""What a hub must not forget: a ledger in one SQLite file, and blobs, whole and synced before
+anyone sees them.
+"""
 
 import contextlib
 import errno
@@ -45,7 +47,9 @@ MEMORY = ":memory:"  # instead of a path: a ledger that is not needed later
 
 
 class LedgerError(HubError):
-    """The file of a ledger cannot be used: it was truncated, altered, made by something else, or is in use."""
+    """The file of a ledger cannot be used: it was truncated, altered, made by something else, or
+    is in use.
+    """
 
 
 class SQLiteLedger:
@@ -58,10 +62,14 @@ class SQLiteLedger:
             if self.path.exists():
                 self._check_head()
             elif must_exist:
-                raise LedgerError(f"There is no ledger {self.path}. Give the path of this run's ledger.")
+                raise LedgerError(
+                    f"There is no ledger {self.path}. Give the path of this run's ledger."
+                )
             else:
                 _make(self.path)
-        self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
+        self._database = sqlite3.connect(
+            path, isolation_level=None, check_same_thread=False, timeout=1.0
+        )
         try:
             if path == MEMORY:
                 self._database.executescript(_TABLES)
@@ -79,7 +87,8 @@ class SQLiteLedger:
             raise self._unusable("another process has it open" if in_use else str(error)) from error
 
     def _check_head(self) -> None:
-        # SQLite itself would take a file that is too short for an empty one, and write to a file that is not its own.
+        # SQLite itself would take a file that is too short for an empty one, and write to a file
+        # that is not its own.
         with self.path.open("rb") as file:
             head = file.read(_HEAD)
         if len(head) < _HEAD:
@@ -93,51 +102,66 @@ class SQLiteLedger:
     def _verify(self) -> None:
         """Finds the last record, and the digest of all, each with its number, in their order."""
         self.last, self.chain = -1, b""
-        for seq, record, stored in self._database.execute("select seq, record, chain from records order by seq"):
+        for seq, record, stored in self._database.execute(
+            "select seq, record, chain from records order by seq"
+        ):
             chain = _chained(self.chain, seq, record) if isinstance(record, bytes) else b""
             if seq != self.last + 1 or chain != stored:
                 raise self._unusable(f"record {self.last + 1} has been altered, or is missing")
             self.last, self.chain = seq, chain
 
-    def append(self, seq: int, record: Bytes, notes: Mapping[str, Bytes | None] | None = None) -> None:
+    def append(
+        self, seq: int, record: Bytes, notes: Mapping[str, Bytes | None] | None = None
+    ) -> None:
         """Writes a record, which must be the next one, and notes with it."""
         checked_size(len(record), MAX_RECORD, "record")
         with self._lock:
             if seq != self.last + 1:
                 raise Refused(f"record {seq} does not follow: the ledger has {self.last + 1}.")
             chain = _chained(self.chain, seq, record)
-            self._write(("insert into records values (?, ?, ?)", (seq, bytes(record), chain)), notes or {})
+            self._write(
+                ("insert into records values (?, ?, ?)", (seq, bytes(record), chain)), notes or {}
+            )
             self.last, self.chain = seq, chain
 
     def read(self, after: int = -1) -> Iterator[tuple[int, bytes]]:
         while True:
             after += 1
             with self._lock:
-                row = self._database.execute("select record from records where seq = ?", (after,)).fetchone()
+                row = self._database.execute(
+                    "select record from records where seq = ?", (after,)
+                ).fetchone()
             if row is None:
                 return
             yield after, bytes(row[0])
 
     def note(self, notes: Mapping[str, Bytes | None]) -> None:
-        """Notes values under names, durably: all of them or none. A value of None deletes the note."""
+        """Notes values under names, durably: all of them or none. A value of None deletes the
+        note.
+        """
         with self._lock:
             self._write(None, notes)
 
     def notes(self, prefix: str = "") -> dict[str, bytes]:
         with self._lock:
             rows = self._database.execute(
-                "select name, value from notes where substr(name, 1, ?) = ? order by name", (len(prefix), prefix)
+                "select name, value from notes where substr(name, 1, ?) = ? order by name",
+                (len(prefix), prefix),
             ).fetchall()
         return {name: bytes(value) for name, value in rows}
 
     def cut(self, count: int, notes: Mapping[str, Bytes | None]) -> None:
-        """Drops all but the first records for good, and notes what changes with it, both or neither."""
+        """Drops all but the first records for good, and notes what changes with it, both or
+        neither.
+        """
         with self._lock:
             self._write(("delete from records where seq >= ?", (count,)), notes)
             self._verify()
 
     def back_up(self, path: Path) -> None:
-        """Copies the ledger into another file, whole and while it is in use; the file appears when it is complete."""
+        """Copies the ledger into another file, whole and while it is in use; the file appears when
+        it is complete.
+        """
         new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
         try:
             with _telling_full_disks(path.parent), contextlib.closing(sqlite3.connect(new)) as copy:
@@ -159,7 +183,9 @@ class SQLiteLedger:
         with self._lock:
             self._database.close()
 
-    def _write(self, change: tuple[str, tuple[object, ...]] | None, notes: Mapping[str, Bytes | None]) -> None:
+    def _write(
+        self, change: tuple[str, tuple[object, ...]] | None, notes: Mapping[str, Bytes | None]
+    ) -> None:
         try:
             with self._database:  # commits, or rolls back
                 self._database.execute("begin immediate")
@@ -169,15 +195,20 @@ class SQLiteLedger:
                     if value is None:
                         self._database.execute("delete from notes where name = ?", (name,))
                     else:
-                        self._database.execute("insert or replace into notes values (?, ?)", (name, bytes(value)))
+                        self._database.execute(
+                            "insert or replace into notes values (?, ?)", (name, bytes(value))
+                        )
         except sqlite3.Error as error:
             if "full" in str(error):
-                raise NoSpace(f"there is no space left for the ledger {self.path}: nothing was written.") from error
+                raise NoSpace(
+                    f"there is no space left for the ledger {self.path}: nothing was written."
+                ) from error
             raise self._unusable(str(error)) from error
 
     def _unusable(self, reason: str) -> LedgerError:
         return LedgerError(
-            f"The ledger {self.path} cannot be used: {reason}. It was not changed. Give the path of this run's ledger,"
+            f"The ledger {self.path} cannot be used: {reason}. It was not changed. Give the path"
+            " of this run's ledger,"
             " or an intact copy; without a file there a new one is made."
         )
 
@@ -187,14 +218,17 @@ def _make(path: Path) -> None:
     try:
         with contextlib.closing(sqlite3.connect(new, isolation_level=None)) as database:
             database.executescript(
-                f"begin; {_TABLES} pragma application_id = {_APPLICATION}; pragma user_version = {_VERSION}; commit;"
+                f"begin; {_TABLES} pragma application_id = {_APPLICATION}; pragma user_version ="
+                f" {_VERSION}; commit;"
             )
         new.chmod(0o600)
         new.rename(path)
         sync_folder(path.parent)
     except (OSError, sqlite3.Error) as error:
         new.unlink(missing_ok=True)
-        raise LedgerError(f"The ledger {path} cannot be made ({error}): its folder must exist.") from error
+        raise LedgerError(
+            f"The ledger {path} cannot be made ({error}): its folder must exist."
+        ) from error
 
 
 def _chained(chain: bytes, seq: int, record: Bytes) -> bytes:
@@ -204,11 +238,14 @@ def _chained(chain: bytes, seq: int, record: Bytes) -> bytes:
 # Blobs
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# Bytes after which what has arrived is sent on to the disk, so that the end of a blob does not wait for all of it.
+# Bytes after which what has arrived is sent on to the disk, so that the end of a blob does not wait
+# for all of it.
 _SYNC_EVERY = 32 << 20
 _MOST_RANGES = 256  # into which what has arrived of a blob may be torn
 
-Ranges = list[list[int]]  # of a blob: pairs of the first byte and the one after the last, in order and apart
+Ranges = list[
+    list[int]
+]  # of a blob: pairs of the first byte and the one after the last, in order and apart
 
 
 def united(ranges: Ranges, start: int, end: int) -> Ranges:
@@ -225,11 +262,15 @@ def united(ranges: Ranges, start: int, end: int) -> Ranges:
 def lacking(ranges: Ranges, size: int) -> Ranges:
     """Returns what ranges leave of a blob."""
     ends = [0, *(last for _, last in ranges)]
-    return [[a, b] for a, b in zip(ends, [*(first for first, _ in ranges), size], strict=True) if a < b]
+    return [
+        [a, b] for a, b in zip(ends, [*(first for first, _ in ranges), size], strict=True) if a < b
+    ]
 
 
 class BlobStore:
-    """Blobs under their digests, in a folder of this machine, or under a URL of fsspec where objects appear whole."""
+    """Blobs under their digests, in a folder of this machine, or under a URL of fsspec where
+    objects appear whole.
+    """
 
     def __init__(self, url: str | Path, max_blob: int = MAX_BLOB) -> None:
         self.url, self.max_blob = str(url), max_blob
@@ -237,7 +278,8 @@ class BlobStore:
             self._files, root = fsspec.core.url_to_fs(self.url)
         except (ImportError, ValueError) as error:
             raise ValueError(
-                f"The store {self.url!r} cannot be opened: {error}. Give a folder, or a URL of fsspec."
+                f"The store {self.url!r} cannot be opened: {error}. Give a folder, or a URL of"
+                " fsspec."
             ) from error
         self._blobs = f"{root.rstrip('/')}/blobs"
         self._folder = Path(self._blobs) if isinstance(self._files, LocalFileSystem) else None
@@ -247,7 +289,9 @@ class BlobStore:
             Path(root).mkdir(mode=0o700, parents=True, exist_ok=True)
             self.spool = Path(root) / "incomplete"
             self.spool.mkdir(exist_ok=True)
-        self._stored: dict[str, float] = {}  # when this process stored a blob, on the clock of time.monotonic()
+        self._stored: dict[
+            str, float
+        ] = {}  # when this process stored a blob, on the clock of time.monotonic()
 
     @property
     def free(self) -> int | None:
@@ -270,7 +314,8 @@ class BlobStore:
         blob = self.read(key, 0, checked_size(self.size(key), self.max_blob, "blob"))
         if key_of(blob) != key:
             raise Altered(
-                f"the store {self.url} holds other bytes than those with digest {key}: they have been altered."
+                f"the store {self.url} holds other bytes than those with digest {key}: they have"
+                " been altered."
             )
         return blob
 
@@ -367,18 +412,28 @@ class Upload:
         self._given_up = self._committed = False
         self._lock, self._committing = threading.Lock(), threading.Lock()
         with _telling_full_disks(store.spool):
-            # Closed with this object and not before: a thread may still be writing while another gives up.
-            self._file = open(self._path, "xb+", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600))  # noqa: SIM115
+            # Closed with this object and not before: a thread may still be writing while another
+            # gives up.
+            self._file = open(  # noqa: SIM115
+                self._path,
+                "xb+",
+                buffering=0,
+                opener=lambda path, flags: os.open(path, flags, 0o600),
+            )
         # A disk that is too small says so now; what was not sent takes no room.
         if size > shutil.disk_usage(store.spool).free:
             self.discard()
-            raise NoSpace(f"there is no space left in {store.spool} for {size:,} bytes: nothing was stored.")
+            raise NoSpace(
+                f"there is no space left in {store.spool} for {size:,} bytes: nothing was stored."
+            )
 
     def take(self, start: int, data: Bytes) -> bool:
         """Writes a piece that has arrived; returns whether all of the blob is there."""
         end = start + len(data)
         if not data or end > self.size:
-            raise Malformed(f"bytes {start:,} to {end:,} are outside a blob of {self.size:,} bytes.")
+            raise Malformed(
+                f"bytes {start:,} to {end:,} are outside a blob of {self.size:,} bytes."
+            )
         with _telling_full_disks(self._store.spool):
             with self._lock:
                 there = united(self._there, start, end)
@@ -402,7 +457,9 @@ class Upload:
         return lacking(self._there, self.size)
 
     def commit(self) -> None:
-        """Gives the blob its name, once all of it is there and on the disk. It was invisible before."""
+        """Gives the blob its name, once all of it is there and on the disk. It was invisible
+        before.
+        """
         with self._committing, self.discarded_on_error(), _telling_full_disks(self._store.spool):
             if self._committed:
                 return
@@ -441,11 +498,15 @@ def _telling_full_disks(where: object) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        raise NoSpace(f"there is no space left in {where} ({error.strerror}): nothing was stored.") from error
+        raise NoSpace(
+            f"there is no space left in {where} ({error.strerror}): nothing was stored."
+        ) from error
 
 
 def write_synced(path: Path, data: Bytes) -> None:
-    """Writes a new file of its owner alone, through to the disk; a file that could not be written is gone."""
+    """Writes a new file of its owner alone, through to the disk; a file that could not be written
+    is gone.
+    """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(handle, "wb") as file:

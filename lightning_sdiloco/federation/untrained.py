@@ -1,8 +1,9 @@
-"""Untrained state on the wire: what a site, or a mean at the hub, sends behind the values of a fragment.
+"""Untrained state on the wire: what a site, or a mean at the hub, sends behind the values of a
+fragment.
 
-A site sends what it has changed: a bit for each tensor says whether its bytes follow, means in float32 or float64.
-Kinds and sizes are in the run config. What is sent for a last round also carries what sites keep of their own, such as
-teachers. It needs no torch: a hub reads it, too.
+A site sends what it has changed: a bit for each tensor says whether its bytes follow, means in
+float32 or float64. Kinds and sizes are in the run config. What is sent for a last round also
+carries what sites keep of their own, such as teachers. It needs no torch: a hub reads it, too.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,8 @@ class Sizes(NamedTuple):
     Attributes:
         numel: Values of its parameters.
         untrained: Bytes of each tensor of its untrained state.
-        dtypes: Of each of these, how numpy calls the dtype of a mean; empty where sites take it from the first one.
+        dtypes: Of each of these, how numpy calls the dtype of a mean; empty where sites take it
+            from the first one.
         own: Bytes of each tensor that sites keep until the last round.
         numbers: How torch calls the dtype of each of all these tensors, where a hub reads them.
     """
@@ -27,7 +29,9 @@ class Sizes(NamedTuple):
     numbers: tuple[str, ...] = ()
 
     def sent(self, is_exact: bool) -> "Sizes":
-        """Returns the sizes of what a site sends: for a last round, which is exact, also of what sites keep."""
+        """Returns the sizes of what a site sends: for a last round, which is exact, also of what
+        sites keep.
+        """
         if not is_exact:
             return self
         dtypes = self.dtypes + ("",) * len(self.own)
@@ -54,7 +58,9 @@ def packed(changed: Mapping[int, bytes], sizes: Sizes) -> bytes:
         {0: b'mean', 1: b'ab'}
     """
     bits = sum(1 << number for number in changed)
-    return b"".join((bits.to_bytes(sizes.least, "little"), *(changed[number] for number in sorted(changed))))
+    return b"".join(
+        (bits.to_bytes(sizes.least, "little"), *(changed[number] for number in sorted(changed)))
+    )
 
 
 def unpacked(sent: bytes, sizes: Sizes) -> dict[int, bytes]:

@@ -1,4 +1,6 @@
-"""Predicts whom the rounds of a federation wait for: its quorum is asked as the hub asks it, with times of a plan."""
+"""Predicts whom the rounds of a federation wait for: its quorum is asked as the hub asks it, with
+times of a plan.
+"""
 
 import math
 from collections.abc import Mapping
@@ -37,12 +39,22 @@ class Way(NamedTuple):
         return nbytes * 8e-9 / self.link.gbit_s + self.link.round_trip
 
 
-def waits(quorum: Quorum, grace: float, ways: Mapping[str, Way], payload: int, steps: int, step_time: float) -> Waits:
-    """Plays rounds of ``steps`` inner steps, after which every site sends, until a quorum has learned."""
+def waits(
+    quorum: Quorum,
+    grace: float,
+    ways: Mapping[str, Way],
+    payload: int,
+    steps: int,
+    step_time: float,
+) -> Waits:
+    """Plays rounds of ``steps`` inner steps, after which every site sends, until a quorum has
+    learned.
+    """
     require(0 <= grace < math.inf, "grace", grace, "at least 0 seconds")
     if quorum.fewest(len(ways)) > len(ways):
         raise ValueError(
-            f"quorum={quorum!r} needs {quorum.fewest(len(ways))} sites for a round, but there are {len(ways)}: no round"
+            f"quorum={quorum!r} needs {quorum.fewest(len(ways))} sites for a round, but there"
+            f" are {len(ways)}: no round"
             " would ever close. Give a smaller quorum."
         )
     arrives = {site: way.up(payload) for site, way in ways.items()}
@@ -53,15 +65,23 @@ def waits(quorum: Quorum, grace: float, ways: Mapping[str, Way], payload: int, s
         for now in sorted({*arrives.values(), first + grace}):
             here = {site: at for site, at in arrives.items() if at <= now}
             is_over = now >= first + grace
-            if len(here) >= quorum.fewest(len(arrives)) and (quorum.closes(here, awaited, now) or is_over):
+            if len(here) >= quorum.fewest(len(arrives)) and (
+                quorum.closes(here, awaited, now) or is_over
+            ):
                 closes = now
                 break
         rounds.append(_round(closes, arrives, ways, payload))
         counted = rounds[-1].counted
         # It learns a round later which sites were late.
         came = {site: number if site in counted else number - 1 for site in arrives}
-        timings = [Timing(site, round, arrives[site] - first, step_time) for site, round in came.items() if round]
-        owns = tuple(Contribution(0, number, site, "", "", 1, 0, (), steps=steps) for site in sorted(counted))
+        timings = [
+            Timing(site, round, arrives[site] - first, step_time)
+            for site, round in came.items()
+            if round
+        ]
+        owns = tuple(
+            Contribution(0, number, site, "", "", 1, 0, (), steps=steps) for site in sorted(counted)
+        )
         history.append(Record(number, 0, number, "", owns, timings=tuple(timings)))
     known = rounds[-RETENTION:]
     return Waits(
@@ -72,7 +92,9 @@ def waits(quorum: Quorum, grace: float, ways: Mapping[str, Way], payload: int, s
     )
 
 
-def _round(closes: float, arrives: Mapping[str, float], ways: Mapping[str, Way], payload: int) -> Round:
+def _round(
+    closes: float, arrives: Mapping[str, float], ways: Mapping[str, Way], payload: int
+) -> Round:
     counted = tuple(site for site, at in arrives.items() if at <= closes)
     # A site has its own payload.
     takes = max(ways[site].down((len(counted) - 1) * payload) for site in counted)

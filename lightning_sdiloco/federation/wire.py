@@ -1,4 +1,5 @@
-"""What both ends of a connection between site and hub have in common: errors, sizes, messages, and options of gRPC.
+"""What both ends of a connection between site and hub have in common: errors, sizes, messages, and
+options of gRPC.
 
 A message is a strict JSON header, then raw bytes. Nothing is ever unpickled.
 """
@@ -23,7 +24,9 @@ class HubError(RuntimeError):
 
 
 class HubUnreachable(HubError):
-    """The hub does not answer, but may later. What was sent may or may not have arrived, and may be sent again."""
+    """The hub does not answer, but may later. What was sent may or may not have arrived, and may
+    be sent again.
+    """
 
 
 class Denied(Refused):
@@ -72,13 +75,16 @@ def extra(module: str) -> ModuleType:
             module.split(".")[0], module.split(".")[0]
         )
         raise ValueError(
-            f"A federation needs {package}, which is not installed. Install all that a federation needs: pip install"
+            f"A federation needs {package}, which is not installed. Install all that a"
+            " federation needs: pip install"
             " 'lightning-sdiloco[federated]'"
         ) from error
 
 
 def backoff(tries: int, first: float = 1.0, longest: float = 30.0) -> float:
-    """Returns how many seconds to wait after failed tries: ever longer, and not the same for all that wait."""
+    """Returns how many seconds to wait after failed tries: ever longer, and not the same for all
+    that wait.
+    """
     return random.uniform(0.5, 1.0) * min(longest, first * 2.0 ** min(tries, 16))
 
 
@@ -87,10 +93,15 @@ def backoff(tries: int, first: float = 1.0, longest: float = 30.0) -> float:
 Header = dict[str, Any]
 
 PROTOCOL = 3  # version of the messages
-OLDEST = 3  # the oldest site's that a hub understands: the hub of a run is updated first, and then its sites
-CHUNK = 256 << 10  # bytes of the largest piece in which blobs travel, between a header and the end of a stream
+# the oldest site's that a hub understands: the hub of a run is updated first, and then its sites
+OLDEST = 3
+CHUNK = (
+    256 << 10
+)  # bytes of the largest piece in which blobs travel, between a header and the end of a stream
 MAX_HEADER = 64 << 10
-MAX_MESSAGE = 8 + MAX_HEADER + CHUNK  # gRPC refuses a larger one by its length, before it takes memory
+MAX_MESSAGE = (
+    8 + MAX_HEADER + CHUNK
+)  # gRPC refuses a larger one by its length, before it takes memory
 
 _LENGTH = struct.Struct(">I")
 
@@ -101,7 +112,9 @@ def pack(header: Header, body: Bytes = b"") -> bytes:
     except (TypeError, ValueError, RecursionError) as error:
         raise Malformed(f"the header of a message cannot be written as JSON: {error}") from error
     if len(text) > MAX_HEADER or len(body) > CHUNK:
-        raise Malformed(f"a message has at most {MAX_HEADER:,} bytes of header and {CHUNK:,} of body.")
+        raise Malformed(
+            f"a message has at most {MAX_HEADER:,} bytes of header and {CHUNK:,} of body."
+        )
     return b"".join((_LENGTH.pack(len(text)), text, body))
 
 
@@ -129,7 +142,8 @@ _SIZES: list[tuple[str, int | str]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE),
     # On a long link a connection carries a window per round trip; gRPC's own begins with 64 KiB.
     ("grpc.http2.lookahead_bytes", _WINDOW),
-    # It would make the window as large as the link can fill, and a slower writer would hold that much.
+    # It would make the window as large as the link can fill, and a slower writer would hold that
+    # much.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.write_buffer_size", 256 << 10),
 ]
@@ -140,7 +154,8 @@ CLIENT_OPTIONS: list[tuple[str, int | str]] = [
     # Their own connections; otherwise gRPC joins channels to the same address.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
-    # Also the time that a connection may take to be made: with less, a site far away never connects.
+    # Also the time that a connection may take to be made: with less, a site far away never
+    # connects.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),

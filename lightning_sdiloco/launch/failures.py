@@ -1,8 +1,10 @@
-"""Which rank failed first: a rank that fails leaves word, and one that has lost contact reports the word it finds.
+"""Which rank failed first: a rank that fails leaves word, and one that has lost contact reports the
+word it finds.
 
-[Note: word of a failure] When a process ends, those that wait for it learn only that a connection broke. So a rank that
-fails writes its number and its error into the store of the default process group before it ends, unless another rank
-has done so. Nothing here waits for long, and nothing here may hide the error itself.
+[Note: word of a failure] When a process ends, those that wait for it learn only that a connection
+broke. So a rank that fails writes its number and its error into the store of the default process
+group before it ends, unless another rank has done so. Nothing here waits for long, and nothing here
+may hide the error itself.
 """
 
 import itertools
@@ -18,7 +20,8 @@ _log = logging.getLogger(__name__)
 # How long one look into the store may take.
 _SECONDS = 3.0
 
-# How long rank 0 waits for the others to look. Longer would not help: some notice only when rank 0 itself ends.
+# How long rank 0 waits for the others to look. Longer would not help: some notice only when rank 0
+# itself ends.
 _READING_SECONDS = 2.0
 
 # All ranks of a program run the same fits one after the other; each fit has its own entry.
@@ -32,13 +35,17 @@ class Failures:
         self._key = f"streaming_diloco/failure/{next(_runs)}"
 
     def leave(self, exception: BaseException) -> None:
-        """Leaves word of this rank's failure, and reports which rank failed first if it was another one."""
+        """Leaves word of this rank's failure, and reports which rank failed first if it was
+        another one.
+        """
         if self._store is None:
             return
         lost, readers = _lost_contact(exception), f"{self._key}/readers"
         error = f"{type(exception).__name__}: {exception}".removesuffix(": ")
         word = f"{self._who} {'lost contact' if lost else 'failed'} first: {error}"
-        words: list[str] = []  # The first that any rank left, which is this rank's own if there was none.
+        words: list[
+            str
+        ] = []  # The first that any rank left, which is this rank's own if there was none.
         looked, deadline = threading.Event(), time.monotonic() + _SECONDS + _READING_SECONDS
 
         def look() -> None:
@@ -64,7 +71,8 @@ class Failures:
             return
         if words == [word]:
             told = (
-                f"{self._who} has lost contact with another rank, but none has reported a failure: a process was"
+                f"{self._who} has lost contact with another rank, but none has reported a"
+                " failure: a process was"
                 " killed, or a machine or the network failed."
             )
         elif not words and self._rank != 0:

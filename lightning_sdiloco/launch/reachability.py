@@ -1,13 +1,15 @@
 """On which address a rank listens, and whether all others reach it, before process groups are made.
 
-gloo takes the interface that ``GLOO_SOCKET_IFNAME`` names, and otherwise the address of the host name. Where the
-network inside a worker group is faster than the one between groups, ``SDILOCO_EXCHANGE_INTERFACE`` names the interface
-for the process groups that join worker groups. It differs between machines, so it is no argument of the strategy.
+gloo takes the interface that ``GLOO_SOCKET_IFNAME`` names, and otherwise the address of the host
+name. Where the network inside a worker group is faster than the one between groups,
+``SDILOCO_EXCHANGE_INTERFACE`` names the interface for the process groups that join worker groups.
+It differs between machines, so it is no argument of the strategy.
 
-[Note: reachability first] A process group connects its ranks when it is made, or with its first collective. If a rank
-cannot be reached, the process group waits for its whole timeout, and its error names no address. So every rank first
-opens a port on the address on which gloo will listen, and all others connect to it. Each pair is tried in both
-directions, since which of two ranks calls the other is up to gloo.
+[Note: reachability first] A process group connects its ranks when it is made, or with its first
+collective. If a rank cannot be reached, the process group waits for its whole timeout, and its
+error names no address. So every rank first opens a port on the address on which gloo will listen,
+and all others connect to it. Each pair is tried in both directions, since which of two ranks calls
+the other is up to gloo.
 """
 
 import ipaddress
@@ -40,7 +42,8 @@ def group_address() -> str:
     """Returns the address on which gloo listens for ranks of the same worker group."""
     if os.environ.get(GLOO):
         return _chosen(GLOO)[1]
-    # What gloo chooses: the first address of the host name that this machine has, otherwise the loopback.
+    # What gloo chooses: the first address of the host name that this machine has, otherwise the
+    # loopback.
     try:
         known = socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -58,13 +61,17 @@ def exchange_address() -> str:
 
 
 def has_exchange_interface() -> bool:
-    """Returns whether ``SDILOCO_EXCHANGE_INTERFACE`` names an interface for what joins worker groups."""
+    """Returns whether ``SDILOCO_EXCHANGE_INTERFACE`` names an interface for what joins worker
+    groups.
+    """
     return bool(os.environ.get(EXCHANGE))
 
 
 @contextmanager
 def for_exchange() -> Iterator[None]:
-    """Makes gloo listen on the interface for the exchange, while process groups that join worker groups are made."""
+    """Makes gloo listen on the interface for the exchange, while process groups that join worker
+    groups are made.
+    """
     if not has_exchange_interface():
         yield
         return
@@ -80,10 +87,14 @@ def for_exchange() -> Iterator[None]:
 
 
 def _chosen(variable: str) -> tuple[str, str]:
-    """Returns name and address of the interface that a variable chooses; the exchange's may give the address."""
+    """Returns name and address of the interface that a variable chooses; the exchange's may give
+    the address.
+    """
     given = os.environ[variable]
     if sys.platform != "linux":
-        raise ValueError(f"{variable}={given!r}: interfaces can be chosen only on Linux. Leave {variable} out.")
+        raise ValueError(
+            f"{variable}={given!r}: interfaces can be chosen only on Linux. Leave {variable} out."
+        )
     import fcntl  # it does not exist on every system
 
     found = {}
@@ -100,7 +111,8 @@ def _chosen(variable: str) -> tuple[str, str]:
             return name, address
     known = ", ".join(f"{name} ({address})" for name, address in found.items())
     raise ValueError(
-        f"{variable}={given!r} is not an interface with an IPv4 address on {socket.gethostname()}, which has {known}."
+        f"{variable}={given!r} is not an interface with an IPv4 address on"
+        f" {socket.gethostname()}, which has {known}."
         f" Set {variable} to one of these on this machine."
     )
 
@@ -110,7 +122,8 @@ def _chosen(variable: str) -> tuple[str, str]:
 # How long it may take to connect to one rank, and for each send or receive after that.
 SECONDS = 10.0
 
-# How many are tried at once. A rank that reaches no other needs SECONDS for each batch of this many other ranks.
+# How many are tried at once. A rank that reaches no other needs SECONDS for each batch of this many
+# other ranks.
 _CONNECTIONS = 128
 
 _SHOWN = 8
@@ -145,7 +158,9 @@ class Listener(ThreadingTCPServer):
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         super().__init__((address, 0), BaseRequestHandler)
         self._serve, self.port = serve, int(self.server_address[1])
-        threading.Thread(target=self.serve_forever, args=(0.02,), name="sdiloco-listener", daemon=True).start()
+        threading.Thread(
+            target=self.serve_forever, args=(0.02,), name="sdiloco-listener", daemon=True
+        ).start()
 
     @override
     def finish_request(self, request: Any, client_address: Any) -> None:
@@ -174,9 +189,14 @@ def require_reachable(
     endpoints, broken = find_broken_connections(rendezvous, group, exchange, inside)
     if not broken:
         return
-    names = [f"rank {rank} (worker group {own.group}, {own.host})" for rank, own in enumerate(endpoints)]
+    names = [
+        f"rank {rank} (worker group {own.group}, {own.host})" for rank, own in enumerate(endpoints)
+    ]
     pairs = {(one.source, one.target) for one in broken}
-    lines = [f"{len(broken)} of {len(names) * (len(names) - 1)} connections between ranks cannot be made:"]
+    lines = [
+        f"{len(broken)} of {len(names) * (len(names) - 1)} connections between ranks cannot be"
+        " made:"
+    ]
     for one in broken[:_SHOWN]:
         back = "fails too" if (one.target, one.source) in pairs else "works"
         way = f"{names[one.source]} -> {names[one.target]} at {one.address}"
@@ -203,9 +223,15 @@ def find_broken_connections(
         except (ValueError, OSError) as error:
             own = Endpoints(host, group, token, ("", 0), ("", 0), str(error))
         endpoints = [Endpoints(*told) for told in rendezvous.all_gather("endpoints", own)]
-        errors = [f"rank {rank} on {one.host}: {one.error}" for rank, one in enumerate(endpoints) if one.error]
+        errors = [
+            f"rank {rank} on {one.host}: {one.error}"
+            for rank, one in enumerate(endpoints)
+            if one.error
+        ]
         if errors:
-            raise ValueError(f"{len(errors)} ranks cannot listen for others: {'; '.join(errors[:_SHOWN])}")
+            raise ValueError(
+                f"{len(errors)} ranks cannot listen for others: {'; '.join(errors[:_SHOWN])}"
+            )
         with ThreadPoolExecutor(_CONNECTIONS) as pool:
             others = [other for other in range(len(endpoints)) if other != rendezvous.rank]
             tried = pool.map(lambda other: _try(rendezvous.rank, other, endpoints), others)
@@ -232,20 +258,29 @@ def _try(source: int, target: int, endpoints: Sequence[Endpoints]) -> BrokenConn
         return None
     why = "something else answers there" if error is None else reason(error)
     why = f"no answer within {SECONDS:g} s" if why == "no answer" else why
-    return BrokenConnection(source, target, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", why)
+    return BrokenConnection(
+        source, target, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", why
+    )
 
 
 def advice(broken: Sequence[BrokenConnection]) -> str:
     """Returns what to do about connections that cannot be made."""
     hosts = [one.address.rpartition(":")[0].strip("[]") for one in broken]
-    loopback = [one for one, host in zip(broken, hosts, strict=True) if ipaddress.ip_address(host).is_loopback]
+    loopback = [
+        one
+        for one, host in zip(broken, hosts, strict=True)
+        if ipaddress.ip_address(host).is_loopback
+    ]
     if loopback:
         return (
-            f"Rank {loopback[0].target} listens on a loopback address, which only its own machine reaches: its host"
-            " name stands for that address there. Set GLOO_SOCKET_IFNAME to the interface that the others reach."
+            f"Rank {loopback[0].target} listens on a loopback address, which only its own"
+            " machine reaches: its host"
+            " name stands for that address there. Set GLOO_SOCKET_IFNAME to the interface that"
+            " the others reach."
         )
     return (
-        "Open all TCP ports between these machines in both directions: gloo listens on any port the system gives it. If"
+        "Open all TCP ports between these machines in both directions: gloo listens on any port"
+        " the system gives it. If"
         " a machine has several addresses, choose the interface with GLOO_SOCKET_IFNAME, or with"
         " SDILOCO_EXCHANGE_INTERFACE for the traffic between worker groups."
     )

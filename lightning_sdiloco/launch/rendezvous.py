@@ -1,13 +1,14 @@
-"""Where ranks meet before there are process groups: a store through which they exchange small values.
+"""Where ranks meet before there are process groups: a store through which they exchange small
+values.
 
-[Note: torchrun's store] torchrun keeps the store at which ranks meet in its own agent, not in rank 0, and lends it to
-its processes. Restarted processes find in it the addresses on which those before them listened, and fail
-(https://github.com/pytorch/pytorch/issues/135712).
+[Note: torchrun's store] torchrun keeps the store at which ranks meet in its own agent, not in rank
+0, and lends it to its processes. Restarted processes find in it the addresses on which those before
+them listened, and fail (https://github.com/pytorch/pytorch/issues/135712).
 
-[Note: two ranks 0] Rank 0 keeps the store on its own machine, and all ranks look for it at an address that they were
-given. If two nodes were started as node 0, there are two stores, and the rank 0 whose store is not at that address
-would wait in its own store for ranks that are in the other one. So rank 0 writes a token into the store that it keeps,
-and reads it at the address.
+[Note: two ranks 0] Rank 0 keeps the store on its own machine, and all ranks look for it at an
+address that they were given. If two nodes were started as node 0, there are two stores, and the
+rank 0 whose store is not at that address would wait in its own store for ranks that are in the
+other one. So rank 0 writes a token into the store that it keeps, and reads it at the address.
 """
 
 import errno
@@ -29,7 +30,8 @@ from torch.distributed.elastic.utils.store import DistStoreError, synchronize
 _log = logging.getLogger(__name__)
 
 SECONDS_UNREACHABLE = 30.0
-"""How long an address may give no answer at all. A machine that refuses exists, and its program may start later."""
+"""How long an address may give no answer at all. A machine that refuses exists, and its program may
+start later."""
 
 _SECONDS_BETWEEN_WARNINGS = 60.0
 
@@ -37,9 +39,10 @@ _SECONDS_TO_FIRST_WARNING = 10.0
 
 _SECONDS_PER_ATTEMPT = 5.0
 
-# [Note: is it a store] torch's own client waits for an answer for ever, whatever its timeout. So its greeting is sent
-# before: a number by which stores and clients know each other, and a PING, whose four bytes a store sends back; see
-# torch/csrc/distributed/c10d/TCPStoreBackend.hpp. These four also end a request of HTTP, which is answered at once.
+# [Note: is it a store] torch's own client waits for an answer for ever, whatever its timeout. So
+# its greeting is sent before: a number by which stores and clients know each other, and a PING,
+# whose four bytes a store sends back; see torch/csrc/distributed/c10d/TCPStoreBackend.hpp. These
+# four also end a request of HTTP, which is answered at once.
 _PING = b"\r\n\r\n"
 _GREETING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + _PING
 
@@ -58,27 +61,39 @@ _KEEPER, _SECOND = "sdiloco/keeper", "sdiloco/second"
 def say_node_rank(node_rank: int) -> str:
     """Returns what a user must have set who starts every node by hand."""
     return (
-        f" This node was started as node {node_rank}. On every node set NODE_RANK to its number, from 0, and"
+        f" This node was started as node {node_rank}. On every node set NODE_RANK to its number,"
+        " from 0, and"
         " MASTER_ADDR and MASTER_PORT to those of node 0."
     )
 
 
 class Rendezvous:
     def __init__(
-        self, store: Store, rank: int, world_size: int, address: str, timeout: timedelta, advice: str = ""
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        address: str,
+        timeout: timedelta,
+        advice: str = "",
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.address = address
         self._store = store
         self._timeout = timeout
-        self._advice = advice  # What else rank 0 says while it waits for ranks that have never been here.
+        self._advice = (
+            advice  # What else rank 0 says while it waits for ranks that have never been here.
+        )
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
         """Returns the values of all ranks, in the order of the ranks. All ranks must call it."""
         prefix, sent = f"sdiloco/{name}/", json.dumps(value).encode()
         every = range(self.world_size)
-        deadline, patience = time.monotonic() + self._timeout.total_seconds(), _SECONDS_TO_FIRST_WARNING
+        deadline, patience = (
+            time.monotonic() + self._timeout.total_seconds(),
+            _SECONDS_TO_FIRST_WARNING,
+        )
         while True:
             left = deadline - time.monotonic()
             seconds = min(max(left, 0.0), patience)
@@ -91,18 +106,21 @@ class Rendezvous:
             if not absent:  # one came and went without having read
                 told = self._store.multi_get([f"{prefix}{rank}" for rank in every])
                 break
-            missing = (
-                f"Rank{'s' if len(absent) > 1 else ''} {', '.join(absent[:8])}{', ...' if len(absent) > 8 else ''}"
-            )
+            ranks = "Ranks" if len(absent) > 1 else "Rank"
+            dots = ", ..." if len(absent) > 8 else ""
+            missing = f"{ranks} {', '.join(absent[:8])}{dots}"
             if left <= seconds:
                 raise ValueError(
-                    f"{missing} did not come to {self.address} within {self._timeout.total_seconds():g} s ({name})."
-                    f" {self.world_size} ranks are expected. Start that number, give all of them the same address and"
+                    f"{missing} did not come to {self.address} within"
+                    f" {self._timeout.total_seconds():g} s ({name})."
+                    f" {self.world_size} ranks are expected. Start that number, give all of them"
+                    " the same address and"
                     f" port, and see in their output why they ended.{self._second()}{self._advice}"
                 )
             if self.rank == 0:
                 _log.warning(
-                    "Still waiting for %s at %s. A rank that cannot reach this address says so in its own output.%s%s",
+                    "Still waiting for %s at %s. A rank that cannot reach this address says so"
+                    " in its own output.%s%s",
                     missing,
                     self.address,
                     self._second(),
@@ -112,11 +130,15 @@ class Rendezvous:
         return [json.loads(value) for value in told]
 
     def _second(self) -> str:
-        """Returns what another process has said that takes itself for rank 0; nothing if there is none."""
+        """Returns what another process has said that takes itself for rank 0; nothing if there is
+        none.
+        """
         return self._store.get(_SECOND).decode() if self._store.check([_SECOND]) else ""
 
 
-def rendezvous_at(host: str, port: int, rank: int, world_size: int, timeout: timedelta, advice: str = "") -> Rendezvous:
+def rendezvous_at(
+    host: str, port: int, rank: int, world_size: int, timeout: timedelta, advice: str = ""
+) -> Rendezvous:
     """Meets the other ranks at an address, where the default process group will be made.
 
     Args:
@@ -125,13 +147,22 @@ def rendezvous_at(host: str, port: int, rank: int, world_size: int, timeout: tim
         rank: The rank of this process.
         world_size: How many ranks there are.
         timeout: How long they may take to come.
-        advice: What warnings while a rank waits say about the numbers and addresses that it was given.
+        advice: What warnings while a rank waits say about the numbers and addresses that it was
+            given.
     """
     store = None
     if rank == 0 and os.environ.get(_AGENT_KEEPS_STORE) != "True":
-        own = "127.0.0.1"  # The given address may be another machine's, where torch would wait for an answer.
+        # The given address may be another machine's, where torch would wait for an answer.
+        own = "127.0.0.1"
         try:
-            store = TCPStore(own, port, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+            store = TCPStore(
+                own,
+                port,
+                is_master=True,
+                timeout=timeout,
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
         except RuntimeError as error:
             answer = _greet(own, port, _SECONDS_PER_ATTEMPT)
             if isinstance(answer, OSError):
@@ -142,11 +173,14 @@ def rendezvous_at(host: str, port: int, rank: int, world_size: int, timeout: tim
             else:
                 why = _no_store(host, port, answer)
             here = socket.gethostname()
-            raise ValueError(f"Rank 0 on {here} cannot keep the store where ranks meet: {why}") from error
+            raise ValueError(
+                f"Rank 0 on {here} cannot keep the store where ranks meet: {why}"
+            ) from error
     # Rank 0 looks too: if it does not find its own store there soon, the others will not either.
     soon = min(timeout, timedelta(seconds=SECONDS_UNREACHABLE))
     wait_for_store(host, port, rank, timeout if store is None else soon, advice=advice)
-    # It waits for no workers, and the default process group, which is made at the same address, shares it.
+    # It waits for no workers, and the default process group, which is made at the same address,
+    # shares it.
     found = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     if store is not None:
         _require_same_store(store, found, f"{host}:{port}")
@@ -154,23 +188,38 @@ def rendezvous_at(host: str, port: int, rank: int, world_size: int, timeout: tim
 
 
 def _require_same_store(kept: Store, found: Store, address: str) -> None:
-    """Refuses a rank 0 that finds another one's store where all ranks meet; see [Note: two ranks 0]."""
+    """Refuses a rank 0 that finds another one's store where all ranks meet; see [Note: two ranks
+    0].
+    """
     token, here = secrets.token_hex(8), socket.gethostname()
     kept.set(_KEEPER, token)
-    kept.get(_KEEPER)  # A store does not acknowledge what it is given, so the other connection might be faster.
+    kept.get(
+        _KEEPER
+    )  # A store does not acknowledge what it is given, so the other connection might be faster.
     if found.check([_KEEPER]) and found.get(_KEEPER).decode() == token:
         kept.delete_key(_SECOND)
         return
-    found.set(_SECOND, f" A process on {here} started as rank 0, too, and has ended: two nodes have one NODE_RANK.")
+    found.set(
+        _SECOND,
+        f" A process on {here} started as rank 0, too, and has ended: two nodes have one"
+        " NODE_RANK.",
+    )
     raise ValueError(
-        f"There are two ranks 0: this process on {here}, and the one that keeps the store at {address}. Only one node"
-        " may have NODE_RANK=0, which is the default: set NODE_RANK to the number of this node, and MASTER_ADDR to an"
+        f"There are two ranks 0: this process on {here}, and the one that keeps the store at"
+        f" {address}. Only one node"
+        " may have NODE_RANK=0, which is the default: set NODE_RANK to the number of this node,"
+        " and MASTER_ADDR to an"
         f" address of node 0. If the other process belongs to another training: {_CHOOSE}"
     )
 
 
 def wait_for_store(
-    host: str, port: int, rank: int, timeout: timedelta, patience: float = SECONDS_UNREACHABLE, advice: str = ""
+    host: str,
+    port: int,
+    rank: int,
+    timeout: timedelta,
+    patience: float = SECONDS_UNREACHABLE,
+    advice: str = "",
 ) -> None:
     who = f"Rank {rank} on {socket.gethostname()} cannot reach rank 0 at {host}:{port}"
     other_rank = "" if rank else f" {_OTHER_RANK}"
@@ -182,15 +231,18 @@ def wait_for_store(
             unanswered_since = now
             if now - started > timeout.total_seconds():
                 raise ValueError(
-                    f"{who}: nothing listened there within {timeout.total_seconds():g} s. Start rank 0 on {host}, and"
+                    f"{who}: nothing listened there within {timeout.total_seconds():g} s. Start"
+                    f" rank 0 on {host}, and"
                     f" give all ranks its address and port (MASTER_ADDR, MASTER_PORT).{other_rank}"
                 ) from answer
         elif isinstance(answer, bytes) and (answer or now - unanswered_since > patience):
             raise ValueError(f"{who}: {_no_store(host, port, answer)}")
         elif isinstance(answer, OSError) and now - unanswered_since > patience:
             raise ValueError(
-                f"{who}: {reason(answer)}. The way from this machine to {host} is closed, or the address is wrong. Set"
-                " MASTER_ADDR to an address of rank 0's machine that all others reach, and open the TCP port."
+                f"{who}: {reason(answer)}. The way from this machine to {host} is closed, or the"
+                " address is wrong. Set"
+                " MASTER_ADDR to an address of rank 0's machine that all others reach, and open"
+                " the TCP port."
                 f"{other_rank}"
             ) from answer
         if now > warns_at:
@@ -201,7 +253,9 @@ def wait_for_store(
 
 
 def _greet(host: str, port: int, seconds: float) -> bytes | OSError:
-    """Returns what an address answers to a greeting: nothing if it is silent; an error if it cannot be reached."""
+    """Returns what an address answers to a greeting: nothing if it is silent; an error if it
+    cannot be reached.
+    """
     answer = bytearray()
 
     def talk(connection: socket.socket) -> None:
@@ -216,12 +270,19 @@ def _greet(host: str, port: int, seconds: float) -> bytes | OSError:
 
 
 def _no_store(host: str, port: int, answer: bytes) -> str:
-    said = f"it says {answer.splitlines()[0].decode(errors='replace')!r}" if answer else "it says nothing"
+    said = (
+        f"it says {answer.splitlines()[0].decode(errors='replace')!r}"
+        if answer
+        else "it says nothing"
+    )
     return f"{host}:{port} answers, but is not a torch TCPStore ({said}): another program listens there. {_CHOOSE}"
 
 
 def try_to_connect(
-    host: str, port: int, seconds: float = _SECONDS_PER_ATTEMPT, talk: Callable[[socket.socket], None] | None = None
+    host: str,
+    port: int,
+    seconds: float = _SECONDS_PER_ATTEMPT,
+    talk: Callable[[socket.socket], None] | None = None,
 ) -> OSError | None:
     """Connects to an address and returns what went wrong, if anything."""
     try:
@@ -249,12 +310,15 @@ def warn_of_shared_store(rank: int) -> None:
         and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     ):
         _log.warning(
-            "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, on every node."
+            "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its"
+            " environment, on every node."
             " Without it, restarted processes try to reach the old ones, and fail."
         )
 
 
 def launched_processes() -> int:
-    """Returns how many processes a launcher started with this one, by ``WORLD_SIZE``; 1 if none says so."""
+    """Returns how many processes a launcher started with this one, by ``WORLD_SIZE``; 1 if none
+    says so.
+    """
     told = os.environ.get("WORLD_SIZE", "")
     return int(told) if told.isdecimal() else 1

@@ -1,37 +1,43 @@
-"""How a fit saves and resumes: an ordinary checkpoint of the outer model, and a folder with what each rank holds.
+"""How a fit saves and resumes: an ordinary checkpoint of the outer model, and a folder with what
+each rank holds.
 
-A checkpoint file takes its place in one step, and only then are the folders of earlier saves removed.
+A checkpoint file takes its place in one step, and only then are the folders of earlier saves
+removed.
 
-[Note: late writers] `AsyncCheckpointIO` hands a checkpoint to a thread and returns. Until the thread has written it,
-the file in its place is an older one, which needs its own folder. So what follows the writing is done by the
-CheckpointIO that really writes, in whatever thread that is.
+[Note: late writers] `AsyncCheckpointIO` hands a checkpoint to a thread and returns. Until the
+thread has written it, the file in its place is an older one, which needs its own folder. So what
+follows the writing is done by the CheckpointIO that really writes, in whatever thread that is.
 
-[Note: epochs after a resume] Lightning asks loaders for a new iterator at the start of every epoch but the first. After
-a resume it has one already, which was made before the random state of the checkpoint was restored, and may stand in the
-middle of the data, where the loader was saved. A loader of torch draws a random number for each iterator; without that
-draw, whatever is random afterwards, such as dropout, would differ. And where a run resumes from the last batch of an
-epoch, Lightning goes on with the next epoch without counting it and without calling `on_train_epoch_start`, which
-finetuning callbacks need.
+[Note: epochs after a resume] Lightning asks loaders for a new iterator at the start of every epoch
+but the first. After a resume it has one already, which was made before the random state of the
+checkpoint was restored, and may stand in the middle of the data, where the loader was saved. A
+loader of torch draws a random number for each iterator; without that draw, whatever is random
+afterwards, such as dropout, would differ. And where a run resumes from the last batch of an epoch,
+Lightning goes on with the next epoch without counting it and without calling
+`on_train_epoch_start`, which finetuning callbacks need.
 
-[Note: the rest of a batch] A checkpoint that `every_n_train_steps` saves after a batch precedes whatever else is due
-there: a validation, a learning rate that depends on metrics, the end of the epoch. When Lightning resumes, it skips
-these. They may draw random numbers, as a loader of torch does, and early stopping and other checkpoints may depend on
-them. So the resumed run begins with them, unless the checkpoint was saved because of a signal, which happens after
-them. The same goes for learning rates after a checkpoint that was saved at the end of an epoch, as `ModelCheckpoint`
-does by default. With ``max_steps`` Lightning would make such an epoch once more.
+[Note: the rest of a batch] A checkpoint that `every_n_train_steps` saves after a batch precedes
+whatever else is due
+there: a validation, a learning rate that depends on metrics, the end of the epoch. When Lightning
+resumes, it skips these. They may draw random numbers, as a loader of torch does, and early stopping
+and other checkpoints may depend on them. So the resumed run begins with them, unless the checkpoint
+was saved because of a signal, which happens after them. The same goes for learning rates after a
+checkpoint that was saved at the end of an epoch, as `ModelCheckpoint` does by default. With
+``max_steps`` Lightning would make such an epoch once more.
 
-[Note: metrics after a resume] Lightning saves no metrics. A mean over an epoch that was resumed would cover only the
-batches since then. Early stopping, checkpoints and learning rates that depend on a metric would decide differently, or
-fail where nothing has been logged since. So every rank saves its own metrics: what callbacks see, and what the epoch
-has accumulated.
+[Note: metrics after a resume] Lightning saves no metrics. A mean over an epoch that was resumed
+would cover only the batches since then. Early stopping, checkpoints and learning rates that depend
+on a metric would decide differently, or fail where nothing has been logged since. So every rank
+saves its own metrics: what callbacks see, and what the epoch has accumulated.
 
-[Note: what a rank gets back] Lightning writes what rank 0 holds. Schedulers that watch a metric, callbacks, loops,
-loaders, data modules and whatever a hook puts into a checkpoint may differ between ranks, so each rank gets back the
-entries in which it differs; see [Note: entries of a rank]. That includes the best models that `ModelCheckpoint` knows.
-They are the same on all ranks where what it monitors is, and otherwise the resumed run decides as one that was never
-stopped. Hyperparameters are not among the entries: they are what the script gives, and no fit restores them. When
-rounds restart, a rank gets the entries of a rank in its place, but the model is the one in the file, and with other
-groups or ranks the loops are, too.
+[Note: what a rank gets back] Lightning writes what rank 0 holds. Schedulers that watch a metric,
+callbacks, loops, loaders, data modules and whatever a hook puts into a checkpoint may differ
+between ranks, so each rank gets back the entries in which it differs; see [Note: entries of a
+rank]. That includes the best models that `ModelCheckpoint` knows. They are the same on all ranks
+where what it monitors is, and otherwise the resumed run decides as one that was never stopped.
+Hyperparameters are not among the entries: they are what the script gives, and no fit restores them.
+When rounds restart, a rank gets the entries of a rank in its place, but the model is the one in the
+file, and with other groups or ranks the loops are, too.
 """
 
 import inspect
@@ -89,8 +95,8 @@ class Checkpointer:
         self._random_state: dict[str, Any] | None = None
         # The checkpoints of this run that still exist, and whether it saved each itself.
         self._standing: dict[str, bool] = {}
-        # See [Note: late writers]: the CheckpointIO that really writes, what follows when the file of a save is in its
-        # place, and the removals of files that are just being written.
+        # See [Note: late writers]: the CheckpointIO that really writes, what follows when the file
+        # of a save is in its place, and the removals of files that are just being written.
         self._io: Any = None
         self._undo = ExitStack()
         self._afterwards: dict[str, Callable[[], None]] = {}
@@ -105,7 +111,9 @@ class Checkpointer:
         if self._trainer.state.fn != "fit":
             return checkpoint
         if header is None:
-            self.start = f"step {checkpoint.get('global_step')} of a checkpoint without worker groups"
+            self.start = (
+                f"step {checkpoint.get('global_step')} of a checkpoint without worker groups"
+            )
             return checkpoint
         given = inspect.signature(load).bind(path, *args, **kwargs)
         given.apply_defaults()
@@ -143,9 +151,15 @@ class Checkpointer:
         self.resumed = self._restart = self._random_state = None
 
     def make_trainable(self, model: nn.Module) -> None:
-        """Makes those parameters trainable that were when the checkpoint was saved; callbacks do not do so."""
+        """Makes those parameters trainable that were when the checkpoint was saved; callbacks do
+        not do so.
+        """
         if self.resumed is not None:
-            trainable = {name for fragment in self.resumed["engine"]["fragments"] for name in fragment["names"]}
+            trainable = {
+                name
+                for fragment in self.resumed["engine"]["fragments"]
+                for name in fragment["names"]
+            }
         elif self._restart is not None and not self._options.restarts:
             trainable = set(self._restart.parameters)
         else:
@@ -156,7 +170,9 @@ class Checkpointer:
     def _take_up(
         self, checkpoint: Checkpoint, own: dict[str, Any], read: Read, without: Collection[str] = ()
     ) -> dict[str, Any]:
-        """Puts what this rank saved in place of what rank 0 saved, and returns the state of the engine."""
+        """Puts what this rank saved in place of what rank 0 saved, and returns the state of the
+        engine.
+        """
         self._take_up_optimizers(checkpoint, own["optimizer_states"])
         return take_up_entries(own, checkpoint, read, without)
 
@@ -171,12 +187,18 @@ class Checkpointer:
         self._options.restore(saved)
         if other := Settings.differences(saved, self._settings()):
             raise ValueError(
-                f"The checkpoint cannot be resumed exactly with other settings: {'; '.join(other)}. Resume with the"
-                " settings it was saved with, or restart the rounds from its outer parameters with resume='restart'."
+                "The checkpoint cannot be resumed exactly with other settings:"
+                f" {'; '.join(other)}. Resume with the"
+                " settings it was saved with, or restart the rounds from its outer parameters"
+                " with resume='restart'."
             )
 
-    def _load_for_restart(self, checkpoint: Checkpoint, path: str, header: dict[str, Any], read_packed: Read) -> None:
-        """Restores the outer state of all groups, and inner optimizer and random state of those that have a file."""
+    def _load_for_restart(
+        self, checkpoint: Checkpoint, path: str, header: dict[str, Any], read_packed: Read
+    ) -> None:
+        """Restores the outer state of all groups, and inner optimizer and random state of those
+        that have a file.
+        """
         if not self._options.restarts:
             self._require_the_settings_of(header)
         # Rounds that restart are no beginning.
@@ -189,24 +211,38 @@ class Checkpointer:
                 return None
             # Flights land as they would have landed.
             before = settings.taken_from(header["settings"])
-            same_optimizer = header["settings"].get("outer_optimizer") == before.described()["outer_optimizer"]
+            same_optimizer = (
+                header["settings"].get("outer_optimizer") == before.described()["outer_optimizer"]
+            )
             return restart_from(files.read_groups(path, header), before if same_optimizer else None)
 
         first = topology.world.attempt(read)[0]
         if first.failure:
             is_told = "ValueError" in first.failure
-            raise ValueError(first.text if is_told else f"{path} cannot be read: {first.failure[0]}: {first.text}")
+            raise ValueError(
+                first.text
+                if is_told
+                else f"{path} cannot be read: {first.failure[0]}: {first.text}"
+            )
         self._restart, self.start = Restart.of(first.value), "outer parameters of another run"
         size, own = layout["group_size"], None
         # This rank reads the file of its group and shard, if there is one, or of the group's first.
-        mesh = {name: of for name, of in layout.items() if name not in ("worker_groups", "group_size")}
+        mesh = {
+            name: of for name, of in layout.items() if name not in ("worker_groups", "group_size")
+        }
         if mesh == self._format.mesh and topology.group_index < layout["worker_groups"]:
-            rank = topology.group_index * size + (topology.group_rank if topology.group_rank < size else 0)
-            own = files.read_rank(path, header, rank) if files.has_rank(path, header, rank) else None
+            rank = topology.group_index * size + (
+                topology.group_rank if topology.group_rank < size else 0
+            )
+            own = (
+                files.read_rank(path, header, rank) if files.has_rank(path, header, rank) else None
+            )
         if own is None:
             # Without state, but with the learning rates from which schedulers go on.
             states = [{"state": {}, "param_groups": of} for of in header.get("param_groups", [])]
-            states = states or [{**state, "state": {}} for state in checkpoint.get("optimizer_states", [])]
+            states = states or [
+                {**state, "state": {}} for state in checkpoint.get("optimizer_states", [])
+            ]
             self._take_up_optimizers(checkpoint, states)
         else:
             without = ["state_dict"] if layout == self._layout() else ["state_dict", "loops"]
@@ -214,23 +250,33 @@ class Checkpointer:
             if topology.group_rank < size:
                 self._random_state = own["random"]
         found = topology.world.all_gather_object(own is not None)
-        fresh = sorted({rank // topology.group_size for rank, there in enumerate(found) if not there})
+        fresh = sorted(
+            {rank // topology.group_size for rank, there in enumerate(found) if not there}
+        )
         if self._trainer.is_global_zero:
             _log.warning(
-                "The checkpoint is not resumed exactly: it was saved with %s, now there are %s%s. Every group starts"
-                " from its outer parameters and outer momentum, and rounds restart. Flights lost so far: %d. Worker"
+                "The checkpoint is not resumed exactly: it was saved with %s, now there are"
+                " %s%s. Every group starts"
+                " from its outer parameters and outer momentum, and rounds restart. Flights lost"
+                " so far: %d. Worker"
                 " groups that start with a fresh inner optimizer: %s.",
                 layout,
                 self._layout(),
-                "".join(f"; {other}" for other in Settings.differences(header["settings"], self._settings())),
+                "".join(
+                    f"; {other}"
+                    for other in Settings.differences(header["settings"], self._settings())
+                ),
                 self._restart.counts["flights_dropped"],
                 ", ".join(map(str, fresh)) or "none",
             )
 
     # Save
 
-    def save(self, engine: StreamingDiLoCo, checkpoint: Checkpoint, path: Any, write: Write) -> None:
-        """Saves what all groups have in common, and what each rank holds beside it. All ranks must call it.
+    def save(
+        self, engine: StreamingDiLoCo, checkpoint: Checkpoint, path: Any, write: Write
+    ) -> None:
+        """Saves what all groups have in common, and what each rank holds beside it. All ranks must
+        call it.
 
         See [Note: the order of a save].
         """
@@ -251,7 +297,9 @@ class Checkpointer:
             return
         with self._groups.waiting(("trainer.save_checkpoint, which all ranks must call",), engine):
             state = with_entries(state, self._of_ranks(checkpoint), topology)
-            saved = write_ranks(path, topology, state, self._layout(), self._settings(), self._advice)
+            saved = write_ranks(
+                path, topology, state, self._layout(), self._settings(), self._advice
+            )
         path = saved.path
         replaced = [other for other, own in self._standing.items() if own and other != path]
 
@@ -277,7 +325,9 @@ class Checkpointer:
         self._standing[path] = True
 
     def _of_ranks(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Returns what may differ between ranks in a checkpoint; see [Note: what a rank gets back]."""
+        """Returns what may differ between ranks in a checkpoint; see [Note: what a rank gets
+        back].
+        """
         left_out = {"optimizer_states"}
         if self._format.is_sharded:
             left_out.add("state_dict")
@@ -291,7 +341,8 @@ class Checkpointer:
     @property
     def _advice(self) -> str:
         return (
-            f"Resume from {self._last_standing}. Make room on the disk, or keep fewer checkpoints: set"
+            f"Resume from {self._last_standing}. Make room on the disk, or keep fewer"
+            " checkpoints: set"
             " ModelCheckpoint's save_top_k, and resume='exact:newest' in the strategy."
         )
 
@@ -301,11 +352,14 @@ class Checkpointer:
         except OSError as error:
             files.discard(path, "exception")
             _log.warning(
-                "After an exception this rank could not save its state: %s. Resume from %s.", error, self._last_standing
+                "After an exception this rank could not save its state: %s. Resume from %s.",
+                error,
+                self._last_standing,
             )
             return
         _log.warning(
-            "After an exception this rank saved its own state in %s, beside %s. It cannot be resumed: other ranks may"
+            "After an exception this rank saved its own state in %s, beside %s. It cannot be"
+            " resumed: other ranks may"
             " be at another step. Resume from %s.",
             kept,
             path,
@@ -317,7 +371,9 @@ class Checkpointer:
         return next(reversed(self._standing), "an earlier run's checkpoint: this run saved none")
 
     def remove(self, path: Any, remove: Callable[[Any], None]) -> None:
-        """Removes a checkpoint and its folder; if a thread is just writing the file, as soon as it is written."""
+        """Removes a checkpoint and its folder; if a thread is just writing the file, as soon as it
+        is written.
+        """
         self._standing.pop(str(path), None)
         if not self._trainer.is_global_zero:
             return
@@ -328,7 +384,14 @@ class Checkpointer:
                 remove(path)
                 files.remove_folder(str(path))
 
-    def _place(self, write: Callable[..., None], checkpoint: Checkpoint, path: Any, *args: Any, **kwargs: Any) -> None:
+    def _place(
+        self,
+        write: Callable[..., None],
+        checkpoint: Checkpoint,
+        path: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         """Writes the file of a checkpoint, in whatever thread, and then does what follows."""
         save = checkpoint.get(files.KEY, {}).get("save")
         if save not in self._afterwards:
@@ -340,8 +403,9 @@ class Checkpointer:
                 return  # It was removed before its turn came.
             self._removals[path] = []
         before = files.fingerprint(path)
-        # Lightning's own CheckpointIO moves the file from the system's temporary folder. If that is on another file
-        # system, this copies over the old file, which is then neither the old nor the new one for a while.
+        # Lightning's own CheckpointIO moves the file from the system's temporary folder. If that is
+        # on another file system, this copies over the old file, which is then neither the old nor
+        # the new one for a while.
         part = files.beside(path, save) if type(self._io).__name__ == "TorchCheckpointIO" else None
         try:
             write(checkpoint, part or path, *args, **kwargs)
@@ -369,14 +433,20 @@ class Checkpointer:
 
     def _layout(self) -> dict[str, int]:
         topology = self._groups.topology
-        return {"worker_groups": topology.num_groups, "group_size": topology.group_size, **self._format.mesh}
+        return {
+            "worker_groups": topology.num_groups,
+            "group_size": topology.group_size,
+            **self._format.mesh,
+        }
 
 
 # Epochs
 
 
 def begin_epochs_alike(trainer: Any, undo: ExitStack) -> None:
-    """Patches the loops of a trainer; see [Note: epochs after a resume] and [Note: the rest of a batch]."""
+    """Patches the loops of a trainer; see [Note: epochs after a resume] and [Note: the rest of a
+    batch].
+    """
     loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     progress, once = epoch_loop.batch_progress, undo.enter_context(ExitStack())
 
@@ -409,7 +479,8 @@ def begin_epochs_alike(trainer: Any, undo: ExitStack) -> None:
             wrap(undo, loop, "on_advance_end", end_epoch)
             if was_saved_in_a_hook_at_the_end(loop.epoch_progress.total):
                 wrap(once, loop, "on_advance_start", end_epoch_and_start)
-                # The epoch is over: Lightning sees that where epochs bound the run, and not where steps do.
+                # The epoch is over: Lightning sees that where epochs bound the run, and not where
+                # steps do.
                 loop._restarting = epoch_loop.restarting = False
             ends = map(was_saved_in_a_hook_at_the_end, (progress.total, progress.current))
             if epoch_loop.restarting and all(ends):
@@ -427,7 +498,11 @@ def begin_epochs_alike(trainer: Any, undo: ExitStack) -> None:
         ended = is_at_last_batch()
         reset()
         if ended and progress.is_last_batch:
-            for each in (progress, epoch_loop.scheduler_progress, epoch_loop.automatic_optimization.optim_progress):
+            for each in (
+                progress,
+                epoch_loop.scheduler_progress,
+                epoch_loop.automatic_optimization.optim_progress,
+            ):
                 each.reset_on_run()
             epoch_loop.val_loop.batch_progress.total.reset()
         # Lightning has is_resuming from 2.5.3 on.
@@ -447,18 +522,31 @@ _BESIDE = ("_update_count", "_forward_cache")
 
 
 def metrics_state_dict(trainer: Any) -> dict[str, Any]:
-    seen = trainer._logger_connector._callback_metrics if trainer.strategy.is_alone else trainer.callback_metrics
+    seen = (
+        trainer._logger_connector._callback_metrics
+        if trainer.strategy.is_alone
+        else trainer.callback_metrics
+    )
     epoch = trainer.fit_loop.epoch_progress.current
     results = trainer.fit_loop.epoch_loop._results if epoch.processed < epoch.started else {}
     saved = {}
     for key, result in results.items():
         meta, reduction = result.meta, result.meta.reduce_fx.__name__
         # A process group cannot be found again, nor can a metric that is not part of the module.
-        if result.has_reset or meta.sync.group is not None or not (result.is_tensor or meta.metric_attribute):
+        if (
+            result.has_reset
+            or meta.sync.group is not None
+            or not (result.is_tensor or meta.metric_attribute)
+        ):
             continue
         saved[key] = {
-            # The arguments of `self.log`: Lightning insists that they are the same in the next call.
-            "arguments": {name: told for name, told in vars(meta).items() if isinstance(told, (str, bool, NoneType))},
+            # The arguments of `self.log`: Lightning insists that they are the same in the next
+            # call.
+            "arguments": {
+                name: told
+                for name, told in vars(meta).items()
+                if isinstance(told, (str, bool, NoneType))
+            },
             "reduction": f"{'torch' if meta.reduce_fx is getattr(torch, reduction, None) else 'builtins'}:{reduction}",
             "sync": {"_should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
             "is_tensor": result.is_tensor,
@@ -467,7 +555,10 @@ def metrics_state_dict(trainer: Any) -> dict[str, Any]:
                 for name, part in _parts(result).items()
             },
         }
-    return {"seen": {name: _plain(value) for name, value in seen.items() if isinstance(value, Tensor)}, "epoch": saved}
+    return {
+        "seen": {name: _plain(value) for name, value in seen.items() if isinstance(value, Tensor)},
+        "epoch": saved,
+    }
 
 
 def load_metrics_state_dict(trainer: Any, state: dict[str, Any]) -> None:
@@ -490,7 +581,9 @@ def load_metrics_state_dict(trainer: Any, state: dict[str, Any]) -> None:
 
 
 def _parts(result: Any) -> dict[str, Metric]:
-    """Returns what Lightning keeps of a logged value, the metric that it is, and those that this one wraps."""
+    """Returns what Lightning keeps of a logged value, the metric that it is, and those that this
+    one wraps.
+    """
     inside = () if result.is_tensor else result.value.named_modules(prefix="value")
     return {"": result, **{name: part for name, part in inside if isinstance(part, Metric)}}
 
@@ -499,4 +592,10 @@ def _plain(value: Any) -> Any:
     """Returns what can be saved of a state: tensors and numbers, alone or in a list."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
-    return value.detach().clone() if isinstance(value, Tensor) else value if isinstance(value, int) else None
+    return (
+        value.detach().clone()
+        if isinstance(value, Tensor)
+        else value
+        if isinstance(value, int)
+        else None
+    )

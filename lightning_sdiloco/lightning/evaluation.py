@@ -1,23 +1,30 @@
-"""Which model validation sees inside a fit, which one checkpoints hold, and which one callbacks average.
+"""Which model validation sees inside a fit, which one checkpoints hold, and which one callbacks
+average.
 
-[Note: the model that validation sees] It is in the module before any hook of a validation runs, and the local one is
-back after all of them: callbacks and modules that swap weights for the time of a validation, such as averages, put back
-what they found. Lightning runs a strategy's hooks after the hooks of callbacks and modules, also at the end.
+[Note: the model that validation sees] It is in the module before any hook of a validation runs, and
+the local one is
+back after all of them: callbacks and modules that swap weights for the time of a validation, such
+as averages, put back what they found. Lightning runs a strategy's hooks after the hooks of
+callbacks and modules, also at the end.
 
-[Note: the first round] Until every fragment has landed once, the outer model holds untrained values.
-Validation and checkpoints then show the mean of the groups, which takes an exchange. A group that validates alone must
-not wait for others, so there is none unless Lightning's loop has decided to validate, which it does after the same
-batch in all groups, and all ranks have something to validate with. All ranks call ``trainer.save_checkpoint``, but a
-rank that ends with an exception waits for no other, and a signal leaves no time: then, and if a caller asks for a
-``state_dict`` alone, it is that of the group, and a warning says so. The mean serves until the next inner step, so that
-the best model is the one that was validated. What a fit resumes from lies beside it, unchanged. On a
-route on which groups hold their own outer parameters, every validation and every checkpoint shows their mean.
+[Note: the first round] Until every fragment has landed once, the outer model holds untrained
+values. Validation and checkpoints then show the mean of the groups, which takes an exchange. A
+group that validates alone must not wait for others, so there is none unless Lightning's loop has
+decided to validate, which it does after the same batch in all groups, and all ranks have something
+to validate with. All ranks call ``trainer.save_checkpoint``, but a rank that ends with an exception
+waits for no other, and a signal leaves no time: then, and if a caller asks for a ``state_dict``
+alone, it is that of the group, and a warning says so. The mean serves until the next inner step, so
+that the best model is the one that was validated. What a fit resumes from lies beside it,
+unchanged. On a route on which groups hold their own outer parameters, every validation and every
+checkpoint shows their mean.
 
-[Note: averages of outer parameters] Lightning's callbacks read the module when a batch or an epoch ends. There it holds
-local parameters, so here they read the outer ones, which change only at landings: an update that is wanted between two
-landings happens at the second. All groups land after the same inner steps, so all have the same average, bit for bit.
-The end of a fit is a landing too. A longer fit resumes from before this end. So the average is kept as it was then,
-with the number of updates that a fit without an end would have made since, which a resumed fit makes itself.
+[Note: averages of outer parameters] Lightning's callbacks read the module when a batch or an epoch
+ends. There it holds
+local parameters, so here they read the outer ones, which change only at landings: an update that is
+wanted between two landings happens at the second. All groups land after the same inner steps, so
+all have the same average, bit for bit. The end of a fit is a landing too. A longer fit resumes from
+before this end. So the average is kept as it was then, with the number of updates that a fit
+without an end would have made since, which a resumed fit makes itself.
 """
 
 import logging
@@ -41,16 +48,20 @@ _BUFFERS_ARE_DUE = "require_forward_param_sync"
 
 
 class ShownModel:
-    """The model that validation and files show instead of the local one, in a fit or a loop of Fabric.
+    """The model that validation and files show instead of the local one, in a fit or a loop of
+    Fabric.
 
-    All ranks save a checkpoint by calling ``save``, as messages say. Fabric says itself what a file holds.
+    All ranks save a checkpoint by calling ``save``, as messages say. Fabric says itself what a file
+    holds.
     """
 
     def __init__(self, groups: ConnectedGroups, save: str, warns: bool = True) -> None:
         self._groups, self._save, self._warns = groups, save, warns
         self.mean: GroupMean | None = None
         """The mean of the groups, if it was exchanged since the last inner step."""
-        self._own: dict[str, Tensor] = {}  # What the first group keeps of untrained state, if that was sent.
+        self._own: dict[
+            str, Tensor
+        ] = {}  # What the first group keeps of untrained state, if that was sent.
 
     def forget(self) -> None:
         """Forgets what was exchanged: training has gone on."""
@@ -58,13 +69,17 @@ class ShownModel:
         self._own = {}
 
     def take_first_own(self, engine: StreamingDiLoCo) -> None:
-        """Takes what the first group keeps of untrained state, to show it. All ranks must call it."""
+        """Takes what the first group keeps of untrained state, to show it. All ranks must call
+        it.
+        """
         self._groups.meet()
         self._own = engine.first_own()
 
     @staticmethod
     def is_outer(engine: StreamingDiLoCo) -> bool:
-        """Whether the outer model is one that all groups have trained; see [Note: the first round]."""
+        """Whether the outer model is one that all groups have trained; see [Note: the first
+        round].
+        """
         return engine.has_landed and engine.settings.shares
 
     def exchange(self, engine: StreamingDiLoCo) -> None:
@@ -72,8 +87,10 @@ class ShownModel:
         self._groups.meet()
         if self._warns and not engine.has_landed and self._groups.topology.rank == 0:
             _log.warning(
-                "Until every fragment has landed once, after inner step %d, validation and checkpoints use the mean of"
-                " the worker groups, which they exchange in float32: the outer model still holds untrained values."
+                "Until every fragment has landed once, after inner step %d, validation and"
+                " checkpoints use the mean of"
+                " the worker groups, which they exchange in float32: the outer model still holds"
+                " untrained values."
                 " Shown once.",
                 engine.inner_steps - engine.steps_in_rounds + engine.schedule.first_round,
             )
@@ -81,11 +98,18 @@ class ShownModel:
         self.mean = engine.group_mean()
 
     @contextmanager
-    def showing(self, engine: StreamingDiLoCo, models: Sequence[Any], *, watches: bool = False) -> Iterator[None]:
+    def showing(
+        self, engine: StreamingDiLoCo, models: Sequence[Any], *, watches: bool = False
+    ) -> Iterator[None]:
         """Shows what was exchanged, or the outer model, in a ``with`` block."""
-        # After a forward pass without gradients DistributedDataParallel would believe that the buffers of the next
-        # training step, which are put back then, have been synchronised already.
-        due = [(model, is_due) for model in models if (is_due := getattr(model, _BUFFERS_ARE_DUE, None)) is not None]
+        # After a forward pass without gradients DistributedDataParallel would believe that the
+        # buffers of the next training step, which are put back then, have been synchronised
+        # already.
+        due = [
+            (model, is_due)
+            for model in models
+            if (is_due := getattr(model, _BUFFERS_ARE_DUE, None)) is not None
+        ]
         try:
             with engine.evaluate(self.mean, self._own, watches=watches):
                 yield
@@ -94,16 +118,23 @@ class ShownModel:
                 setattr(model, _BUFFERS_ARE_DUE, is_due)
 
     def state_dict(
-        self, engine: StreamingDiLoCo, with_all: bool, local: Callable[[], dict[str, Any]], is_shown: bool = False
+        self,
+        engine: StreamingDiLoCo,
+        with_all: bool,
+        local: Callable[[], dict[str, Any]],
+        is_shown: bool = False,
     ) -> dict[str, Any]:
         """Returns what a file holds; if all ranks save together, the groups may exchange."""
         if self.mean is None and with_all and not is_shown and not self.is_outer(engine):
             self.exchange(engine)
         if self.mean is None and not is_shown and not engine.has_landed:
             _log.warning(
-                "This state_dict of worker group %d was taken after inner step %d, before every fragment has landed"
-                " once. It holds this group's local values: after an exception or a signal, or when one rank saves"
-                " alone, groups do not exchange. %s, called on all ranks, saves the mean of the groups.",
+                "This state_dict of worker group %d was taken after inner step %d, before every"
+                " fragment has landed"
+                " once. It holds this group's local values: after an exception or a signal, or"
+                " when one rank saves"
+                " alone, groups do not exchange. %s, called on all ranks, saves the mean of the"
+                " groups.",
                 self._groups.topology.group_index,
                 engine.inner_steps,
                 self._save,
@@ -112,10 +143,14 @@ class ShownModel:
         else:
             shows = engine.evaluate(self.mean)
         with shows:
-            return {key: value.clone() if isinstance(value, Tensor) else value for key, value in local().items()}
+            return {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in local().items()
+            }
 
 
-# Hooks in which users overwrite weights. Where there are none, groups need not ask each other whether they did.
+# Hooks in which users overwrite weights. Where there are none, groups need not ask each other
+# whether they did.
 VALIDATION_HOOKS = (
     "on_validation_start",
     "on_validation_epoch_start",
@@ -126,16 +161,24 @@ VALIDATION_HOOKS = (
 
 
 class Rewritten:
-    """Takes weights that hooks have overwritten: on all ranks alike, they are the new outer model."""
+    """Takes weights that hooks have overwritten: on all ranks alike, they are the new outer
+    model.
+    """
 
     def __init__(self, groups: ConnectedGroups) -> None:
         self._groups = groups
         self._has_warned = False
 
     def take(
-        self, engine: StreamingDiLoCo, digests: Mapping[str, int], hooks: Sequence[str], *, with_all: bool
+        self,
+        engine: StreamingDiLoCo,
+        digests: Mapping[str, int],
+        hooks: Sequence[str],
+        *,
+        with_all: bool,
     ) -> None:
-        """Makes overwritten parameters the outer ones if all ranks hold the same; otherwise warns once.
+        """Makes overwritten parameters the outer ones if all ranks hold the same; otherwise warns
+        once.
 
         Args:
             engine: The engine.
@@ -149,7 +192,9 @@ class Rewritten:
         if with_all:
             ranks = topology.world.all_gather_object(dict(digests))
             # Ranks of a group may hold different parts of a parameter.
-            is_alike = all(held == ranks[rank % topology.group_size] for rank, held in enumerate(ranks))
+            is_alike = all(
+                held == ranks[rank % topology.group_size] for rank, held in enumerate(ranks)
+            )
         names = sorted({name for held in ranks for name in held})
         if not names:
             return
@@ -157,7 +202,8 @@ class Rewritten:
             engine.set_outer(names)
             if topology.rank == 0:
                 _log.warning(
-                    "%s overwrote %s on all ranks alike: that is the outer model now. What was in flight is dropped,"
+                    "%s overwrote %s on all ranks alike: that is the outer model now. What was"
+                    " in flight is dropped,"
                     " and so is its outer momentum.",
                     " or ".join(hooks),
                     _some(names),
@@ -165,8 +211,10 @@ class Rewritten:
         elif not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "%s overwrote %s, and not on all ranks alike: it is not the outer model, and the next landings mix it"
-                " away. Compute the same values on all ranks, or call strategy.set_outer() there, on all ranks: it"
+                "%s overwrote %s, and not on all ranks alike: it is not the outer model, and the"
+                " next landings mix it"
+                " away. Compute the same values on all ranks, or call strategy.set_outer()"
+                " there, on all ranks: it"
                 " takes the weights of rank 0. Shown once.",
                 " or ".join(hooks),
                 _some(names),
@@ -180,7 +228,9 @@ def _some(names: Sequence[str]) -> str:
 
 
 class Evaluation:
-    """Shows the chosen model to the validations of a fit; see [Note: the model that validation sees]."""
+    """Shows the chosen model to the validations of a fit; see [Note: the model that validation
+    sees].
+    """
 
     def __init__(self, fit: FitState) -> None:
         self._fit, self._groups, self._shows = fit, fit.groups, fit.options.evaluate
@@ -202,15 +252,26 @@ class Evaluation:
 
         wrap(undo, epoch_loop, "_should_check_val_fx", should_validate)
         # A callback may test or predict inside a fit.
-        for loop in (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        for loop in (
+            epoch_loop.val_loop,
+            trainer.validate_loop,
+            trainer.test_loop,
+            trainer.predict_loop,
+        ):
             wrap(undo, loop, "run", partial(self._run, loop))
 
-    def state_dict(self, engine: StreamingDiLoCo, local: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Returns the model that a checkpoint holds: what is shown, was shown last, or the outer one."""
+    def state_dict(
+        self, engine: StreamingDiLoCo, local: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Returns the model that a checkpoint holds: what is shown, was shown last, or the outer
+        one.
+        """
         if self._groups.failed and self._groups.topology.group_size > 1:
             _log.warning(
-                "This state_dict was taken after an exception. It holds this rank's local parameters: gathering the"
-                " outer ones would wait for ranks that may be gone. Resume from an earlier checkpoint."
+                "This state_dict was taken after an exception. It holds this rank's local"
+                " parameters: gathering the"
+                " outer ones would wait for ranks that may be gone. Resume from an earlier"
+                " checkpoint."
             )
             return local()
         return self.shown.state_dict(engine, self._saves_with_all, local, self._is_showing)
@@ -225,7 +286,8 @@ class Evaluation:
     def _run(self, loop: Any, original: Callable[[], Any]) -> Any:
         is_due, self._is_due = self._is_due, False
         engine = self._fit.engine
-        # Before training, after it, and where one loop runs in another, everything is shown already.
+        # Before training, after it, and where one loop runs in another, everything is shown
+        # already.
         if engine is None or engine.is_finished or self._is_showing:
             return original()
         self.shown.forget()
@@ -233,7 +295,9 @@ class Evaluation:
         takes_mean = self._shows == "mean" or not self.shown.is_outer(engine)
         exchanges = is_due and (takes_mean or engine.own_moved)
         # See [Note: the first round].
-        if exchanges and self._groups.decide(not loop.skip, True, self._fit.trainer.strategy.root_device):
+        if exchanges and self._groups.decide(
+            not loop.skip, True, self._fit.trainer.strategy.root_device
+        ):
             if takes_mean:
                 self.shown.exchange(engine)
             else:
@@ -242,7 +306,9 @@ class Evaluation:
             return original()
         self._is_showing = True
         try:
-            with self.shown.showing(engine, [self._fit.trainer.strategy.model], watches=bool(self._hooks)):
+            with self.shown.showing(
+                engine, [self._fit.trainer.strategy.model], watches=bool(self._hooks)
+            ):
                 result = original()
                 if self._hooks:
                     if is_due:
@@ -257,7 +323,9 @@ State = dict[str, Any]
 
 
 class Averaging:
-    """Makes callbacks that average weights do so at landings; see [Note: averages of outer parameters]."""
+    """Makes callbacks that average weights do so at landings; see [Note: averages of outer
+    parameters].
+    """
 
     def __init__(self, fit: FitState, undo: ExitStack) -> None:
         self._fit, self._module = fit, fit.trainer.lightning_module
@@ -288,12 +356,18 @@ class Averaging:
         with self._fit.engine.evaluate():
             function(*args)
 
-    def _answer(self, original: Any, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        return self._wanted if step_idx is not None else bool(self._should_update(epoch_idx=epoch_idx))
+    def _answer(
+        self, original: Any, step_idx: int | None = None, epoch_idx: int | None = None
+    ) -> bool:
+        return (
+            self._wanted if step_idx is not None else bool(self._should_update(epoch_idx=epoch_idx))
+        )
 
     def _end_batch(self, original: Any, trainer: Any, module: Any, *args: Any) -> None:
         if trainer.global_step > self._callback._latest_update_step:
-            self._wanted = bool(self._should_update(step_idx=trainer.global_step - 1)) or self._wanted
+            self._wanted = (
+                bool(self._should_update(step_idx=trainer.global_step - 1)) or self._wanted
+            )
         if not self._fit.is_training:
             self._keep_unfinished(landed=self._fit.landed)
         if self._wanted and (self._fit.landed or not self._fit.is_training):
@@ -303,8 +377,12 @@ class Averaging:
     def _end_epoch(self, original: Callable[..., None], trainer: Any, module: Any) -> None:
         before = self._updates
         self._in_outer(original, trainer, module)
-        # Where max_steps ends the fit inside an epoch, a fit that goes on has not reached the end of the epoch yet.
-        if self._unfinished is not None and trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+        # Where max_steps ends the fit inside an epoch, a fit that goes on has not reached the end
+        # of the epoch yet.
+        if (
+            self._unfinished is not None
+            and trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        ):
             self._unfinished["updates"] += self._updates - before
 
     def _end_fit(self, original: Callable[..., None], trainer: Any, module: Any) -> None:
@@ -315,7 +393,9 @@ class Averaging:
             self._wanted = False
         original(trainer, module)
 
-    def _save(self, original: Callable[..., None], trainer: Any, module: Any, checkpoint: State) -> None:
+    def _save(
+        self, original: Callable[..., None], trainer: Any, module: Any, checkpoint: State
+    ) -> None:
         original(trainer, module, checkpoint)
         if self._callback._average_model is not None and not self._updates:
             # Before the first landing nothing is averaged, and the first update copies the model.
@@ -335,15 +415,22 @@ class Averaging:
             }
 
     def state_dict(self) -> State | None:
-        """Returns what a checkpoint needs beside what the callbacks themselves save; None if there is nothing."""
+        """Returns what a checkpoint needs beside what the callbacks themselves save; None if there
+        is nothing.
+        """
         if self._callback is None:
             return None
-        # The checkpoint has the average of rank 0. Other ranks' differ from it only in their buffers.
-        buffers = [buffer.to("cpu", copy=True) for buffer in self._callback._average_model.buffers()]
+        # The checkpoint has the average of rank 0. Other ranks' differ from it only in their
+        # buffers.
+        buffers = [
+            buffer.to("cpu", copy=True) for buffer in self._callback._average_model.buffers()
+        ]
         return {"wanted": self._wanted, "unfinished": self._unfinished, "buffers": buffers}
 
     def load_state_dict(self, state: State | None) -> None:
-        """Restores what `state_dict` returned. Call it when the engine holds what was saved with it."""
+        """Restores what `state_dict` returned. Call it when the engine holds what was saved with
+        it.
+        """
         if self._callback is None or state is None:
             return
         average, self._wanted = self._callback._average_model, state["wanted"]

@@ -1,4 +1,6 @@
-"""The strategy of Fabric without its base class: worker groups in a loop that calls ``optimizer.step()``."""
+"""The strategy of Fabric without its base class: worker groups in a loop that calls
+``optimizer.step()``.
+"""
 
 import logging
 import sys
@@ -18,7 +20,12 @@ from typing_extensions import override
 
 from lightning_sdiloco.comm.watch import WorldWatch
 from lightning_sdiloco.engine import checkpoint as files
-from lightning_sdiloco.engine.checkpoint import read_own, take_up_training, write_common_file, write_own
+from lightning_sdiloco.engine.checkpoint import (
+    read_own,
+    take_up_training,
+    write_common_file,
+    write_own,
+)
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.engine.shards import unwrapped
@@ -27,7 +34,12 @@ from lightning_sdiloco.engine.weight_copies import WeightCopies
 from lightning_sdiloco.lightning.evaluation import ShownModel
 from lightning_sdiloco.lightning.fit import samples_in
 from lightning_sdiloco.lightning.host import FABRIC, check_without_trainer, wrap
-from lightning_sdiloco.lightning.model_format import WholeModel, check_ddp_kwargs, fix_bucket_order, reader_of
+from lightning_sdiloco.lightning.model_format import (
+    WholeModel,
+    check_ddp_kwargs,
+    fix_bucket_order,
+    reader_of,
+)
 from lightning_sdiloco.lightning.monitor import Announcement
 from lightning_sdiloco.lightning.strategy import GroupStrategy
 
@@ -39,7 +51,8 @@ else:
 _log = logging.getLogger(__name__)
 
 _ADVICE = (
-    "Pass group=fabric.strategy.topology.in_group.process_group to collectives. Fabric's own go over all ranks: use"
+    "Pass group=fabric.strategy.topology.in_group.process_group to collectives. Fabric's own go"
+    " over all ranks: use"
     " them where you validate or save."
 )
 
@@ -75,7 +88,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         super().__init__(*args, **given)
         if self._options.auto:
             raise ValueError(
-                f"{self._options.auto[0]}='auto' is for the Trainer's strategy, where the planner measures the first"
+                f"{self._options.auto[0]}='auto' is for the Trainer's strategy, where the"
+                " planner measures the first"
                 " inner steps. Give a number; `sdiloco plan` recommends one for your link."
             )
         self._nets: list[nn.Module] = []
@@ -87,7 +101,9 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         # The optimizers, by number, that have stepped in the batch that is not counted yet.
         self._stepped = set[int]()
         self._saves_with_all = self._saved_alone = False
-        self._unfinished: list[int] = []  # The inner steps, beyond the loop; empty when they were finished.
+        self._unfinished: list[
+            int
+        ] = []  # The inner steps, beyond the loop; empty when they were finished.
         self._announcement: Announcement | None = None
         self._shown = ShownModel(self._groups, "fabric.save", warns=False)
         self._watch = WorldWatch(_ADVICE)
@@ -96,14 +112,16 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     # What users call and read
 
     def finish(self) -> list[Landing]:
-        """Ends training, after the last step and in all processes: the model ends with the outer parameters.
+        """Ends training, after the last step and in all processes: the model ends with the outer
+        parameters.
 
-        Fragments in flight land, and each then takes the plain mean of the groups' local parameters. Returns
-        what landed.
+        Fragments in flight land, and each then takes the plain mean of the groups' local
+        parameters. Returns what landed.
         """
         if self.engine is None:
             _log.warning(
-                "fabric.strategy.finish() was called, but no optimizer from fabric.setup has stepped: the worker groups"
+                "fabric.strategy.finish() was called, but no optimizer from fabric.setup has"
+                " stepped: the worker groups"
                 " have exchanged nothing."
             )
             return []
@@ -114,7 +132,9 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return self._landings
 
     def idle_step(self) -> list[Landing]:
-        """Makes an inner step without training, when this group's loader yields None. Returns what landed."""
+        """Makes an inner step without training, when this group's loader yields None. Returns what
+        landed.
+        """
         engine = self._begun()
         if self._stepped:
             self._count_batch(engine)
@@ -127,10 +147,11 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:
-        """Shows the outer model inside a ``with`` block, the same in all groups, then the local one again.
+        """Shows the outer model inside a ``with`` block, the same in all groups, then the local one
+        again.
 
-        Until every fragment has landed once, and on a route that does not share, it shows the mean of the groups. All
-        ranks must call it.
+        Until every fragment has landed once, and on a route that does not share, it shows the mean
+        of the groups. All ranks must call it.
         """
         engine = self.engine
         if engine is None or engine.is_finished:
@@ -163,16 +184,22 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             self._stepped.clear()
             self.results.engine = None
         for name, part in module.named_modules():
-            if isinstance(part, nn.SyncBatchNorm) and part.process_group is None and self.topology.num_groups > 1:
+            if (
+                isinstance(part, nn.SyncBatchNorm)
+                and part.process_group is None
+                and self.topology.num_groups > 1
+            ):
                 raise ValueError(
-                    f"{name!r} is a SyncBatchNorm over all ranks: all worker groups would wait for each other in every"
+                    f"{name!r} is a SyncBatchNorm over all ranks: all worker groups would wait"
+                    " for each other in every"
                     " step. Convert the model with nn.SyncBatchNorm.convert_sync_batchnorm(model,"
                     " fabric.strategy.topology.in_group.process_group)."
                 )
         if self.engine is not None and self.engine.is_training(unwrapped(module)):
             if not self._is_set_up_again:
                 raise ValueError(
-                    "This model is in training. Set it up again together with its optimizers, in all processes:"
+                    "This model is in training. Set it up again together with its optimizers, in"
+                    " all processes:"
                     " model, optimizer = fabric.setup(model, optimizer)."
                 )
         else:
@@ -181,20 +208,26 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             self._nets.append(module)
         self._ddp_kwargs["process_group"] = self.topology.in_group.process_group
         wrapped = super().setup_module(module)
-        if self.topology.group_size > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
+        if self.topology.group_size > 2 and not (
+            wrapped.static_graph or wrapped.find_unused_parameters
+        ):
             fix_bucket_order(wrapped)
         wrapped.register_forward_pre_hook(self._begin_batch, with_kwargs=True)
         self._wrapped.append(wrapped)
         return wrapped
 
     @override
-    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *schedulers: Any) -> Any:
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], *schedulers: Any
+    ) -> Any:
         set_up = super().setup_module_and_optimizers
         engine = self.engine
         if engine is None or not engine.is_training(unwrapped(module)):
             return set_up(module, optimizers, *schedulers)
         # The model in training has other parameters or optimizers, which replace those from before.
-        self._wrapped = [wrapped for wrapped in self._wrapped if unwrapped(wrapped) is not unwrapped(module)]
+        self._wrapped = [
+            wrapped for wrapped in self._wrapped if unwrapped(wrapped) is not unwrapped(module)
+        ]
         self._inner_optimizers = []
         self._stepped.clear()
         self._is_set_up_again = True
@@ -209,7 +242,9 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             engine.use_optimizers(self._inner_optimizers)
         return made
 
-    def _begin_batch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_batch(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if module.training and torch.is_grad_enabled():
             if self._options.federation is not None:
                 self._samples += samples_in([*args, *kwargs.values()]) or 1
@@ -248,8 +283,10 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             self._announcement = Announcement(engine)
         if engine.is_finished:
             raise RuntimeError(
-                "An optimizer was stepped after fabric.strategy.finish(), when the worker groups had joined. Call"
-                " finish() once, after the last step; to train on, set up the model and its optimizer again."
+                "An optimizer was stepped after fabric.strategy.finish(), when the worker groups"
+                " had joined. Call"
+                " finish() once, after the last step; to train on, set up the model and its"
+                " optimizer again."
             )
         if number in self._stepped:
             # The batch before ended without a step of the last optimizer.
@@ -280,12 +317,21 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return engine
 
     def _begin(self) -> StreamingDiLoCo:
-        stepped = {id(p) for one in self._inner_optimizers for group in one.param_groups for p in group["params"]}
-        module = next((net for net in self._nets if stepped <= set(map(id, net.parameters()))), None)
+        stepped = {
+            id(p)
+            for one in self._inner_optimizers
+            for group in one.param_groups
+            for p in group["params"]
+        }
+        module = next(
+            (net for net in self._nets if stepped <= set(map(id, net.parameters()))), None
+        )
         if module is None:
             raise ValueError(
-                f"No module given to fabric.setup has all parameters of the {len(self._inner_optimizers)} optimizers."
-                " One strategy trains one model: put the networks into one nn.Module, set that up, then its optimizers."
+                "No module given to fabric.setup has all parameters of the"
+                f" {len(self._inner_optimizers)} optimizers."
+                " One strategy trains one model: put the networks into one nn.Module, set that"
+                " up, then its optimizers."
             )
         engine = StreamingDiLoCo(
             module,
@@ -324,15 +370,19 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         state = self._shown.state_dict(engine, self._saves_with_all, local)
         if self._saves_with_all and self._shown.mean is not None:
             rank_zero_info(
-                f"The checkpoint after inner step {engine.inner_steps} holds the mean of the worker groups, exchanged"
+                f"The checkpoint after inner step {engine.inner_steps} holds the mean of the"
+                " worker groups, exchanged"
                 " in float32: the model that fabric.strategy.finish() would end with."
             )
         elif engine.has_landed:
             rank_zero_info(
-                f"The checkpoint after inner step {engine.inner_steps} holds the outer model. It lacks what the worker"
-                " groups have trained since the launches that landed last; each fragment launches every"
+                f"The checkpoint after inner step {engine.inner_steps} holds the outer model. It"
+                " lacks what the worker"
+                " groups have trained since the launches that landed last; each fragment"
+                " launches every"
                 f" {engine.settings.sync_every} steps. Before you save the last checkpoint, call"
-                " fabric.strategy.finish() in all processes: it lands what is in flight and takes the last mean."
+                " fabric.strategy.finish() in all processes: it lands what is in flight and"
+                " takes the last mean."
             )
         return state
 
@@ -359,16 +409,23 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
                 stepped=sorted(self._stepped),
             )
             state = {**state, files.KEY: saved.header}
-            write_common_file(saved, self.topology, partial(save, saved.path, state, *args, **kwargs))
+            write_common_file(
+                saved, self.topology, partial(save, saved.path, state, *args, **kwargs)
+            )
             if self.is_global_zero:
                 files.remove_saves(saved.path, saved.older)
         finally:
             self._saves_with_all = False
 
     def _of_ranks(
-        self, state: dict[str, Any], storage_options: Any = None, filter: dict[str, Any] | None = None
+        self,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Returns what may differ between ranks in what a user saves: all but what the engine trains."""
+        """Returns what may differ between ranks in what a user saves: all but what the engine
+        trains.
+        """
         tree = dict[str, Any]()
         for name, value in state.items():
             if any(value is optimizer for optimizer in self._inner_optimizers):
@@ -383,23 +440,31 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
                 tree[name] = value
             is_kept = (filter or {}).get(name)
             if is_kept is not None and isinstance(tree[name], dict):
-                tree[name] = {key: entry for key, entry in tree[name].items() if is_kept(key, entry)}
+                tree[name] = {
+                    key: entry for key, entry in tree[name].items() if is_kept(key, entry)
+                }
         return tree
 
     @property
     def _is_alone(self) -> bool:
-        """Whether this rank deals with an exception, and so must not wait for others, which may know of none."""
+        """Whether this rank deals with an exception, and so must not wait for others, which may
+        know of none.
+        """
         exception = sys.exc_info()[1]
         return exception is not None and not isinstance(exception, StopIteration)
 
     def _holds_optimizer(self, state: Any) -> bool:
-        """Whether what a user saves or loads has an optimizer that was set up: then training goes on from it."""
+        """Whether what a user saves or loads has an optimizer that was set up: then training goes
+        on from it.
+        """
         return isinstance(state, dict) and any(
             value is one for value in state.values() for one in self._inner_optimizers
         )
 
     @override
-    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: Any, state: Any = None, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         load = super().load_checkpoint
         if not self._holds_optimizer(state):
             remainder = load(path, state, *args, **kwargs)
@@ -414,7 +479,11 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             if files.KEY in checkpoint:
                 settings, optimizers = self._options.settings, len(self._inner_optimizers)
                 reader = reader_of(load_file, **how)
-                own.update(read_own(str(path), lambda: checkpoint, self.topology, settings, optimizers, reader))
+                own.update(
+                    read_own(
+                        str(path), lambda: checkpoint, self.topology, settings, optimizers, reader
+                    )
+                )
                 del checkpoint[files.KEY]
             return checkpoint
 
@@ -440,7 +509,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 def _warn_of_unfinished(inner_steps: list[int]) -> None:
     if inner_steps:
         _log.warning(
-            "Training ended after %d inner steps without fabric.strategy.finish(): what was in flight is lost, and each"
+            "Training ended after %d inner steps without fabric.strategy.finish(): what was in"
+            " flight is lost, and each"
             " worker group ended with its own model. Call it in all processes after the last step.",
             inner_steps[0],
         )

@@ -1,4 +1,6 @@
-"""One fit: everything that begins with it and ends with it, as the callback whose hooks drive it."""
+"""One fit: everything that begins with it and ends with it, as the callback whose hooks drive
+it.
+"""
 
 import logging
 import math
@@ -15,7 +17,13 @@ from lightning_sdiloco.comm.watch import WorldWatch
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.engine.matrices import with_direction
-from lightning_sdiloco.engine.start import align_at_end, align_model, cut, require_same_model, require_same_start
+from lightning_sdiloco.engine.start import (
+    align_at_end,
+    align_model,
+    cut,
+    require_same_model,
+    require_same_start,
+)
 from lightning_sdiloco.lightning.checkpoint import Checkpointer, begin_epochs_alike
 from lightning_sdiloco.lightning.epochs import (
     Epochs,
@@ -56,7 +64,8 @@ EPOCH_HOOKS = ("on_train_epoch_start", "on_train_epoch_end")
 _SHOWN = 5
 
 _ADVICE = (
-    "Gather with self.all_gather(..., sync_grads=True) of the LightningModule, which stays in the worker group, or pass"
+    "Gather with self.all_gather(..., sync_grads=True) of the LightningModule, which stays in"
+    " the worker group, or pass"
     " group=trainer.strategy.topology.in_group.process_group to collectives."
 )
 
@@ -70,7 +79,9 @@ class Distribution(NamedTuple):
 
 
 class Fit(FitState):
-    """A fit of a trainer, and its inner steps. It holds no state that a checkpoint would need from a callback."""
+    """A fit of a trainer, and its inner steps. It holds no state that a checkpoint would need from
+    a callback.
+    """
 
     landed = stepped = counts_micro_batches = False
     optimizer_steps = _steps_per_batch = 0
@@ -84,7 +95,12 @@ class Fit(FitState):
         results: Results,
         termination: type[BaseException],
     ) -> None:
-        self.trainer, self.options, self.groups, self.format = trainer, options, groups, model_format
+        self.trainer, self.options, self.groups, self.format = (
+            trainer,
+            options,
+            groups,
+            model_format,
+        )
         self.termination, self.requests = termination, Requests()
         self.signals = Signals(self)
         self.epochs = Epochs(self)
@@ -96,13 +112,18 @@ class Fit(FitState):
         self._epoch_has_stepped: bool | None = None  # None until a batch of the epoch has ended.
         self._announcement: Announcement | None = None
         self.is_closed = self.has_gathered = False
-        # Whether hooks may change what is trainable, and whether they did since the model was wrapped.
+        # Whether hooks may change what is trainable, and whether they did since the model was
+        # wrapped.
         self._is_between_epochs = self._must_wrap = False
         # The inner step that the batches since the last one belong to.
         self.samples = self._micro_batches = 0
-        self._early: list[Landing] = []  # What landed between two inner steps; the next one reports it.
+        self._early: list[
+            Landing
+        ] = []  # What landed between two inner steps; the next one reports it.
         self._interval: Interval | None = None
-        self._row: dict[str, float] = {}  # What the next row of the loggers holds beside Lightning's own.
+        self._row: dict[
+            str, float
+        ] = {}  # What the next row of the loggers holds beside Lightning's own.
         # What the model held before hooks of epochs, and which of these the user has.
         self._epoch_digests: dict[str, int] | None = None
         self._epoch_hooks: list[str] = []
@@ -112,7 +133,12 @@ class Fit(FitState):
     def begin(self) -> None:
         """Refuses what cannot work, and replaces what Lightning does over all ranks."""
         trainer, groups, patches, results = self.trainer, self.groups, self.patches, self._results
-        results.options, results.engine, results.fragments, results.other = self.options, None, (), None
+        results.options, results.engine, results.fragments, results.other = (
+            self.options,
+            None,
+            (),
+            None,
+        )
         check_names(trainer)
         refuse_what_cannot_work(trainer, self.options.settings.shares, self.format.is_sharded)
         self.signals.listen(patches)
@@ -124,7 +150,8 @@ class Fit(FitState):
         begin_epochs_alike(trainer, patches)
         self.evaluation.begin(patches)
         wrap(patches, trainer, "save_checkpoint", self._save)
-        # In manual optimization an optimizer may be stepped without Lightning's wrapper, and may be made at any time.
+        # In manual optimization an optimizer may be stepped without Lightning's wrapper, and may be
+        # made at any time.
         patches.callback(register_optimizer_step_post_hook(self._note_step).remove)
 
     def prepare(self, model: nn.Module) -> None:
@@ -137,7 +164,9 @@ class Fit(FitState):
         align_model(model, topology)
 
     def start(self, module: Any, optimizers: list[Optimizer]) -> None:
-        """Makes the engine. The weights are final only now: checkpoints are restored, and user hooks have run."""
+        """Makes the engine. The weights are final only now: checkpoints are restored, and user
+        hooks have run.
+        """
         require_same_start(self.checkpointer.start, self.groups.topology.world)
         self.options.choose_for_length(module, self.groups.topology, self._known_steps)
         engine = StreamingDiLoCo(
@@ -149,7 +178,8 @@ class Fit(FitState):
         )
         engine.diagnose(any(monitor.diagnostics for monitor in monitors_of(self.trainer)))
         self.engine = self._results.engine = engine
-        # Lightning validates and saves over all ranks between two inner steps, so the fit watches batches instead.
+        # Lightning validates and saves over all ranks between two inner steps, so the fit watches
+        # batches instead.
         engine.watch.stop()
         # A callback that looks for a learning rate has trained in this fit before.
         self.landed = self.stepped = self.counts_micro_batches = False
@@ -164,9 +194,11 @@ class Fit(FitState):
         self._note_before_hooks()
 
     def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Marks the batch as an inner step if the optimizer that has just stepped is one of this fit.
+        """Marks the batch as an inner step if the optimizer that has just stepped is one of this
+        fit.
 
-        torch calls this for every optimizer of the process, and other fits may run in other threads.
+        torch calls this for every optimizer of the process, and other fits may run in other
+        threads.
         """
         if self.engine is None or not self.engine.rounds.is_training_thread():
             return
@@ -182,7 +214,11 @@ class Fit(FitState):
 
     def _announce(self, engine: StreamingDiLoCo) -> None:
         # What is open is announced once it is chosen.
-        if self.options.federation is None and self.trainer.is_global_zero and not self.options.open:
+        if (
+            self.options.federation is None
+            and self.trainer.is_global_zero
+            and not self.options.open
+        ):
             if (steps := self._known_steps) < math.inf:
                 warn_of_few_rounds(engine.schedule, int(steps))
             self._announcement = Announcement(engine, self.trainer.strategy.cluster_environment)
@@ -196,7 +232,9 @@ class Fit(FitState):
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self._is_between_epochs, self._epoch_has_stepped = True, None
         if self.engine is not None:
-            self.counts_micro_batches = follow_engine(self.trainer, self.engine) or self.counts_micro_batches
+            self.counts_micro_batches = (
+                follow_engine(self.trainer, self.engine) or self.counts_micro_batches
+            )
 
     def _take_rewritten(self) -> None:
         """Takes weights that hooks of epochs have overwritten since the last batch."""
@@ -214,7 +252,9 @@ class Fit(FitState):
             self._epoch_digests = self.engine.local_digests()
 
     def follow_model(self) -> bool:
-        """Follows what hooks have changed where an epoch begins; returns whether the model must be wrapped anew."""
+        """Follows what hooks have changed where an epoch begins; returns whether the model must be
+        wrapped anew.
+        """
         if self._is_between_epochs and self.engine is not None:
             must_recut = self._any_rank(self.engine.has_other_parameters())
             self._recut_or_take(self.engine, must_recut)
@@ -226,7 +266,9 @@ class Fit(FitState):
         return self.groups.decide(holds, all=False, device=self.trainer.strategy.root_device)
 
     def _recut_or_take(self, engine: StreamingDiLoCo, must_recut: bool) -> None:
-        """Takes weights that hooks have overwritten, and cuts the model again if it must. All ranks must call it."""
+        """Takes weights that hooks have overwritten, and cuts the model again if it must. All
+        ranks must call it.
+        """
         if not must_recut:
             self._take_rewritten()
             return
@@ -235,7 +277,8 @@ class Fit(FitState):
             fragment.let_go()
         self._take_rewritten()
         self.evaluation.shown.forget()
-        # What other groups asked for with these launches is decided, and logged, at the next inner step.
+        # What other groups asked for with these launches is decided, and logged, at the next inner
+        # step.
         self._early += engine.recut(self.trainer.strategy.optimizers)
         self._must_wrap = True
 
@@ -251,20 +294,29 @@ class Fit(FitState):
                 self._note_before_hooks()
         elif engine.has_new_parameters():
             _log.warning(
-                "A checkpoint is saved after parameters were replaced, before the model is cut again: a fit that"
-                " resumes from it begins with the old ones. Replace parameters in on_train_epoch_start or"
+                "A checkpoint is saved after parameters were replaced, before the model is cut"
+                " again: a fit that"
+                " resumes from it begins with the old ones. Replace parameters in"
+                " on_train_epoch_start or"
                 " on_train_epoch_end."
             )
         save(*args, **kwargs)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self._note(self.end_batch(batch))
-        if self.requests.agreed(Request.TIME_LIMIT) or self.engine is not None and self.engine.is_over:
+        if (
+            self.requests.agreed(Request.TIME_LIMIT)
+            or self.engine is not None
+            and self.engine.is_over
+        ):
             trainer.should_stop = True
         loop = trainer.fit_loop.epoch_loop
         if self.requests.agreed(Request.END_EPOCH) and not loop._num_ready_batches_reached():
             loop.batch_progress.is_last_batch = True
-            # Where Lightning knows the last batch, it does this before the hooks at the end of the batch.
+            # Where Lightning knows the last batch, it does this before the hooks at the end of the
+            # batch.
             loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if loop._num_ready_batches_reached():
             # Requests that are still on their way concern this epoch, not the next.
@@ -272,7 +324,9 @@ class Fit(FitState):
         self.finish_with_last_batch()
 
     def end_batch(self, batch: Any) -> list[Landing]:
-        """Makes the inner step of a batch in which an optimizer stepped, or would have; returns what landed."""
+        """Makes the inner step of a batch in which an optimizer stepped, or would have; returns
+        what landed.
+        """
         self.watch.end()
         # All that was agreed on after the last inner step is done.
         self.requests.agreed_now, self.landed = 0, False
@@ -282,24 +336,31 @@ class Fit(FitState):
             self._micro_batches += 1
         # The other groups may make an inner step while this one had no data for it.
         idle = batch is None and not self.optimizer_steps and self.groups.topology.num_groups > 1
-        idle = idle and count_idle_batch(self.trainer, self._steps_per_batch or len(self.trainer.optimizers))
+        idle = idle and count_idle_batch(
+            self.trainer, self._steps_per_batch or len(self.trainer.optimizers)
+        )
         if not (self.stepped or idle) or engine is None:
             self._epoch_has_stepped = bool(self._epoch_has_stepped)
             return []
         self._epoch_has_stepped = True
         if engine.is_finished:
             raise RuntimeError(
-                "Training continues after its last batch: max_epochs or max_steps was raised after the worker groups"
+                "Training continues after its last batch: max_epochs or max_steps was raised"
+                " after the worker groups"
                 " had joined. Set them before trainer.fit, or fit again."
             )
         self.requests.ask(self.signals.received)
         if engine.launches_next:
-            # Before the launch: groups that wait for this one must make it too, and this one waits for its landing.
+            # Before the launch: groups that wait for this one must make it too, and this one waits
+            # for its landing.
             self.groups.meet()
         self._steps_per_batch = self.optimizer_steps or self._steps_per_batch
         trained = self._micro_batches if self.counts_micro_batches else 1
         self.optimizer_steps, self.stepped = 0, False
-        landings = [*self._early, *engine.step(trained=trained, idle=idle, samples=max(1, self.samples))]
+        landings = [
+            *self._early,
+            *engine.step(trained=trained, idle=idle, samples=max(1, self.samples)),
+        ]
         self._early, self.samples, self._micro_batches = [], 0, 0
         self.landed = bool(landings)
         self.evaluation.shown.forget()
@@ -309,7 +370,9 @@ class Fit(FitState):
         if self._announcement is not None:
             self._announcement.step()
         launch_in = engine.schedule.first_launch - engine.steps_in_rounds
-        if self.options.step(launch_in, engine.report()["exposed_wait_s"] if self.options.open else 0.0):
+        if self.options.step(
+            launch_in, engine.report()["exposed_wait_s"] if self.options.open else 0.0
+        ):
             self.groups.meet()
             trainer, options = self.trainer, self.options
             is_planned = options.is_planned
@@ -321,7 +384,9 @@ class Fit(FitState):
         return landings
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Drops metrics that cannot be reduced, and warns if no batch of the epoch has counted as an inner step."""
+        """Drops metrics that cannot be reduced, and warns if no batch of the epoch has counted as
+        an inner step.
+        """
         self._is_between_epochs = True
         self._note_before_hooks()
         if self.groups.topology.num_groups > 1:
@@ -329,8 +394,10 @@ class Fit(FitState):
             drop_what_not_all_logged(trainer, self.groups.topology)
         if self._epoch_has_stepped is False and self.groups.topology.group_rank == 0:
             _log.warning(
-                "Epoch %d ended without an inner step: no optimizer stepped this model's parameters, so the worker"
-                " groups have exchanged nothing. Train with optimizers of torch.optim, or with those that"
+                "Epoch %d ended without an inner step: no optimizer stepped this model's"
+                " parameters, so the worker"
+                " groups have exchanged nothing. Train with optimizers of torch.optim, or with"
+                " those that"
                 " self.optimizers() returns.",
                 trainer.current_epoch,
             )
@@ -341,15 +408,19 @@ class Fit(FitState):
             if self._interval is not None:
                 metrics |= self._interval.scalars_with(landing)
             elif self.engine is not None:
-                # The interval begins with the first landing: before it there was nothing to wait for.
+                # The interval begins with the first landing: before it there was nothing to wait
+                # for.
                 self._interval = Interval(self.engine.settings.sync_every, landing.landed_at)
             add_to_row(self._row, metrics)
         for monitor in monitors_of(self.trainer):
             monitor.note(landings)
 
     def _log(self, log_metrics: Any, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Adds what landed to the row that Lightning logs of training, and makes one where a logged step has none."""
-        # Not through self.log, which repeats values without a landing, and forgets those between two logged steps.
+        """Adds what landed to the row that Lightning logs of training, and makes one where a
+        logged step has none.
+        """
+        # Not through self.log, which repeats values without a landing, and forgets those between
+        # two logged steps.
         is_step = self.trainer._logger_connector._first_loop_iter is not None
         if self.trainer.training and step is None and (metrics or is_step):
             metrics, self._row = {**metrics, **_as_metrics(self._row)}, {}
@@ -366,10 +437,14 @@ class Fit(FitState):
     def finish_with_last_batch(self) -> None:
         trainer = self.trainer
         is_last = trainer.max_steps not in (-1, None) and trainer.global_step >= trainer.max_steps
-        if trainer.max_epochs not in (-1, None) and trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+        if (
+            trainer.max_epochs not in (-1, None)
+            and trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        ):
             is_last = is_last or trainer.current_epoch + 1 >= trainer.max_epochs
         if is_last:
-            # Here and not in on_train_end, because the last validation and the last checkpoint come before that.
+            # Here and not in on_train_end, because the last validation and the last checkpoint come
+            # before that.
             self._note(self.finish())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -379,11 +454,14 @@ class Fit(FitState):
             self.engine.keep_outer()
 
     def finish(self) -> list[Landing]:
-        """Ends a fit that ran to its end, with the outer parameters in the module, and returns what landed."""
+        """Ends a fit that ran to its end, with the outer parameters in the module, and returns
+        what landed.
+        """
         if self.engine is None or self.groups.failed:
             return []
         self.groups.meet()
-        # Hooks at the end of the last epoch may have replaced parameters, which all groups end with alike.
+        # Hooks at the end of the last epoch may have replaced parameters, which all groups end with
+        # alike.
         if not self.engine.is_finished and self._any_rank(self.engine.has_new_parameters()):
             self._recut_or_take(self.engine, must_recut=True)
         landings = [*self._early, *self.engine.finish()]
@@ -392,16 +470,21 @@ class Fit(FitState):
         return landings
 
     def align(self) -> None:
-        """Gives all ranks the model of the first group, once callbacks and hooks have run after the last step."""
+        """Gives all ranks the model of the first group, once callbacks and hooks have run after
+        the last step.
+        """
         if self.groups.is_alone:
             return
         self.groups.meet()
         unlike = align_at_end(self.trainer.lightning_module, self.groups.topology)
         if unlike and self.trainer.is_global_zero:
             _log.warning(
-                "After training %d tensors of the model differ between ranks: %s%s. A hook or callback changed them"
-                " after the last step, and the ranks do not agree on what it put there. All ranks now hold those of"
-                " rank 0. The outer model is in strategy.outer_state_dict() and in the last checkpoint. To keep what"
+                "After training %d tensors of the model differ between ranks: %s%s. A hook or"
+                " callback changed them"
+                " after the last step, and the ranks do not agree on what it put there. All"
+                " ranks now hold those of"
+                " rank 0. The outer model is in strategy.outer_state_dict() and in the last"
+                " checkpoint. To keep what"
                 " the hook writes, let it write the same on all ranks.",
                 len(unlike),
                 ", ".join(map(repr, unlike[:_SHOWN])),
@@ -424,7 +507,9 @@ class Fit(FitState):
 
 
 def _as_metrics(row: Mapping[str, float]) -> dict[str, Tensor]:
-    """Returns scalars as Lightning keeps them, in trainer.logged_metrics too; float64 holds any number of bytes."""
+    """Returns scalars as Lightning keeps them, in trainer.logged_metrics too; float64 holds any
+    number of bytes.
+    """
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in row.items()}
 
 
@@ -432,5 +517,11 @@ def samples_in(batch: Any) -> int:
     """Returns how many samples a batch has: the length of its first tensor; 0 if there is none."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.ndim else 1
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    parts = (
+        batch.values()
+        if isinstance(batch, Mapping)
+        else batch
+        if isinstance(batch, (list, tuple))
+        else ()
+    )
     return next((samples for samples in map(samples_in, parts) if samples), 0)

@@ -1,15 +1,18 @@
-"""What all parts of a fit see of it, and what its ranks ask of each other: signals end a fit on all of them together.
+"""What all parts of a fit see of it, and what its ranks ask of each other: signals end a fit on all
+of them together.
 
 A request travels in the control vector of a launch, and counts when that lands.
 
-[Note: signals wait for a step boundary] A handler may run between any two lines of Python. So it only takes note; the
-request travels with the next launch. When that has landed, on every rank after the same inner step, all save together
-and end. A second signal changes nothing, neither before nor after that.
+[Note: signals wait for a step boundary] A handler may run between any two lines of Python. So it
+only takes note; the request travels with the next launch. When that has landed, on every rank after
+the same inner step, all save together and end. A second signal changes nothing, neither before nor
+after that.
 
-[Note: where a fit ends] There are two places at the end of a batch from which Lightning resumes exactly. If a
-validation is due, it is the place before the first validation batch: the resumed fit starts with that validation.
-Otherwise it is the place after everything else. After the last batch of an epoch Lightning resumes with the next epoch,
-so the end of the epoch runs before the fit ends.
+[Note: where a fit ends] There are two places at the end of a batch from which Lightning resumes
+exactly. If a
+validation is due, it is the place before the first validation batch: the resumed fit starts with
+that validation. Otherwise it is the place after everything else. After the last batch of an epoch
+Lightning resumes with the next epoch, so the end of the epoch runs before the fit ends.
 """
 
 import logging
@@ -68,7 +71,9 @@ class Requests:
             self._engine.withdraw(int(bit))
 
     def land(self, landings: Iterable[Landing], own: int = 0) -> int:
-        """Takes in the requests that came with landings: all ranks now agree on them, after the same inner step."""
+        """Takes in the requests that came with landings: all ranks now agree on them, after the
+        same inner step.
+        """
         self.agreed_now = own
         for landing in landings:
             for bit in _BITS:
@@ -82,7 +87,9 @@ class Requests:
         return bool(self.agreed_now & int(bit))
 
     def vote(self, skip: Any) -> bool | None:
-        """Answers whether all ranks skip the save for which a checkpoint callback asks; None if none does."""
+        """Answers whether all ranks skip the save for which a checkpoint callback asks; None if
+        none does.
+        """
         if self.deciding is None or not isinstance(skip, bool):
             return None
         bit = int(Request.CHECKPOINT) << self.deciding
@@ -111,7 +118,9 @@ class FitState:
 
 
 class Signals:
-    """Notes the signals that this rank gets in a fit, and ends the fit when all ranks have agreed to."""
+    """Notes the signals that this rank gets in a fit, and ends the fit when all ranks have agreed
+    to.
+    """
 
     def __init__(self, fit: FitState) -> None:
         self._fit, self._trainer = fit, fit.trainer
@@ -122,8 +131,18 @@ class Signals:
     def listen(self, undo: ExitStack) -> None:
         connector, loop = self._trainer._signal_connector, self._trainer.fit_loop
         self._requeue = connector._slurm_sigusr_handler_fn
-        wrap(undo, connector, "_sigterm_notifier_fn", lambda _, *args: self._note(Request.TERMINATE, *args))
-        wrap(undo, connector, "_slurm_sigusr_handler_fn", lambda _, *args: self._note(Request.REQUEUE, *args))
+        wrap(
+            undo,
+            connector,
+            "_sigterm_notifier_fn",
+            lambda _, *args: self._note(Request.TERMINATE, *args),
+        )
+        wrap(
+            undo,
+            connector,
+            "_slurm_sigusr_handler_fn",
+            lambda _, *args: self._note(Request.REQUEUE, *args),
+        )
         wrap(undo, loop.epoch_loop, "on_advance_end", self._after_batch)
         wrap(undo, loop, "on_advance_end", self._after_epoch)
 
@@ -133,12 +152,17 @@ class Signals:
         return sum(self._received.copy())
 
     def end_if_any_received(self) -> None:
-        """Ends a fit that has finished before a launch could carry the request. All ranks must call it."""
-        if received := reduce(or_, self._fit.groups.topology.world.all_gather_object(self.received)):
+        """Ends a fit that has finished before a launch could carry the request. All ranks must
+        call it.
+        """
+        if received := reduce(
+            or_, self._fit.groups.topology.world.all_gather_object(self.received)
+        ):
             self._end(received)
 
     def _note(self, request: Request, signum: int, frame: Any) -> None:
-        # See [Note: signals wait for a step boundary]. Adding to a set is one step, so nested handlers lose nothing.
+        # See [Note: signals wait for a step boundary]. Adding to a set is one step, so nested
+        # handlers lose nothing.
         self._received.add(request)
         if request == Request.REQUEUE:
             self._requeued_by = signum
@@ -160,9 +184,9 @@ class Signals:
         agreed = self._agreed()
         original()
         if agreed:
-            # As when a fit stops in the last batch of an epoch: after the epoch Lightning restores no loader. What
-            # happens at the end of the epoch has happened, and is not repeated: the current count says so; see
-            # [Note: the rest of a batch].
+            # As when a fit stops in the last batch of an epoch: after the epoch Lightning restores
+            # no loader. What happens at the end of the epoch has happened, and is not repeated: the
+            # current count says so; see [Note: the rest of a batch].
             loop = self._trainer.fit_loop
             for count in (loop.epoch_progress.total, loop.epoch_progress.current):
                 count.processed -= 1
@@ -173,7 +197,9 @@ class Signals:
 
     def _agreed(self) -> int:
         # A fit that finished with this very step goes on to its end.
-        return sum(bit for bit in SIGNALLED if self._fit.is_training and self._fit.requests.agreed(bit))
+        return sum(
+            bit for bit in SIGNALLED if self._fit.is_training and self._fit.requests.agreed(bit)
+        )
 
     def _end(self, agreed: int) -> NoReturn:
         self._fit.is_ending = True
@@ -192,23 +218,33 @@ class Signals:
     def _save(self) -> None:
         trainer, step = self._trainer, self._trainer.global_step
         if trainer.checkpoint_callbacks and not trainer.fast_dev_run:
-            folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+            folders = [
+                getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks
+            ]
             folder = next(filter(None, folders), trainer.default_root_dir)
-            # Not a name that Lightning looks for: it would resume a later job from this file unasked.
+            # Not a name that Lightning looks for: it would resume a later job from this file
+            # unasked.
             path = os.path.join(str(folder), f"terminated-step={step}.ckpt")
             trainer.save_checkpoint(path)
             told = f"To continue from there: trainer.fit(..., ckpt_path={path!r})."
         else:
             told = (
-                "No checkpoint was saved, because the trainer saves none (enable_checkpointing, fast_dev_run,"
+                "No checkpoint was saved, because the trainer saves none (enable_checkpointing,"
+                " fast_dev_run,"
                 " barebones)."
             )
         if trainer.is_global_zero:
-            _log.warning("A termination signal ended the fit on all ranks after global step %s. %s", step, told)
+            _log.warning(
+                "A termination signal ended the fit on all ranks after global step %s. %s",
+                step,
+                told,
+            )
 
 
 def listen_without_fit(trainer: Any, undo: ExitStack) -> None:
-    """Replaces Lightning's signal handlers outside a fit, which wait for all ranks in the middle of whatever runs."""
+    """Replaces Lightning's signal handlers outside a fit, which wait for all ranks in the middle
+    of whatever runs.
+    """
     connector = trainer._signal_connector
 
     def terminate(_: Any, signum: int, frame: Any) -> None:
@@ -217,7 +253,10 @@ def listen_without_fit(trainer: Any, undo: ExitStack) -> None:
         connector.received_sigterm = True
 
     def refuse(_: Any, signum: int, frame: Any) -> None:
-        _log.warning("Signal %s asks to requeue the job, but outside trainer.fit there is no state to save.", signum)
+        _log.warning(
+            "Signal %s asks to requeue the job, but outside trainer.fit there is no state to save.",
+            signum,
+        )
 
     wrap(undo, connector, "_sigterm_notifier_fn", terminate)
     wrap(undo, connector, "_slurm_sigusr_handler_fn", refuse)

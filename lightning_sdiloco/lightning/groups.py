@@ -1,6 +1,8 @@
-"""The worker groups as a process sees them: how ranks find each other, and over which of them a collective goes.
+"""The worker groups as a process sees them: how ranks find each other, and over which of them a
+collective goes.
 
-Inside a batch the collectives of Lightning and of user code stay in the worker group; otherwise they go over all ranks.
+Inside a batch the collectives of Lightning and of user code stay in the worker group; otherwise
+they go over all ranks.
 """
 
 import inspect
@@ -17,7 +19,14 @@ import torch
 
 from lightning_sdiloco.algorithm.reduce import kind_and_backend
 from lightning_sdiloco.comm.exchange import DeviceBackend, nccl_on
-from lightning_sdiloco.comm.topology import GroupLayout, Topology, is_connected, mesh_of, store, world
+from lightning_sdiloco.comm.topology import (
+    GroupLayout,
+    Topology,
+    is_connected,
+    mesh_of,
+    store,
+    world,
+)
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.start import require_same_settings
 from lightning_sdiloco.errors import ExchangeError
@@ -39,8 +48,8 @@ _log = logging.getLogger(__name__)
 # How long processes may take to end by themselves if the first has failed before they met.
 _SECONDS_TO_END = 3.0
 
-# Hooks that run for every batch. A collective that starts in one of them stays inside the worker group: over all ranks
-# it would make every group wait for the slowest one at every step.
+# Hooks that run for every batch. A collective that starts in one of them stays inside the worker
+# group: over all ranks it would make every group wait for the slowest one at every step.
 _PER_BATCH_HOOKS = frozenset(
     {
         "training_step",
@@ -63,7 +72,9 @@ _PER_BATCH_HOOKS = frozenset(
 
 
 # The trainers that run in this process, by their groups, each with its thread.
-_running: "weakref.WeakKeyDictionary[ConnectedGroups, threading.Thread]" = weakref.WeakKeyDictionary()
+_running: "weakref.WeakKeyDictionary[ConnectedGroups, threading.Thread]" = (
+    weakref.WeakKeyDictionary()
+)
 
 # Threads make the default process group, and what belongs to it, once.
 _connecting = threading.Lock()
@@ -91,7 +102,9 @@ class ConnectedGroups:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this rank ends with an exception and must not wait for others, which may be gone or elsewhere."""
+        """Whether this rank ends with an exception and must not wait for others, which may be gone
+        or elsewhere.
+        """
         return self.failed and self._topology is not None and self._topology.world.size > 1
 
     def enter(self) -> None:
@@ -102,11 +115,15 @@ class ConnectedGroups:
         _running.pop(self, None)
 
     def check(self, host: Any, options: Options, model_format: WholeModel) -> None:
-        """Refuses ranks that cannot be divided into worker groups, and devices that NCCL cannot connect."""
+        """Refuses ranks that cannot be divided into worker groups, and devices that NCCL cannot
+        connect.
+        """
         _layout(host, options, model_format)
         self._device_backend(options, host)
 
-    def connect(self, host: Any, options: Options, model_format: WholeModel, set_up: Callable[[], None]) -> None:
+    def connect(
+        self, host: Any, options: Options, model_format: WholeModel, set_up: Callable[[], None]
+    ) -> None:
         with _connecting:
             self._refuse_another_thread()
             self._connect(host, options, model_format, set_up)
@@ -114,33 +131,50 @@ class ConnectedGroups:
     def _refuse_another_thread(self) -> None:
         """Refuses to run beside a trainer of another thread if there are other processes.
 
-        Engines have channels of their own, but trainers meet in the default process group, before validations and at
-        the end, and ranks would take the meeting of one trainer for that of another.
+        Engines have channels of their own, but trainers meet in the default process group, before
+        validations and at the end, and ranks would take the meeting of one trainer for that of
+        another.
         """
         thread = threading.current_thread()
-        others = [other.name for other in _running.values() if other is not thread and other.is_alive()]
+        others = [
+            other.name for other in _running.values() if other is not thread and other.is_alive()
+        ]
         if self in _running and others and is_connected() and world().size > 1:
             raise ValueError(
-                f"A trainer already runs in the thread {others[0]!r} of this process, and this one was started in"
-                f" {thread.name!r}: with {world().size} processes their collectives would be taken for each other's."
+                f"A trainer already runs in the thread {others[0]!r} of this process, and this"
+                " one was started in"
+                f" {thread.name!r}: with {world().size} processes their collectives would be"
+                " taken for each other's."
                 " Run one after the other, or in processes of their own."
             )
 
-    def _connect(self, host: Any, options: Options, model_format: WholeModel, set_up: Callable[[], None]) -> None:
+    def _connect(
+        self, host: Any, options: Options, model_format: WholeModel, set_up: Callable[[], None]
+    ) -> None:
         timeout = options.settings.timeout
         layout = _layout(host, options, model_format)
         try:
-            (getattr(host, "set_world_ranks", None) or host._set_world_ranks)()  # Fabric has the second.
+            (
+                getattr(host, "set_world_ranks", None) or host._set_world_ranks
+            )()  # Fabric has the second.
             if not is_connected():
                 where = host.cluster_environment
-                # Kept until they are connected: the default process group takes over the store of the rendezvous.
+                # Kept until they are connected: the default process group takes over the store of
+                # the rendezvous.
                 by_hand = host.num_nodes > 1 and "LightningEnvironment" in class_names(type(where))
                 advice = say_node_rank(where.node_rank()) if by_hand else ""
                 met = rendezvous_at(
-                    where.main_address, where.main_port, where.global_rank(), layout.world_size, timeout, advice
+                    where.main_address,
+                    where.main_port,
+                    where.global_rank(),
+                    layout.world_size,
+                    timeout,
+                    advice,
                 )
                 if host.num_nodes > 1:
-                    require_reachable(met, layout.group_of(host.global_rank), exchange_address, group_address)
+                    require_reachable(
+                        met, layout.group_of(host.global_rank), exchange_address, group_address
+                    )
             with for_exchange():
                 if model_format.is_sharded:
                     # As ModelParallelStrategy does, but without its mesh, which spans all ranks.
@@ -148,8 +182,8 @@ class ConnectedGroups:
                 else:
                     set_up()
         except Exception:
-            # Processes that run the script again would wait for this one. Lightning watches the list of them, and would
-            # end this process too before it has said why.
+            # Processes that run the script again would wait for this one. Lightning watches the
+            # list of them, and would end this process too before it has said why.
             procs = getattr(host.launcher, "procs", [])
             started = [process for process in procs if isinstance(process, subprocess.Popen)]
             if started:
@@ -161,18 +195,24 @@ class ConnectedGroups:
                 process.kill()
             raise
         warn_of_shared_store(host.global_rank)
-        self._failures = Failures(store(), host.global_rank, layout.group_of(host.global_rank), layout.world_size)
+        self._failures = Failures(
+            store(), host.global_rank, layout.group_of(host.global_rank), layout.world_size
+        )
         # A second fit in this process finds the process groups of the first.
         if self._topology is None or self._topology.is_stale():
             if (connected := world().size) != layout.world_size:
                 raise ValueError(
-                    f"{connected} processes are connected by code outside Lightning, but the worker groups are made for"
-                    f" {layout.world_size}. Set devices and num_nodes to that number, or give plugins a cluster"
+                    f"{connected} processes are connected by code outside Lightning, but the"
+                    " worker groups are made for"
+                    f" {layout.world_size}. Set devices and num_nodes to that number, or give"
+                    " plugins a cluster"
                     " environment whose world_size() returns it."
                 )
             require_same_settings({**options.described(), **model_format.described}, world())
             joining = for_exchange if has_exchange_interface() else None
-            self._topology = Topology.of_world(layout, timeout, joining, self._device_backend(options, host))
+            self._topology = Topology.of_world(
+                layout, timeout, joining, self._device_backend(options, host)
+            )
         if model_format.is_sharded:
             data, tensor = model_format.mesh.values()
             mesh = mesh_of(layout, host.root_device.type, data, tensor, timeout)
@@ -180,13 +220,19 @@ class ConnectedGroups:
 
     @staticmethod
     def _device_backend(options: Options, host: Any) -> DeviceBackend | None:
-        return nccl_on(host.root_device) if kind_and_backend(options.settings.exchange)[1] == "nccl" else None
+        return (
+            nccl_on(host.root_device)
+            if kind_and_backend(options.settings.exchange)[1] == "nccl"
+            else None
+        )
 
     def use(self, topology: Topology) -> None:
         self._topology = topology
 
     def fail(self, exception: BaseException) -> None:
-        """Reports to the others that this rank ends with an exception; from now on it must not wait for them."""
+        """Reports to the others that this rank ends with an exception; from now on it must not
+        wait for them.
+        """
         self.failed = True
         failures, self._failures = self._failures, None
         if failures is not None:
@@ -194,20 +240,29 @@ class ConnectedGroups:
                 failures.leave(exception)
 
     def meet(self) -> None:
-        """Announces that this rank is about to wait for all others; some may wait for its epoch to end."""
+        """Announces that this rank is about to wait for all others; some may wait for its epoch to
+        end.
+        """
         if self.announce is not None and not self.failed:
             self.announce()
 
     def decide(self, decision: bool, all: bool, device: torch.device) -> bool:
-        """Returns what all ranks decide together; before they connect, or after an exception, what this one does."""
+        """Returns what all ranks decide together; before they connect, or after an exception, what
+        this one does.
+        """
         if self.is_alone or not self.is_connected:
             return decision
         self.meet()
-        votes = [int(vote) for vote in self.topology.world.all_gather(torch.tensor([int(decision)], device=device))]
+        votes = [
+            int(vote)
+            for vote in self.topology.world.all_gather(torch.tensor([int(decision)], device=device))
+        ]
         return min(votes) == 1 if all else max(votes) == 1
 
     def mean_over_all(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Returns the means over all ranks of the numbers that all ranks have; nothing after an exception."""
+        """Returns the means over all ranks of the numbers that all ranks have; nothing after an
+        exception.
+        """
         if self.is_alone:
             return {}
         self.meet()
@@ -217,7 +272,9 @@ class ConnectedGroups:
 
     @contextmanager
     def waiting(self, names: Sequence[Any], engine: StreamingDiLoCo | None) -> Iterator[None]:
-        """Explains what may be wrong if the others do not reach a barrier at which this rank waits in a block."""
+        """Explains what may be wrong if the others do not reach a barrier at which this rank waits
+        in a block.
+        """
         self.meet()
         try:
             yield
@@ -227,8 +284,10 @@ class ConnectedGroups:
             in_flight = list(engine.in_flight) if engine is not None else []
             raise ExchangeError(
                 f"This rank, of worker group {self.topology.group_index}, waited for all others at"
-                f" {names or 'a barrier'} and they did not come; fragments in flight: {in_flight or 'none'}. Other"
-                " groups have stopped, or are still training because they have more data or because trainer.should_stop"
+                f" {names or 'a barrier'} and they did not come; fragments in flight:"
+                f" {in_flight or 'none'}. Other"
+                " groups have stopped, or are still training because they have more data or"
+                " because trainer.should_stop"
                 " was set here only."
             ) from error
 
@@ -243,8 +302,10 @@ def _layout(host: Any, options: Options, model_format: WholeModel) -> GroupLayou
         world_size = host.world_size
     if world_size % nodes:
         raise ValueError(
-            f"{type(environment).__name__} says that there are {world_size} processes, which do not fill"
-            f" num_nodes={nodes} nodes equally. Start the same number on every node, or leave num_nodes at 1 and set"
+            f"{type(environment).__name__} says that there are {world_size} processes, which do"
+            " not fill"
+            f" num_nodes={nodes} nodes equally. Start the same number on every node, or leave"
+            " num_nodes at 1 and set"
             " worker_groups."
         )
     return model_format.layout(options.worker_groups, nodes, world_size // nodes)
@@ -263,7 +324,9 @@ def in_batch(module: Any) -> bool:
 
 
 def stays_in_group(module: Any, groups: ConnectedGroups) -> bool:
-    """Returns whether a collective stays inside the worker group, and announces one that does not."""
+    """Returns whether a collective stays inside the worker group, and announces one that does
+    not.
+    """
     stays = in_batch(module)
     if not stays:
         groups.meet()
@@ -273,9 +336,10 @@ def stays_in_group(module: Any, groups: ConnectedGroups) -> bool:
 class ScaleWatch:
     """Warns once of a loss that may be scaled by the number of all ranks, as for DDP.
 
-    DistributedDataParallel averages gradients over the ranks of a group, so a loss that is multiplied by
-    ``trainer.world_size`` to get their sum gets it as many times as there are groups. Rank 0 looks for code outside of
-    Lightning that reads this number in a training batch, and for a module that keeps it.
+    DistributedDataParallel averages gradients over the ranks of a group, so a loss that is
+    multiplied by ``trainer.world_size`` to get their sum gets it as many times as there are groups.
+    Rank 0 looks for code outside of Lightning that reads this number in a training batch, and for a
+    module that keeps it.
     """
 
     def __init__(self) -> None:
@@ -287,7 +351,9 @@ class ScaleWatch:
             self._say("The module keeps world_size", topology)
 
     def read(self, module: Any, topology: Topology) -> None:
-        """Looks who reads the number: the caller's caller, or the one that asks the trainer for it."""
+        """Looks who reads the number: the caller's caller, or the one that asks the trainer for
+        it.
+        """
         if self._has_said or torch.compiler.is_compiling() or not in_batch(module):
             return
         frame = inspect.currentframe()
@@ -300,7 +366,8 @@ class ScaleWatch:
         self._has_said = True
         if topology.num_groups > 1 and topology.rank == 0:
             _log.warning(
-                "%s: %d, the ranks of all worker groups, but gradients are averaged over the %d of a group. A loss that"
+                "%s: %d, the ranks of all worker groups, but gradients are averaged over the %d"
+                " of a group. A loss that"
                 " is multiplied by it, as for DDP, has gradients %d times too large: use"
                 " trainer.strategy.topology.group_size there. Shown once.",
                 what,

@@ -1,12 +1,15 @@
-"""What this package knows of Lightning's insides: a register, the one way to patch, and what is refused.
+"""What this package knows of Lightning's insides: a register, the one way to patch, and what is
+refused.
 
-[Note: the register] Some promises to users rest on names that Lightning may change in any release: private ones, and
-methods that are replaced for the time of a fit. Each stands in `REGISTER`. `check_names` looks for all of them before a
-fit begins, so that no promise ends without a word, and `wrap` replaces nothing that is not in the register. A test
-compares the register with the source; another misses one at each place.
+[Note: the register] Some promises to users rest on names that Lightning may change in any release:
+private ones, and methods that are replaced for the time of a fit. Each stands in `REGISTER`.
+`check_names` looks for all of them before a fit begins, so that no promise ends without a word, and
+`wrap` replaces nothing that is not in the register. A test compares the register with the source;
+another misses one at each place.
 
-[Note: recognised by name] Callbacks are recognised by the names of Lightning's classes, not with `isinstance`: there
-are two distributions, each with its own classes; one of them may not be installed, and older versions lack some.
+[Note: recognised by name] Callbacks are recognised by the names of Lightning's classes, not with
+`isinstance`: there are two distributions, each with its own classes; one of them may not be
+installed, and older versions lack some.
 """
 
 import importlib
@@ -43,8 +46,12 @@ class HostName(NamedTuple):
         return f"{self.place}.{self.name}"
 
     def is_expected_in(self, version: str) -> bool:
-        """Returns whether a version should have it: one that is newer than all that were tried should."""
-        own, first = (tuple(map(int, re.findall(r"\d+", text)[:3])) for text in (version, self.first))
+        """Returns whether a version should have it: one that is newer than all that were tried
+        should.
+        """
+        own, first = (
+            tuple(map(int, re.findall(r"\d+", text)[:3])) for text in (version, self.first)
+        )
         return own >= first
 
 
@@ -54,18 +61,45 @@ _TOPS = ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
 _NEEDED: dict[str, tuple[str, ...]] = {
     # Where a fit begins and is saved, what its loaders are, and which hook runs.
     "trainer": ("_signal_connector", "_logger_connector", "_data_connector", "save_checkpoint"),
-    "trainer.lightning_module": ("_trainer", "_current_fx_name", "_device_mesh", "forward", "log", "log_dict"),
+    "trainer.lightning_module": (
+        "_trainer",
+        "_current_fx_name",
+        "_device_mesh",
+        "forward",
+        "log",
+        "log_dict",
+    ),
     "trainer._data_connector": ("_prepare_dataloader",),
     # After a signal all ranks end at the same point, from which the fit can be resumed exactly.
     "trainer._signal_connector": ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"),
-    # Epochs of unequal lengths end together, also after a resume, and all groups validate after the same batch.
+    # Epochs of unequal lengths end together, also after a resume, and all groups validate after the
+    # same batch.
     "trainer.fit_loop": (
-        *("setup_data", "reset", "on_advance_start", "on_advance_end", "on_save_checkpoint", "_data_fetcher"),
+        *(
+            "setup_data",
+            "reset",
+            "on_advance_start",
+            "on_advance_end",
+            "on_save_checkpoint",
+            "_data_fetcher",
+        ),
         *("_combined_loader", "_restarting", "restarted_mid_epoch", "reset_restart_stage"),
     ),
     "trainer.fit_loop.epoch_loop": (
-        *("reset", "advance", "on_advance_end", "restarted_on_train_batch_end", "_is_training_done", "_warning_cache"),
-        *("_num_ready_batches_reached", "_should_accumulate", "_should_check_val_fx", "_should_check_val_epoch"),
+        *(
+            "reset",
+            "advance",
+            "on_advance_end",
+            "restarted_on_train_batch_end",
+            "_is_training_done",
+            "_warning_cache",
+        ),
+        *(
+            "_num_ready_batches_reached",
+            "_should_accumulate",
+            "_should_check_val_fx",
+            "_should_check_val_epoch",
+        ),
         *("_batches_that_stepped", "_results", "_get_monitor_value"),
     ),
     "lightning.pytorch.loops.fetchers": ("_DataLoaderIterDataFetcher",),
@@ -75,21 +109,33 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "trainer.validate_loop": ("run",),
     "trainer.test_loop": ("run",),
     "trainer.predict_loop": ("run",),
-    # A resumed epoch has the metrics of its first batches; one that is computed in a batch does not wait.
+    # A resumed epoch has the metrics of its first batches; one that is computed in a batch does not
+    # wait.
     "trainer._logger_connector": ("_callback_metrics", "_first_loop_iter", "log_metrics"),
     _RESULT: ("_Metadata", "_ResultMetric", "_Sync"),
     f"{_RESULT}._Sync": ("_should",),
     "torchmetrics.SumMetric": ("_forward_cache", "_update_count", "_defaults"),
     "torchmetrics.metric": ("gather_all_tensors",),
     # All groups save and stop together, and no batch waits for other groups.
-    "ModelCheckpoint": ("on_train_batch_end", "_train_time_interval", "_monitor_candidates", "_save_last_checkpoint"),
+    "ModelCheckpoint": (
+        "on_train_batch_end",
+        "_train_time_interval",
+        "_monitor_candidates",
+        "_save_last_checkpoint",
+    ),
     "Timer": ("_check_time_remaining", "_duration"),
     "CheckpointIO": ("save_checkpoint", "load_checkpoint"),
     # Averages are of outer parameters.
     "StochasticWeightAveraging": ("_average_model", "on_train_epoch_start"),
     # The ranks start, connect, and reduce gradients in their worker group.
     "trainer.strategy": ("_configure_launcher", "_launcher", "reduce", "barrier"),
-    "DDPStrategy": ("_setup_model", "_ddp_kwargs", "_ddp_comm_hook", "_ddp_comm_state", "_start_method"),
+    "DDPStrategy": (
+        "_setup_model",
+        "_ddp_kwargs",
+        "_ddp_comm_hook",
+        "_ddp_comm_state",
+        "_start_method",
+    ),
     "ModelParallelStrategy": ("_setup_distributed", "_device_mesh"),
     "lightning.pytorch.strategies.launchers": ("_MultiProcessingLauncher",),
     "_MultiProcessingLauncher": ("_wrapping_function", "_start_method", "_strategy"),
@@ -106,24 +152,45 @@ REGISTER = (
     *(
         HostName("WeightAveraging", name, "2.6.0")
         for name in (
-            *("_average_model", "_latest_update_step", "should_update", "on_train_batch_end", "on_train_epoch_end"),
+            *(
+                "_average_model",
+                "_latest_update_step",
+                "should_update",
+                "on_train_batch_end",
+                "on_train_epoch_end",
+            ),
             *("on_train_end", "on_save_checkpoint"),
         )
     ),
     HostName("trainer", "_results", without="sdiloco simulate shows no validation"),
-    HostName("trainer", "_val_check_time_interval", "2.6.0", "validation by the clock is not refused"),
-    HostName("trainer.fit_loop", "is_resuming", "2.5.3", "the epoch after a resume may not be exact"),
-    HostName("trainer.fit_loop.epoch_loop", "_broadcast_sigterm_tensor", "2.5.2", "worker groups may wait in batches"),
+    HostName(
+        "trainer", "_val_check_time_interval", "2.6.0", "validation by the clock is not refused"
+    ),
+    HostName(
+        "trainer.fit_loop", "is_resuming", "2.5.3", "the epoch after a resume may not be exact"
+    ),
+    HostName(
+        "trainer.fit_loop.epoch_loop",
+        "_broadcast_sigterm_tensor",
+        "2.5.2",
+        "worker groups may wait in batches",
+    ),
     HostName("ProgressBar", "get_metrics", without="the progress bar shows no outer step"),
     HostName("DDPStrategy", "_register_ddp_hooks", without="sdiloco simulate does not run"),
 )
 
 
 def check_names(trainer: Any) -> None:
-    """Looks for all names of the register that a fit of this trainer may need; see [Note: the register]."""
+    """Looks for all names of the register that a fit of this trainer may need; see [Note: the
+    register].
+    """
     version = str(importlib.import_module(_distribution_of(trainer)).__version__)
     expected = [entry for entry in REGISTER if entry.is_expected_in(version)]
-    missing = [entry for entry in expected if not all(_has(host, entry) for host in _hosts(entry.place, trainer))]
+    missing = [
+        entry
+        for entry in expected
+        if not all(_has(host, entry) for host in _hosts(entry.place, trainer))
+    ]
     _require(missing, f", {version},", warns=trainer.is_global_zero)
 
 
@@ -137,7 +204,8 @@ def _require(missing: list[HostName], version: str = "", warns: bool = False) ->
     needed = [str(entry) for entry in missing if not entry.without]
     lacks = needed or [f"{entry}, without which {entry.without}" for entry in missing]
     told = (
-        f"This version of Lightning{version} lacks what worker groups need: {'; '.join(lacks)}. lightning-sdiloco was"
+        f"This version of Lightning{version} lacks what worker groups need: {'; '.join(lacks)}."
+        " lightning-sdiloco was"
         f" tested with Lightning {OLDEST} to {NEWEST}."
     )
     if needed:
@@ -162,17 +230,22 @@ def wrap(undo: ExitStack, target: Any, name: str, around: Callable[..., Any]) ->
 
 
 class _Replacement(partial[Any]):
-    """A function that replaces a method; copies and pickles of the object have the method itself."""
+    """A function that replaces a method; copies and pickles of the object have the method
+    itself.
+    """
 
     replaced: tuple[Any, str]
 
-    def __new__(cls, target: Any, name: str, around: Callable[..., Any], original: Any) -> "_Replacement":
+    def __new__(
+        cls, target: Any, name: str, around: Callable[..., Any], original: Any
+    ) -> "_Replacement":
         replacement = super().__new__(cls, around, original)
         replacement.replaced = target, name
         return replacement
 
     def __reduce__(self) -> tuple[Any, tuple[Any, str]]:
-        # As for a bound method. The copy has no attributes of its own yet when this is called for it.
+        # As for a bound method. The copy has no attributes of its own yet when this is called for
+        # it.
         return getattr, self.replaced
 
 
@@ -196,7 +269,9 @@ def _hosts(place: str, trainer: Any) -> Iterator[Any]:
 
 @cache
 def _imported(place: str) -> Any:
-    """Returns a module, or an object of a class, as ``__init__`` makes it; None if there is no such class."""
+    """Returns a module, or an object of a class, as ``__init__`` makes it; None if there is no
+    such class.
+    """
     module, _, name = place.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name, None)
@@ -207,17 +282,23 @@ def _imported(place: str) -> Any:
 
 def _distribution_of(trainer: Any) -> str:
     modules = [kind.__module__ for kind in type(trainer).__mro__]
-    return next(module for module in modules if is_of_lightning(module)).removesuffix(".trainer.trainer")
+    return next(module for module in modules if is_of_lightning(module)).removesuffix(
+        ".trainer.trainer"
+    )
 
 
 def _has(host: Any, entry: HostName) -> bool:
-    """Returns whether an object of Lightning has a name by itself, and not because a subclass of ours has it."""
+    """Returns whether an object of Lightning has a name by itself, and not because a subclass of
+    ours has it.
+    """
     name, is_class = entry.name, isinstance(host, type)
     own: Mapping[str, Any] = {} if is_class else getattr(host, "__dict__", {})
     if name in _SET:
         return own.get(name) is None or getattr(host, name.removeprefix("_"), None) is own[name]
     kinds = (host if is_class else type(host)).__mro__
-    return name in own or any(name in vars(kind) for kind in kinds if is_of_lightning(kind.__module__))
+    return name in own or any(
+        name in vars(kind) for kind in kinds if is_of_lightning(kind.__module__)
+    )
 
 
 def is_of_lightning(module: str) -> bool:
@@ -226,7 +307,9 @@ def is_of_lightning(module: str) -> bool:
 
 
 def class_names(kind: type) -> set[str]:
-    """Returns the names of the classes of Lightning that a class inherits from. Others may have the same names."""
+    """Returns the names of the classes of Lightning that a class inherits from. Others may have
+    the same names.
+    """
     return {base.__name__ for base in kind.__mro__ if is_of_lightning(base.__module__)}
 
 
@@ -246,10 +329,16 @@ def user_hooks(trainer: Any, names: Collection[str]) -> list[str]:
     return list(found)
 
 
-# What is refused: trainers that would leave worker groups with different models, or waiting for each other forever
+# What is refused: trainers that would leave worker groups with different models, or waiting for
+# each other forever
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"
-_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")  # of Lightning's ModelParallelStrategy
+_PRECISIONS = (
+    "32-true",
+    "bf16-mixed",
+    "bf16-true",
+    "16-true",
+)  # of Lightning's ModelParallelStrategy
 
 
 _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
@@ -258,12 +347,14 @@ _WITH_GROUPS = {
     "ModelPruning": "prunes by the local weights of each worker group, so every group would prune something else. Prune"
     " the outer model after training, with torch.nn.utils.prune.",
     "SpikeDetection": "asks all ranks after every batch whether there was a spike, so every worker group would wait for"
-    " the slowest at every step. Leave it out; a group whose values are not finite is left out of the mean anyway.",
+    " the slowest at every step. Leave it out; a group whose values are not finite is left out"
+    " of the mean anyway.",
 }
 _WITH_SHARDS = {
     **dict.fromkeys(
         _AVERAGING,
-        "copies the whole model, but every rank has only a part. Leave it out: the outer model, which validation and"
+        "copies the whole model, but every rank has only a part. Leave it out: the outer model,"
+        " which validation and"
         " checkpoints use, is an average already.",
     ),
     "BaseFinetuning": "unfreezes layers between epochs, which sharded parameters do not follow. Freeze in"
@@ -271,13 +362,16 @@ _WITH_SHARDS = {
 }
 _ON_A_ROUTE = dict.fromkeys(
     _AVERAGING,
-    "averages outer parameters over time, but on this route each worker group holds its own, so every group would end"
+    "averages outer parameters over time, but on this route each worker group holds its own, so"
+    " every group would end"
     " with another average. Leave out the callback, or route.",
 )
 
 
 def refuse_what_cannot_work(trainer: Any, shares: bool, is_sharded: bool) -> None:
-    """Refuses what cannot work with groups, on a route, or where each rank of a group holds a part of the model."""
+    """Refuses what cannot work with groups, on a route, or where each rank of a group holds a part
+    of the model.
+    """
     precision = trainer.strategy.precision_plugin.precision
     if is_sharded and precision not in _PRECISIONS:
         raise ValueError(
@@ -287,46 +381,70 @@ def refuse_what_cannot_work(trainer: Any, shares: bool, is_sharded: bool) -> Non
     # Lightning before 2.6 has no such validation.
     if (seconds := getattr(trainer, "_val_check_time_interval", None)) is not None:
         raise ValueError(
-            f"val_check_interval is a time, {seconds:g} s: each rank would go by its own clock, validate after another"
-            " batch and wait there for the others. Give it as a number of batches, or as a share of the epoch."
+            f"val_check_interval is a time, {seconds:g} s: each rank would go by its own clock,"
+            " validate after another"
+            " batch and wait there for the others. Give it as a number of batches, or as a share"
+            " of the epoch."
         )
-    averaging = [callback for callback in trainer.callbacks if class_names(type(callback)).intersection(_AVERAGING)]
+    averaging = [
+        callback
+        for callback in trainer.callbacks
+        if class_names(type(callback)).intersection(_AVERAGING)
+    ]
     if len(averaging) > 1:
         raise ValueError(
-            f"Several callbacks average weights: {', '.join(type(callback).__name__ for callback in averaging)}. A"
-            " checkpoint has room for one average, and the module for one at the end. Keep one of them."
+            "Several callbacks average weights:"
+            f" {', '.join(type(callback).__name__ for callback in averaging)}. A"
+            " checkpoint has room for one average, and the module for one at the end. Keep one"
+            " of them."
         )
-    reasons = {**_WITH_GROUPS, **({} if shares else _ON_A_ROUTE), **(_WITH_SHARDS if is_sharded else {})}
+    reasons = {
+        **_WITH_GROUPS,
+        **({} if shares else _ON_A_ROUTE),
+        **(_WITH_SHARDS if is_sharded else {}),
+    }
     for callback in trainer.callbacks:
         for kind in class_names(type(callback)) & reasons.keys():
             raise ValueError(f"{type(callback).__name__} {reasons[kind]}")
     for callback in averaging if trainer.max_epochs != -1 else ():
         # Only StochasticWeightAveraging has it.
-        contains_batch_norm = getattr(callback, "pl_module_contains_batch_norm", lambda module: False)
+        contains_batch_norm = getattr(
+            callback, "pl_module_contains_batch_norm", lambda module: False
+        )
         if contains_batch_norm(trainer.lightning_module):
             raise ValueError(
-                f"{type(callback).__name__} does not work with a model that has BatchNorm: it adds an epoch that"
-                " recomputes the statistics, in every worker group from its own data and without an exchange, so every"
-                " group would end with another model. Use WeightAveraging or EMAWeightAveraging, which average the"
+                f"{type(callback).__name__} does not work with a model that has BatchNorm: it"
+                " adds an epoch that"
+                " recomputes the statistics, in every worker group from its own data and without"
+                " an exchange, so every"
+                " group would end with another model. Use WeightAveraging or EMAWeightAveraging,"
+                " which average the"
                 " statistics too."
             )
 
 
 def may_write_at_end(trainer: Any) -> bool:
-    """Returns whether a hook of the end of training may change the model: one of a user, or of an average."""
-    averages = any(class_names(type(callback)).intersection(_AVERAGING) for callback in trainer.callbacks)
+    """Returns whether a hook of the end of training may change the model: one of a user, or of an
+    average.
+    """
+    averages = any(
+        class_names(type(callback)).intersection(_AVERAGING) for callback in trainer.callbacks
+    )
     return averages or bool(user_hooks(trainer, ["on_train_end"]))
 
 
 def refuse_in_notebook(host: Any) -> None:
-    """Refuses to start processes in a notebook in a way that would run a script again. Lightning advises DDP there."""
+    """Refuses to start processes in a notebook in a way that would run a script again. Lightning
+    advises DDP there.
+    """
     # Lightning decides alike.
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     launcher = host.launcher
     if is_interactive and launcher is not None and not launcher.is_interactive_compatible:
         name = "_".join((host.strategy_name, "notebook"))
         raise ValueError(
-            f"strategy={host.strategy_name!r} cannot start its processes from a notebook or an interactive interpreter,"
+            f"strategy={host.strategy_name!r} cannot start its processes from a notebook or an"
+            " interactive interpreter,"
             " which has no script to run. "
             + (
                 f"Write strategy={name!r}, or give the strategy start_method='fork'."
@@ -337,11 +455,16 @@ def refuse_in_notebook(host: Any) -> None:
 
 
 def advise_on_unused(exception: BaseException, name: str) -> None:
-    """Replaces what torch says of parameters without a gradient, before Lightning does so and advises DDP."""
+    """Replaces what torch says of parameters without a gradient, before Lightning does so and
+    advises DDP.
+    """
     advice = (
-        "It looks like your LightningModule has parameters that were not used in producing the loss returned by"
-        " training_step. If this is intentional, DistributedDataParallel must look for them in every step: write"
-        f" strategy='{name}_find_unused_parameters_true', or give the strategy ddp_kwargs={{'find_unused_parameters':"
+        "It looks like your LightningModule has parameters that were not used in producing the"
+        " loss returned by"
+        " training_step. If this is intentional, DistributedDataParallel must look for them in"
+        " every step: write"
+        f" strategy='{name}_find_unused_parameters_true', or give the strategy"
+        f" ddp_kwargs={{'find_unused_parameters':"
         " True}}."
     )
     exception.args = tuple(advice if _UNUSED in str(part) else part for part in exception.args)

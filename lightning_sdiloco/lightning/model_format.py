@@ -1,10 +1,11 @@
 """How the ranks of a worker group hold the model: each the whole of it, or each a part.
 
-All that depends on this is here: the arguments of Lightning's strategy, the shape of a group, the wrapped model,
-and how model and inner optimizers go into checkpoints and come back.
+All that depends on this is here: the arguments of Lightning's strategy, the shape of a group, the
+wrapped model, and how model and inner optimizers go into checkpoints and come back.
 
-[Note: sharded folders] Only the first worker group writes: all groups hold the same outer model, and its inner
-optimizers come from rank 0. The folder is written beside its final place, and moved there when it is complete.
+[Note: sharded folders] Only the first worker group writes: all groups hold the same outer model,
+and its inner optimizers come from rank 0. The folder is written beside its final place, and moved
+there when it is complete.
 """
 
 import inspect
@@ -23,7 +24,11 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as load_folder
 from torch.distributed.checkpoint.state_dict_saver import save as save_folder
 from torch.nn.functional import embedding
@@ -44,9 +49,18 @@ Checkpoint = dict[str, Any]
 Save = Callable[[Checkpoint, Any, Any], None]
 Load = Callable[..., Checkpoint]
 
-# What the strategy passes to DistributedDataParallel, and arguments of DDPStrategy that do not go to it.
+# What the strategy passes to DistributedDataParallel, and arguments of DDPStrategy that do not go
+# to it.
 _NOT_FOR_DDP = frozenset(
-    ("module", "device_ids", "process_group", "device_mesh", "process_group_backend", "timeout", "start_method")
+    (
+        "module",
+        "device_ids",
+        "process_group",
+        "device_mesh",
+        "process_group_backend",
+        "timeout",
+        "start_method",
+    )
     # It would average parameters over all ranks every few steps.
     + ("model_averaging_period",)
 )
@@ -56,12 +70,15 @@ _METADATA = "meta.pt"
 
 
 class WholeModel:
-    """Every rank of a group holds the whole model, and DistributedDataParallel averages their gradients.
+    """Every rank of a group holds the whole model, and DistributedDataParallel averages their
+    gradients.
 
     `ShardedModel` overrides what differs where ranks share it.
     """
 
-    summary: ClassVar[str] = """Trains one model on several worker groups joined by slow links, with Streaming DiLoCo.
+    summary: ClassVar[
+        str
+    ] = """Trains one model on several worker groups joined by slow links, with Streaming DiLoCo.
 
     Each worker group trains on its own, with DistributedDataParallel among its ranks. The model is cut into fragments,
     which the groups average one after the other, a few bits per value, while training goes on (arXiv 2501.18512).
@@ -76,7 +93,8 @@ class WholeModel:
     """Whether checkpoints are sharded folders, which no CheckpointIO writes."""
 
     mesh: Mapping[str, int] = MappingProxyType({})
-    """The sizes of a group's dimensions for data and tensor parallelism, where its ranks share the model."""
+    """The sizes of a group's dimensions for data and tensor parallelism, where its ranks share the
+    model."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         """Takes what `base_arguments` returned."""
@@ -94,14 +112,15 @@ class WholeModel:
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> dict[str, Any]:
-        """Checks the arguments that only this format has, and returns the arguments of Lightning's strategy.
+        """Checks the arguments that only this format has, and returns the arguments of Lightning's
+        strategy.
 
         Args:
-            start_method: How processes are started on one node: ``"popen"``, ``"spawn"``, ``"fork"`` or
-                ``"forkserver"``.
+            start_method: How processes are started on one node: ``"popen"``, ``"spawn"``,
+                ``"fork"`` or ``"forkserver"``.
             ddp_kwargs: Arguments for DistributedDataParallel inside a worker group.
-            process_group_backend: Backend of the process groups that Lightning and a worker group use, such as
-                ``"gloo"``. None: the device's default.
+            process_group_backend: Backend of the process groups that Lightning and a worker group
+                use, such as ``"gloo"``. None: the device's default.
             accelerator: As for every Lightning strategy.
             parallel_devices: As for every Lightning strategy.
             cluster_environment: As for every Lightning strategy.
@@ -111,7 +130,8 @@ class WholeModel:
         arguments = dict(locals())
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise ValueError(
-                f"start_method={start_method!r} is unknown: it must be 'popen', the default, which runs the script"
+                f"start_method={start_method!r} is unknown: it must be 'popen', the default,"
+                " which runs the script"
                 " again, 'spawn', 'fork' or 'forkserver'. Choose one of them."
             )
         require_backend(process_group_backend)
@@ -121,15 +141,21 @@ class WholeModel:
 
     # The shape of a group
 
-    def layout(self, worker_groups: int | Literal["auto"], num_nodes: int, num_processes: int) -> GroupLayout:
+    def layout(
+        self, worker_groups: int | Literal["auto"], num_nodes: int, num_processes: int
+    ) -> GroupLayout:
         """``"auto"`` is a group per node, or per device of a single node."""
         world_size = num_nodes * num_processes
         automatic = num_nodes if num_nodes > 1 else world_size
-        return GroupLayout(world_size, automatic if isinstance(worker_groups, str) else worker_groups)
+        return GroupLayout(
+            world_size, automatic if isinstance(worker_groups, str) else worker_groups
+        )
 
     # The model
 
-    def wrap(self, host: Any, module: Any, topology: Topology, wrap: Callable[[nn.Module], Any]) -> Any:
+    def wrap(
+        self, host: Any, module: Any, topology: Topology, wrap: Callable[[nn.Module], Any]
+    ) -> Any:
         group = topology.in_group.process_group
         host._ddp_kwargs["process_group"] = group
         # Without the process group a communication hook of DDP reduces gradients over all groups.
@@ -141,8 +167,14 @@ class WholeModel:
         # A simulated group has no process group, and wraps in its own way.
         is_single, given = topology.group_size == 1 and group is not None, host._ddp_kwargs
         does_more = any(given.get(name) is not None for name in _MORE)
-        if is_single and not does_more and any(parameter.requires_grad for parameter in module.parameters()):
-            return SingleRankDDP(module, device_ids=host.determine_ddp_device_ids(), **host._ddp_kwargs)
+        if (
+            is_single
+            and not does_more
+            and any(parameter.requires_grad for parameter in module.parameters())
+        ):
+            return SingleRankDDP(
+                module, device_ids=host.determine_ddp_device_ids(), **host._ddp_kwargs
+            )
         wrapped = wrap(module)
         if topology.group_size > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
             fix_bucket_order(wrapped)
@@ -150,8 +182,10 @@ class WholeModel:
         resumes = topology.group_size > 2 and host.fit.checkpointer.resumed is not None
         if resumes and wrapped.static_graph and topology.world.rank == 0:
             _log.warning(
-                "With static_graph=True DistributedDataParallel adds up the gradients of the first step in another"
-                " order than later ones. In a worker group of %d ranks the resumed run may round differently from an"
+                "With static_graph=True DistributedDataParallel adds up the gradients of the"
+                " first step in another"
+                " order than later ones. In a worker group of %d ranks the resumed run may round"
+                " differently from an"
                 " uninterrupted one; without static_graph it gives the same bits.",
                 topology.group_size,
             )
@@ -160,7 +194,13 @@ class WholeModel:
     # Checkpoints
 
     def write(
-        self, host: Any, topology: Topology, checkpoint: Checkpoint, path: Any, storage_options: Any, save: Save
+        self,
+        host: Any,
+        topology: Topology,
+        checkpoint: Checkpoint,
+        path: Any,
+        storage_options: Any,
+        save: Save,
     ) -> None:
         """Writes what all groups have in common. All ranks must call it."""
         save(checkpoint, path, storage_options)
@@ -171,7 +211,8 @@ class WholeModel:
 
 
 def reader_of(load_file: Load, **how: Any) -> Read:
-    """Returns what reads an object as a CheckpointIO reads a file: by its method, and the arguments that it gets.
+    """Returns what reads an object as a CheckpointIO reads a file: by its method, and the arguments
+    that it gets.
 
     Torch reads plain objects. A project's CheckpointIO may know which others to trust.
     """
@@ -194,21 +235,32 @@ def check_ddp_kwargs(ddp_kwargs: Any, *of_lightning: str) -> None:
     """Refuses what is not for DistributedDataParallel, or for Lightning's strategy around it."""
     if ddp_kwargs is not None and not isinstance(ddp_kwargs, Mapping):
         raise ValueError(
-            f"ddp_kwargs={ddp_kwargs!r} is of type {type(ddp_kwargs).__name__}: it must be a dictionary, with"
-            " arguments of DistributedDataParallel. Write ddp_kwargs={'find_unused_parameters': True}, for example."
+            f"ddp_kwargs={ddp_kwargs!r} is of type {type(ddp_kwargs).__name__}: it must be a"
+            " dictionary, with"
+            " arguments of DistributedDataParallel. Write ddp_kwargs={'find_unused_parameters':"
+            " True}, for example."
         )
     known = {*inspect.signature(DistributedDataParallel).parameters, *of_lightning} - _NOT_FOR_DDP
     for name in ddp_kwargs or {}:
         if name in _NOT_FOR_DDP:
             raise ValueError(
-                f"ddp_kwargs contains {name!r}, which the strategy sets itself: DistributedDataParallel runs among the"
-                " ranks of a worker group. Take it out; choose the groups with worker_groups, and the rest with the"
+                f"ddp_kwargs contains {name!r}, which the strategy sets itself:"
+                " DistributedDataParallel runs among the"
+                " ranks of a worker group. Take it out; choose the groups with worker_groups,"
+                " and the rest with the"
                 " strategy's own arguments."
             )
         if name not in known:
             near = get_close_matches(str(name), known)
-            advice = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"It has {', '.join(sorted(known))}."
-            raise ValueError(f"ddp_kwargs contains {name!r}, which DistributedDataParallel does not have. {advice}")
+            advice = (
+                f"Did you mean {' or '.join(map(repr, near))}?"
+                if near
+                else f"It has {', '.join(sorted(known))}."
+            )
+            raise ValueError(
+                f"ddp_kwargs contains {name!r}, which DistributedDataParallel does not have."
+                f" {advice}"
+            )
 
 
 class ShardedModel(WholeModel):
@@ -241,24 +293,26 @@ class ShardedModel(WholeModel):
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
     ) -> dict[str, Any]:
-        """Checks the arguments that only this format has, and returns the arguments of Lightning's strategy.
+        """Checks the arguments that only this format has, and returns the arguments of Lightning's
+        strategy.
 
         Args:
-            data_parallel_size: Size of the mesh's dimension ``"data_parallel"``. ``"auto"``: the nodes of a group, or
-                what ``tensor_parallel_size`` leaves.
-            tensor_parallel_size: Size of its dimension ``"tensor_parallel"``. ``"auto"``: the devices of a group on one
-                node, or what ``data_parallel_size`` leaves.
-            save_distributed_checkpoint: Whether a checkpoint is a folder in which the ranks of a group write their
-                parts, or a single file.
-            process_group_backend: Backend of the process groups that Lightning and a worker group use, such as
-                ``"gloo"``. None: the device's default.
+            data_parallel_size: Size of the mesh's dimension ``"data_parallel"``. ``"auto"``: the
+                nodes of a group, or what ``tensor_parallel_size`` leaves.
+            tensor_parallel_size: Size of its dimension ``"tensor_parallel"``. ``"auto"``: the
+                devices of a group on one node, or what ``data_parallel_size`` leaves.
+            save_distributed_checkpoint: Whether a checkpoint is a folder in which the ranks of a
+                group write their parts, or a single file.
+            process_group_backend: Backend of the process groups that Lightning and a worker group
+                use, such as ``"gloo"``. None: the device's default.
         """
         arguments = dict(locals())
         for name in ("data_parallel_size", "tensor_parallel_size"):
             size = arguments[name]
             if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise ValueError(
-                    f"{name}={size!r} is out of range: it must be a whole number of at least 1, or 'auto'. Choose one"
+                    f"{name}={size!r} is out of range: it must be a whole number of at least 1,"
+                    " or 'auto'. Choose one"
                     " of them."
                 )
         require_backend(process_group_backend)
@@ -267,8 +321,14 @@ class ShardedModel(WholeModel):
     # The mesh of a group
 
     @override
-    def layout(self, worker_groups: int | Literal["auto"], num_nodes: int, num_processes: int) -> GroupLayout:
-        if isinstance(worker_groups, str) and isinstance(self._data, int) and isinstance(self._tensor, int):
+    def layout(
+        self, worker_groups: int | Literal["auto"], num_nodes: int, num_processes: int
+    ) -> GroupLayout:
+        if (
+            isinstance(worker_groups, str)
+            and isinstance(self._data, int)
+            and isinstance(self._tensor, int)
+        ):
             world_size = num_nodes * num_processes
             layout = GroupLayout(world_size, max(1, world_size // (self._data * self._tensor)))
         else:
@@ -280,8 +340,10 @@ class ShardedModel(WholeModel):
             data = size // tensor
         if data * tensor != size:
             raise ValueError(
-                f"data_parallel_size={self._data!r} and tensor_parallel_size={self._tensor!r} do not fill a worker"
-                f" group of {size} ranks: their product must be that number. Change one of them, or worker_groups."
+                f"data_parallel_size={self._data!r} and tensor_parallel_size={self._tensor!r} do"
+                " not fill a worker"
+                f" group of {size} ranks: their product must be that number. Change one of them,"
+                " or worker_groups."
             )
         self.mesh = {"data_parallel": data, "tensor_parallel": tensor}
         return layout
@@ -290,11 +352,20 @@ class ShardedModel(WholeModel):
 
     @override
     def write(
-        self, host: Any, topology: Topology, checkpoint: Checkpoint, path: Any, storage_options: Any, save: Save
+        self,
+        host: Any,
+        topology: Topology,
+        checkpoint: Checkpoint,
+        path: Any,
+        storage_options: Any,
+        save: Save,
     ) -> None:
         if files.KEY in checkpoint:
             groups = [own_state(optimizer)["param_groups"] for optimizer in host.optimizers]
-            checkpoint = {**checkpoint, files.KEY: {**checkpoint[files.KEY], "param_groups": groups}}
+            checkpoint = {
+                **checkpoint,
+                files.KEY: {**checkpoint[files.KEY], "param_groups": groups},
+            }
         if not self.in_folders:
             save(checkpoint, path, storage_options)
         elif storage_options is not None:
@@ -316,12 +387,20 @@ class ShardedModel(WholeModel):
         if is_folder(path):
             loaded = {"state_dict": state}
             load_folder(loaded, checkpoint_id=path)
-            set_model_state_dict(model, loaded["state_dict"], options=StateDictOptions(strict=strict))
+            set_model_state_dict(
+                model, loaded["state_dict"], options=StateDictOptions(strict=strict)
+            )
         else:
             whole = checkpoint.pop("state_dict")
             if strict and state.keys() != whole.keys():
-                missing, unexpected = sorted(state.keys() - whole.keys()), sorted(whole.keys() - state.keys())
-                raise RuntimeError(f"The checkpoint is of another model. Missing: {missing}. Unexpected: {unexpected}.")
+                missing, unexpected = (
+                    sorted(state.keys() - whole.keys()),
+                    sorted(whole.keys() - state.keys()),
+                )
+                raise RuntimeError(
+                    f"The checkpoint is of another model. Missing: {missing}. Unexpected:"
+                    f" {unexpected}."
+                )
             with torch.no_grad():
                 for name in state.keys() & whole.keys():
                     if isinstance(state[name], Tensor):
@@ -330,17 +409,24 @@ class ShardedModel(WholeModel):
 
 
 def require_sharded(module: nn.Module, topology: Topology, mesh: Mapping[str, int]) -> None:
-    """Refuses a model with a parameter that is not sharded over the data-parallel ranks of a group."""
+    """Refuses a model with a parameter that is not sharded over the data-parallel ranks of a
+    group.
+    """
     reshard(module)
     data, tensor = mesh.values()
     rank = topology.group_index * topology.group_size + topology.group_rank
     row = set(range(rank - rank % tensor, rank - rank % tensor + tensor))
-    alone = [name for name, p in module.named_parameters() if p.requires_grad and set(ranks_of(p)) <= row]
+    alone = [
+        name for name, p in module.named_parameters() if p.requires_grad and set(ranks_of(p)) <= row
+    ]
     if data > 1 and alone:
         raise ValueError(
-            f"{len(alone)} trainable parameters, such as {alone[0]!r}, are not sharded over the mesh's data_parallel"
-            f" dimension of {data} ranks: their gradients would not be averaged, and the ranks of a group would train"
-            " different models. In configure_model call fully_shard on the module that holds them, with"
+            f"{len(alone)} trainable parameters, such as {alone[0]!r}, are not sharded over the"
+            " mesh's data_parallel"
+            f" dimension of {data} ranks: their gradients would not be averaged, and the ranks"
+            " of a group would train"
+            " different models. In configure_model call fully_shard on the module that holds"
+            " them, with"
             " mesh=self.device_mesh['data_parallel']."
         )
 
@@ -395,7 +481,9 @@ _MORE = frozenset({"mixed_precision", "delay_all_reduce_named_params", "param_to
 
 
 class SingleRankDDP(DistributedDataParallel):
-    """Has what Lightning and users expect of a wrapped model, and forwards every call to the module."""
+    """Has what Lightning and users expect of a wrapped model, and forwards every call to the
+    module.
+    """
 
     def __init__(self, module: nn.Module, **arguments: Any) -> None:
         trained = next(parameter for parameter in module.parameters() if parameter.requires_grad)
@@ -433,18 +521,25 @@ class _NoReducer:
         return False
 
 
-# Three ranks and more add gradients in the order of their buckets, which torch lays out again after the first step.
+# Three ranks and more add gradients in the order of their buckets, which torch lays out again after
+# the first step.
 
 
 def fix_bucket_order(model: DistributedDataParallel) -> None:
-    """Makes DistributedDataParallel rebuild its buckets now: a resumed fit then adds gradients in the same order."""
+    """Makes DistributedDataParallel rebuild its buckets now: a resumed fit then adds gradients in
+    the same order.
+    """
     module, parameters = model.module, [p for p in model.module.parameters() if p.requires_grad]
-    embeddings = (part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)))
+    embeddings = (
+        part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))
+    )
     sparse = {id(part.weight) for part in embeddings if part.sparse}
 
     def read(parameter: Tensor) -> Tensor:
         if id(parameter) in sparse:
-            parameter = embedding(torch.zeros(1, dtype=torch.long, device=parameter.device), parameter, sparse=True)
+            parameter = embedding(
+                torch.zeros(1, dtype=torch.long, device=parameter.device), parameter, sparse=True
+            )
         return parameter.sum()
 
     def forward(_: Any) -> Tensor:
@@ -460,21 +555,31 @@ def fix_bucket_order(model: DistributedDataParallel) -> None:
         parameter.grad = None
 
 
-# Gradients go before the forward pass, where Lightning lets them go after it: 1.1 bytes a parameter, of 100 million.
+# Gradients go before the forward pass, where Lightning lets them go after it: 1.1 bytes a
+# parameter, of 100 million.
 
-# What glibc keeps at the end of its heap at most. If less goes before the forward pass, glibc gives it back to the
-# system in every batch, where later it would not: 1 to 4 % of the processor time of up to 11 million parameters.
+# What glibc keeps at the end of its heap at most. If less goes before the forward pass, glibc gives
+# it back to the system in every batch, where later it would not: 1 to 4 % of the processor time of
+# up to 11 million parameters.
 _LEAST_BYTES = 1 << 26
 
 
 def release_gradients(trainer: Any, optimizers: Iterable[Any], batch_idx: int, nbytes: int) -> None:
-    """Frees the gradients of the batch before, if they are large and no user's hook may look at them."""
+    """Frees the gradients of the batch before, if they are large and no user's hook may look at
+    them.
+    """
     module, begins = trainer.lightning_module, batch_idx % trainer.accumulate_grad_batches == 0
     if nbytes < _LEAST_BYTES or not begins or not module.automatic_optimization:
         return
-    hooks = [getattr(module, name) for name in ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad")]
+    hooks = [
+        getattr(module, name)
+        for name in ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad")
+    ]
     hooks += [callback.on_before_zero_grad for callback in trainer.callbacks]
     # Lightning's own, by where it was written, in either distribution.
-    if all(getattr(hook, "__module__", "").startswith(("lightning.", "pytorch_lightning.")) for hook in hooks):
+    if all(
+        getattr(hook, "__module__", "").startswith(("lightning.", "pytorch_lightning."))
+        for hook in hooks
+    ):
         for optimizer in optimizers:
             optimizer.zero_grad()

@@ -1,11 +1,13 @@
-"""Shows what a run does: lines at its start, logged scalars, the progress bar, and a record of every rank.
+"""Shows what a run does: lines at its start, logged scalars, the progress bar, and a record of
+every rank.
 
-Nothing here changes training, waits for another rank, or sends anything between groups. What the callback wrote is read
-as a `Run`, the source of a trace for Chrome or Perfetto.
+Nothing here changes training, waits for another rank, or sends anything between groups. What the
+callback wrote is read as a `Run`, the source of a trace for Chrome or Perfetto.
 
-[Note: clocks] Every rank writes times by its own clock, and hosts' clocks differ. But a flight ends on no rank before
-all groups that count in it have launched it. So each flight bounds from both sides how far a clock can be ahead of that
-of rank 0. A clock that can be right is left as it is; another one is set to the middle of what the bounds allow.
+[Note: clocks] Every rank writes times by its own clock, and hosts' clocks differ. But a flight ends
+on no rank before all groups that count in it have launched it. So each flight bounds from both
+sides how far a clock can be ahead of that of rank 0. A clock that can be right is left as it is;
+another one is set to the middle of what the bounds allow.
 """
 
 import json
@@ -52,7 +54,8 @@ _CHARTS = {
     "Link (Gbit/s)": ("link_gbit_s", "peak_gbit_s"),
     "Bytes": ("bytes_sent", "bytes_received"),
     "Time in flight (ms)": tuple(
-        f"{part}_ms" for part in ("in_flight", "encode", "transfer", "decode", "second_hop", "outer_step")
+        f"{part}_ms"
+        for part in ("in_flight", "encode", "transfer", "decode", "second_hop", "outer_step")
     ),
     "Outer gradient": ("outer_grad_norm", "direction_norm", "outer_grad_norm_group_.*"),
     "Cosine with the mean": ("cosine_group_.*",),
@@ -64,7 +67,14 @@ _CHARTS = {
 
 SUMMED = tuple(
     _PREFIX + name
-    for name in ("landings", "bytes_sent", "bytes_received", "exposed_wait_ms", "groups_left_out", "groups_outlying")
+    for name in (
+        "landings",
+        "bytes_sent",
+        "bytes_received",
+        "exposed_wait_ms",
+        "groups_left_out",
+        "groups_outlying",
+    )
 )
 """What a row of the loggers holds the sum of, over what landed since the one before."""
 
@@ -78,10 +88,15 @@ def scalars_of(landing: Landing) -> dict[str, float]:
         "bytes_received": landing.bytes_received,
         "exposed_wait_ms": 1000 * landing.exposed_wait_s,
         "in_flight_ms": 1000 * landing.in_flight_s,
-        **{f"{part}_ms": 1000 * landing.seconds(part) for part in ("encode", "transfer", "decode", "outer_step")},
+        **{
+            f"{part}_ms": 1000 * landing.seconds(part)
+            for part in ("encode", "transfer", "decode", "outer_step")
+        },
         "link_gbit_s": landing.link_gbit_s,
         "outer_grad_norm": landing.outer_grad_norm,
-        **{f"outer_grad_norm_group_{group}": norm for group, norm in enumerate(landing.group_norms)},
+        **{
+            f"outer_grad_norm_group_{group}": norm for group, norm in enumerate(landing.group_norms)
+        },
         "direction_norm": landing.direction_norm,
         "outer_lr": landing.outer_lr,
         "groups_counted": len(landing.counted),
@@ -92,24 +107,32 @@ def scalars_of(landing: Landing) -> dict[str, float]:
         numbers["second_hop_ms"] = 1000 * landing.seconds("relay")
     if landing.diagnostics is not None:
         told = landing.diagnostics._asdict()
-        numbers |= {f"cosine_group_{group}": cosine for group, cosine in enumerate(told.pop("cosines"))} | told
+        numbers |= {
+            f"cosine_group_{group}": cosine for group, cosine in enumerate(told.pop("cosines"))
+        } | told
     return {_PREFIX + name: number for name, number in numbers.items() if not math.isnan(number)}
 
 
 def add_to_row(row: dict[str, float], scalars: Mapping[str, float]) -> None:
-    """Adds a landing to what the next row of the loggers holds: sums of what adds up, and the last of all else."""
+    """Adds a landing to what the next row of the loggers holds: sums of what adds up, and the last
+    of all else.
+    """
     row |= {**scalars, **{name: row.get(name, 0) + scalars[name] for name in SUMMED}}
 
 
 class Interval:
-    """Sums up what is logged once a round, over ``sync_every`` inner steps or a few more, until a landing ends it."""
+    """Sums up what is logged once a round, over ``sync_every`` inner steps or a few more, until a
+    landing ends it.
+    """
 
     def __init__(self, sync_every: int, first_step: int) -> None:
         self._sync_every, self._first_step = sync_every, first_step
         self._began, self._waited, self._peak = time.perf_counter(), 0.0, math.nan
 
     def scalars_with(self, landing: Landing) -> dict[str, float]:
-        """Counts a landing, and returns the scalars of the round if the landing ends it, otherwise none."""
+        """Counts a landing, and returns the scalars of the round if the landing ends it, otherwise
+        none.
+        """
         self._waited += landing.exposed_wait_s
         rates = [rate for rate in (self._peak, landing.link_gbit_s) if not math.isnan(rate)]
         self._peak = max(rates, default=math.nan)
@@ -118,12 +141,21 @@ class Interval:
         now = landing.spans["land"][1]
         utilisation = 1 - min(1.0, self._waited / (now - self._began))
         scalars = {"compute_utilisation": utilisation, "peak_gbit_s": self._peak}
-        self._began, self._first_step, self._waited, self._peak = now, landing.landed_at, 0.0, math.nan
-        return {_PREFIX + name: number for name, number in scalars.items() if not math.isnan(number)}
+        self._began, self._first_step, self._waited, self._peak = (
+            now,
+            landing.landed_at,
+            0.0,
+            math.nan,
+        )
+        return {
+            _PREFIX + name: number for name, number in scalars.items() if not math.isnan(number)
+        }
 
 
 def progress(engine: StreamingDiLoCo, columns: float = math.inf) -> dict[str, str]:
-    """Returns what the progress bar shows: as many entries as fit into its line, and at least the first."""
+    """Returns what the progress bar shows: as many entries as fit into its line, and at least the
+    first.
+    """
     flights, landing = list(map(str, engine.in_flight)), engine.last_landing
     rate = math.nan if landing is None else landing.link_gbit_s
     schedule, steps = engine.schedule, engine.steps_in_rounds
@@ -132,17 +164,25 @@ def progress(engine: StreamingDiLoCo, columns: float = math.inf) -> dict[str, st
         outer_step = f"dense {schedule.launches_in(0, steps)[0]}"
     entries = {
         "outer_step": outer_step,
-        "in_flight": ", ".join(flights[:3] if len(flights) <= 3 else [*flights[:2], f"+{len(flights) - 2}"]) or "-",
+        "in_flight": ", ".join(
+            flights[:3] if len(flights) <= 3 else [*flights[:2], f"+{len(flights) - 2}"]
+        )
+        or "-",
         "exposed_wait": "-" if landing is None else f"{1000 * landing.exposed_wait_s:.3g} ms",
         "link": readable_rate(rate) if rate > 0 else "-",
     }
-    while len(entries) > 1 and len(" ".join(f"{name}: {value}" for name, value in entries.items())) > columns:
+    while (
+        len(entries) > 1
+        and len(" ".join(f"{name}: {value}" for name, value in entries.items())) > columns
+    ):
         entries.popitem()
     return entries
 
 
 def lay_out(trainer: Any) -> None:
-    charts = {title: ["Multiline", [_PREFIX + name for name in names]] for title, names in _CHARTS.items()}
+    charts = {
+        title: ["Multiline", [_PREFIX + name for name in names]] for title, names in _CHARTS.items()
+    }
     for logger in trainer.loggers:
         # By name: there is one class in each distribution, and neither need be there.
         if any(base.__name__ == "TensorBoardLogger" for base in type(logger).__mro__):
@@ -160,7 +200,9 @@ class Deferred:
 
     def take(self, step: int, value: Tensor) -> None:
         scalar = value.detach().reshape(())
-        copied = page_locked(scalar.shape, scalar.dtype, value.device).copy_(scalar, non_blocking=True)
+        copied = page_locked(scalar.shape, scalar.dtype, value.device).copy_(
+            scalar, non_blocking=True
+        )
         event = None
         if value.device.type != "cpu":
             event = torch.get_device_module(value.device).Event()
@@ -183,17 +225,18 @@ class Deferred:
 class StreamingDiLoCoMonitorMixin:
     """Records what a run did, for `sdiloco report` and for a trace viewer.
 
-    Every rank writes its own record, a file of JSON lines: inner steps, launches, flights, landings, waits and losses.
-    None of it travels between groups, and training never waits for it. With a logger of MLflow or W&B the report
-    becomes an artifact of the run when the fit ends.
+    Every rank writes its own record, a file of JSON lines: inner steps, launches, flights,
+    landings, waits and losses. None of it travels between groups, and training never waits for it.
+    With a logger of MLflow or W&B the report becomes an artifact of the run when the fit ends.
 
     Args:
-        folder: Where the records go. By default ``sdiloco`` in the run's folder of the trainer's first logger, or in
-            its ``default_root_dir``.
-        timeline: A file for a trace of all ranks on one time axis, in the JSON format of Chrome and Perfetto. Rank 0
-            writes it at the end of the fit, from the records it finds in the folder.
-        diagnostics: Whether every landing measures how far the groups agree. This costs some passes over the fragment,
-            in the background.
+        folder: Where the records go. By default ``sdiloco`` in the run's folder of the trainer's
+            first logger, or in its ``default_root_dir``.
+        timeline: A file for a trace of all ranks on one time axis, in the JSON format of Chrome and
+            Perfetto. Rank 0 writes it at the end of the fit, from the records it finds in the
+            folder.
+        diagnostics: Whether every landing measures how far the groups agree. This costs some passes
+            over the fragment, in the background.
 
     Raises:
         ValueError: If an argument is of another type, or the strategy is not Streaming DiLoCo.
@@ -201,20 +244,29 @@ class StreamingDiLoCoMonitorMixin:
     Examples:
         >>> from lightning_sdiloco import StreamingDiLoCoMonitor, StreamingDiLoCoStrategy
         >>> callbacks = [StreamingDiLoCoMonitor(timeline="trace.json")]
-        >>> Trainer(strategy=StreamingDiLoCoStrategy(), callbacks=callbacks).fit(model, data)  # doctest: +SKIP
+        # doctest: +SKIP
+        >>> Trainer(strategy=StreamingDiLoCoStrategy(), callbacks=callbacks).fit(model, data)
     """
 
     _report: Callable[[str], str]  # a command, which stands above this room
 
-    def __init__(self, folder: str | None = None, timeline: str | None = None, diagnostics: bool = True) -> None:
-        for name, path, example in (("folder", folder, "runs/sdiloco"), ("timeline", timeline, "trace.json")):
+    def __init__(
+        self, folder: str | None = None, timeline: str | None = None, diagnostics: bool = True
+    ) -> None:
+        for name, path, example in (
+            ("folder", folder, "runs/sdiloco"),
+            ("timeline", timeline, "trace.json"),
+        ):
             if path is not None and not isinstance(path, str | os.PathLike):
                 raise ValueError(
-                    f"{name}={path!r} is of type {type(path).__name__}, not a path. Give one, such as"
+                    f"{name}={path!r} is of type {type(path).__name__}, not a path. Give one,"
+                    " such as"
                     f" {name}={example!r}, or leave it out."
                 )
         if not isinstance(diagnostics, bool):
-            raise ValueError(f"diagnostics={diagnostics!r} is neither True nor False. Give one of them.")
+            raise ValueError(
+                f"diagnostics={diagnostics!r} is neither True nor False. Give one of them."
+            )
         self.diagnostics, self._folder, self._timeline = diagnostics, folder, timeline
         self._file: Any = None
         self._ahead = 0.0  # of time.perf_counter(), which runs more steadily than the clock
@@ -230,7 +282,8 @@ class StreamingDiLoCoMonitorMixin:
         if not hasattr(trainer.strategy, "outer_state_dict"):
             raise ValueError(
                 "StreamingDiLoCoMonitor watches Streaming DiLoCo, but the strategy is"
-                f" {type(trainer.strategy).__name__}. Take the monitor out, or choose strategy='streaming_diloco'."
+                f" {type(trainer.strategy).__name__}. Take the monitor out, or choose"
+                " strategy='streaming_diloco'."
             )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -243,7 +296,9 @@ class StreamingDiLoCoMonitorMixin:
         self._ahead = time.time() - time.perf_counter()
         self._fragments, self._done = (), None
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         # Lightning calls no hook at the start of an idle batch.
         self.on_train_batch_start(trainer, pl_module, batch, batch_idx)
         engine = trainer.strategy.engine
@@ -270,7 +325,11 @@ class StreamingDiLoCoMonitorMixin:
             return
         # Reading them costs nothing: Lightning has read them for the loggers already.
         told = trainer.callback_metrics.items()
-        metrics = {name: float(value) for name, value in told if name in self._validated and value.numel() == 1}
+        metrics = {
+            name: float(value)
+            for name, value in told
+            if name in self._validated and value.numel() == 1
+        }
         span = self._paused, time.perf_counter()
         self._write("validation", step=self._step, span=span, metrics=metrics)
 
@@ -287,7 +346,8 @@ class StreamingDiLoCoMonitorMixin:
             run = read_run(self._folder)
             if len(run.ranks) < trainer.world_size:
                 _log.warning(
-                    "%s has the records of %d of %d ranks: the others wrote to their own disks. Copy theirs there, and"
+                    "%s has the records of %d of %d ranks: the others wrote to their own disks."
+                    " Copy theirs there, and"
                     " `sdiloco report` shows the timeline of all.",
                     self._folder,
                     len(run.ranks),
@@ -299,7 +359,9 @@ class StreamingDiLoCoMonitorMixin:
                 self._attach(logger)
 
     def _attach(self, logger: Any) -> None:
-        """Makes the report an artifact of a run of MLflow or W&B: training is over, and nothing of this may end it."""
+        """Makes the report an artifact of a run of MLflow or W&B: training is over, and nothing of
+        this may end it.
+        """
         kinds = {base.__name__ for base in type(logger).__mro__} & {"MLFlowLogger", "WandbLogger"}
         if not kinds or self._folder is None:
             return
@@ -309,7 +371,9 @@ class StreamingDiLoCoMonitorMixin:
             if "MLFlowLogger" in kinds:
                 logger.experiment.log_artifact(logger.run_id, page, "sdiloco")
             else:
-                logger.experiment.log_artifact(page, name=f"sdiloco-report-{logger.version}", type="report")
+                logger.experiment.log_artifact(
+                    page, name=f"sdiloco-report-{logger.version}", type="report"
+                )
         except Exception as error:
             _log.warning(
                 "The report is not an artifact of the run of %s: %s `sdiloco report %s` makes it.",
@@ -324,14 +388,22 @@ class StreamingDiLoCoMonitorMixin:
     # What is recorded
 
     def note(self, landings: Iterable[Landing], final: bool = False) -> None:
-        """Records landings, which a fit hands over; ``final``: they belong to the exchange at its end."""
+        """Records landings, which a fit hands over; ``final``: they belong to the exchange at its
+        end.
+        """
         for landing in landings if self._file is not None else ():
             rates = {"link_gbit_s": landing.link_gbit_s, "on_link_s": landing.on_link_s}
-            told = landing._asdict() | {name: None if math.isnan(rate) else rate for name, rate in rates.items()}
+            told = landing._asdict() | {
+                name: None if math.isnan(rate) else rate for name, rate in rates.items()
+            }
             diagnostics = told.pop("diagnostics")
-            self._write("landing", **told, final=final, diagnostics=diagnostics and diagnostics._asdict())
+            self._write(
+                "landing", **told, final=final, diagnostics=diagnostics and diagnostics._asdict()
+            )
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         engine = trainer.strategy.engine
         if self._done is not None or engine is None:
             return
@@ -354,7 +426,9 @@ class StreamingDiLoCoMonitorMixin:
                 "overlap_steps": settings.overlap_steps,
                 **settings.numbers_and_policies,
                 "fragments": settings.fragments,
-                "compression": settings.compression if isinstance(settings.compression, str) else None,
+                "compression": settings.compression
+                if isinstance(settings.compression, str)
+                else None,
             },
         )
         self._note_fragments(pl_module, engine)
@@ -362,7 +436,11 @@ class StreamingDiLoCoMonitorMixin:
     def _note_fragments(self, pl_module: Any, engine: StreamingDiLoCo) -> None:
         self._fragments = engine.fragments
         parameters = dict(pl_module.named_parameters())
-        sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in parameters.items() if p.requires_grad}
+        sizes = {
+            name: (p.numel(), p.numel() * p.element_size())
+            for name, p in parameters.items()
+            if p.requires_grad
+        }
         cut = [fragment.names for fragment in engine.fragments]
         self._write("fragments", step=self._step, fragments=cut, parameters=sizes)
 
@@ -371,17 +449,27 @@ class StreamingDiLoCoMonitorMixin:
             self._write("loss", step=step, loss=loss)
 
     def _write(self, kind: str, **told: Any) -> None:
-        """Writes a line; a disk without room ends the record, and not the training that it is about."""
+        """Writes a line; a disk without room ends the record, and not the training that it is
+        about.
+        """
         if self._file is None:
             return
 
         def on_clock(moments: Any) -> Any:
-            """Makes moments of ``time.perf_counter()`` seconds since 1970 on this rank's clock, to a microsecond."""
+            """Makes moments of ``time.perf_counter()`` seconds since 1970 on this rank's clock, to
+            a microsecond.
+            """
             if isinstance(moments, Mapping):
                 return {name: on_clock(each) for name, each in moments.items()}
-            return round(self._ahead + moments, 6) if isinstance(moments, float) else list(map(on_clock, moments))
+            return (
+                round(self._ahead + moments, 6)
+                if isinstance(moments, float)
+                else list(map(on_clock, moments))
+            )
 
-        told |= {name: on_clock(told[name]) for name in ("time", "done", "span", "spans") if name in told}
+        told |= {
+            name: on_clock(told[name]) for name in ("time", "done", "span", "spans") if name in told
+        }
         # An older file may end within a line.
         begins = "\n" if kind == "start" and self._file.tell() else ""
         try:
@@ -390,7 +478,8 @@ class StreamingDiLoCoMonitorMixin:
             path = self._file.name
             self._close()
             _log.warning(
-                "%s cannot be written: %s. Training continues, but this rank records nothing more until it is"
+                "%s cannot be written: %s. Training continues, but this rank records nothing"
+                " more until it is"
                 " restarted. Make room on the disk.",
                 path,
                 error,
@@ -404,8 +493,13 @@ class StreamingDiLoCoMonitorMixin:
 
 
 def _folder_of(trainer: Any) -> Path:
-    """Returns where a run keeps its files: beside checkpoints, where the first logger has no folder for each run."""
-    folder, first = Path(trainer.log_dir or trainer.default_root_dir), next(iter(trainer.loggers), None)
+    """Returns where a run keeps its files: beside checkpoints, where the first logger has no
+    folder for each run.
+    """
+    folder, first = (
+        Path(trainer.log_dir or trainer.default_root_dir),
+        next(iter(trainer.loggers), None),
+    )
     if first is None or getattr(first, "log_dir", None) is not None:
         return folder
     # Only rank 0 knows the name of a run that a server has given.
@@ -414,7 +508,11 @@ def _folder_of(trainer: Any) -> Path:
 
 
 def monitors_of(trainer: Any) -> list[StreamingDiLoCoMonitorMixin]:
-    return [callback for callback in trainer.callbacks if isinstance(callback, StreamingDiLoCoMonitorMixin)]
+    return [
+        callback
+        for callback in trainer.callbacks
+        if isinstance(callback, StreamingDiLoCoMonitorMixin)
+    ]
 
 
 Line = dict[str, Any]
@@ -431,7 +529,9 @@ class Step(NamedTuple):
 
 
 class LandingRecord(NamedTuple):
-    """A landing as it was written down; `lightning_sdiloco.Landing` describes most of the fields."""
+    """A landing as it was written down; `lightning_sdiloco.Landing` describes most of the
+    fields.
+    """
 
     fragment: int
     launched_at: int
@@ -502,15 +602,25 @@ class Run(NamedTuple):
 
 
 def records_in(folder: str | Path) -> Path:
-    """Returns where the records are: in a folder, its subfolder ``sdiloco``, or its newest ``version_N``'s."""
-    versions = [path for at in ("version_*", "lightning_logs/version_*") for path in Path(folder).glob(f"{at}/sdiloco")]
-    by_number = sorted(versions, key=lambda path: int(re.sub(r"\D", "", path.parent.name) or -1), reverse=True)
+    """Returns where the records are: in a folder, its subfolder ``sdiloco``, or its newest
+    ``version_N``'s.
+    """
+    versions = [
+        path
+        for at in ("version_*", "lightning_logs/version_*")
+        for path in Path(folder).glob(f"{at}/sdiloco")
+    ]
+    by_number = sorted(
+        versions, key=lambda path: int(re.sub(r"\D", "", path.parent.name) or -1), reverse=True
+    )
     for place in (Path(folder), Path(folder) / "sdiloco", *by_number):
         if any(place.glob("rank_*.jsonl")):
             return place
     raise ValueError(
-        f"{folder} holds no records (rank_00000.jsonl and so on). Give the folder that a StreamingDiLoCoMonitor wrote:"
-        " add one to the trainer's callbacks; by default it writes into sdiloco in the logger's folder."
+        f"{folder} holds no records (rank_00000.jsonl and so on). Give the folder that a"
+        " StreamingDiLoCoMonitor wrote:"
+        " add one to the trainer's callbacks; by default it writes into sdiloco in the logger's"
+        " folder."
     )
 
 
@@ -542,7 +652,9 @@ def _ahead(part: Sequence[Line], reference: Sequence[Line]) -> float:
     own, other = part[0]["group"], reference[0]["group"]
     for line in part:
         together = flights.get(flight(line)) if line["kind"] == "landing" else None
-        if together is not None and (own == other or own in together["counted"] and other in line["counted"]):
+        if together is not None and (
+            own == other or own in together["counted"] and other in line["counted"]
+        ):
             least = max(least, line["spans"]["launch"][0] - together["spans"]["flight"][1])
             most = min(most, line["spans"]["flight"][1] - together["spans"]["launch"][0])
     return 0.0 if least <= 0 <= most else (least + most) / 2
@@ -564,7 +676,10 @@ def _read(parts: Sequence[list[Line]], reference: Sequence[list[Line]]) -> Rank:
                 rank.steps.append(Step(step, span, line["done"] - ahead))
             elif kind == "landing":
                 told = {name: line[name] for name in LandingRecord.__annotations__ if name in line}
-                told["spans"] = {name: (one - ahead, other - ahead) for name, (one, other) in line["spans"].items()}
+                told["spans"] = {
+                    name: (one - ahead, other - ahead)
+                    for name, (one, other) in line["spans"].items()
+                }
                 rank.landings.append(LandingRecord(**told))
             elif kind == "validation":
                 rank.validations.append(Validation(step, span, line["metrics"]))
@@ -591,14 +706,45 @@ def trace(run: Run) -> dict[str, Any]:
 
 def _events(rank: Rank, zero: float, numbers: Iterator[int]) -> Iterator[Event]:
     shard = f", rank {rank.rank}" if rank.about["shards"] > 1 else ""
-    yield {"ph": "M", "name": "process_name", "pid": rank.rank, "args": {"name": f"{rank.name}{shard}"}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": rank.rank, "args": {"sort_index": rank.rank}}
-    for row, name in enumerate(["training", *(f"fragment {fragment}" for fragment in range(len(rank.fragments)))]):
-        yield {"ph": "M", "name": "thread_name", "pid": rank.rank, "tid": row, "args": {"name": name}}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": rank.rank, "tid": row, "args": {"sort_index": row}}
+    yield {
+        "ph": "M",
+        "name": "process_name",
+        "pid": rank.rank,
+        "args": {"name": f"{rank.name}{shard}"},
+    }
+    yield {
+        "ph": "M",
+        "name": "process_sort_index",
+        "pid": rank.rank,
+        "args": {"sort_index": rank.rank},
+    }
+    for row, name in enumerate(
+        ["training", *(f"fragment {fragment}" for fragment in range(len(rank.fragments)))]
+    ):
+        yield {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": rank.rank,
+            "tid": row,
+            "args": {"name": name},
+        }
+        yield {
+            "ph": "M",
+            "name": "thread_sort_index",
+            "pid": rank.rank,
+            "tid": row,
+            "args": {"sort_index": row},
+        }
 
     def event(kind: str, name: str, row: int, moment: float, **more: Any) -> Event:
-        return {"ph": kind, "name": name, "pid": rank.rank, "tid": row, "ts": round(1e6 * (moment - zero), 3), **more}
+        return {
+            "ph": kind,
+            "name": name,
+            "pid": rank.rank,
+            "tid": row,
+            "ts": round(1e6 * (moment - zero), 3),
+            **more,
+        }
 
     def piece(name: str, row: int, span: Span, **args: Any) -> Event:
         duration = round(1e6 * max(0.0, span[1] - span[0]), 3)
@@ -609,17 +755,24 @@ def _events(rank: Rank, zero: float, numbers: Iterator[int]) -> Iterator[Event]:
     for validation in rank.validations:
         yield piece("validation", _TRAINING, validation.span, step=validation.step)
     for landing in rank.landings:
-        about = {name: getattr(landing, name) for name in ("fragment", "launched_at", "landed_at", "bytes_sent")}
+        about = {
+            name: getattr(landing, name)
+            for name in ("fragment", "launched_at", "landed_at", "bytes_sent")
+        }
         for name in ("launch", "wait", "land"):
             yield piece(name, _TRAINING, landing.spans[name], **about)
         row = 1 + landing.fragment
-        yield piece("final flight" if landing.final else "flight", row, landing.spans["flight"], **about)
+        yield piece(
+            "final flight" if landing.final else "flight", row, landing.spans["flight"], **about
+        )
         for name in _IN_BACKGROUND:
             if name in landing.spans:
                 yield piece(name.replace("relay", "second_hop"), row, landing.spans[name])
         number = next(numbers)
         yield event("s", "flight", _TRAINING, landing.spans["launch"][0], id=number, cat="flight")
-        yield event("f", "flight", _TRAINING, landing.spans["land"][0], id=number, cat="flight", bp="e")
+        yield event(
+            "f", "flight", _TRAINING, landing.spans["land"][0], id=number, cat="flight", bp="e"
+        )
     for moment, what in changes(rank):
         yield event("i", what, _TRAINING, moment, s="p")
 
@@ -634,10 +787,14 @@ def changes(rank: Rank) -> Iterator[tuple[float, str]]:
     counts: set[str] = set()
     for landing in rank.landings:
         before[landing.fragment] = set(landing.sites)
-        # A round of one fragment may be missed by accident; a site in none of the last rounds is away.
+        # A round of one fragment may be missed by accident; a site in none of the last rounds is
+        # away.
         now = set().union(*before.values())
         for site in sorted(now ^ counts):
-            yield landing.spans["land"][1], f"{site} counts" if site in now else f"{site} counts no longer"
+            yield (
+                landing.spans["land"][1],
+                f"{site} counts" if site in now else f"{site} counts no longer",
+            )
         counts = now
 
 
@@ -660,15 +817,26 @@ class Announcement:
         topology, settings = engine.topology, engine.settings
         # What a rank sends to other worker groups for each fragment, without buffers.
         others = topology.num_groups - 1
-        all_reduce = all_reduce_for(settings.exchange, topology.num_groups, settings.codec, settings.landing.kept)
-        numels = {clean_name(name): parameter.numel() for name, parameter in engine.model.named_parameters()}
-        shards = [-(-sum(numels[name] for name in own.names) // topology.group_size) for own in engine.fragments]
+        all_reduce = all_reduce_for(
+            settings.exchange, topology.num_groups, settings.codec, settings.landing.kept
+        )
+        numels = {
+            clean_name(name): parameter.numel()
+            for name, parameter in engine.model.named_parameters()
+        }
+        shards = [
+            -(-sum(numels[name] for name in own.names) // topology.group_size)
+            for own in engine.fragments
+        ]
         self._bytes = [
-            others * CONTROL_BYTES + all_reduce.bytes_to_others(shard, topology.group_index) for shard in shards
+            others * CONTROL_BYTES + all_reduce.bytes_to_others(shard, topology.group_index)
+            for shard in shards
         ]
         least, most = readable(min(self._bytes)), readable(max(self._bytes))
         sent = least if least == most else f"{least} to {most}"
-        first = next(step for step in count(engine.steps_in_rounds + 1) if engine.schedule.launches(step))
+        first = next(
+            step for step in count(engine.steps_in_rounds + 1) if engine.schedule.launches(step)
+        )
         numbers = ", ".join(
             f"{name}={value if isinstance(value, str) else format(value, 'g')}"
             for name, value in settings.numbers_and_policies.items()
@@ -677,12 +845,20 @@ class Announcement:
             numbers += f", direction={settings.outer.described()['outer_optimizer.direction']}"
         if settings.outer.make is not None:
             numbers += f", outer_optimizer={engine.rounds.outer_optimizer.summary}"
-        counts = ((topology.num_groups, "worker group"), (topology.group_size, "rank"), (len(shards), "fragment"))
-        groups, ranks, fragments = (f"{number} {what}{'s' * (number != 1)}" for number, what in counts)
+        counts = (
+            (topology.num_groups, "worker group"),
+            (topology.group_size, "rank"),
+            (len(shards), "fragment"),
+        )
+        groups, ranks, fragments = (
+            f"{number} {what}{'s' * (number != 1)}" for number, what in counts
+        )
         rank_zero_info(
             f"Streaming DiLoCo: {groups} of {ranks}, {fragments},"
-            f" sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps}, {numbers}; each rank sends"
-            f" {f'at most {most}' if settings.codec.varies() else sent} a fragment; the first launch follows inner step"
+            f" sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps},"
+            f" {numbers}; each rank sends"
+            f" {f'at most {most}' if settings.codec.varies() else sent} a fragment; the first"
+            " launch follows inner step"
             f" {engine.inner_steps - engine.steps_in_rounds + first}."
         )
 
@@ -699,10 +875,14 @@ class Announcement:
         if self._engine.topology.num_groups > 1 and not window:
             of_link = "; with overlap_steps=0 training waits for every fragment"
         elif self._engine.topology.num_groups > 1:
-            # Where fragments follow each other faster than they land, what counts is all of them in a round.
-            rate = max(max(self._bytes) / window, sum(self._bytes) / (settings.sync_every * seconds))
+            # Where fragments follow each other faster than they land, what counts is all of them in
+            # a round.
+            rate = max(
+                max(self._bytes) / window, sum(self._bytes) / (settings.sync_every * seconds)
+            )
             of_link = (
-                f"; overlap_steps={settings.overlap_steps} gives the link {short(window)} s a fragment, so it has to"
+                f"; overlap_steps={settings.overlap_steps} gives the link {short(window)} s a"
+                " fragment, so it has to"
                 f" carry {readable_rate(8 * rate / 1e9)} from each rank"
             )
         rank_zero_info(f"Streaming DiLoCo: an inner step takes {short(seconds)} s{of_link}.")
@@ -711,13 +891,16 @@ class Announcement:
             return
         early = math.ceil((steps * seconds + _SAVING_SECONDS) / 10) * 10
         give = f"Allow {early} s from SIGTERM to SIGKILL"
-        # Only Lightning's environment for SLURM has one. Without auto_requeue it does not listen for it.
+        # Only Lightning's environment for SLURM has one. Without auto_requeue it does not listen
+        # for it.
         if requeue := getattr(self._environment, "requeue_signal", None):
             name = requeue.name.removeprefix("SIG") if self._environment.auto_requeue else "TERM"
             give = f"Use sbatch --signal={name}@{early}"
         _log.warning(
-            "After a termination signal the fit goes on until a launch that follows it has landed: up to %d inner"
-            " steps, about %.0f s (%.2g s each). %s, which leaves a minute for saving. More fragments or a smaller"
+            "After a termination signal the fit goes on until a launch that follows it has"
+            " landed: up to %d inner"
+            " steps, about %.0f s (%.2g s each). %s, which leaves a minute for saving. More"
+            " fragments or a smaller"
             " sync_every shorten this.",
             steps,
             steps * seconds,
@@ -727,19 +910,29 @@ class Announcement:
 
 
 def warn_of_few_rounds(schedule: Schedule, steps: int) -> None:
-    """Warns if fewer than `ENOUGH_ROUNDS` rounds fit into a run, and says which ``sync_every`` would do."""
+    """Warns if fewer than `ENOUGH_ROUNDS` rounds fit into a run, and says which ``sync_every``
+    would do.
+    """
     if (rounds := schedule.rounds_in(steps)) >= ENOUGH_ROUNDS:
         return
     advice = f"For {ENOUGH_ROUNDS} rounds train for more inner steps"
     for sync_every in range(min(schedule.sync_every - 1, steps // ENOUGH_ROUNDS), 0, -1):
         # What waits for a large part of a round comes too late to be of use.
         overlap_steps = min(schedule.overlap_steps, sync_every // 4)
-        if replace(schedule, sync_every=sync_every, overlap_steps=overlap_steps).rounds_in(steps) >= ENOUGH_ROUNDS:
-            less = "" if overlap_steps == schedule.overlap_steps else f" and overlap_steps={overlap_steps}"
+        if (
+            replace(schedule, sync_every=sync_every, overlap_steps=overlap_steps).rounds_in(steps)
+            >= ENOUGH_ROUNDS
+        ):
+            less = (
+                ""
+                if overlap_steps == schedule.overlap_steps
+                else f" and overlap_steps={overlap_steps}"
+            )
             advice = f"Choose sync_every={sync_every}{less} for {ENOUGH_ROUNDS} rounds"
             break
     _log.warning(
-        "With sync_every=%d only %d %s into the %d inner steps of this fit: the worker groups learn little from each"
+        "With sync_every=%d only %d %s into the %d inner steps of this fit: the worker groups"
+        " learn little from each"
         " other, and the loss ends some percent above DDP's. %s.",
         schedule.sync_every,
         rounds,

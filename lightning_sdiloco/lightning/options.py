@@ -1,11 +1,12 @@
 """What a user chooses for a strategy, and what the planner chooses where that is ``"auto"``.
 
-[Note: what is chosen when] The first inner steps are ordinary ones: no launch is due before `sync_every` of them are
-done. In the first few the engine runs with placeholders for the settings to be chosen. Then all ranks gather how long a
-step took, measure the link together, and adopt what rank 0 chooses. The engine goes on as if the choice had been there
-from the start, so the run is, bit for bit, one with these settings. Every later checkpoint holds them, and a resumed
-fit takes them from there. A dense beginning is chosen in the same way, before its own first launch would be due: its
-rounds are as short as the link allows without making training wait.
+[Note: what is chosen when] The first inner steps are ordinary ones: no launch is due before
+`sync_every` of them are done. In the first few the engine runs with placeholders for the settings
+to be chosen. Then all ranks gather how long a step took, measure the link together, and adopt what
+rank 0 chooses. The engine goes on as if the choice had been there from the start, so the run is,
+bit for bit, one with these settings. Every later checkpoint holds them, and a resumed fit takes
+them from there. A dense beginning is chosen in the same way, before its own first launch would be
+due: its rounds are as short as the link allows without making training wait.
 """
 
 import ast
@@ -30,7 +31,13 @@ from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.federation.config import Federation
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming
-from lightning_sdiloco.planning.planner import SYNC_EVERY, TARGET, candidates, recommend, with_margin
+from lightning_sdiloco.planning.planner import (
+    SYNC_EVERY,
+    TARGET,
+    candidates,
+    recommend,
+    with_margin,
+)
 from lightning_sdiloco.planning.units import readable, readable_rate
 from lightning_sdiloco.planning.workload import Groups, Model
 
@@ -54,8 +61,8 @@ _PLACEHOLDERS: Mapping[str, Any] = {
     "exchange": "two_shot",
 }
 
-# A message grows until its exchange takes this long or it is this large. The time is enough to measure any link, the
-# size to measure most.
+# A message grows until its exchange takes this long or it is this large. The time is enough to
+# measure any link, the size to measure most.
 _ENOUGH_SECONDS, _LEAST_BYTES, _MOST_BYTES = 0.5, 2**16, 2**24
 
 # Bytes per second that a device reads and writes in its memory.
@@ -71,13 +78,16 @@ class Measured(NamedTuple):
     def __str__(self) -> str:
         return (
             f"the measured inner step takes {self.step_time:.3g} s and the link carries"
-            f" {readable_rate(self.link.gbit_s)} with a round trip of {1000 * self.link.round_trip:.3g} ms"
+            f" {readable_rate(self.link.gbit_s)} with a round trip of"
+            f" {1000 * self.link.round_trip:.3g} ms"
         )
 
 
 @dataclass
 class Options:
-    """The choices that all strategies have, as they are now: planner or checkpoint may replace ``"auto"`` settings."""
+    """The choices that all strategies have, as they are now: planner or checkpoint may replace
+    ``"auto"`` settings.
+    """
 
     settings: Settings
     worker_groups: int | Literal["auto"]
@@ -99,10 +109,14 @@ class Options:
     def of(arguments: Mapping[str, Any]) -> "Options":
         """Checks the arguments of a strategy, found by their names among others."""
         given = {item.name: arguments[item.name] for item in fields(Settings)}
-        chooses_dense = isinstance(given["dense_beginning"], str) and given["dense_beginning"] == AUTO
+        chooses_dense = (
+            isinstance(given["dense_beginning"], str) and given["dense_beginning"] == AUTO
+        )
         if chooses_dense:
             given["dense_beginning"] = None
-        auto = [name for name in _PLACEHOLDERS if isinstance(given[name], str) and given[name] == AUTO]
+        auto = [
+            name for name in _PLACEHOLDERS if isinstance(given[name], str) and given[name] == AUTO
+        ]
         stand_in = {name: _PLACEHOLDERS[name] for name in auto if name != "exchange"}
         # What does not suit an exchange is refused here, before it gives way to a placeholder.
         settings = Settings.among({**given, **stand_in})
@@ -110,7 +124,9 @@ class Options:
             backend = settings.exchange.backend
             settings = replace(settings, exchange=f"{_PLACEHOLDERS['exchange']}:{backend}")
             stand_in["exchange"] = None
-        own = {name: arguments[name] for name in ("worker_groups", "evaluate", "resume", "federation")}
+        own = {
+            name: arguments[name] for name in ("worker_groups", "evaluate", "resume", "federation")
+        }
         return Options(
             settings,
             **own,
@@ -125,65 +141,82 @@ class Options:
         for holds, why in (
             (
                 first and settings.sync_every <= STEPS,
-                f"sync_every={settings.sync_every} leaves no time for {asked}: the first {STEPS} inner steps are"
-                f" measured before the first launch. Choose {first} yourself, or a larger sync_every.",
+                f"sync_every={settings.sync_every} leaves no time for {asked}: the first {STEPS}"
+                " inner steps are"
+                f" measured before the first launch. Choose {first} yourself, or a larger"
+                " sync_every.",
             ),
             (
                 first not in ("", "exchange") and settings.schedule is not None,
-                f"schedule={settings.schedule!r} does not work with {first}='auto': the planner plans launches every"
+                f"schedule={settings.schedule!r} does not work with {first}='auto': the planner"
+                " plans launches every"
                 f" sync_every inner steps. Choose {first} yourself, or leave out schedule.",
             ),
             (
                 first and not settings.shares,
-                f"route={settings.route!r} does not work with {first}='auto': the planner plans rounds in which all"
+                f"route={settings.route!r} does not work with {first}='auto': the planner plans"
+                " rounds in which all"
                 f" groups exchange with all others. Choose {first} yourself, or leave out route.",
             ),
             (
                 first not in ("", "exchange") and settings.dense_beginning is not None,
-                f"dense_beginning={settings.dense_beginning!r} does not work with {first}='auto': its first launches"
-                f" come before the first {STEPS} inner steps are measured. Choose {first} yourself, or leave out"
+                f"dense_beginning={settings.dense_beginning!r} does not work with"
+                f" {first}='auto': its first launches"
+                f" come before the first {STEPS} inner steps are measured. Choose {first}"
+                " yourself, or leave out"
                 " dense_beginning.",
             ),
             (
                 "sync_every" in self.auto and settings.overlap_steps >= max(SYNC_EVERY),
-                f"overlap_steps={settings.overlap_steps} leaves nothing for sync_every='auto', which chooses at most"
+                f"overlap_steps={settings.overlap_steps} leaves nothing for sync_every='auto',"
+                " which chooses at most"
                 f" {max(SYNC_EVERY)}. Choose sync_every yourself, or fewer overlap_steps.",
             ),
             (
                 self.evaluate not in ("outer", "mean", "local"),
-                f"evaluate={self.evaluate!r} is unknown: validation inside a fit sees the 'outer' model (the default),"
-                " the 'mean' of the worker groups, or each group's 'local' model. Choose one of them.",
+                f"evaluate={self.evaluate!r} is unknown: validation inside a fit sees the"
+                " 'outer' model (the default),"
+                " the 'mean' of the worker groups, or each group's 'local' model. Choose one of"
+                " them.",
             ),
             (
                 self.resume not in ("exact", "restart", "exact:newest", "restart:newest"),
-                f"resume={self.resume!r} is unknown: it must be 'exact', which refuses a checkpoint of other settings,"
-                " or 'restart', which restarts rounds from its outer parameters; with the suffix ':newest' only the"
+                f"resume={self.resume!r} is unknown: it must be 'exact', which refuses a"
+                " checkpoint of other settings,"
+                " or 'restart', which restarts rounds from its outer parameters; with the suffix"
+                " ':newest' only the"
                 " newest checkpoint keeps the folder that a fit resumes from. Choose one of them.",
             ),
             (
                 self.federation is not None and not isinstance(self.federation, Federation),
-                f"federation={self.federation!r} is not a Federation. Give one: lightning_sdiloco.Federation(hub=...,"
+                f"federation={self.federation!r} is not a Federation. Give one:"
+                " lightning_sdiloco.Federation(hub=...,"
                 " run=..., site=..., keys=...), or leave it out.",
             ),
             (
                 self.federation is not None and self.worker_groups not in (1, "auto"),
-                f"worker_groups={self.worker_groups} does not work with a federation: the ranks of a site are one"
+                f"worker_groups={self.worker_groups} does not work with a federation: the ranks"
+                " of a site are one"
                 " worker group. Leave it out, and start the others as their own sites.",
             ),
             (
                 self.federation is not None and first,
-                f"{first}='auto' does not work with a federation: its sites are launched separately, and all need the"
-                " same settings. Give a number or name (sdiloco plan --hub-bandwidth recommends some), or what the run"
+                f"{first}='auto' does not work with a federation: its sites are launched"
+                " separately, and all need the"
+                " same settings. Give a number or name (sdiloco plan --hub-bandwidth recommends"
+                " some), or what the run"
                 " was founded with (sdiloco doctor --hub shows it).",
             ),
             (
                 self.federation is not None and self.restarts,
-                f"resume={self.resume!r} does not work with a federation: a site resumes from its own checkpoint, or"
+                f"resume={self.resume!r} does not work with a federation: a site resumes from"
+                " its own checkpoint, or"
                 " fetches a state. Leave it out.",
             ),
             (
                 self.federation is not None and self.evaluate == "mean",
-                f"evaluate={self.evaluate!r} does not work with a federation: validation does not wait for other sites."
+                f"evaluate={self.evaluate!r} does not work with a federation: validation does"
+                " not wait for other sites."
                 " Choose 'outer' or 'local'.",
             ),
         ):
@@ -201,8 +234,14 @@ class Options:
         return self.resume.startswith("restart")
 
     def described(self) -> dict[str, str]:
-        """Returns every choice as text, which is the same on all ranks if and only if the choice is."""
-        own = {"worker_groups": str(self.worker_groups), "evaluate": self.evaluate, "resume": self.resume}
+        """Returns every choice as text, which is the same on all ranks if and only if the choice
+        is.
+        """
+        own = {
+            "worker_groups": str(self.worker_groups),
+            "evaluate": self.evaluate,
+            "resume": self.resume,
+        }
         return {**self.settings.described(), **dict.fromkeys(self.open, repr(AUTO)), **own}
 
     @property
@@ -216,11 +255,12 @@ class Options:
         return (*self.auto, "dense_beginning") if self.chooses_dense else self.auto
 
     def choose_for_length(self, model: nn.Module, topology: Topology, steps: float) -> None:
-        """Chooses dense beginning and outer step for a fit of ``steps`` inner steps, as far as no checkpoint has them.
+        """Chooses dense beginning and outer step for a fit of ``steps`` inner steps, as far as no
+        checkpoint has them.
 
-        All ranks must call it. Neither of the two depends on the length of a fit in a federation, whose sites are not
-        asked. Rounds of four inner steps stand in for the dense beginning until the link is measured, unless the
-        planner needs more inner steps for its own choice.
+        All ranks must call it. Neither of the two depends on the length of a fit in a federation,
+        whose sites are not asked. Rounds of four inner steps stand in for the dense beginning until
+        the link is measured, unless the planner needs more inner steps for its own choice.
         """
         if self.settings.shares and topology.num_groups > 1:
             # Groups may have unequal numbers of batches.
@@ -232,7 +272,9 @@ class Options:
         self._choose_outer_step(model, topology)
 
     def _choose_outer_step(self, model: nn.Module, topology: Topology) -> None:
-        """Chooses the open settings of the outer step, unless what they depend on is chosen later."""
+        """Chooses the open settings of the outer step, unless what they depend on is chosen
+        later.
+        """
         if {"sync_every", "dense_beginning"} & {*self.open}:
             return
         rounds = self._rounds()
@@ -241,7 +283,9 @@ class Options:
             self.settings = self.settings.chosen_for(topology.num_groups, rounds)
 
     def _rounds(self) -> float:
-        """Returns how many rounds of ``sync_every`` inner steps the fit has; infinite where its length is not known."""
+        """Returns how many rounds of ``sync_every`` inner steps the fit has; infinite where its
+        length is not known.
+        """
         if self.steps == math.inf:
             return math.inf
         dense = self.settings.dense_beginning
@@ -249,7 +293,9 @@ class Options:
         return (self.steps - dense_steps) // self.settings.sync_every
 
     def _choose_dense(self, model: nn.Module, topology: Topology, step_time: float) -> None:
-        """Chooses the shortest dense rounds that the link hides; none if it hides none. All ranks must call it."""
+        """Chooses the shortest dense rounds that the link hides; none if it hides none. All ranks
+        must call it.
+        """
         self.chooses_dense = False
         self.settings = replace(self.settings, dense_beginning=None)
         candidates = list[DenseBeginning]()
@@ -260,9 +306,12 @@ class Options:
                 candidates.append(dense)
         if not candidates:
             return
-        # Where flights do not go on in the background, as in a simulation, the clock says nothing of a link.
+        # Where flights do not go on in the background, as in a simulation, the clock says nothing
+        # of a link.
         if topology.background is None and self.measured is None:
-            self.measured = Measured(step_time, measure_link(topology, self.settings.timeout.total_seconds()))
+            self.measured = Measured(
+                step_time, measure_link(topology, self.settings.timeout.total_seconds())
+            )
         described, groups = self._described(model, topology, step_time)
         hidden = list[DenseBeginning]()
         for dense in candidates:
@@ -281,15 +330,18 @@ class Options:
         why = f"{self.measured}" if self.measured else "the groups are simulated in one process"
         if dense is None:
             _log.warning(
-                "Chosen: dense_beginning=None, because training would wait for the link in all dense rounds that"
+                "Chosen: dense_beginning=None, because training would wait for the link in all"
+                " dense rounds that"
                 " sync_every=%d and the length of this fit allow: %s.",
                 self.settings.sync_every,
                 why,
             )
             return
         _log.warning(
-            "Chosen: dense_beginning=%r: in the first %d of the %d inner steps of this fit, %.0f %% of them, the %d"
-            " groups exchange every %d inner steps, and each sends %s. These are the shortest rounds for which training"
+            "Chosen: dense_beginning=%r: in the first %d of the %d inner steps of this fit, %.0f"
+            " %% of them, the %d"
+            " groups exchange every %d inner steps, and each sends %s. These are the shortest"
+            " rounds for which training"
             " does not wait: %s. Give dense_beginning=None for none.",
             dense,
             dense.steps,
@@ -301,7 +353,9 @@ class Options:
             why,
         )
 
-    def _described(self, model: nn.Module, topology: Topology, step_time: float) -> tuple[Model, Groups]:
+    def _described(
+        self, model: nn.Module, topology: Topology, step_time: float
+    ) -> tuple[Model, Groups]:
         """Describes model and groups for the planner."""
         memory_rate = _MEMORY_RATES.get(next(model.parameters()).device.type, _MEMORY_RATE)
         groups = Groups(step_time, topology.num_groups, topology.group_size, memory_rate)
@@ -310,7 +364,9 @@ class Options:
     # What the planner chooses
 
     def restore(self, saved: Mapping[str, str]) -> None:
-        """Takes what suits from a checkpoint, and the planner's choice if it was saved after that."""
+        """Takes what suits from a checkpoint, and the planner's choice if it was saved after
+        that.
+        """
         self.settings = self.settings.taken_from(saved)
         if self.chooses_dense:
             dense = saved.get("dense_beginning", repr(None))
@@ -333,7 +389,8 @@ class Options:
                 )
             except (ValueError, SyntaxError):
                 raise ValueError(
-                    f"{name}='auto' was given, but the checkpoint has {name}={saved[name]}, which cannot be read from"
+                    f"{name}='auto' was given, but the checkpoint has {name}={saved[name]},"
+                    " which cannot be read from"
                     f" its text. Give the same {name} as then."
                 ) from None
         if self.overlap_gives_way and "sync_every" in chosen:
@@ -344,37 +401,50 @@ class Options:
         self._times = [time.monotonic()]
 
     def step(self, launch_in: int, waited: float) -> bool:
-        """Counts an inner step, and returns whether it is time to choose; all ranks return the same.
+        """Counts an inner step, and returns whether it is time to choose; all ranks return the
+        same.
 
         Args:
             launch_in: After how many inner steps the next launch is due.
-            waited: For how many seconds training has waited for other groups so far, which is no part of a step.
+            waited: For how many seconds training has waited for other groups so far, which is no
+                part of a step.
         """
         if self.open:
             self._times.append(time.monotonic() - waited)
         return bool(self.open) and (len(self._times) > STEPS or launch_in <= 1)
 
     def step_time(self) -> float:
-        """Returns how long an inner step takes: the usual one, or while there are few of them the shortest."""
+        """Returns how long an inner step takes: the usual one, or while there are few of them the
+        shortest.
+        """
         is_settled = len(self._times) > STEPS
         times = self._times[FIRST:] if is_settled else self._times
         seconds = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
         return max(1e-6, median(seconds) if is_settled else min(seconds, default=0.0))
 
     def choose(self, model: nn.Module, topology: Topology) -> None:
-        """Measures the link, and adopts what the planner recommends for what is open. All ranks must call it."""
+        """Measures the link, and adopts what the planner recommends for what is open. All ranks
+        must call it.
+        """
         settings, timeout = self.settings, self.settings.timeout.total_seconds()
         step_time = max(topology.world.all_gather_object(self.step_time()))
         names = tuple(name for name in self.auto if name != "exchange")
         if "exchange" in self.auto:
-            links = [measure_link(topology, timeout, to=group).gbit_s for group in range(topology.num_groups)]
+            links = [
+                measure_link(topology, timeout, to=group).gbit_s
+                for group in range(topology.num_groups)
+            ]
             backend: Any = kind_and_backend(settings.exchange)[1]
             settings = replace(settings, exchange=TwoShot(backend=backend).over(links))
             if topology.rank == 0:
-                _log.warning("Chosen: exchange=%r, from these measured links in Gbit/s.", settings.exchange)
+                _log.warning(
+                    "Chosen: exchange=%r, from these measured links in Gbit/s.", settings.exchange
+                )
         if names and topology.num_groups > 1:
             self.measured = Measured(step_time, measure_link(topology, timeout))
-        chosen = topology.world.all_gather_object(choice(names, settings, model, topology, self.measured))[0]
+        chosen = topology.world.all_gather_object(
+            choice(names, settings, model, topology, self.measured)
+        )[0]
         self.auto, self.settings = (), replace(settings, **chosen)
         if self.chooses_dense:
             self._choose_dense(model, topology, step_time)
@@ -395,7 +465,11 @@ def is_hidden(method: Streaming, link: Link) -> bool:
 
 
 def choice(
-    names: tuple[str, ...], settings: Settings, model: nn.Module, topology: Topology, measured: Measured | None
+    names: tuple[str, ...],
+    settings: Settings,
+    model: nn.Module,
+    topology: Topology,
+    measured: Measured | None,
 ) -> dict[str, Any]:
     if not names:
         return {}
@@ -410,43 +484,60 @@ def choice(
     return {name: getattr(own, name) for name in names}
 
 
-def candidates_among(names: tuple[str, ...], settings: Settings, model: Model) -> Iterator[Settings]:
-    """Yields the given settings with what each of the planner's candidates would choose, in order, each once."""
+def candidates_among(
+    names: tuple[str, ...], settings: Settings, model: Model
+) -> Iterator[Settings]:
+    """Yields the given settings with what each of the planner's candidates would choose, in order,
+    each once.
+    """
     seen = set()
     for candidate in candidates(model):
         chosen = tuple(getattr(candidate, name) for name in names)
         sync_every = candidate.sync_every if "sync_every" in names else settings.sync_every
-        overlap_steps = candidate.overlap_steps if "overlap_steps" in names else settings.overlap_steps
+        overlap_steps = (
+            candidate.overlap_steps if "overlap_steps" in names else settings.overlap_steps
+        )
         if chosen not in seen and overlap_steps < sync_every:
             seen.add(chosen)
             yield replace(settings, **dict(zip(names, chosen, strict=True)))
 
 
 def measure_link(topology: Topology, timeout: float, to: int | None = None) -> Link:
-    """Measures the link between groups, with ever larger messages until one is slow enough. All ranks must call it.
+    """Measures the link between groups, with ever larger messages until one is slow enough. All
+    ranks must call it.
 
     Args:
         topology: The worker groups.
         timeout: How long an exchange may take, in seconds.
-        to: The group whose own link is measured: all others send to it at once. None: all send to all.
+        to: The group whose own link is measured: all others send to it at once. None: all send to
+            all.
     """
     exchange = topology.exchange
 
     def seconds(nbytes: int) -> float:
-        """How long messages of that size take: to all groups, or to one of them, with a byte to the others."""
+        """How long messages of that size take: to all groups, or to one of them, with a byte to
+        the others.
+        """
         sizes = [nbytes if to in (None, group) else 1 for group in range(exchange.num_groups)]
-        messages = {size: torch.zeros(size, dtype=torch.uint8, device=exchange.device) for size in set(sizes)}
+        messages = {
+            size: torch.zeros(size, dtype=torch.uint8, device=exchange.device)
+            for size in set(sizes)
+        }
         started = time.monotonic()
         exchange.collect(exchange.post([messages[size] for size in sizes]), started + timeout)
         took = topology.world.all_gather_object(time.monotonic() - started)
-        return float(max(took if to is None else took[topology.group_size * to :][: topology.group_size]))
+        return float(
+            max(took if to is None else took[topology.group_size * to :][: topology.group_size])
+        )
 
     round_trip, nbytes = min(seconds(1) for _ in range(3)), _LEAST_BYTES
     while (took := seconds(nbytes)) < _ENOUGH_SECONDS and nbytes < _MOST_BYTES:
         nbytes *= 4
     # All ranks of a group send at once, each to all other groups.
     sent = nbytes * (topology.num_groups - 1) * topology.group_size
-    return Link(gbit_s=sent * 8 / max(took - round_trip, 1e-6) / 1e9, round_trip=min(round_trip, 9.9))
+    return Link(
+        gbit_s=sent * 8 / max(took - round_trip, 1e-6) / 1e9, round_trip=min(round_trip, 9.9)
+    )
 
 
 def tell(settings: Settings, fragments: int, measured: Measured | None) -> dict[str, float]:
@@ -463,7 +554,8 @@ def tell(settings: Settings, fragments: int, measured: Measured | None) -> dict[
             "sdiloco/link_round_trip": measured.link.round_trip,
         }
     _log.warning(
-        "Chosen: sync_every=%d, overlap_steps=%d, fragments=%r (number of fragments: %d), compression=%r, because %s. A"
+        "Chosen: sync_every=%d, overlap_steps=%d, fragments=%r (number of fragments: %d),"
+        " compression=%r, because %s. A"
         " resumed fit takes these settings from its checkpoint.",
         settings.sync_every,
         settings.overlap_steps,

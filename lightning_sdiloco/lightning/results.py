@@ -49,8 +49,10 @@ class Results:
         source = self.engine or self.other
         if source is None:
             raise RuntimeError(
-                "There is nothing to read yet: fragments and schedule are known from on_fit_start on, outer parameters"
-                " and the report from on_train_batch_start on, and everything after a fit that trained."
+                "There is nothing to read yet: fragments and schedule are known from"
+                " on_fit_start on, outer parameters"
+                " and the report from on_train_batch_start on, and everything after a fit that"
+                " trained."
             )
         return source
 
@@ -67,14 +69,15 @@ _SECONDS_TO_END = 3.0
 
 
 class LauncherMixin(_Base):
-    """Starts processes by spawn, fork or forkserver, and returns the results of rank 0 to the main process.
+    """Starts processes by spawn, fork or forkserver, and returns the results of rank 0 to the main
+    process.
 
-    It passes a termination signal of the main process on to them, and ends them after Ctrl-C. Lightning itself would
-    leave them running, or wait for a result that does not come.
+    It passes a termination signal of the main process on to them, and ends them after Ctrl-C.
+    Lightning itself would leave them running, or wait for a result that does not come.
 
-    What may be large travels through files in a folder that lives as long as the launch. Lightning's queue is a pipe
-    of about 64 kB that the main process reads only after the processes have ended: with more than that, each side
-    would wait for the other for ever.
+    What may be large travels through files in a folder that lives as long as the launch.
+    Lightning's queue is a pipe of about 64 kB that the main process reads only after the processes
+    have ended: with more than that, each side would wait for the other for ever.
     """
 
     _strategy: Any
@@ -98,7 +101,8 @@ class LauncherMixin(_Base):
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
             except KeyboardInterrupt:
-                # Whether it reached the processes or not, they end: the interpreter would wait for them.
+                # Whether it reached the processes or not, they end: the interpreter would wait for
+                # them.
                 self.kill(signal.SIGINT)
                 deadline = time.monotonic() + _SECONDS_TO_END
                 try:
@@ -123,18 +127,23 @@ class LauncherMixin(_Base):
             signal.signal(signal.SIGTERM, self._inherited)
         if self._start_method == "forkserver":
             # In shared memory all ranks would train the same parameters.
-            for module in (part for part in (*args, *kwargs.values()) if isinstance(part, nn.Module)):
+            for module in (
+                part for part in (*args, *kwargs.values()) if isinstance(part, nn.Module)
+            ):
                 for tensor in (*module.parameters(), *module.buffers()):
                     tensor.data = tensor.data.clone()
         try:
             super()._wrapping_function(process_idx, trainer, function, args, kwargs, *rest)
         except self._strategy.distribution.termination:
-            # Without this exit code the main process would take this for success, and wait for the result.
+            # Without this exit code the main process would take this for success, and wait for the
+            # result.
             sys.exit(_TERMINATED)
 
     @override
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:
-        """Writes the results and Lightning's metrics to files, and returns what is left for the queue."""
+        """Writes the results and Lightning's metrics to files, and returns what is left for the
+        queue.
+        """
         folder, extra = Path(self._folder), super().get_extra_results(trainer)
         engine = trainer.strategy.engine
         if engine is not None and engine.is_finished:
@@ -148,11 +157,15 @@ class LauncherMixin(_Base):
     def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
         """Reads, in the main process, what `get_extra_results` wrote in the process of rank 0."""
         folder = Path(self._folder)
-        written = {path.name.removesuffix(_BYTES): path.read_bytes() for path in folder.glob(f"*{_BYTES}")}
+        written = {
+            path.name.removesuffix(_BYTES): path.read_bytes() for path in folder.glob(f"*{_BYTES}")
+        }
         super().update_main_process_results(trainer, {**extra, **written})
         if (folder / _SUMMARY).exists():
             with torch.serialization.safe_globals([Fragment, Stack, Schedule]):
-                fragments, schedule, outer, counts = torch.load(folder / _SUMMARY, weights_only=True)
+                fragments, schedule, outer, counts = torch.load(
+                    folder / _SUMMARY, weights_only=True
+                )
             trainer.strategy.results.other = Summary(
                 fragments, schedule, partial(deepcopy, outer), partial(dict, counts)
             )

@@ -1,11 +1,13 @@
-"""The strategy without its base class: the one place that overrides methods of Lightning's strategies.
+"""The strategy without its base class: the one place that overrides methods of Lightning's
+strategies.
 
-Every distribution of Lightning has its own base classes. A subclass of this class and of one of them adds its name
-and no more; see ``lightning_pytorch.py``.
+Every distribution of Lightning has its own base classes. A subclass of this class and of one of
+them adds its name and no more; see ``lightning_pytorch.py``.
 
-[Note: parts of a strategy] A strategy has no state but its parts. `Options` are what the user chose. `ConnectedGroups`
-are the ranks, over several fits. A `Fit` begins and ends with each fit. A format, `WholeModel` or `ShardedModel`, knows
-how ranks hold the model. `Results` are what users read, also afterwards.
+[Note: parts of a strategy] A strategy has no state but its parts. `Options` are what the user
+chose. `ConnectedGroups` are the ranks, over several fits. A `Fit` begins and ends with each fit. A
+format, `WholeModel` or `ShardedModel`, knows how ranks hold the model. `Results` are what users
+read, also afterwards.
 """
 
 import gc
@@ -26,7 +28,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import TypedDict, Unpack, override
 
-from lightning_sdiloco.algorithm.config import DEFAULT_TIMEOUT, OTHER_NAMES, OuterOptimizer, refuse_unknown
+from lightning_sdiloco.algorithm.config import (
+    DEFAULT_TIMEOUT,
+    OTHER_NAMES,
+    OuterOptimizer,
+    refuse_unknown,
+)
 from lightning_sdiloco.algorithm.gossip import Route
 from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.partition import Fragment
@@ -67,56 +74,67 @@ class GroupStrategy:
     """Trains one model on several worker groups.
 
     Args:
-        worker_groups: Number of worker groups (M in the paper); consecutive ranks form a group. ``"auto"``: one per
-            node if there are several nodes, otherwise one per device.
-        sync_every: Inner steps between two launches of the same fragment (H in the paper). Here and for
-            ``overlap_steps``, ``"auto"`` lets the planner choose: it measures the first inner steps and the link
-            between groups.
-        overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper), below
-            ``sync_every``. None: five, or as many as fit into shorter rounds. Or ``"auto"``.
-        mixing: Share of the local parameters kept on landing (alpha in the paper), from 0 to 1; or a ``LandingRule``
-            such as ``Carry()``. Here and for ``outer_lr`` and ``outer_momentum``, ``"auto"`` chooses by the number of
-            groups, ``sync_every`` and the compression; a resumed fit takes the numbers from its checkpoint.
-        fragments: How the model is cut: ``"strided:3"`` or ``"sequential:3"``, with the number of repeated blocks per
-            fragment (without it, an eighth of them, from 1 to 3, or more to make at most 32 fragments);
-            ``"balanced"``, into as many fragments of equal size as ``"strided"`` makes; a number of fragments of equal
-            size; a list of lists of shell-style patterns for parameter names, one list per fragment; or ``"auto"``,
-            strided with as many blocks as suit the link.
-        compression: How outer gradients are encoded: a name from ``lightning_sdiloco.compression.COMPRESSIONS``, such
-            as ``"fp4"``; a ``lightning_sdiloco.compression.Compression``; or ``"auto"``, the most exact of ``"fp32"``,
-            ``"bf16"`` and ``"fp4"`` that the link carries.
+        worker_groups: Number of worker groups (M in the paper); consecutive ranks form a group.
+            ``"auto"``: one per node if there are several nodes, otherwise one per device.
+        sync_every: Inner steps between two launches of the same fragment (H in the paper). Here and
+            for ``overlap_steps``, ``"auto"`` lets the planner choose: it measures the first inner
+            steps and the link between groups.
+        overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper),
+            below ``sync_every``. None: five, or as many as fit into shorter rounds. Or ``"auto"``.
+        mixing: Share of the local parameters kept on landing (alpha in the paper), from 0 to 1; or
+            a ``LandingRule`` such as ``Carry()``. Here and for ``outer_lr`` and ``outer_momentum``,
+            ``"auto"`` chooses by the number of groups, ``sync_every`` and the compression; a
+            resumed fit takes the numbers from its checkpoint.
+        fragments: How the model is cut: ``"strided:3"`` or ``"sequential:3"``, with the number of
+            repeated blocks per fragment (without it, an eighth of them, from 1 to 3, or more to
+            make at most 32 fragments); ``"balanced"``, into as many fragments of equal size as
+            ``"strided"`` makes; a number of fragments of equal size; a list of lists of shell-style
+            patterns for parameter names, one list per fragment; or ``"auto"``, strided with as many
+            blocks as suit the link.
+        compression: How outer gradients are encoded: a name from
+            ``lightning_sdiloco.compression.COMPRESSIONS``, such as ``"fp4"``; a
+            ``lightning_sdiloco.compression.Compression``; or ``"auto"``, the most exact of
+            ``"fp32"``, ``"bf16"`` and ``"fp4"`` that the link carries.
         outer_lr: Learning rate of the outer Nesterov SGD, or ``"auto"``.
         outer_momentum: Momentum of the outer Nesterov SGD, as torch defines it, or ``"auto"``.
-        evaluate: Which model validation inside a fit sees. ``"outer"``: the outer model, or the mean of the groups
-            until every fragment has landed once. ``"mean"``: the mean of the groups, exchanged for every validation.
-            ``"local"``: each group's own. Checkpoints hold the outer model; until every fragment has landed once, and
-            right after a validation of the mean, they hold the mean.
-        federation: The `Federation` that these ranks, launched on their own, join as a site. None: all worker groups
-            are launched together.
-        outer_optimizer: A callable from the flat float32 shards, one per fragment, to a torch optimizer that works
-            elementwise; it replaces the Nesterov SGD. Or a ``lightning_sdiloco.OuterOptimizer``, which also sets a rate
-            schedule, clipping, a guard against outliers, and where outer state rests.
-        exchange: How encoded outer gradients become their mean in every group: ``"gather"``, ``"two_shot"``, ``"auto"``
-            to choose by the number of groups and the compression, or a ``lightning_sdiloco.TwoShot``, whose groups
-            average parts that suit their links. With the suffix ``":nccl"``, as in ``"auto:nccl"``, outer gradients go
-            from CUDA device to CUDA device; otherwise gloo carries them.
-        resume: ``"exact"`` refuses a checkpoint of other settings; ``"restart"`` restarts the rounds from the outer
-            parameters and outer momentum of any checkpoint. With the suffix ``":newest"``, only the newest checkpoint
-            keeps the folder that a fit resumes from.
-        dense_beginning: A ``lightning_sdiloco.DenseBeginning``: in the first rounds groups exchange more often.
-            ``"auto"``: a fifth of all steps if there are eight groups or more and the length of the fit is known, with
-            rounds as short as the link hides; see docs/choosing.md. None: none.
-        schedule: When fragments launch: a ``LaunchSchedule`` such as ``Selective()``, which launches less often while
-            outer gradients hardly change. None: every ``sync_every`` inner steps.
-        weighing: How much each group counts in a mean: a ``Weighing``. None: by the inner steps it trained.
-        route: Whom each group exchanges with in a round: a ``Route`` such as ``RandomPairs()``, ``FastestPairs()`` or
-            ``Ring()``. With these, groups hold their own outer parameters; validation and checkpoints use their mean.
-            None: all groups.
+        evaluate: Which model validation inside a fit sees. ``"outer"``: the outer model, or the
+            mean of the groups until every fragment has landed once. ``"mean"``: the mean of the
+            groups, exchanged for every validation. ``"local"``: each group's own. Checkpoints hold
+            the outer model; until every fragment has landed once, and right after a validation of
+            the mean, they hold the mean.
+        federation: The `Federation` that these ranks, launched on their own, join as a site. None:
+            all worker groups are launched together.
+        outer_optimizer: A callable from the flat float32 shards, one per fragment, to a torch
+            optimizer that works elementwise; it replaces the Nesterov SGD. Or a
+            ``lightning_sdiloco.OuterOptimizer``, which also sets a rate schedule, clipping, a guard
+            against outliers, and where outer state rests.
+        exchange: How encoded outer gradients become their mean in every group: ``"gather"``,
+            ``"two_shot"``, ``"auto"`` to choose by the number of groups and the compression, or a
+            ``lightning_sdiloco.TwoShot``, whose groups average parts that suit their links. With
+            the suffix ``":nccl"``, as in ``"auto:nccl"``, outer gradients go from CUDA device to
+            CUDA device; otherwise gloo carries them.
+        resume: ``"exact"`` refuses a checkpoint of other settings; ``"restart"`` restarts the
+            rounds from the outer parameters and outer momentum of any checkpoint. With the suffix
+            ``":newest"``, only the newest checkpoint keeps the folder that a fit resumes from.
+        dense_beginning: A ``lightning_sdiloco.DenseBeginning``: in the first rounds groups exchange
+            more often. ``"auto"``: a fifth of all steps if there are eight groups or more and the
+            length of the fit is known, with rounds as short as the link hides; see
+            docs/choosing.md. None: none.
+        schedule: When fragments launch: a ``LaunchSchedule`` such as ``Selective()``, which
+            launches less often while outer gradients hardly change. None: every ``sync_every``
+                inner steps.
+        weighing: How much each group counts in a mean: a ``Weighing``. None: by the inner steps it
+            trained.
+        route: Whom each group exchanges with in a round: a ``Route`` such as ``RandomPairs()``,
+            ``FastestPairs()`` or ``Ring()``. With these, groups hold their own outer parameters;
+            validation and checkpoints use their mean. None: all groups.
         untrained: What becomes of buffers and frozen parameters, by patterns of their names, as in
-            ``{"*.queue": "own"}``: ``"mean"`` of the groups, those of the ``"first"`` group, or each group's ``"own"``.
-            None: statistics of norms are averaged, other buffers are those of the first group, and large ones and
-            frozen parameters are each group's own; see docs/untrained-state.md.
-        timeout: How long a fragment may be in flight, and the timeout of Lightning's own process groups.
+            ``{"*.queue": "own"}``: ``"mean"`` of the groups, those of the ``"first"`` group, or
+            each group's ``"own"``. None: statistics of norms are averaged, other buffers are those
+            of the first group, and large ones and frozen parameters are each group's own; see
+            docs/untrained-state.md.
+        timeout: How long a fragment may be in flight, and the timeout of Lightning's own process
+            groups.
 
     Raises:
         ValueError: If an argument is out of its range. The message names the argument.
@@ -178,7 +196,8 @@ class GroupStrategy:
 
     @property
     def root_device(self) -> torch.device:
-        # Where there are more processes than nodes, an environment may show each only its own device.
+        # Where there are more processes than nodes, an environment may show each only its own
+        # device.
         devices = self.parallel_devices or []  # type: ignore[attr-defined]
         is_own = len(devices) == 1 and self.world_size > self.num_nodes  # type: ignore[attr-defined]
         return devices[0] if is_own else super().root_device  # type: ignore[misc]
@@ -187,8 +206,8 @@ class GroupStrategy:
     def schedule(self) -> Schedule:
         """When fragments launch and land; prints as a table.
 
-        Known from ``on_fit_start`` on; in Fabric, from the first step of an optimizer on. Settings that are ``"auto"``
-        are chosen after the first inner steps, and the schedule is known then.
+        Known from ``on_fit_start`` on; in Fabric, from the first step of an optimizer on. Settings
+        that are ``"auto"`` are chosen after the first inner steps, and the schedule is known then.
         """
         if self.results.other is not None:
             return self.results.other.schedule
@@ -197,20 +216,28 @@ class GroupStrategy:
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
-        """The fragments: names and sizes in bytes of their parameters. Known as early as `schedule`."""
+        """The fragments: names and sizes in bytes of their parameters. Known as early as
+        `schedule`.
+        """
         known = self.results.engine or self.results.other
-        return self.results.fragments if known is None and self.results.fragments else self.results.source.fragments
+        return (
+            self.results.fragments
+            if known is None and self.results.fragments
+            else self.results.source.fragments
+        )
 
     def outer_state_dict(self) -> dict[str, Tensor]:
-        """Returns the outer parameters: name -> whole float32 tensor on the host, the same on every rank.
+        """Returns the outer parameters: name -> whole float32 tensor on the host, the same on every
+        rank.
 
-        The names come from the model's ``named_parameters()``. During training, all ranks of a worker group must call
-        it together.
+        The names come from the model's ``named_parameters()``. During training, all ranks of a
+        worker group must call it together.
         """
         return self.results.source.outer_state_dict()
 
     def set_outer(self) -> None:
-        """Makes the model that rank 0 holds now the outer model of all groups; see `StreamingDiLoCo.set_outer`.
+        """Makes the model that rank 0 holds now the outer model of all groups; see
+        `StreamingDiLoCo.set_outer`.
 
         Call it on all ranks after you have overwritten weights in training.
         """
@@ -218,7 +245,9 @@ class GroupStrategy:
         self.engine.set_outer()
 
     def report(self) -> dict[str, float]:
-        """Returns what happened in training: steps, bytes and seconds, as `StreamingDiLoCo.report` does."""
+        """Returns what happened in training: steps, bytes and seconds, as `StreamingDiLoCo.report`
+        does.
+        """
         return self.results.source.report()
 
     @property
@@ -246,7 +275,9 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @property
     def measured(self) -> Measured | None:
-        """What the planner measured to choose the ``"auto"`` settings; None if it chose none here."""
+        """What the planner measured to choose the ``"auto"`` settings; None if it chose none
+        here.
+        """
         return self.results.options.measured
 
     # What launcher, checkpoints and loops read
@@ -264,7 +295,9 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     @property
     @override
     def world_size(self) -> int:
-        """The ranks of all worker groups; gradients are averaged over ``topology.group_size`` of them."""
+        """The ranks of all worker groups; gradients are averaged over ``topology.group_size`` of
+        them.
+        """
         if self._fit is not None and self._groups.is_connected:
             self._fit.scale_watch.read(self.lightning_module, self.topology)
         return int(super().world_size)
@@ -276,7 +309,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         super().connect(model)
         self._groups.failed = False
         if self._fit is not None:
-            # What the planner chose stays; rate, momentum and mixing are chosen as they were for the first fit.
+            # What the planner chose stays; rate, momentum and mixing are chosen as they were for
+            # the first fit.
             chosen, first = self._fit.options, self._options.settings
             settings = replace(
                 chosen.settings,
@@ -285,7 +319,9 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
                 mixing=first.mixing,
                 dense_beginning=first.dense_beginning,
             )
-            self._options = replace(chosen, settings=settings, chooses_dense=self._options.chooses_dense)
+            self._options = replace(
+                chosen, settings=settings, chooses_dense=self._options.chooses_dense
+            )
             self._fit.checkpointer.forget()
         # Some connect a model that has no trainer yet, or never gets one.
         if model._trainer is not None and model._trainer.state.fn == "fit":
@@ -297,8 +333,13 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         if self._fit is not None:
             self._fit.close()
         kind, termination = self.distribution.callback, self.distribution.termination
-        self._fit = kind(trainer, replace(self._options), self._groups, self._format, self.results, termination)
-        trainer.callbacks[:] = [self._fit, *(one for one in trainer.callbacks if not isinstance(one, Fit))]
+        self._fit = kind(
+            trainer, replace(self._options), self._groups, self._format, self.results, termination
+        )
+        trainer.callbacks[:] = [
+            self._fit,
+            *(one for one in trainer.callbacks if not isinstance(one, Fit)),
+        ]
 
     @override
     def setup_environment(self) -> None:
@@ -319,7 +360,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         """The number of ranks over which data is divided, and which of them this one is."""
         if not self._groups.is_connected:
             return super().distributed_sampler_kwargs
-        # Every group and every data-parallel rank has its own data; tensor-parallel ranks have the same.
+        # Every group and every data-parallel rank has its own data; tensor-parallel ranks have the
+        # same.
         topology, tensor = self.topology, self._format.mesh.get("tensor_parallel", 1)
         data = topology.group_size // tensor
         rank = topology.group_index * data + topology.group_rank // tensor
@@ -337,7 +379,9 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         else:
             listen_without_fit(trainer, self._patches)
             # If a fit was interrupted, groups hold their own models.
-            align = self.engine is None or self.model is None or not self.engine.is_training(self.model)
+            align = (
+                self.engine is None or self.model is None or not self.engine.is_training(self.model)
+            )
             if self._format.is_sharded:
                 super().setup(trainer)
             else:
@@ -366,15 +410,19 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         for optimizer in self.optimizers:
             if hasattr(optimizer, "consolidate_state_dict"):
                 raise ValueError(
-                    f"{type(optimizer).__name__} divides its state over all processes and sends parameters between"
-                    " them, also between worker groups, which train apart. Return the optimizer it wraps from"
+                    f"{type(optimizer).__name__} divides its state over all processes and sends"
+                    " parameters between"
+                    " them, also between worker groups, which train apart. Return the optimizer"
+                    " it wraps from"
                     " configure_optimizers instead."
                 )
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         assert self.lightning_module is not None
-        return super().process_dataloader(process_wrapped(self.lightning_module.trainer, dataloader))
+        return super().process_dataloader(
+            process_wrapped(self.lightning_module.trainer, dataloader)
+        )
 
     # Training
 
@@ -393,21 +441,26 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         self.fit.watch.begin(self.topology)
 
     @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
         if batch is None:
-            # Lightning does not call on_train_batch_start for an idle batch, but the other groups may be in it. The
-            # user's hooks that move a batch need not know of idle ones.
+            # Lightning does not call on_train_batch_start for an idle batch, but the other groups
+            # may be in it. The user's hooks that move a batch need not know of idle ones.
             self._follow_what_is_trainable()
             return None
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _follow_what_is_trainable(self) -> None:
         if self.fit.follow_model() and isinstance(self.model, DistributedDataParallel):
-            # The old wrapper only knows the parameters that were trainable when it was made. Its hooks on parameters
-            # last as long as it does, and it is part of a reference cycle, so the garbage collector must run.
+            # The old wrapper only knows the parameters that were trainable when it was made. Its
+            # hooks on parameters last as long as it does, and it is part of a reference cycle, so
+            # the garbage collector must run.
             self.model = None
             gc.collect()
-            self.model = self._format.wrap(self, self.lightning_module, self.topology, super()._setup_model)
+            self.model = self._format.wrap(
+                self, self.lightning_module, self.topology, super()._setup_model
+            )
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -460,7 +513,10 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     def _local_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         state = self.lightning_module.state_dict()
-        return {name: local(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+        return {
+            name: local(value) if isinstance(value, Tensor) else value
+            for name, value in state.items()
+        }
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -468,7 +524,9 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             # A group that begins with a fresh optimizer keeps the state with which that was made.
             is_fresh = saved.get("state") == {}
-            states.append({**saved, "state": optimizer.state_dict()["state"]} if is_fresh else saved)
+            states.append(
+                {**saved, "state": optimizer.state_dict()["state"]} if is_fresh else saved
+            )
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
 
     @override
@@ -478,7 +536,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         optimizer = getattr(optimizer, "optimizer", optimizer)
         if self.is_alone:
             return own_state(optimizer)
-        # torch steps an optimizer that has no state to get one, which is no inner step and must not be kept.
+        # torch steps an optimizer that has no state to get one, which is no inner step and must not
+        # be kept.
         stepped, had_state = self.fit.stepped, bool(optimizer.state)
         try:
             return dict(super().optimizer_state(optimizer))
@@ -488,7 +547,9 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
                 optimizer.state.clear()
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
         save = super().save_checkpoint
         self._groups.meet()
 
@@ -520,7 +581,9 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduces over the worker group for what is logged per batch, and over all ranks otherwise."""
+        """Reduces over the worker group for what is logged per batch, and over all ranks
+        otherwise.
+        """
         if group is None and stays_in_group(self.lightning_module, self._groups):
             if self.topology.in_group.size == 1:
                 return tensor
@@ -528,15 +591,21 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         return super().reduce(tensor, group, reduce_op)
 
     @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
         """Gathers over the worker group inside a training batch, and over all ranks otherwise."""
         # LightningModule.all_gather passes the world where the user gave no group.
-        if group in (None, self.topology.world.process_group) and stays_in_group(self.lightning_module, self._groups):
+        if group in (None, self.topology.world.process_group) and stays_in_group(
+            self.lightning_module, self._groups
+        ):
             fit, topology = self.fit, self.topology
             if not fit.has_gathered and topology.num_groups > 1 and fit.trainer.is_global_zero:
                 _log.warning(
-                    "all_gather in a training batch gathers over the ranks of the worker group (here %d), not over all"
-                    " ranks: groups do not wait for each other between launches. The negatives of a contrastive loss,"
+                    "all_gather in a training batch gathers over the ranks of the worker group"
+                    " (here %d), not over all"
+                    " ranks: groups do not wait for each other between launches. The negatives"
+                    " of a contrastive loss,"
                     " for instance, come from the group. Shown once.",
                     topology.group_size,
                 )
@@ -548,7 +617,9 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for all ranks, except after an exception, and explains what may be wrong if they do not come."""
+        """Waits for all ranks, except after an exception, and explains what may be wrong if they
+        do not come.
+        """
         if self.is_alone:
             return
         with self._groups.waiting(args, self.engine):
@@ -574,13 +645,17 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
 
 def document(strategy: Any) -> None:
-    """Gives a strategy the docstring and the signature that ``help()`` and the command line show."""
+    """Gives a strategy the docstring and the signature that ``help()`` and the command line
+    show.
+    """
     arguments, renamed = strategy.model_format.base_arguments, strategy.renamed
     described, _, raises = inspect.cleandoc(GroupStrategy.__doc__ or "").partition("\n\nRaises:")
     own = inspect.cleandoc(arguments.__doc__ or "").partition("Args:\n")[2]
     text = f"{described.partition('Args:')[2].rstrip()}\n{own}"
     for name, here in renamed.items():
-        pattern, instead = (f"    {name}: ", f"    {here}: ") if here else (rf"    {name}: .*\n(?:     .*\n)*", "")
+        pattern, instead = (
+            (f"    {name}: ", f"    {here}: ") if here else (rf"    {name}: .*\n(?:     .*\n)*", "")
+        )
         text = re.sub(pattern, instead, text)
     summary = inspect.cleandoc(strategy.summary or strategy.model_format.summary)
     strategy.__doc__ = f"{summary}\n\nArgs:{text}\n\nRaises:{raises}"
@@ -591,7 +666,8 @@ def document(strategy: Any) -> None:
         if renamed.get(parameter.name, parameter.name)
     ]
     strategy.__signature__ = inspect.Signature(parameters)
-    # A command line hands over names that are no arguments, too: the strategy says what to write instead.
+    # A command line hands over names that are no arguments, too: the strategy says what to write
+    # instead.
     names = TypedDict("names", dict.fromkeys(OTHER_NAMES, Any), total=False)  # type: ignore[misc]
     others = inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD, annotation=Unpack[names])
     init = strategy.__init__
@@ -612,7 +688,8 @@ def refuse_others(strategy: type[Any], given: Mapping[str, Any]) -> None:
     for name in given.keys() - known.keys():
         if "ddp_kwargs" in known and (name in of_ddp or name.startswith("ddp_comm_")):
             raise TypeError(
-                f"{strategy.__name__} has no argument {name!r}. It belongs to DistributedDataParallel: give"
+                f"{strategy.__name__} has no argument {name!r}. It belongs to"
+                " DistributedDataParallel: give"
                 f" ddp_kwargs={{{name!r}: ...}}."
             )
     refuse_unknown(strategy.__name__, known, given)

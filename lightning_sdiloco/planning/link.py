@@ -4,10 +4,12 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# TCP: bytes in a segment, and those that a connection sends before it has heard of the other side (RFC 6928).
+# TCP: bytes in a segment, and those that a connection sends before it has heard of the other side
+# (RFC 6928).
 _SEGMENT = 1448
 _FIRST_WINDOW = 10 * _SEGMENT
-# A connection that was silent for longer than its retransmission timeout, at least 200 ms on Linux, starts over.
+# A connection that was silent for longer than its retransmission timeout, at least 200 ms on Linux,
+# starts over.
 _LEAST_TIMEOUT = 0.2
 
 
@@ -15,9 +17,9 @@ _LEAST_TIMEOUT = 0.2
 class Link:
     """The way from a worker group to the others, the same in both directions.
 
-    Loss slows TCP down by more than the share that is lost. A connection carries at most ``1.22 * segment /
-    (round_trip * sqrt(loss))`` (Mathis et al. 1997), or what CUBIC, the default of Linux, reaches (RFC 9438), whichever
-    is more.
+    Loss slows TCP down by more than the share that is lost. A connection carries at most
+    ``1.22 * segment / (round_trip * sqrt(loss))`` (Mathis et al. 1997), or what CUBIC, the default
+    of Linux, reaches (RFC 9438), whichever is more.
 
     Args:
         gbit_s: Bandwidth in Gbit/s that all transfers of a group share, in each direction.
@@ -40,11 +42,23 @@ class Link:
 
     def __post_init__(self) -> None:
         require(0 < self.gbit_s < math.inf, "bandwidth", self.gbit_s, "a positive number of Gbit/s")
-        require(0 <= self.round_trip < 10, "round_trip", self.round_trip, "from 0 to below 10 seconds: 50 ms is 0.05")
-        require(0 <= self.loss < 1, "loss", self.loss, "a share of the packets, from 0 to below 1: 0.1 % is 0.001")
+        require(
+            0 <= self.round_trip < 10,
+            "round_trip",
+            self.round_trip,
+            "from 0 to below 10 seconds: 50 ms is 0.05",
+        )
+        require(
+            0 <= self.loss < 1,
+            "loss",
+            self.loss,
+            "a share of the packets, from 0 to below 1: 0.1 % is 0.001",
+        )
 
     def gbit_s_of(self, connections: int) -> float:
-        """Returns what a number of connections carry together, in Gbit/s, once they are at speed."""
+        """Returns what a number of connections carry together, in Gbit/s, once they are at
+        speed.
+        """
         if self.loss == 0 or self.round_trip == 0:
             return self.gbit_s * (1 - self.loss)
         reno = 1.22 / math.sqrt(self.loss)
@@ -88,4 +102,6 @@ class Line(NamedTuple):
 
 def require(holds: bool, name: str, value: float, rule: str) -> None:
     if not holds:
-        raise ValueError(f"{name}={value!r} is out of range: it must be {rule}. Choose another {name}.")
+        raise ValueError(
+            f"{name}={value!r} is out of range: it must be {rule}. Choose another {name}."
+        )

@@ -1,8 +1,9 @@
-"""Predicts what a method sends between groups, how long training waits for it, and what memory it takes; plays a run.
+"""Predicts what a method sends between groups, how long training waits for it, and what memory it
+takes; plays a run.
 
-Wire bytes, messages, fragments and schedule are the engine's own; only time is a model. It follows the engine: a
-fragment is read after an inner step, flights pass through the stages of the background and over the link in the order
-of their launch, and a landing waits for its flight.
+Wire bytes, messages, fragments and schedule are the engine's own; only time is a model. It follows
+the engine: a fragment is read after an inner step, flights pass through the stages of the
+background and over the link in the order of their launch, and a landing waits for its flight.
 """
 
 import math
@@ -19,14 +20,15 @@ from lightning_sdiloco.compression import resolve
 from lightning_sdiloco.planning.link import Line, Link, require
 from lightning_sdiloco.planning.workload import FLOAT32, Groups, Model
 
-# Bytes of memory that are read and written for each value: reading a fragment, compressing it, decoding the message of
-# one group and adding it, the outer step, mixing a fragment into the model. The mean that goes out on the second hop is
-# compressed like an outer gradient.
+# Bytes of memory that are read and written for each value: reading a fragment, compressing it,
+# decoding the message of one group and adding it, the outer step, mixing a fragment into the model.
+# The mean that goes out on the second hop is compressed like an outer gradient.
 _LAUNCH, _ENCODE, _DECODE, _OUTER_STEP, _LAND = 12, 32, 20, 48, 12
 
 _DDP_BUCKET = 25 * 2**20
 
-# Rounds to run, of which the last half is measured; by then every round takes as long as the one before.
+# Rounds to run, of which the last half is measured; by then every round takes as long as the one
+# before.
 _ROUNDS = 8
 
 
@@ -39,7 +41,9 @@ class Memory(NamedTuple):
 
 
 class DataParallel:
-    """`DistributedDataParallel` over all groups: gradients in buckets, during backward, in a ring of the groups."""
+    """`DistributedDataParallel` over all groups: gradients in buckets, during backward, in a ring
+    of the groups.
+    """
 
     def __init__(self, model: Model, groups: Groups) -> None:
         self.groups = groups
@@ -59,7 +63,8 @@ class DataParallel:
 
 
 class Streaming:
-    """The engine with these settings. DiLoCo is the engine with one fragment that does not overlap with training.
+    """The engine with these settings. DiLoCo is the engine with one fragment that does not overlap
+    with training.
 
     ``bytes_per_step`` is what a group sends to other groups per inner step, in the long run.
     """
@@ -70,13 +75,15 @@ class Streaming:
         self.schedule = settings.schedule_of(len(self.numels))
         self._shards = [-(-numel // groups.group_size) for numel in self.numels]
         mixing = settings.chosen_for(groups.groups).landing.kept
-        # On a route that does not share, a group sends to its partners whole fragments, and its control vector to
-        # all: in a round of pairs to one, and where a group is over that one has a third.
+        # On a route that does not share, a group sends to its partners whole fragments, and its
+        # control vector to all: in a round of pairs to one, and where a group is over that one has
+        # a third.
         in_pairs = 1 if groups.groups % 2 == 0 else (groups.groups + 3) / groups.groups
         self._partners = groups.others if settings.shares else in_pairs
         self._connections = self._partners * groups.group_size
         words = CONTROL_BYTES * (groups.others - self._partners) * groups.group_size
-        # Parts that suit the links change what each group sends, and not what all of them send together.
+        # Parts that suit the links change what each group sends, and not what all of them send
+        # together.
         exchange = "two_shot" if isinstance(settings.exchange, TwoShot) else settings.exchange
         in_rounds = exchange if settings.shares else "gather"
         all_reduce = all_reduce_for(in_rounds, groups.groups, settings.codec, mixing).at(0)
@@ -88,14 +95,22 @@ class Streaming:
         # What replaces parameters without a round that could make up for a loss.
         exact = all_reduce_for(exchange, groups.groups, resolve("fp32"), mixing)
         self._exact = groups.connections * sum(
-            CONTROL_BYTES + exact.payload_bytes(shard) + exact.second_hop_bytes(shard) for shard in self._shards
+            CONTROL_BYTES + exact.payload_bytes(shard) + exact.second_hop_bytes(shard)
+            for shard in self._shards
         )
         self.bytes_per_step = sum(self._sent) / settings.sync_every
 
     def bytes_in(self, steps: int) -> float:
-        """Returns the bytes that a group sends in a run, the final exchange included; exact except for buffers."""
-        launches = [sum(self.schedule.launches_in(fragment, steps)) for fragment in range(len(self.numels))]
-        return sum(count * sent for count, sent in zip(launches, self._sent, strict=True)) + self._exact
+        """Returns the bytes that a group sends in a run, the final exchange included; exact except
+        for buffers.
+        """
+        launches = [
+            sum(self.schedule.launches_in(fragment, steps)) for fragment in range(len(self.numels))
+        ]
+        return (
+            sum(count * sent for count, sent in zip(launches, self._sent, strict=True))
+            + self._exact
+        )
 
     @property
     def dense_bytes(self) -> float:
@@ -104,7 +119,9 @@ class Streaming:
 
     @property
     def _phases(self) -> list[tuple[int, int]]:
-        """Inner steps between two launches of a fragment, and from a launch to its landing: after and in the start."""
+        """Inner steps between two launches of a fragment, and from a launch to its landing: after
+        and in the start.
+        """
         phases = [(self.settings.sync_every, self.settings.overlap_steps)]
         if self.schedule.dense is not None:
             phases.append((self.schedule.dense.sync_every, self.schedule.overlap_of_round(1)))
@@ -112,7 +129,9 @@ class Streaming:
 
     @property
     def peak_gbit_s(self) -> float:
-        """Returns the Gbit/s at the busiest moment if everything is sent evenly over the time that it may take."""
+        """Returns the Gbit/s at the busiest moment if everything is sent evenly over the time that
+        it may take.
+        """
         rates = list[float]()
         for sync_every, overlap_steps in self._phases:
             span = max(1, overlap_steps)
@@ -128,9 +147,16 @@ class Streaming:
         return trained / (played.landed[_ROUNDS - 1] - played.landed[_ROUNDS // 2 - 1])
 
     def costs(self, fragment: int, link: Link) -> "Costs":
-        per_value, shard, part = 1 / self.groups.memory_rate, self._shards[fragment], self._parts[fragment]
+        per_value, shard, part = (
+            1 / self.groups.memory_rate,
+            self._shards[fragment],
+            self._parts[fragment],
+        )
         connections, hops_again = max(1, round(self._connections)), self._second_hops[fragment] > 0
-        first, again = connections * self._messages[fragment], connections * self._second_hops[fragment]
+        first, again = (
+            connections * self._messages[fragment],
+            connections * self._second_hops[fragment],
+        )
         return Costs(
             launch=_LAUNCH * shard * per_value,
             encode=_ENCODE * shard * per_value,
@@ -143,24 +169,40 @@ class Streaming:
         )
 
     def message_bytes(self, fragment: int, bytes_per_s: float) -> int:
-        """Returns the bytes of a message to another group; the compression may choose by its sender's link."""
+        """Returns the bytes of a message to another group; the compression may choose by its
+        sender's link.
+        """
         codec, shard = self.settings.codec, self._shards[fragment]
-        choice = codec.choice(shard, bytes_per_s, self.settings.overlap_steps * self.groups.step_time)
+        choice = codec.choice(
+            shard, bytes_per_s, self.settings.overlap_steps * self.groups.step_time
+        )
         most = self._messages[fragment] - codec.wire_bytes(shard)
         return most + codec.choice_bytes(shard, choice)
 
     def busy(self, fragment: int, lines: Sequence[Line], are_known: bool) -> "list[Busy]":
-        """Returns how long each group's link is busy with a flight of a fragment, in both hops and directions."""
+        """Returns how long each group's link is busy with a flight of a fragment, in both hops and
+        directions.
+        """
         groups, shard, connections = self.groups, self._shards[fragment], self.groups.connections
-        all_reduce = all_reduce_for(self.settings.exchange, groups.groups, self.settings.codec, 0.0).at(0)
-        to = [CONTROL_BYTES + all_reduce.payload_bytes(shard, group) for group in range(groups.groups)]
+        all_reduce = all_reduce_for(
+            self.settings.exchange, groups.groups, self.settings.codec, 0.0
+        ).at(0)
+        to = [
+            CONTROL_BYTES + all_reduce.payload_bytes(shard, group) for group in range(groups.groups)
+        ]
         again = [all_reduce.second_hop_bytes(shard, group) for group in range(groups.groups)]
         # By how much a message over a link is shorter than the longest one.
-        rates = [are_known * line.up.gbit_s_of(connections) * 1e9 / 8 / connections for line in lines]
+        rates = [
+            are_known * line.up.gbit_s_of(connections) * 1e9 / 8 / connections for line in lines
+        ]
         spared = [self._messages[fragment] - self.message_bytes(fragment, rate) for rate in rates]
 
         def seconds(link: Link, nbytes: int) -> float:
-            return link.seconds(groups.group_size * nbytes, connections) - link.round_trip if nbytes else 0.0
+            return (
+                link.seconds(groups.group_size * nbytes, connections) - link.round_trip
+                if nbytes
+                else 0.0
+            )
 
         return [
             Busy(
@@ -175,31 +217,56 @@ class Streaming:
     @cached_property
     def memory(self) -> Memory:
         """The memory it takes; ``offload="auto"`` means the same as on CUDA."""
-        gathered, offloads = FLOAT32 if self.groups.group_size > 1 else 0, self.settings.outer.offload is not False
-        of_part = [FLOAT32 * part * (again > 0) for part, again in zip(self._parts, self._second_hops, strict=True)]
-        # Outer parameters, momentum; with two shots what the second rounding has lost; on a route that does not share
-        # the anchor, and the second vector of its momentum.
-        own = 0 if self.settings.shares else 1 + bool(self.settings.routing.momentum(self.groups.groups))
-        held = sum((2 + own) * FLOAT32 * shard + part for shard, part in zip(self._shards, of_part, strict=True))
-        # The outer gradient and both after the outer step; with several ranks also the fragment that they gathered.
-        flying = [3 * FLOAT32 * s + gathered * n for s, n in zip(self._shards, self.numels, strict=True)]
-        messages = [self.groups.groups * sum(both) for both in zip(self._messages, self._second_hops, strict=True)]
+        gathered, offloads = (
+            FLOAT32 if self.groups.group_size > 1 else 0,
+            self.settings.outer.offload is not False,
+        )
+        of_part = [
+            FLOAT32 * part * (again > 0)
+            for part, again in zip(self._parts, self._second_hops, strict=True)
+        ]
+        # Outer parameters, momentum; with two shots what the second rounding has lost; on a route
+        # that does not share the anchor, and the second vector of its momentum.
+        own = (
+            0
+            if self.settings.shares
+            else 1 + bool(self.settings.routing.momentum(self.groups.groups))
+        )
+        held = sum(
+            (2 + own) * FLOAT32 * shard + part
+            for shard, part in zip(self._shards, of_part, strict=True)
+        )
+        # The outer gradient and both after the outer step; with several ranks also the fragment
+        # that they gathered.
+        flying = [
+            3 * FLOAT32 * s + gathered * n for s, n in zip(self._shards, self.numels, strict=True)
+        ]
+        messages = [
+            self.groups.groups * sum(both)
+            for both in zip(self._messages, self._second_hops, strict=True)
+        ]
         # A fragment that lands after the step of a launch does so behind it.
         together = list[list[int]]()
         for sync_every, overlap_steps in self._phases:
             together += _launched_together(len(self.numels), sync_every, overlap_steps + 1)
         most = max(sum(flying[p] + messages[p] for p in fragments) for fragments in together)
-        # A payload before it becomes a message, two vectors in which others are decoded and added up, and with two
-        # shots the mean of the whole shard and what the second rounding has lost now.
+        # A payload before it becomes a message, two vectors in which others are decoded and added
+        # up, and with two shots the mean of the whole shard and what the second rounding has lost
+        # now.
         working = [
             message + 2 * FLOAT32 * part + (FLOAT32 * shard + lost if lost else 0)
-            for message, part, shard, lost in zip(self._messages, self._parts, self._shards, of_part, strict=True)
+            for message, part, shard, lost in zip(
+                self._messages, self._parts, self._shards, of_part, strict=True
+            )
         ]
         on_their_way = max(sum(messages[p] for p in fragments) for fragments in together)
-        # Where outer state rests on the host, outer parameters come to the device at the launch and one step before,
-        # and the momentum for the outer step; both leave it again before the landing.
+        # Where outer state rests on the host, outer parameters come to the device at the launch and
+        # one step before, and the momentum for the outer step; both leave it again before the
+        # landing.
         visiting = 2 * FLOAT32 * max(self._shards) if offloads else held
-        resting = held + 2 * FLOAT32 * max(sum(self._shards[p] for p in fragments) for fragments in together)
+        resting = held + 2 * FLOAT32 * max(
+            sum(self._shards[p] for p in fragments) for fragments in together
+        )
         return Memory(
             device_bytes=visiting + most + max(working),
             host_bytes=on_their_way + (resting if offloads else 0),
@@ -211,7 +278,9 @@ Method = DataParallel | Streaming
 
 
 class Costs(NamedTuple):
-    """Seconds that a flight takes: launch and landing in the training thread, the rest in the background."""
+    """Seconds that a flight takes: launch and landing in the training thread, the rest in the
+    background.
+    """
 
     launch: float
     encode: float
@@ -228,7 +297,9 @@ class Costs(NamedTuple):
 
 
 class Busy(NamedTuple):
-    """Seconds for which the link of a group is busy with a flight: sending and receiving, and again in a second hop."""
+    """Seconds for which the link of a group is busy with a flight: sending and receiving, and
+    again in a second hop.
+    """
 
     up: float
     down: float
@@ -251,9 +322,14 @@ def _timetable(schedule: Schedule, steps: int) -> list[tuple[int, bool, int]]:
 
 
 def _launched_together(fragments: int, sync_every: int, span: int) -> list[list[int]]:
-    """Returns for each fragment those launched in the ``span`` inner steps that end with its own launch."""
+    """Returns for each fragment those launched in the ``span`` inner steps that end with its own
+    launch.
+    """
     offsets = [fragment * sync_every // fragments for fragment in range(fragments)]
-    return [[p for p, other in enumerate(offsets) if (own - other) % sync_every < span] for own in offsets]
+    return [
+        [p for p, other in enumerate(offsets) if (own - other) % sync_every < span]
+        for own in offsets
+    ]
 
 
 # A run in virtual time: when every group has made each inner step, with unequal speeds and absences
@@ -290,8 +366,8 @@ def play(
 ) -> list[Times]:
     """Plays training thread and background of every group.
 
-    A flight is over when the last group's message has come; on a route in pairs, the last partner's, and the
-    word of the last group that it has launched.
+    A flight is over when the last group's message has come; on a route in pairs, the last
+    partner's, and the word of the last group that it has launched.
 
     Args:
         method: The model, settings and groups.
@@ -299,10 +375,13 @@ def play(
         steps: Inner steps of the run.
         speeds: How fast each group trains: 0.5 takes twice the step time of the groups.
         absences: When which group is away.
-        idle: The inner steps, from 1, in which each group does not train, by group: they take no time.
-        links: The link of each group, in place of one that is the same for all; its connections are at speed. Where the
-            compression chooses by the link of its sender, it knows that link from the third flight on.
-        launches: The fragments that are launched after each inner step, where that is not what the schedule says.
+        idle: The inner steps, from 1, in which each group does not train, by group: they take no
+            time.
+        links: The link of each group, in place of one that is the same for all; its connections are
+            at speed. Where the compression chooses by the link of its sender, it knows that link
+            from the third flight on.
+        launches: The fragments that are launched after each inner step, where that is not what the
+            schedule says.
 
     Examples:
         >>> settings = Settings(sync_every=10, overlap_steps=2, compression="fp32")
@@ -313,14 +392,24 @@ def play(
     """
     groups, absences = method.groups.groups, sorted(absences)
     each = [Line.of(one) for one in links or [link] * groups]
-    for name, own in (("speeds", speeds), ("lists of idle steps", idle or [()] * groups), ("links", each)):
+    for name, own in (
+        ("speeds", speeds),
+        ("lists of idle steps", idle or [()] * groups),
+        ("links", each),
+    ):
         if len(own) != groups:
-            raise ValueError(f"There are {len(own)} {name} for {groups} worker groups. Give one for each group.")
+            raise ValueError(
+                f"There are {len(own)} {name} for {groups} worker groups. Give one for each group."
+            )
     for speed in speeds:
         require(speed > 0, "speed", speed, "positive: 0.5 is half as fast as the others")
     for absence in absences:
-        require(0 <= absence.group < groups, "group", absence.group, "the number of a group, from 0")
-    played = _Play(method, each, speeds, absences, idle, differ=bool(links) and method.settings.shares)
+        require(
+            0 <= absence.group < groups, "group", absence.group, "the number of a group, from 0"
+        )
+    played = _Play(
+        method, each, speeds, absences, idle, differ=bool(links) and method.settings.shares
+    )
     if launches is None:
         events = _timetable(method.schedule, steps)
     else:
@@ -330,13 +419,19 @@ def play(
             for number, fragment in enumerate(together)
             for is_landing in (False, True)
         ]
-        events = [(at, is_landing, fragment) for at, is_landing, _, fragment in sorted(both) if at <= steps]
+        events = [
+            (at, is_landing, fragment)
+            for at, is_landing, _, fragment in sorted(both)
+            if at <= steps
+        ]
     played.follow(events)
     return played.ended(steps)
 
 
 def step_end(begins: float, step_time: float, absences: Iterable[Absence]) -> float:
-    """Returns when an inner step is done, which goes on after absences of its group, in order, that interrupt it."""
+    """Returns when an inner step is done, which goes on after absences of its group, in order,
+    that interrupt it.
+    """
     left = step_time
     for absence in absences:
         if begins + left > absence.start and begins < absence.end:
@@ -348,7 +443,9 @@ def step_end(begins: float, step_time: float, absences: Iterable[Absence]) -> fl
 class _Group:
     """The clocks of one group: training thread and background."""
 
-    def __init__(self, step_time: float, absences: Sequence[Absence], idle: Collection[int]) -> None:
+    def __init__(
+        self, step_time: float, absences: Sequence[Absence], idle: Collection[int]
+    ) -> None:
         self._step_time, self._absences, self._idle = step_time, absences, frozenset(idle)
         self.clock = self.waited = self.longest_flight = 0.0
         # When each stage of the background was done with its last flight.
@@ -356,7 +453,9 @@ class _Group:
         # Until when its link is busy, or each of its directions.
         self.up = self.down = 0.0
         self.landings: list[float] = []
-        self.steps: list[float] = []  # when each inner step was done, and what launched and landed after it
+        self.steps: list[
+            float
+        ] = []  # when each inner step was done, and what launched and landed after it
 
     def train(self, until: int) -> None:
         first = len(self.steps) + 1
@@ -364,7 +463,9 @@ class _Group:
             self.steps[-1] = self.clock
         if not self._idle and not self._absences:
             begun, self.clock = self.clock, self.clock + max(0, until - first + 1) * self._step_time
-            self.steps += [begun + (number + 1) * self._step_time for number in range(until - first + 1)]
+            self.steps += [
+                begun + (number + 1) * self._step_time for number in range(until - first + 1)
+            ]
             return
         for number in range(first, until + 1):
             if number not in self._idle:
@@ -385,7 +486,8 @@ class _Play:
         differ: bool = False,
     ) -> None:
         self._lines, self._link = lines, _slowest(lines)
-        # Where links differ and all groups wait for all, both directions of each are busy with what it carries.
+        # Where links differ and all groups wait for all, both directions of each are busy with what
+        # it carries.
         self._differ = differ
         self._use(method)
         self._flights = [0] * len(method.numels)
@@ -405,7 +507,10 @@ class _Play:
         self._method, each = method, range(len(method.numels))
         self._costs = [method.costs(fragment, self._link) for fragment in each]
         if self._differ:
-            self._busy = [[method.busy(fragment, self._lines, known) for known in (False, True)] for fragment in each]
+            self._busy = [
+                [method.busy(fragment, self._lines, known) for known in (False, True)]
+                for fragment in each
+            ]
 
     def follow(self, events: Iterable[tuple[int, bool, int]]) -> None:
         """Trains, and launches and lands after the inner steps that are told."""
@@ -426,11 +531,16 @@ class _Play:
         for fragment in self._in_flight:
             self._land(fragment)
         method = self._method
-        self._use(Streaming(method.model, replace(method.settings, compression="fp32"), method.groups))
+        self._use(
+            Streaming(method.model, replace(method.settings, compression="fp32"), method.groups)
+        )
         for move in (self._launch, self._land):
             for fragment in range(len(method.numels)):
                 move(fragment)
-        return [Times(group.steps, group.clock, group.waited, group.longest_flight) for group in self._groups]
+        return [
+            Times(group.steps, group.clock, group.waited, group.longest_flight)
+            for group in self._groups
+        ]
 
     def _launch(self, fragment: int) -> None:
         cost, launched = self._costs[fragment], list[float]()
@@ -438,9 +548,13 @@ class _Play:
             launched.append(group.clock)
             group.clock += cost.launch
             group.encoded = max(group.clock, group.encoded) + cost.encode
-        arrived, second_hop, round_trip = (self._over_lines if self._differ else self._over_legs)(fragment)
+        arrived, second_hop, round_trip = (self._over_lines if self._differ else self._over_legs)(
+            fragment
+        )
         if second_hop:
-            arrived = [max(group.averaged for group in self._groups) + second_hop + round_trip] * len(arrived)
+            arrived = [
+                max(group.averaged for group in self._groups) + second_hop + round_trip
+            ] * len(arrived)
         for group, at, there in zip(self._groups, launched, arrived, strict=True):
             group.longest_flight = max(group.longest_flight, there - at)
             group.stepped = max(group.stepped, group.averaged, there) + cost.step
@@ -456,30 +570,49 @@ class _Play:
             self.landed.append(self._groups[0].clock)
 
     def _over_legs(self, fragment: int) -> tuple[list[float], float, float]:
-        """Averages all groups; returns when each has the messages, and what a second hop and its way take.
+        """Averages all groups; returns when each has the messages, and what a second hop and its
+        way take.
 
-        Groups exchange with the partners of their leg, which is all groups but on a route of pairs, at the speed of the
-        slowest link among them.
+        Groups exchange with the partners of their leg, which is all groups but on a route of pairs,
+        at the speed of the slowest link among them.
         """
         settings, everyone = self._method.settings, tuple(range(len(self._groups)))
         is_one = settings.shares or len(everyone) == 1
-        legs = [everyone] if is_one else settings.routing.legs(self._flights[fragment], len(everyone))
+        legs = (
+            [everyone] if is_one else settings.routing.legs(self._flights[fragment], len(everyone))
+        )
         launched, arrived = max(group.encoded for group in self._groups), [0.0] * len(self._groups)
         for leg in legs:
-            slowest, together = _slowest([self._lines[group] for group in leg]), [self._groups[group] for group in leg]
-            cost = self._costs[fragment] if slowest == self._link else self._method.costs(fragment, slowest)
-            posted, before = max(group.encoded for group in together), max(group.up for group in together)
+            slowest, together = (
+                _slowest([self._lines[group] for group in leg]),
+                [self._groups[group] for group in leg],
+            )
+            cost = (
+                self._costs[fragment]
+                if slowest == self._link
+                else self._method.costs(fragment, slowest)
+            )
+            posted, before = (
+                max(group.encoded for group in together),
+                max(group.up for group in together),
+            )
             warm = slowest.is_warm_after(posted - before - slowest.round_trip)
             free = max(posted, before) + (cost.warm if warm else cost.cold)
             for index, group in zip(leg, together, strict=True):
-                group.up, arrived[index] = free + cost.second_hop, max(free, launched) + slowest.round_trip
+                group.up, arrived[index] = (
+                    free + cost.second_hop,
+                    max(free, launched) + slowest.round_trip,
+                )
                 group.averaged = max(group.averaged, arrived[index]) + cost.average
         return arrived, self._costs[fragment].second_hop, self._link.round_trip
 
     def _over_lines(self, fragment: int) -> tuple[list[float], float, float]:
         """Returns the same where links differ."""
         # A group learns with the second message what its first one took.
-        busy, round_trip = self._busy[fragment][sum(self._flights) > 1], max(line.round_trip for line in self._lines)
+        busy, round_trip = (
+            self._busy[fragment][sum(self._flights) > 1],
+            max(line.round_trip for line in self._lines),
+        )
         posted = max(group.encoded for group in self._groups)
         for group, one in zip(self._groups, busy, strict=True):
             group.up = max(posted, group.up) + one.up
@@ -489,7 +622,11 @@ class _Play:
             group.averaged = max(group.averaged, arrived) + self._costs[fragment].average
             group.up += one.up_again
             group.down += one.down_again
-        return [arrived] * len(busy), max(max(one.up_again, one.down_again) for one in busy), round_trip
+        return (
+            [arrived] * len(busy),
+            max(max(one.up_again, one.down_again) for one in busy),
+            round_trip,
+        )
 
 
 def _slowest(lines: Sequence[Line]) -> Link:

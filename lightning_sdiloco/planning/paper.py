@@ -1,9 +1,10 @@
-"""Reproduces the bandwidth simulator of the Streaming DiLoCo paper in closed form, and with it the paper's Table 4.
+"""Reproduces the bandwidth simulator of the Streaming DiLoCo paper in closed form, and with it the
+paper's Table 4.
 
-It is an idealisation: no latency, 16 bits per value (4 for FP4), every value crosses the link once, a step is 3 L - 1
-equal nodes (forward, backward for the activations and backward for the parameters of L layers, but no backward for the
-activations of the first), and a layer is reduced as soon as its parameter gradient is there.
-`lightning_sdiloco.planning.planner` models the engine instead.
+It is an idealisation: no latency, 16 bits per value (4 for FP4), every value crosses the link once,
+a step is 3 L - 1 equal nodes (forward, backward for the activations and backward for the parameters
+of L layers, but no backward for the activations of the first), and a layer is reduced as soon as
+its parameter gradient is there. `lightning_sdiloco.planning.planner` models the engine instead.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,9 @@ class PaperModel(NamedTuple):
 
     @property
     def compute_time(self) -> float:
-        """Returns the seconds that the nodes of an inner step take: one node fewer than a whole step."""
+        """Returns the seconds that the nodes of an inner step take: one node fewer than a whole
+        step.
+        """
         return (3 * self.layers - 1) * self.node_time
 
     def layer_time(self, bits: int, gbit_s: float) -> float:
@@ -45,7 +48,8 @@ _SYNC_EVERY = 100
 _LAYERS_PER_FRAGMENT = 3
 
 GRID = tuple(10 ** (-1 + 4 * index / 49) for index in range(50))
-"""The bandwidths in Gbit/s that the paper tried: 50 from 0.1 to 1000, each 1.207 times the one before."""
+"""The bandwidths in Gbit/s that the paper tried: 50 from 0.1 to 1000, each 1.207 times the one
+before."""
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 """The compute utilisations of Table 4, for which a prediction names the bandwidth too."""
@@ -59,7 +63,9 @@ MODELS: Mapping[str, PaperModel] = {
 
 
 def _at_once(sync_every: int, model: PaperModel, gbit_s: float) -> float:
-    """Returns the utilisation where all layers travel every ``sync_every`` steps, and training waits for them."""
+    """Returns the utilisation where all layers travel every ``sync_every`` steps, and training
+    waits for them.
+    """
     u, c, layers = model.node_time, model.layer_time(16, gbit_s), model.layers
     wait = max(c, 2 * c - u, layers * c - (2 * layers - 3) * u)
     return sync_every * model.compute_time / (sync_every * model.compute_time + wait)
@@ -72,16 +78,23 @@ def _streaming(overlap_steps: int, bits: int, model: PaperModel, gbit_s: float) 
     distance = round(_SYNC_EVERY / fragments)
     trained = distance * fragments * model.compute_time
     c = model.layer_time(bits, gbit_s)
-    return trained / (trained + sum(_wait(p, fragments, overlap_steps, model, c) for p in range(fragments)))
+    return trained / (
+        trained + sum(_wait(p, fragments, overlap_steps, model, c) for p in range(fragments))
+    )
 
 
 def _wait(fragment: int, fragments: int, overlap_steps: int, model: PaperModel, c: float) -> float:
-    """Returns the seconds for which training waits for a fragment, needed at the forward of its first layer."""
+    """Returns the seconds for which training waits for a fragment, needed at the forward of its
+    first layer.
+    """
     u = model.node_time
     until_needed = fragment * u + overlap_steps * model.compute_time
-    # Backward reaches the last layer first: when layer l is ready, it and those before it are still to be sent.
+    # Backward reaches the last layer first: when layer l is ready, it and those before it are still
+    # to be sent.
     layers = [fragment + index * fragments for index in range(_LAYERS_PER_FRAGMENT)]
-    late = [(i + 1) * c - (2 * layer - (layer > 0)) * u - until_needed for i, layer in enumerate(layers)]
+    late = [
+        (i + 1) * c - (2 * layer - (layer > 0)) * u - until_needed for i, layer in enumerate(layers)
+    ]
     return max(0.0, *late)
 
 
@@ -92,7 +105,8 @@ METHODS: Mapping[str, Callable[[PaperModel, float], float]] = {
     "streaming_overlap": partial(_streaming, 1, 16),
     "streaming_overlap_fp4": partial(_streaming, 1, 4),
 }
-"""The methods of Table 4 by their names, each from a model and a bandwidth in Gbit/s to the compute utilisation."""
+"""The methods of Table 4 by their names, each from a model and a bandwidth in Gbit/s to the compute
+utilisation."""
 
 TABLE_4: Mapping[tuple[str, str], tuple[float, ...]] = {
     ("1B", "ddp"): (86.8, 152.6, 184.2, 222.3, 569.0),
@@ -117,8 +131,9 @@ TABLE_4: Mapping[tuple[str, str], tuple[float, ...]] = {
 def table_4() -> Iterator[Entry]:
     """Yields Table 4 from the closed form, each entry beside the one that the paper prints.
 
-    An entry is read off as the paper evidently did: the largest point of the grid whose utilisation does not exceed the
-    target, which is one point below the first that reaches it, rounded to two decimals and then to one.
+    An entry is read off as the paper evidently did: the largest point of the grid whose utilisation
+    does not exceed the target, which is one point below the first that reaches it, rounded to two
+    decimals and then to one.
 
     Examples:
         >>> for entry in list(table_4())[:2]:

@@ -1,4 +1,6 @@
-"""Predicts what each method needs and gets on a link, recommends settings, and plans hubs and links that differ."""
+"""Predicts what each method needs and gets on a link, recommends settings, and plans hubs and
+links that differ.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,7 +51,9 @@ def predict(method: Method, link: Link, steps: int) -> Prediction:
 
 
 def _least(method: Method, link: Link, target: float) -> float | None:
-    """Finds the least bandwidth from 1 kbit/s to 10 Tbit/s that reaches the target, to a thousandth; None if none."""
+    """Finds the least bandwidth from 1 kbit/s to 10 Tbit/s that reaches the target, to a
+    thousandth; None if none.
+    """
 
     def reaches(exponent: float) -> bool:
         return method.utilisation(replace(link, gbit_s=10**exponent)) >= target
@@ -64,7 +68,8 @@ def _least(method: Method, link: Link, target: float) -> float | None:
 
 
 def alternatives(model: Model, settings: Settings, groups: Groups) -> dict[str, Method]:
-    """Returns DDP, and the engine in three ways: everything at once, fragment by fragment, overlapped with training.
+    """Returns DDP, and the engine in three ways: everything at once, fragment by fragment,
+    overlapped with training.
 
     Examples:
         >>> methods = alternatives(Model.of_size(10**9, layers=24), Settings(), Groups(step_time=0.1))
@@ -87,11 +92,17 @@ def candidates(model: Model) -> Iterator[Settings]:
     for sync_every, layers, overlap_steps, compression in product(
         SYNC_EVERY, blocks_per_fragment, OVERLAP_STEPS, ("fp32", "bf16", "fp4")
     ):
-        yield Settings(sync_every, overlap_steps, fragments=f"strided:{layers}", compression=compression)
+        yield Settings(
+            sync_every, overlap_steps, fragments=f"strided:{layers}", compression=compression
+        )
 
 
-def recommend(model: Model, groups: Groups, link: Link, among: Iterable[Settings] | None = None) -> Streaming:
-    """Recommends the first of the candidates that keeps training busy for `TARGET` of the time, or the best one."""
+def recommend(
+    model: Model, groups: Groups, link: Link, among: Iterable[Settings] | None = None
+) -> Streaming:
+    """Recommends the first of the candidates that keeps training busy for `TARGET` of the time, or
+    the best one.
+    """
     best: Streaming | None = None
     reached = 0.0
     for settings in candidates(model) if among is None else among:
@@ -129,7 +140,9 @@ class HubLoad(NamedTuple):
     enough: Enough | None
 
 
-def through_hub(model: Model, settings: Settings, groups: Groups, link: Link, gbit_s: float) -> HubLoad:
+def through_hub(
+    model: Model, settings: Settings, groups: Groups, link: Link, gbit_s: float
+) -> HubLoad:
     """Predicts what a federation sends through a hub, and how often fragments may travel.
 
     Examples:
@@ -164,7 +177,9 @@ def through_hub(model: Model, settings: Settings, groups: Groups, link: Link, gb
 
 
 def hub_link(link: Link, sites: int, gbit_s: float) -> Link:
-    """Returns the way between a site and its hub while all sites use the hub at the same time; without loss."""
+    """Returns the way between a site and its hub while all sites use the hub at the same time;
+    without loss.
+    """
     return Link(min(link.gbit_s_of(HUB_CONNECTIONS), gbit_s / sites), link.round_trip)
 
 
@@ -172,7 +187,9 @@ def hub_link(link: Link, sites: int, gbit_s: float) -> Link:
 
 
 class SharedOut(NamedTuple):
-    """Bytes and seconds of two shots on each group's link; all lists are in the order of the groups."""
+    """Bytes and seconds of two shots on each group's link; all lists are in the order of the
+    groups.
+    """
 
     links: tuple[float, ...]
     shares: tuple[float, ...]
@@ -187,7 +204,9 @@ class SharedOut(NamedTuple):
         return self.equal_seconds / self.round_seconds
 
 
-def shared_out(model: Model, settings: Settings, groups: Groups, links: Sequence[float]) -> SharedOut:
+def shared_out(
+    model: Model, settings: Settings, groups: Groups, links: Sequence[float]
+) -> SharedOut:
     """Predicts what parts by bandwidth bring on links that differ, given as Gbit/s for each group.
 
     Examples:

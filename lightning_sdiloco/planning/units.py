@@ -36,8 +36,19 @@ def _scaled(number: float, units: Sequence[str]) -> str:
     return f"{short(number)} {units[power]}"
 
 
-# Half the width of a 95 % interval of the mean, in standard errors, by the number of values (Student's t).
-STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+# Half the width of a 95 % interval of the mean, in standard errors, by the number of values
+# (Student's t).
+STUDENT_T = {
+    2: 12.706,
+    3: 4.303,
+    4: 3.182,
+    5: 2.776,
+    6: 2.571,
+    7: 2.447,
+    8: 2.365,
+    9: 2.306,
+    10: 2.262,
+}
 
 
 def half_width(values: Sequence[float]) -> float | None:
@@ -47,4 +58,6 @@ def half_width(values: Sequence[float]) -> float | None:
         >>> round(half_width([1.0, 2.0, 3.0]), 3)
         2.484
     """
-    return STUDENT_T[len(values)] * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return (
+        STUDENT_T[len(values)] * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    )

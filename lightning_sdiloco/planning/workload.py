@@ -24,7 +24,9 @@ class Model:
     @staticmethod
     def of_parameters(parameters: Mapping[str, Any]) -> "Model":
         """Describes the trainable parameters of a module, which may be on the meta device."""
-        described = (Parameter(name, p.numel() * p.element_size(), p.ndim) for name, p in parameters.items())
+        described = (
+            Parameter(name, p.numel() * p.element_size(), p.ndim) for name, p in parameters.items()
+        )
         return Model(tuple(described), tuple(p.numel() for p in parameters.values()))
 
     @staticmethod
@@ -34,7 +36,10 @@ class Model:
         require(values >= layers, "params", values, "at least as many as layers")
         each, left = divmod(values, layers)
         numels = tuple(each + (layer < left) for layer in range(layers))
-        parameters = (Parameter(f"layers.{layer}.weight", FLOAT32 * numel) for layer, numel in enumerate(numels))
+        parameters = (
+            Parameter(f"layers.{layer}.weight", FLOAT32 * numel)
+            for layer, numel in enumerate(numels)
+        )
         return Model(tuple(parameters), numels)
 
     @property
@@ -54,7 +59,10 @@ class Model:
 
 @lru_cache
 def _cut(model: Model, fragments: int | str | tuple[tuple[str, ...], ...]) -> tuple[int, ...]:
-    numels = {parameter.name: numel for parameter, numel in zip(model.parameters, model.numels, strict=True)}
+    numels = {
+        parameter.name: numel
+        for parameter, numel in zip(model.parameters, model.numels, strict=True)
+    }
     cut = partition(model.parameters, fragments)
     return tuple(sum(numels[name] for name in fragment.names) for fragment in cut.fragments)
 
@@ -67,7 +75,12 @@ class Groups:
     memory_rate: float = 1e12
 
     def __post_init__(self) -> None:
-        require(0 < self.step_time < math.inf, "step_time", self.step_time, "a positive number of seconds")
+        require(
+            0 < self.step_time < math.inf,
+            "step_time",
+            self.step_time,
+            "a positive number of seconds",
+        )
         require(self.groups >= 2, "groups", self.groups, "at least 2, or nothing travels")
         require(self.group_size >= 1, "group_size", self.group_size, "at least 1")
         require(self.memory_rate > 0, "memory_rate", self.memory_rate, "positive")
@@ -78,5 +91,7 @@ class Groups:
 
     @property
     def connections(self) -> int:
-        """Returns the connections that share the link of a group: one from every rank to each other group."""
+        """Returns the connections that share the link of a group: one from every rank to each
+        other group.
+        """
         return self.others * self.group_size

@@ -1,10 +1,11 @@
 """The command ``sdiloco``: the parameters of a function are the options of a subcommand.
 
-A subcommand is added by writing a file with a function of its name that returns the text to print, and naming it in
-`COMMANDS`. jsonargparse reads its type hints and its docstring, which are the help; its lines behind a $ are the
-examples. A parameter without a default is positional, one of type bool is a flag, and one that is a list can be given
-several times. One that is a dataclass stands for its fields: options that several subcommands share. What a user can
-get wrong is a ``ValueError``: its message goes to stderr, and the command ends with exit code 2. A subcommand is
+A subcommand is added by writing a file with a function of its name that returns the text to print,
+and naming it in `COMMANDS`. jsonargparse reads its type hints and its docstring, which are the
+help; its lines behind a $ are the examples. A parameter without a default is positional, one of
+type bool is a flag, and one that is a list can be given several times. One that is a dataclass
+stands for its fields: options that several subcommands share. What a user can get wrong is a
+``ValueError``: its message goes to stderr, and the command ends with exit code 2. A subcommand is
 imported when it is asked for: some need no torch.
 """
 
@@ -36,7 +37,8 @@ COMMANDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "status": ("status", ("status",)),
     "completion": ("completion", ("completion",)),
 }
-"""The subcommands: the file of each, and its functions; functions of other names are its own subcommands."""
+"""The subcommands: the file of each, and its functions; functions of other names are its own
+subcommands."""
 
 _WITH_CLASSES = ("--model", "--data", "--cli", "--quorum", "--config", "--set", "--methods")
 """The options that take class paths, or files with class paths."""
@@ -46,14 +48,16 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _UNITS: Mapping[str, Mapping[str, float]] = {
     "--params": {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12},
     **dict.fromkeys(
-        ("--bandwidth", "--hub-bandwidth"), {**_RATES, **{f"{unit}/s": size for unit, size in _RATES.items()}}
+        ("--bandwidth", "--hub-bandwidth"),
+        {**_RATES, **{f"{unit}/s": size for unit, size in _RATES.items()}},
     ),
     **dict.fromkeys(("--step-time", "--round-trip", "--grace"), _SECONDS),
 }
 """The options whose numbers may have a unit, and how large that is."""
 
 _NEED_A_UNIT = ("--bandwidth", "--hub-bandwidth")
-"""The options whose numbers must have a unit: people think of links in Mbit/s as well as in Gbit/s."""
+"""The options whose numbers must have a unit: people think of links in Mbit/s as well as in
+Gbit/s."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -72,7 +76,9 @@ def main(args: list[str] | None = None) -> None:
     name, arguments = chosen.command, chosen[chosen.command]
     function = getattr(arguments, "command", None) or name
     try:
-        text = _called(_function(name, function), arguments if function == name else arguments[function])
+        text = _called(
+            _function(name, function), arguments if function == name else arguments[function]
+        )
     except ValueError as error:
         words = ["sdiloco", name] if function == name else ["sdiloco", name, function]
         _Parser(prog=" ".join(words)).error(str(error))
@@ -106,14 +112,20 @@ def _without_unit(option: str, text: str) -> str:
     if unit in units:
         return f"{float(value) * units[unit]:.12g}"
     if unit:
-        raise ValueError(f"{option} {text} has the unknown unit {unit!r}. Give one of {', '.join(units)}.")
+        raise ValueError(
+            f"{option} {text} has the unknown unit {unit!r}. Give one of {', '.join(units)}."
+        )
     if option in _NEED_A_UNIT:
-        raise ValueError(f"{option} {text} has no unit. Give one of {', '.join(units)}, as in {value}Mbit.")
+        raise ValueError(
+            f"{option} {text} has no unit. Give one of {', '.join(units)}, as in {value}Mbit."
+        )
     return text
 
 
 def _search_current_folder(args: Sequence[str]) -> None:
-    """Puts the current folder last on the path, if a class path begins with a module that is there and nowhere else."""
+    """Puts the current folder last on the path, if a class path begins with a module that is there
+    and nowhere else.
+    """
     for option, following in pairwise([*args, ""]):
         name, _, value = option.partition("=")
         if name.split(".")[0] in _WITH_CLASSES:
@@ -128,13 +140,19 @@ def _search_current_folder(args: Sequence[str]) -> None:
 
 
 def parser_of(asked: Container[str]) -> ArgumentParser:
-    """Makes the parser. It imports the subcommands that are asked for, and knows the summaries of all others alone."""
+    """Makes the parser. It imports the subcommands that are asked for, and knows the summaries of
+    all others alone.
+    """
     version = import_module("lightning_sdiloco").__version__
     parser = _Parser(prog="sdiloco", description="Tools for Streaming DiLoCo.", version=version)
     subcommands = parser.add_subcommands(dest="command")
     for name, (_, functions) in COMMANDS.items():
         own, others = name in functions, [function for function in functions if function != name]
-        summary = _summary(name, name) if own else " ".join(_summary(name, function) for function in functions)
+        summary = (
+            _summary(name, name)
+            if own
+            else " ".join(_summary(name, function) for function in functions)
+        )
         subparser = _Parser(description=summary)
         subcommands.add_subcommand(name, subparser, help=summary)
         # From the top down: jsonargparse takes no other order.
@@ -150,15 +168,25 @@ def parser_of(asked: Container[str]) -> ArgumentParser:
 
 
 def _function(name: str, function: str) -> Callable[..., str]:
-    found: Callable[..., str] = getattr(import_module(f"lightning_sdiloco.tools.{COMMANDS[name][0]}"), function)
+    found: Callable[..., str] = getattr(
+        import_module(f"lightning_sdiloco.tools.{COMMANDS[name][0]}"), function
+    )
     return found
 
 
 @cache
 def _summary(name: str, function: str) -> str:
     """Returns the first line of a function's docstring, without importing it."""
-    source = Path(__file__).parent.joinpath(f"{COMMANDS[name][0].replace('.', '/')}.py").read_text(encoding="utf-8")
-    (found,) = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == function)
+    source = (
+        Path(__file__)
+        .parent.joinpath(f"{COMMANDS[name][0].replace('.', '/')}.py")
+        .read_text(encoding="utf-8")
+    )
+    (found,) = (
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.name == function
+    )
     return (ast.get_docstring(found) or "").partition("\n")[0]
 
 
@@ -171,12 +199,15 @@ def _add_arguments(parser: "_Parser", command: Callable[..., str]) -> None:
 
 
 def _shared_options(command: Callable[..., str]) -> dict[str, Any]:
-    """Returns the parameters of a command that stand for several options, each with its dataclass."""
+    """Returns the parameters of a command that stand for several options, each with its
+    dataclass.
+    """
     return {name: hint for name, hint in get_type_hints(command).items() if is_dataclass(hint)}
 
 
 def _called(command: Callable[..., str], chosen: Any) -> str:
-    # jsonargparse puts a space without width before names that are methods of its namespaces, such as keys.
+    # jsonargparse puts a space without width before names that are methods of its namespaces, such
+    # as keys.
     named = {name.lstrip("\u200b"): value for name, value in vars(chosen).items()}
     given = {name: value for name, value in named.items() if name != "command"}
     for name, options in _shared_options(command).items():
@@ -195,7 +226,9 @@ _EXPECTED: Mapping[str, str] = {
 
 
 class _Parser(ArgumentParser):
-    """Spells options with dashes as well, and takes flags and lists as is usual on a command line."""
+    """Spells options with dashes as well, and takes flags and lists as is usual on a command
+    line.
+    """
 
     examples: Sequence[str] = ()
 
@@ -214,9 +247,12 @@ class _Parser(ArgumentParser):
             return super().add_argument(*spellings, action="store_true", help=kwargs["help"])
         if f"{args[0]}+" in spellings:  # by itself jsonargparse appends with --option+ only
             del spellings[f"{args[0]}+"]
-            return super().add_argument(*spellings, action="append", default=[], help=kwargs["help"])
+            return super().add_argument(
+                *spellings, action="append", default=[], help=kwargs["help"]
+            )
         option = super().add_argument(*spellings, **kwargs)
-        # Where an option is a class, jsonargparse would list all that are imported: hundreds of torch's.
+        # Where an option is a class, jsonargparse would list all that are imported: hundreds of
+        # torch's.
         option.extra_help = str
         return option
 
@@ -229,30 +265,48 @@ class _Parser(ArgumentParser):
         if unknown and "fragments" in known:
             settings = import_module("lightning_sdiloco.algorithm.config")
             try:
-                settings.refuse_unknown(self.prog, known, {unknown[1].replace("-", "_"): unknown[2] or "..."})
+                settings.refuse_unknown(
+                    self.prog, known, {unknown[1].replace("-", "_"): unknown[2] or "..."}
+                )
             except ValueError as told:
                 message = f"{message}: {told}"
             except TypeError:  # it has no other name
                 pass
-        options = [option for action in self._actions for option in action.option_strings if "_" not in option]
+        options = [
+            option
+            for action in self._actions
+            for option in action.option_strings
+            if "_" not in option
+        ]
         wrong, right = (f"--{unknown[1]}", options) if unknown else ("", [])
         if command := re.search(r"invalid choice: '([^']+)' \(choose from ([^)]*)\)", message):
             wrong, right = command[1], re.findall(r"[\w-]+", command[2])
         if close := get_close_matches(wrong, right, n=1):
             message = f"{message}\nDid you mean {close[0]}?"
-        sys.stderr.write(f"error: {message}\n{self.prog.replace('[options] ', '')} --help lists what there is.\n")
+        sys.stderr.write(
+            f"error: {message}\n{self.prog.replace('[options] ', '')} --help lists what there is.\n"
+        )
         sys.exit(2)
 
     def _in_one_line(self, message: str) -> str:
-        """Says of a value that does not suit its option why, and what the option takes; other messages stay."""
+        """Says of a value that does not suit its option why, and what the option takes; other
+        messages stay.
+        """
         refused = re.match(r'Parser key "([\w.]+)":\s*(.*)', message, re.DOTALL)
         helps = {action.dest: action.help for action in self._actions}
         if refused is None or refused[1] not in helps:
             return message
-        # Of a union jsonargparse tells what is wrong for each type, on a line; None stands for an option left out.
-        of_types = re.findall(r"^ *- (?!Expected a <class 'NoneType'>)(.*)$", refused[2], re.MULTILINE)
+        # Of a union jsonargparse tells what is wrong for each type, on a line; None stands for an
+        # option left out.
+        of_types = re.findall(
+            r"^ *- (?!Expected a <class 'NoneType'>)(.*)$", refused[2], re.MULTILINE
+        )
         given = re.search(r"(?:Given|Got) value: (.*)", refused[2])
-        reason = (of_types or [refused[2]])[-1].partition(" Got value: ")[0].rpartition("callable class: ")[2]
+        reason = (
+            (of_types or [refused[2]])[-1]
+            .partition(" Got value: ")[0]
+            .rpartition("callable class: ")[2]
+        )
         for pattern, words in _EXPECTED.items():
             reason = re.sub(pattern, words, reason)
         option = f"--{refused[1].replace('_', '-')}"

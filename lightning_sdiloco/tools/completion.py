@@ -15,8 +15,12 @@ def completion(shell: str) -> str:
     try:
         import shtab
     except ImportError as error:
-        raise ValueError("shtab, which writes the script, is not installed. Install it: pip install shtab.") from error
+        raise ValueError(
+            "shtab, which writes the script, is not installed. Install it: pip install shtab."
+        ) from error
     if shell not in shtab.SUPPORTED_SHELLS:
-        raise ValueError(f"shell={shell!r} is not supported. Give one of {', '.join(shtab.SUPPORTED_SHELLS)}.")
+        raise ValueError(
+            f"shell={shell!r} is not supported. Give one of {', '.join(shtab.SUPPORTED_SHELLS)}."
+        )
     script: str = shtab.complete(parser_of(COMMANDS), shell)
     return script

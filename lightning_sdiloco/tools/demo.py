@@ -1,8 +1,10 @@
-"""Runs ``sdiloco demo``: trains the example once per setting on two CPU processes, and says what each costs.
+"""Runs ``sdiloco demo``: trains the example once per setting on two CPU processes, and says what
+each costs.
 
-All settings share model, seed, data and tokens (``examples/configs/base.yaml``). Each is a run of ``pretrain_text.py``
-that you can start by hand; its command is printed. Losses are measured. Times on the slow link are computed by the
-clock of the planner: from the step time measured here, the bytes of each method, and the link.
+All settings share model, seed, data and tokens (``examples/configs/base.yaml``). Each is a run of
+``pretrain_text.py`` that you can start by hand; its command is printed. Losses are measured. Times
+on the slow link are computed by the clock of the planner: from the step time measured here, the
+bytes of each method, and the link.
 """
 
 from __future__ import annotations
@@ -34,9 +36,11 @@ from lightning_sdiloco.planning.workload import Groups, Model
 from lightning_sdiloco.tools.output import save_picture
 
 PACKAGE = Path(__file__).parents[1]
-# The wheel carries the examples inside the package; in a clone they lie beside it. Relative, so that the commands
-# printed can be read, and typed, in the folder where the demo was started.
-EXAMPLES = Path(os.path.relpath(next(filter(Path.exists, (PACKAGE / "examples", PACKAGE.parent / "examples")))))
+# The wheel carries the examples inside the package; in a clone they lie beside it. Relative, so
+# that the commands printed can be read, and typed, in the folder where the demo was started.
+EXAMPLES = Path(
+    os.path.relpath(next(filter(Path.exists, (PACKAGE / "examples", PACKAGE.parent / "examples"))))
+)
 CONFIGURATIONS = EXAMPLES / "configs"
 SETTINGS = {
     "ddp": "DDP",
@@ -74,10 +78,15 @@ def demo(
     require(steps >= 1, "steps", steps, "at least 1")
     for setting in settings:
         if setting not in SETTINGS:
-            raise ValueError(f"settings={setting!r} is unknown. It is one of {', '.join(SETTINGS)}.")
+            raise ValueError(
+                f"settings={setting!r} is unknown. It is one of {', '.join(SETTINGS)}."
+            )
     console = Console()
     if find_spec("matplotlib") is None:
-        console.print("There will be no picture: matplotlib is not installed. Install it with pip install matplotlib.")
+        console.print(
+            "There will be no picture: matplotlib is not installed. Install it with pip install"
+            " matplotlib."
+        )
     results = {setting: train(setting, steps, console) for setting in settings or SETTINGS}
     return tell(results, Path(out), console)
 
@@ -87,7 +96,10 @@ def training_command(setting: str, steps: int, result: Path) -> list[str]:
     command = [sys.executable, str(EXAMPLES / "pretrain_text.py"), "fit"]
     for name in ("base", setting):
         command += ["--config", str(CONFIGURATIONS / f"{name}.yaml")]
-    command += [f"--trainer.max_steps={steps}", f"--trainer.val_check_interval={-(-steps // POINTS)}"]
+    command += [
+        f"--trainer.max_steps={steps}",
+        f"--trainer.val_check_interval={-(-steps // POINTS)}",
+    ]
     command += ["--trainer.enable_checkpointing=false", "--trainer.enable_model_summary=false"]
     command += ["--trainer.enable_progress_bar=false", "--trainer.callbacks=__main__.StepCount"]
     return [*command, f"--result={result}"]
@@ -99,12 +111,18 @@ def train(setting: str, steps: int, console: Console) -> dict[str, Any]:
         result = Path(folder) / f"{setting}.json"
         command = training_command(setting, steps, result)
         console.print(
-            f"$ {shlex.join(['python', *command[1:]])}", style="dim", soft_wrap=True, highlight=False, markup=False
+            f"$ {shlex.join(['python', *command[1:]])}",
+            style="dim",
+            soft_wrap=True,
+            highlight=False,
+            markup=False,
         )
         said: list[str] = []
         with (
             Progress(*Progress.get_default_columns(), console=console) as progress,
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            ) as process,
         ):
             bar = progress.add_task(SETTINGS[setting], total=steps)
             assert process.stdout is not None
@@ -115,12 +133,17 @@ def train(setting: str, steps: int, console: Console) -> dict[str, Any]:
                     said.append(line)
         if process.returncode != 0:
             console.print("".join(said[-60:]), highlight=False, markup=False)
-            raise SystemExit(f"The setting {setting!r} ended with exit code {process.returncode}; its error is above.")
+            raise SystemExit(
+                f"The setting {setting!r} ended with exit code {process.returncode}; its error"
+                " is above."
+            )
         return json.loads(result.read_text(encoding="utf-8"))
 
 
 def add_times(results: dict[str, dict[str, Any]]) -> None:
-    """Adds to each run when it would have made its validations on the slow link: ``link_seconds``, by step."""
+    """Adds to each run when it would have made its validations on the slow link: ``link_seconds``,
+    by step.
+    """
     # The least of them, because the steps of DDP hold an exchange over this machine.
     step_seconds = min(result["step_seconds"] for result in results.values())
     for setting, result in results.items():
@@ -129,14 +152,17 @@ def add_times(results: dict[str, dict[str, Any]]) -> None:
 
 
 def results_table(results: dict[str, dict[str, Any]]) -> Table:
-    """Builds the table, one row per setting, its bytes compared with DDP's if that was trained too."""
+    """Builds the table, one row per setting, its bytes compared with DDP's if that was trained
+    too.
+    """
     first = next(iter(results.values()))
     table = Table(
         title=f"{first['parameters']:,} parameters, {first['ranks']} worker groups, {first['steps']:,} steps; "
         f"{first['tokens']:,} tokens, {first['tokens'] / first['parameters']:.3g} per parameter, "
         f"{first['passes']:.2g} passes over the text",
         caption="Loss in nats per byte, on text not trained on. Bytes are those one rank sent to the other: counted by "
-        "Streaming DiLoCo, for DDP the arithmetic of a ring all-reduce of the gradients. Training here is measured, "
+        "Streaming DiLoCo, for DDP the arithmetic of a ring all-reduce of the gradients."
+        " Training here is measured, "
         f"with nothing slow; the last column is computed for a link of {LINK_NAME}.",
         box=SIMPLE_HEAD,
     )
@@ -172,16 +198,21 @@ def sentences(ddp: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     loss, perplexity = 100 * abs(nats) / ddp["val_loss"], 100 * abs(math.expm1(nats))
     above, more = ("above", "more") if nats > 0 else ("below", "less")
     return [
-        f"What it cost: after the same tokens the loss of {OURS} is {abs(nats):.3f} nats per byte {above} that of DDP: "
+        f"What it cost: after the same tokens the loss of {OURS} is {abs(nats):.3f} nats per"
+        f" byte {above} that of DDP: "
         f"{loss:.1f} % {more} loss, {perplexity:.1f} % {more} perplexity; one seed each.",
-        f"What it saved: on a link of {LINK_NAME} the same run takes DDP {time_on_link(ddp)} and {OURS} "
-        f"{time_on_link(ours)}; computed from the {1000 * ours['link_step_seconds']:.3g} ms that a step took here, not "
+        f"What it saved: on a link of {LINK_NAME} the same run takes DDP {time_on_link(ddp)} and"
+        f" {OURS} "
+        f"{time_on_link(ours)}; computed from the {1000 * ours['link_step_seconds']:.3g} ms that"
+        " a step took here, not "
         "measured on a link.",
     ]
 
 
 def tell(results: dict[str, dict[str, Any]], folder: Path, console: Console) -> str:
-    """Prints what was found, writes numbers and pictures into a folder, and returns their paths as a line."""
+    """Prints what was found, writes numbers and pictures into a folder, and returns their paths as
+    a line.
+    """
     add_times(results)
     console.print(results_table(results))
     if {"ddp", "streaming_fp4"} <= results.keys():
@@ -189,7 +220,10 @@ def tell(results: dict[str, dict[str, Any]], folder: Path, console: Console) -> 
             console.print(sentence, highlight=False)
     folder.mkdir(parents=True, exist_ok=True)
     numbers = folder / "demo.json"
-    kept = {setting: {key: row[key] for key in row if key != "shapes"} for setting, row in results.items()}
+    kept = {
+        setting: {key: row[key] for key in row if key != "shapes"}
+        for setting, row in results.items()
+    }
     numbers.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     pictures = draw(folder, results) if find_spec("matplotlib") else []
     return " ".join(["Saved:", *map(str, (numbers, *pictures))])
@@ -199,12 +233,15 @@ def tell(results: dict[str, dict[str, Any]], folder: Path, console: Console) -> 
 
 
 def seconds_on_link(result: dict[str, Any], configuration: Path) -> dict[str, float]:
-    """Returns when a run on the link would be where it was validated here: seconds since its start, by step.
+    """Returns when a run on the link would be where it was validated here: seconds since its start,
+    by step.
 
     What the run wrote down has ``link_step_seconds``: how long a step takes without an exchange.
     """
     strategy = yaml.safe_load(configuration.read_text(encoding="utf-8"))["trainer"]["strategy"]
-    model = Model.of_parameters({name: torch.empty(shape, device="meta") for name, shape in result["shapes"].items()})
+    model = Model.of_parameters(
+        {name: torch.empty(shape, device="meta") for name, shape in result["shapes"].items()}
+    )
     groups = Groups(result["link_step_seconds"], result["ranks"], memory_rate=MEMORY_RATE)
     if strategy == "ddp":
         each = groups.step_time / DataParallel(model, groups).utilisation(LINK)
@@ -227,7 +264,10 @@ def draw(folder: Path, results: dict[str, dict[str, Any]]) -> list[Path]:
     def drawn(figure: Any) -> None:
         axes = figure.subplots()
         for setting, result in results.items():
-            losses, minutes = list(result["val_losses"].values()), [at / 60 for at in result["link_seconds"].values()]
+            losses, minutes = (
+                list(result["val_losses"].values()),
+                [at / 60 for at in result["link_seconds"].values()],
+            )
             label = f"{SETTINGS[setting]}: loss {losses[-1]:.3f} after {short(60 * minutes[-1])}"
             axes.plot(minutes, losses, "o-", color=COLORS[setting], markersize=4, label=label)
         axes.set_xlabel(f"minutes on a link of {LINK_NAME}, computed")

@@ -1,4 +1,5 @@
-"""Runs ``sdiloco doctor``: started for every rank, it reports on rank 0 what is wrong between the machines.
+"""Runs ``sdiloco doctor``: started for every rank, it reports on rank 0 what is wrong between the
+machines.
 
 With ``--hub`` it is started once, at a site, and looks at the way to a hub.
 """
@@ -53,11 +54,19 @@ SECONDS = 3.0
 
 PACKAGES = ("lightning-sdiloco", "torch", "lightning", "pytorch-lightning")
 # What changes how ranks talk to each other, or how fast they are.
-VARIABLES = ("GLOO_SOCKET_IFNAME", "SDILOCO_EXCHANGE_INTERFACE", "OMP_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG")
+VARIABLES = (
+    "GLOO_SOCKET_IFNAME",
+    "SDILOCO_EXCHANGE_INTERFACE",
+    "OMP_NUM_THREADS",
+    "TORCH_DISTRIBUTED_DEBUG",
+)
 
 _UNEQUAL = 2.0  # a direction that is this many times slower than the other one has a reason
 _LONG_ROUND_TRIP = 0.01  # from here on a slow start costs more than a launch can wait for
-_FILES_PER_RANK, _FILES = 8, 256  # connections of several process groups, and what a Python process has open anyway
+_FILES_PER_RANK, _FILES = (
+    8,
+    256,
+)  # connections of several process groups, and what a Python process has open anyway
 _PINGS = 10
 _BLOCK = 1 << 20
 _RATE = struct.Struct(">d")
@@ -82,13 +91,16 @@ def doctor(
 ) -> str:
     """Check the machines of a training: reachability, versions, settings, bandwidth and round trip.
 
-    With --hub, start it once, at a site: it checks the way to the hub, the keys, round trip, bandwidth and run config.
+    With --hub, start it once, at a site: it checks the way to the hub, the keys, round trip,
+    bandwidth and run config.
 
     Args:
         options: Which hub to check, and as whom.
         worker_groups: Number of worker groups, as for the strategy; auto is one per node.
-        num_nodes: Number of nodes, if you start it once on every node, with NODE_RANK and MASTER_ADDR.
-        seconds: Seconds for which each direction between worker groups, or to and from the hub, is measured.
+        num_nodes: Number of nodes, if you start it once on every node, with NODE_RANK and
+            MASTER_ADDR.
+        seconds: Seconds for which each direction between worker groups, or to and from the hub, is
+            measured.
         wait: Seconds to wait until all ranks have joined.
         json: Print JSON instead of a table.
 
@@ -104,12 +116,27 @@ def doctor(
         if examined is None:
             return ""
         ranks = [
-            {"rank": rank, "host": one.host, "worker_group": one.group, "exchange": one.exchange[0], **machine}
-            for rank, (one, machine) in enumerate(zip(examined.endpoints, examined.machines, strict=True))
+            {
+                "rank": rank,
+                "host": one.host,
+                "worker_group": one.group,
+                "exchange": one.exchange[0],
+                **machine,
+            }
+            for rank, (one, machine) in enumerate(
+                zip(examined.endpoints, examined.machines, strict=True)
+            )
         ]
-        found, seen = findings(examined), {"ranks": ranks, "unreachable": examined.broken, "links": examined.links}
+        found, seen = (
+            findings(examined),
+            {"ranks": ranks, "unreachable": examined.broken, "links": examined.links},
+        )
     wrong = any(finding.state == "wrong" for finding in found)
-    text = codec.dumps(plain({"ok": not wrong, "findings": found, **seen}), indent=2) if json else _as_table(found)
+    text = (
+        codec.dumps(plain({"ok": not wrong, "findings": found, **seen}), indent=2)
+        if json
+        else _as_table(found)
+    )
     if wrong:
         print(text)
         raise SystemExit(1)
@@ -121,10 +148,17 @@ def _as_table(found: Sequence[Finding]) -> str:
     for name in ("", "what", "found", "what to do"):
         table.add_column(name, overflow="fold")
     for finding in found:
-        table.add_row(f"[{_STYLES[finding.state]}]{finding.state}[/]", finding.check, finding.found, finding.fix)
+        table.add_row(
+            f"[{_STYLES[finding.state]}]{finding.state}[/]",
+            finding.check,
+            finding.found,
+            finding.fix,
+        )
     terminal, printed = sys.stdout.isatty(), io.StringIO()
     # Logs of launchers have no width.
-    Console(file=printed, force_terminal=terminal, width=None if terminal else 140, highlight=False).print(table)
+    Console(
+        file=printed, force_terminal=terminal, width=None if terminal else 140, highlight=False
+    ).print(table)
     return printed.getvalue().rstrip("\n")
 
 
@@ -147,7 +181,9 @@ class Examined(NamedTuple):
     links: Sequence[MeasuredLink]
 
 
-def _examined(worker_groups: Any, num_nodes: int | None, seconds: float, wait: float) -> Examined | None:
+def _examined(
+    worker_groups: Any, num_nodes: int | None, seconds: float, wait: float
+) -> Examined | None:
     """Looks at all ranks, which must call it together; only rank 0 gets what was seen."""
     launch = detect_launch(num_nodes)
     groups = checked_worker_groups(worker_groups)
@@ -157,12 +193,19 @@ def _examined(worker_groups: Any, num_nodes: int | None, seconds: float, wait: f
     group, speaks = layout.group_of(launch.rank), layout.group_rank_of(launch.rank) == 0
     timeout = datetime.timedelta(seconds=wait)
     progress = _progress if launch.rank == 0 else lambda text: None
-    progress(f"Waiting at {launch.host}:{launch.port} for {launch.world_size} processes, for at most {wait:g} s")
+    progress(
+        f"Waiting at {launch.host}:{launch.port} for {launch.world_size} processes, for at most"
+        f" {wait:g} s"
+    )
     rendezvous = rendezvous_at(launch.host, launch.port, launch.rank, launch.world_size, timeout)
     machines = rendezvous.all_gather("machines", describe())
     progress("All are here; connecting each with each")
     endpoints, broken = find_broken_connections(rendezvous, group, exchange_address, group_address)
-    measured = [] if broken else measure(rendezvous, groups, group, speaks, exchange_address(), seconds, progress)
+    measured = (
+        []
+        if broken
+        else measure(rendezvous, groups, group, speaks, exchange_address(), seconds, progress)
+    )
     return Examined(groups, endpoints, machines, broken, measured) if launch.rank == 0 else None
 
 
@@ -175,14 +218,19 @@ class Launch(NamedTuple):
 
 
 def detect_launch(num_nodes: int | None = None) -> Launch:
-    """Detects torchrun, srun, or variables that were set by hand, as Lightning does for the training."""
+    """Detects torchrun, srun, or variables that were set by hand, as Lightning does for the
+    training.
+    """
     fabric = "lightning.fabric" if find_spec("lightning") is not None else "lightning_fabric"
     environments = import_module(f"{fabric}.plugins.environments")
     numbers: tuple[str, ...] = ()
     if num_nodes is not None:
         environment, numbers = environments.LightningEnvironment(), ("NODE_RANK", "MASTER_PORT")
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        environment, numbers = environments.TorchElasticEnvironment(), ("RANK", "WORLD_SIZE", "MASTER_PORT")
+        environment, numbers = (
+            environments.TorchElasticEnvironment(),
+            ("RANK", "WORLD_SIZE", "MASTER_PORT"),
+        )
     elif "SLURM_NTASKS" in os.environ and environments.SLURMEnvironment.detect():
         try:
             environment = environments.SLURMEnvironment()
@@ -190,16 +238,21 @@ def detect_launch(num_nodes: int | None = None) -> Launch:
             raise ValueError(f"Lightning would refuse this job: {error}") from error
     else:
         raise ValueError(
-            "This process does not know its rank. Start it on every node like the training: with srun, with torchrun,"
+            "This process does not know its rank. Start it on every node like the training: with"
+            " srun, with torchrun,"
             " or by hand with NODE_RANK, MASTER_ADDR and MASTER_PORT set and --num-nodes N."
         )
     for name in numbers:
         if not os.environ.get(name, "").isdigit():
             value = os.environ.get(name, "")
-            raise ValueError(f"{name}={value!r} is not a number. Set it on every node, as for the training.")
+            raise ValueError(
+                f"{name}={value!r} is not a number. Set it on every node, as for the training."
+            )
     # Lightning would take the loopback address, where no other machine finds rank 0.
     if "MASTER_ADDR" not in os.environ and "SLURM_NODELIST" not in os.environ:
-        raise ValueError("MASTER_ADDR is not set. Set it to an address of rank 0's machine on every node.")
+        raise ValueError(
+            "MASTER_ADDR is not set. Set it to an address of rank 0's machine on every node."
+        )
     where = str(environment.main_address), environment.main_port
     if num_nodes is not None:
         return Launch(environment.node_rank(), num_nodes, num_nodes, *where)
@@ -289,7 +342,11 @@ def _of_machines(seen: Examined) -> Iterator[Finding]:
     hosts = [one.host for one in seen.endpoints]
     needed = _FILES_PER_RANK * len(seen.endpoints) + _FILES
     # Of each kind only the worst or first is shown: the others have the same remedy.
-    few = {rank: machine["files"] for rank, machine in enumerate(seen.machines) if 0 <= machine["files"] < needed}
+    few = {
+        rank: machine["files"]
+        for rank, machine in enumerate(seen.machines)
+        if 0 <= machine["files"] < needed
+    }
     if few:
         rank = min(few, key=lambda rank: few[rank])
         told = f"{_rank(rank, seen)} may open {few[rank]}; {needed} may be needed"
@@ -300,7 +357,9 @@ def _of_machines(seen: Examined) -> Iterator[Finding]:
         given = machine["variables"].get("OMP_NUM_THREADS", "")
         threads = int(given) if given.isdigit() else cores
         if machine["device"] == "CPU" and on_host > 1 and threads * on_host > cores:
-            told = f"{on_host} ranks on {hosts[rank]} with {threads} threads each share {cores} cores"
+            told = (
+                f"{on_host} ranks on {hosts[rank]} with {threads} threads each share {cores} cores"
+            )
             yield Finding("slow", "threads", told, f"OMP_NUM_THREADS={max(cores // on_host, 1)}")
             break
     for rank, machine in enumerate(seen.machines):
@@ -317,7 +376,9 @@ def _of_links(seen: Examined) -> Iterator[Finding]:
     for one in seen.broken:
         told = f"{_rank(one.source, seen)} -> {_rank(one.target, seen)} at {one.address}: {one.why}"
         yield Finding("wrong", "reachability", told, advice([one]))
-    rates = {(link.source, link.target): link.bits_per_second for link in seen.links if not link.error}
+    rates = {
+        (link.source, link.target): link.bits_per_second for link in seen.links if not link.error
+    }
     size = len(seen.endpoints) // seen.groups
     for link in seen.links:
         if link.error:
@@ -331,15 +392,19 @@ def _of_links(seen: Examined) -> Iterator[Finding]:
         if rate * _UNEQUAL < back:
             told += f", and {readable_rate(back / 1e9)} in the other direction"
             fix = (
-                f"Look for other traffic from worker group {link.source} to {link.target}, and at the congestion"
+                f"Look for other traffic from worker group {link.source} to {link.target}, and"
+                " at the congestion"
                 " control there: training goes at the pace of the slower direction."
             )
             yield Finding("slow", f"bandwidth {way}", told, fix)
         else:
             yield Finding("ok", f"bandwidth {way}", told)
-        # A connection carries at most one buffer in each round trip. Linux keeps part of a buffer for itself.
+        # A connection carries at most one buffer in each round trip. Linux keeps part of a buffer
+        # for itself.
         ours, theirs = (seen.machines[group * size]["tcp"] for group in (link.source, link.target))
-        limits = [buffer / 2 for buffer in (ours["send_buffer"], theirs["receive_buffer"]) if buffer]
+        limits = [
+            buffer / 2 for buffer in (ours["send_buffer"], theirs["receive_buffer"]) if buffer
+        ]
         most = 8 * min(limits) / link.round_trip if limits and link.round_trip > 0 else float("inf")
         if rate > most / 2:
             needed = int(4 * rate / 8 * link.round_trip)
@@ -351,7 +416,11 @@ def _of_links(seen: Examined) -> Iterator[Finding]:
                 f'On both sides: sysctl -w net.ipv4.tcp_wmem="4096 16384 {needed}"'
                 f' net.ipv4.tcp_rmem="4096 131072 {needed}"',
             )
-    slow = [seen.machines[link.source * size]["tcp"] for link in seen.links if link.round_trip > _LONG_ROUND_TRIP]
+    slow = [
+        seen.machines[link.source * size]["tcp"]
+        for link in seen.links
+        if link.round_trip > _LONG_ROUND_TRIP
+    ]
     if any(tcp["slow_start_after_idle"] for tcp in slow):
         yield Finding(
             "slow",
@@ -373,21 +442,33 @@ def measure(
     seconds: float,
     progress: Callable[[str], None],
 ) -> list[MeasuredLink]:
-    """Measures between the first ranks of all worker groups, one link of each at a time. All ranks must call it."""
+    """Measures between the first ranks of all worker groups, one link of each at a time. All ranks
+    must call it.
+    """
     listener = Listener(address, lambda connection: _serve(connection, seconds))
     try:
         told = rendezvous.all_gather("links", [group, address, listener.port] if speaks else None)
         endpoints = {one[0]: (str(one[1]), int(one[2])) for one in told if one is not None}
-        round_trips = {other: _round_trip(endpoints[other]) for other in endpoints if other != group} if speaks else {}
+        round_trips = (
+            {other: _round_trip(endpoints[other]) for other in endpoints if other != group}
+            if speaks
+            else {}
+        )
         rendezvous.all_gather("round trips", None)
         links = []
         for step in range(1, groups):
             other = (group + step) % groups
-            progress(f"Measuring bandwidth, {step} of {groups - 1}: {seconds:g} s in each direction")
+            progress(
+                f"Measuring bandwidth, {step} of {groups - 1}: {seconds:g} s in each direction"
+            )
             if speaks:
                 links.append(_link(group, other, endpoints[other], round_trips[other], seconds))
             rendezvous.all_gather(f"round {step}", None)
-        return [MeasuredLink(*link) for rank in rendezvous.all_gather("measured", links) for link in rank]
+        return [
+            MeasuredLink(*link)
+            for rank in rendezvous.all_gather("measured", links)
+            for link in rank
+        ]
     finally:
         listener.close()
 
@@ -408,7 +489,9 @@ def _round_trip(address: tuple[str, int]) -> float | str:
     return statistics.median(seconds) if error is None else reason(error)
 
 
-def _link(group: int, other: int, address: tuple[str, int], round_trip: float | str, seconds: float) -> MeasuredLink:
+def _link(
+    group: int, other: int, address: tuple[str, int], round_trip: float | str, seconds: float
+) -> MeasuredLink:
     if isinstance(round_trip, str):
         return MeasuredLink(group, other, error=round_trip)
     rates: list[float] = []
@@ -464,10 +547,14 @@ _CLOCKS_APART = 60.0  # seconds
 
 
 def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], dict[str, Any]]:
-    """Looks at the way to a hub, until something is in the way: what comes after it would only say the same."""
+    """Looks at the way to a hub, until something is in the way: what comes after it would only say
+    the same.
+    """
     places = hub_addresses(str(options.hub))
     if (options.keys is None) != options.insecure:
-        raise ValueError("Give the keys of a site, or of another role in the run: --keys FILE; or --insecure.")
+        raise ValueError(
+            "Give the keys of a site, or of another role in the run: --keys FILE; or --insecure."
+        )
     found, numbers = list[Finding](), dict[str, Any](hub=options.hub)
     for finding in _of_way(options, places, seconds, numbers):
         found.append(finding)
@@ -498,7 +585,8 @@ def _of_way(
                 "wrong" if all(errors) else "slow",  # one of several addresses is enough
                 "reachability",
                 f"{host}:{port}: {reason(error)}",
-                f"Start the hub, on an address that can be reached from here (--listen 0.0.0.0:{port}), and open that"
+                "Start the hub, on an address that can be reached from here (--listen"
+                f" 0.0.0.0:{port}), and open that"
                 " port on its machine. Sites need no open port.",
             )
     for number, (host, port) in enumerate(places, start=1):
@@ -517,13 +605,25 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
     try:
         with closing(mailbox):
             numbers["round_trip"] = mailbox.round_trip()
-            yield Finding("ok", "hub", f"it answers, and knows {mailbox.identity.role} {mailbox.identity.name}")
+            yield Finding(
+                "ok",
+                "hub",
+                f"it answers, and knows {mailbox.identity.role} {mailbox.identity.name}",
+            )
             told = f"{1000 * numbers['round_trip']:.3g} ms, by this end's clock alone"
             yield Finding("ok", "round trip", told)
-            off = float(mailbox.call("ping", {"clock": True})[0].get("clock", wall_clock())) - wall_clock()
+            off = (
+                float(mailbox.call("ping", {"clock": True})[0].get("clock", wall_clock()))
+                - wall_clock()
+            )
             told = f"the hub's clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the one here"
             fix = "Set the wrong one: certificates are valid by its dates."
-            yield Finding("slow" if abs(off) > _CLOCKS_APART else "ok", "clock", told, fix * (abs(off) > _CLOCKS_APART))
+            yield Finding(
+                "slow" if abs(off) > _CLOCKS_APART else "ok",
+                "clock",
+                told,
+                fix * (abs(off) > _CLOCKS_APART),
+            )
             for up, way in ((True, "to"), (False, "from")):
                 _progress(f"Measuring bandwidth {way} the hub, for {seconds:g} s")
                 numbers[f"bits_per_second_{way}_hub"] = rate = mailbox.bandwidth(up, seconds)
@@ -533,12 +633,15 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
     except (HubError, Refused) as refusal:
         if options.insecure and isinstance(refusal, HubUnreachable):
             fix = (
-                "Something listens there, but does not answer: a hub with keys refuses calls without. Give --keys FILE."
+                "Something listens there, but does not answer: a hub with keys refuses calls without."
+                " Give --keys FILE."
             )
         elif isinstance(refusal, HubUnreachable):
             fix = (
-                "Something listens there, but hub and keys do not match: another authority, another run, or a hub"
-                " without TLS. Get keys from where the hub's are made: sdiloco keys add FOLDER NAME."
+                "Something listens there, but hub and keys do not match: another authority,"
+                " another run, or a hub"
+                " without TLS. Get keys from where the hub's are made: sdiloco keys add FOLDER"
+                " NAME."
             )
         elif options.insecure:
             fix = "Give the name of the run that this hub serves: --run NAME."
@@ -548,28 +651,40 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
         return
     if not status["founded"]:
         here = ", ".join(status["here"]) or "none"
-        yield Finding("ok", "run", f"not founded yet: {status['missing']} more sites are needed; here: {here}")
+        yield Finding(
+            "ok", "run", f"not founded yet: {status['missing']} more sites are needed; here: {here}"
+        )
         return
     if status["trouble"]:
         yield Finding("wrong", "run", str(status["trouble"]), "Ask the hub's operator.")
     needs, free = status["disk"]["still_needs"], status["disk"]["free"]
     if free is not None:
-        told, fix = f"the hub has {readable(free)} free, but the run will need {readable(needs)} more", ""
+        told, fix = (
+            f"the hub has {readable(free)} free, but the run will need {readable(needs)} more",
+            "",
+        )
         if free < needs:
             fix = "Make room, or give the hub another --store: without room no rounds close."
         yield Finding("slow" if fix else "ok", "disk", told, fix)
     run_config, records, sites = status["run_config"], status["records"], len(status["sites"])
     terms = run_config["terms"]
     ends = "without an end" if terms["rounds"] is None else f"{terms['rounds']} rounds"
-    quorum = ChosenQuorum(**terms["quorum"]) if isinstance(terms["quorum"], dict) else terms["quorum"]
+    quorum = (
+        ChosenQuorum(**terms["quorum"]) if isinstance(terms["quorum"], dict) else terms["quorum"]
+    )
     key = run_config["key"][:8]
-    yield Finding("ok", "run", f"founded on run config {key}, {records} records; {sites} sites are known")
+    yield Finding(
+        "ok", "run", f"founded on run config {key}, {records} records; {sites} sites are known"
+    )
     yield Finding(
         "ok",
         "run_config",
-        f"{run_config['parameters']} tensors in {run_config['fragments']} fragments, sync_every={terms['sync_every']},"
-        f" overlap_steps={terms['overlap_steps']}, grace={terms['grace']:g}, lease={terms['lease']:g},"
-        f" quorum={quorum}, {ends}; {', '.join(f'{k}={v}' for k, v in run_config['settings'].items())}",
+        f"{run_config['parameters']} tensors in {run_config['fragments']} fragments,"
+        f" sync_every={terms['sync_every']},"
+        f" overlap_steps={terms['overlap_steps']}, grace={terms['grace']:g},"
+        f" lease={terms['lease']:g},"
+        f" quorum={quorum}, {ends};"
+        f" {', '.join(f'{k}={v}' for k, v in run_config['settings'].items())}",
     )
     for name, there in run_config["versions"].items():
         here = (_installed_version(name) or "none").split("+")[0]

@@ -1,4 +1,6 @@
-"""Runs ``sdiloco hub``: serves a run to its sites, with metrics for Prometheus, and asks a hub that serves."""
+"""Runs ``sdiloco hub``: serves a run to its sites, with metrics for Prometheus, and asks a hub
+that serves.
+"""
 
 import importlib
 import json
@@ -36,34 +38,47 @@ def hub(
     Args:
         run: The name of the run.
         keys: The bundle of the hub, or the folder of `sdiloco keys init`.
-        sites: How many sites found the run, the first time. Afterwards sites come and go as they like.
-        listen: Address and port. For sites on other machines use 0.0.0.0 or the address of an interface.
-        ledger: The file with the records of the run. Without it the run is lost: keep it on a durable disk.
+        sites: How many sites found the run, the first time. Afterwards sites come and go as they
+            like.
+        listen: Address and port. For sites on other machines use 0.0.0.0 or the address of an
+            interface.
+        ledger: The file with the records of the run. Without it the run is lost: keep it on a
+            durable disk.
         store: Folder or URL for payloads and states; by default a folder beside the ledger.
-        insecure: Serve without TLS, for tests on one machine: anyone who reaches the port may do anything.
-        metrics: Address and port for Prometheus metrics, and for a cluster's probes at /healthz; none by default.
-            Anyone who reaches that port can read them.
-        quorum: Your own quorum that sites may found the run on: module.Class, of a module that Python finds here.
-            Nothing else that a site names is imported; this package's own are always allowed.
-        backups: A folder, on another disk, for a copy of ledger and payloads, made while the run goes on. If the first
-            disk is lost, start a hub with `--ledger FOLDER/hub.sqlite`.
+        insecure: Serve without TLS, for tests on one machine: anyone who reaches the port may do
+            anything.
+        metrics: Address and port for Prometheus metrics, and for a cluster's probes at /healthz;
+            none by default. Anyone who reaches that port can read them.
+        quorum: Your own quorum that sites may found the run on: module.Class, of a module that
+            Python finds here. Nothing else that a site names is imported; this package's own are
+            always allowed.
+        backups: A folder, on another disk, for a copy of ledger and payloads, made while the run
+            goes on. If the first disk is lost, start a hub with `--ledger FOLDER/hub.sqlite`.
         backups_every: Seconds between two copies.
-        refound: Found the run again from what its sites hold, if its ledger is lost: on a new ledger, with the sites
-            that are left.
+        refound: Found the run again from what its sites hold, if its ledger is lost: on a new
+            ledger, with the sites that are left.
 
     Examples:
         $ sdiloco hub --run pretrain --keys keys --sites 2 --listen 0.0.0.0:29400
     """
     if run is None:
-        raise ValueError("A hub serves one run: give its name (--run NAME), and keys for it (--keys FOLDER).")
+        raise ValueError(
+            "A hub serves one run: give its name (--run NAME), and keys for it (--keys FOLDER)."
+        )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     more: dict[str, Any] = {"backups": backups, "backups_every": backups_every, "refound": refound}
     try:
-        service = HubService(run, ledger, sites, listen, store, keys, insecure, quorum=quorum, **more)
+        service = HubService(
+            run, ledger, sites, listen, store, keys, insecure, quorum=quorum, **more
+        )
     except HubError as error:
         raise ValueError(str(error)) from error
     try:
-        told = None if metrics is None else MetricsServer(metrics, service.coordinator.status, service.is_serving)
+        told = (
+            None
+            if metrics is None
+            else MetricsServer(metrics, service.coordinator.status, service.is_serving)
+        )
     except ValueError:
         service.close()
         raise
@@ -81,7 +96,10 @@ def hub(
         )
         print(f"The hub of run {run} listens on port {service.port}: {found}.", flush=True)
         if told is not None:
-            print(f"Metrics for Prometheus are on port {told.port}, open to anyone who reaches it.", flush=True)
+            print(
+                f"Metrics for Prometheus are on port {told.port}, open to anyone who reaches it.",
+                flush=True,
+            )
         over.wait()
     return f"The hub has ended. Everything is in {ledger}: start it again with the same command."
 
@@ -114,7 +132,9 @@ class HubOptions:
             name, run = who.name, run or who.run
         if run is None:
             raise ValueError("Say which run it is: --run RUN. A bundle names it too: --keys FILE.")
-        return HubClient(self.hub, run, name, self.keys, self.insecure, role=role, channels=channels)
+        return HubClient(
+            self.hub, run, name, self.keys, self.insecure, role=role, channels=channels
+        )
 
     def ask(self, role: Role, name: str, **about: Any) -> dict[str, Any]:
         with closing(self.mailbox(role)) as mailbox:
@@ -190,7 +210,10 @@ def amend(
         $ sdiloco hub amend --rounds 80 --grace 20 --hub a.example:29400 --keys operator.bundle
     """
     given = {"rounds": rounds, "grace": grace, "lease": lease, "quorum": quorum, "guard": guard}
-    off = {name: value or None if name in ("rounds", "guard") else value for name, value in given.items()}
+    off = {
+        name: value or None if name in ("rounds", "guard") else value
+        for name, value in given.items()
+    }
     changes = {name: off[name] for name, value in given.items() if value is not None}
     if not changes:
         raise ValueError(f"Give at least one change: {', '.join(f'--{name}' for name in given)}.")
@@ -199,7 +222,8 @@ def amend(
 
 
 def rollback(round: int, options: HubOptions) -> str:
-    """Roll a run back to a round: later records are dropped for good. Restart sites that have applied them.
+    """Roll a run back to a round: later records are dropped for good. Restart sites that have
+    applied them.
 
     Args:
         round: The last round of every fragment to keep.
@@ -210,12 +234,19 @@ def rollback(round: int, options: HubOptions) -> str:
     """
     records = options.ask("operator", "rollback", round=round)["records"]
     return (
-        f"{records} records are left. Sites that have applied more are refused: restart them from an earlier"
+        f"{records} records are left. Sites that have applied more are refused: restart them"
+        " from an earlier"
         " checkpoint, or without one."
     )
 
 
-STATES = {"follows": "green", "joining": "yellow", "expected": "yellow", "silent": "red", "gone": "dim"}
+STATES = {
+    "follows": "green",
+    "joining": "yellow",
+    "expected": "yellow",
+    "silent": "red",
+    "gone": "dim",
+}
 """The states of a site, each with its color."""
 
 # Metrics
@@ -224,39 +255,74 @@ STATES = {"follows": "green", "joining": "yellow", "expected": "yellow", "silent
 _FRESH = 1.0  # seconds for which a status is reused, however often it is asked for
 
 SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
-    "last_heartbeat": ("gauge", "last_heartbeat_seconds", "Seconds since the last heartbeat of a site."),
-    "rounds_behind": ("gauge", "rounds_behind", "Rounds that a site has not applied, in the worst fragment."),
+    "last_heartbeat": (
+        "gauge",
+        "last_heartbeat_seconds",
+        "Seconds since the last heartbeat of a site.",
+    ),
+    "rounds_behind": (
+        "gauge",
+        "rounds_behind",
+        "Rounds that a site has not applied, in the worst fragment.",
+    ),
     "share": ("gauge", "weight_share", "Share of a site in the weight of the last 8 rounds."),
-    "late": ("counter", "late", "Contributions of a site that arrived after their round had closed."),
-    "not_finite": ("counter", "not_finite", "Contributions of a site that were left out because they were not finite."),
+    "late": (
+        "counter",
+        "late",
+        "Contributions of a site that arrived after their round had closed.",
+    ),
+    "not_finite": (
+        "counter",
+        "not_finite",
+        "Contributions of a site that were left out because they were not finite.",
+    ),
     "too_long": ("counter", "too_long", "Contributions of a site that the guard left out."),
     "incarnations": ("counter", "starts", "How often a site has joined as a new process."),
     "bytes": ("counter", "sent_bytes", "Bytes that a site has sent."),
-    "bytes_per_second": ("gauge", "sent_bytes_per_second", "Rate of the last blob that a site has sent."),
+    "bytes_per_second": (
+        "gauge",
+        "sent_bytes_per_second",
+        "Rate of the last blob that a site has sent.",
+    ),
 }
-"""The metrics of a site by the keys of its status: kind, name and help. A counter counts since the hub was started."""
+"""The metrics of a site by the keys of its status: kind, name and help. A counter counts since the
+hub was started."""
 
 
 class MetricsServer:
     """Answers all requests for metrics, in its own threads, without TLS or authentication.
 
-    The status is asked for at most once a second. /healthz answers 200 while the hub serves, and else 503.
+    The status is asked for at most once a second. /healthz answers 200 while the hub serves, and
+    else 503.
     """
 
-    def __init__(self, listen: str, status: Callable[[], dict[str, Any]], is_serving: Callable[[], bool]) -> None:
+    def __init__(
+        self, listen: str, status: Callable[[], dict[str, Any]], is_serving: Callable[[], bool]
+    ) -> None:
         client = _client("prometheus_client")
         host, _, port = listen.rpartition(":")
         if not host or not port.isdigit():
-            raise ValueError(f"metrics={listen!r} is not an address: give one with a port, such as 127.0.0.1:9400.")
-        self._status, self._lock, self._last, self._until = status, threading.Lock(), dict[str, Any](), 0.0
+            raise ValueError(
+                f"metrics={listen!r} is not an address: give one with a port, such as"
+                " 127.0.0.1:9400."
+            )
+        self._status, self._lock, self._last, self._until = (
+            status,
+            threading.Lock(),
+            dict[str, Any](),
+            0.0,
+        )
         registry = client.CollectorRegistry()
         registry.register(self)
         client.ProcessCollector(registry=registry)
         try:
-            self._server, self._thread = client.start_http_server(int(port), host.strip("[]"), registry)
+            self._server, self._thread = client.start_http_server(
+                int(port), host.strip("[]"), registry
+            )
         except OSError as error:
             raise ValueError(
-                f"metrics={listen!r} cannot be used ({error}). Give an address of this machine, and a free port."
+                f"metrics={listen!r} cannot be used ({error}). Give an address of this machine,"
+                " and a free port."
             ) from error
         self.port = int(self._server.server_port)
         answer_metrics = self._server.get_app()
@@ -264,7 +330,11 @@ class MetricsServer:
         def answer(request: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
             if request.get("PATH_INFO") != "/healthz":
                 return answer_metrics(request, start)
-            status, text = ("200 OK", b"SERVING\n") if is_serving() else ("503 Service Unavailable", b"NOT_SERVING\n")
+            status, text = (
+                ("200 OK", b"SERVING\n")
+                if is_serving()
+                else ("503 Service Unavailable", b"NOT_SERVING\n")
+            )
             start(status, [("Content-Type", "text/plain")])
             return [text]
 
@@ -288,7 +358,11 @@ class MetricsServer:
         core = _client("prometheus_client.core")
 
         def family(
-            name: str, text: str, values: Iterable[tuple[list[str], Any]], *more: str, kind: str = "gauge"
+            name: str,
+            text: str,
+            values: Iterable[tuple[list[str], Any]],
+            *more: str,
+            kind: str = "gauge",
         ) -> Any:
             made = core.CounterMetricFamily if kind == "counter" else core.GaugeMetricFamily
             filled = made(f"sdiloco_{name}", text, labels=["run", *more])
@@ -310,8 +384,14 @@ class MetricsServer:
         if not status["founded"]:
             return
         sites, fragments = status["sites"], list(enumerate(status["fragments"]))
-        states = [([site, state], own["state"] == state) for site, own in sites.items() for state in STATES]
-        yield family("site_state", "Whether a site is in a state, 1 in one of them.", states, "site", "state")
+        states = [
+            ([site, state], own["state"] == state)
+            for site, own in sites.items()
+            for state in STATES
+        ]
+        yield family(
+            "site_state", "Whether a site is in a state, 1 in one of them.", states, "site", "state"
+        )
         for key, (kind, name, text) in SITE_METRICS.items():
             values = [([site], own[key]) for site, own in sites.items() if own[key] is not None]
             yield family(f"site_{name}", text, values, "site", kind=kind)
@@ -327,6 +407,7 @@ def _client(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ValueError(
-            "Metrics need prometheus_client, which is not installed. Install all that a federation needs (pip install"
+            "Metrics need prometheus_client, which is not installed. Install all that a"
+            " federation needs (pip install"
             " 'lightning-sdiloco[federated]'), or leave out --metrics."
         ) from error

@@ -1,4 +1,6 @@
-"""Runs ``sdiloco keys``: makes the authority of a federation, bundles for its holders, and takes them back."""
+"""Runs ``sdiloco keys``: makes the authority of a federation, bundles for its holders, and takes
+them back.
+"""
 
 from lightning_sdiloco.federation.keys import Role, add_keys, init_keys, revoke_keys
 from lightning_sdiloco.planning.link import require
@@ -9,7 +11,8 @@ def init(folder: str, run: str | None = None, days: int = 3650) -> str:
 
     Args:
         folder: The folder. Anyone who can read it can speak for every site.
-        run: The run that the keys are for. By default the first run whose hub is started with the folder.
+        run: The run that the keys are for. By default the first run whose hub is started with the
+            folder.
         days: For how many days added keys can be valid.
 
     Examples:
@@ -26,7 +29,8 @@ def add(folder: str, names: list[str], role: Role = "site", days: int = 365) -> 
     Args:
         folder: The folder of `sdiloco keys init`.
         names: Names of sites, operators or readers.
-        role: What they may do: a site trains, an operator evicts and ends, a reader sees the status.
+        role: What they may do: a site trains, an operator evicts and ends, a reader sees the
+            status.
         days: For how many days they are valid.
 
     Examples:
@@ -34,7 +38,9 @@ def add(folder: str, names: list[str], role: Role = "site", days: int = 365) -> 
     """
     require(days >= 1, "days", days, "at least 1: it says when certificates expire")
     bundles = [add_keys(folder, name, role, days) for name in names]
-    return "\n".join(f"{bundle}: for {role} {name}" for bundle, name in zip(bundles, names, strict=True))
+    return "\n".join(
+        f"{bundle}: for {role} {name}" for bundle, name in zip(bundles, names, strict=True)
+    )
 
 
 def revoke(folder: str, names: list[str]) -> str:
@@ -44,4 +50,6 @@ def revoke(folder: str, names: list[str]) -> str:
         folder: The folder of `sdiloco keys init`.
         names: Names of holders.
     """
-    return "\n".join(f"{name}: revoked {one}" for name in names for one in revoke_keys(folder, name))
+    return "\n".join(
+        f"{name}: revoked {one}" for name in names for one in revoke_keys(folder, name)
+    )

@@ -1,4 +1,6 @@
-"""What several commands print and draw: tables of a fixed width, and pictures for light and for dark pages."""
+"""What several commands print and draw: tables of a fixed width, and pictures for light and for
+dark pages.
+"""
 
 import io
 import math
@@ -14,7 +16,9 @@ from rich.table import Table
 # Tables
 
 
-def table(columns: Mapping[str, Iterable[object]], left: int = 1, width: int = 80, section: int = 0) -> str:
+def table(
+    columns: Mapping[str, Iterable[object]], left: int = 1, width: int = 80, section: int = 0
+) -> str:
     """Formats columns, by their headers, as plain text: the same in a terminal, a file and a test.
 
     Args:
@@ -25,7 +29,9 @@ def table(columns: Mapping[str, Iterable[object]], left: int = 1, width: int = 8
     """
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     for index, header in enumerate(columns):
-        made.add_column(header, justify="left" if index < left else "right", vertical="bottom", no_wrap=True)
+        made.add_column(
+            header, justify="left" if index < left else "right", vertical="bottom", no_wrap=True
+        )
     for number, row in enumerate(zip(*columns.values(), strict=True), start=1):
         made.add_row(*map(str, row), end_section=section > 0 and number % section == 0)
     console = Console(file=io.StringIO(), width=width, color_system=None)
@@ -70,7 +76,9 @@ class Theme:
         ticks = {f"{axis}tick.{name}": value for axis in "xy" for name, value in tick.items()}
         spines = {f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")}
         papers = {f"{part}.facecolor": self.paper for part in ("figure", "axes", "savefig")}
-        inks = dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "legend.labelcolor"), self.ink)
+        inks = dict.fromkeys(
+            ("text.color", "axes.labelcolor", "axes.titlecolor", "legend.labelcolor"), self.ink
+        )
         return {
             "font.family": "DejaVu Sans",
             "svg.hashsalt": "sdiloco",  # the same picture is the same file
@@ -115,7 +123,10 @@ DARK = Theme(
 
 def require_drawable(path: str) -> None:
     if Path(path).suffix not in (".svg", ".png"):
-        raise ValueError(f"picture={path!r} does not end with .svg or .png. Give a file with one of these suffixes.")
+        raise ValueError(
+            f"picture={path!r} does not end with .svg or .png. Give a file with one of these"
+            " suffixes."
+        )
     require_matplotlib("A picture", ", or leave out --picture")
 
 
@@ -124,7 +135,8 @@ def require_matplotlib(what: str, instead: str = "") -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            f"{what} needs matplotlib, which is not installed. Install it (pip install matplotlib){instead}."
+            f"{what} needs matplotlib, which is not installed. Install it (pip install"
+            f" matplotlib){instead}."
         ) from error
 
 
@@ -135,7 +147,8 @@ def drawn(
     size: tuple[float, float] = (8.4, 4.3),
     dpi: int = 190,
 ) -> bytes:
-    """Draws on a figure of matplotlib, and returns the file: without a date, the same bytes for the same picture.
+    """Draws on a figure of matplotlib, and returns the file: without a date, the same bytes for the
+    same picture.
 
     The theme's lines are C0 to C9 there.
     """
@@ -152,8 +165,12 @@ def drawn(
     return file.getvalue()
 
 
-def save_picture(path: str, draw: Callable[[Any], None], size: tuple[float, float] = (8.4, 4.3)) -> list[Path]:
-    """Draws a picture for light pages and, with -dark in its name, for dark ones; returns both files."""
+def save_picture(
+    path: str, draw: Callable[[Any], None], size: tuple[float, float] = (8.4, 4.3)
+) -> list[Path]:
+    """Draws a picture for light pages and, with -dark in its name, for dark ones; returns both
+    files.
+    """
     require_drawable(path)
     light = Path(path)
     files = {light: LIGHT, light.with_stem(f"{light.stem}-dark"): DARK}
@@ -161,5 +178,7 @@ def save_picture(path: str, draw: Callable[[Any], None], size: tuple[float, floa
         for file, theme in files.items():
             file.write_bytes(drawn(draw, light.suffix[1:], theme, size))
     except OSError as error:
-        raise ValueError(f"picture={path!r} cannot be written ({error}). Give another file.") from error
+        raise ValueError(
+            f"picture={path!r} cannot be written ({error}). Give another file."
+        ) from error
     return list(files)

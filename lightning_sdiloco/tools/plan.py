@@ -1,4 +1,6 @@
-"""Runs ``sdiloco plan``: hands the options to the planner, and its answer to text, JSON and a picture."""
+"""Runs ``sdiloco plan``: hands the options to the planner, and its answer to text, JSON and a
+picture.
+"""
 
 import json
 import math
@@ -53,41 +55,48 @@ def plan(
     picture: str | None = None,
     format: Literal["text", "json"] = "text",
 ) -> str:
-    """Print what a link allows: bytes, peak bandwidth and compute utilisation of each method, and what to set.
+    """Print what a link allows: bytes, peak bandwidth and compute utilisation of each method, and
+    what to set.
 
     Args:
-        model: LightningModule (or other module) by its class path, with --model.NAME for its arguments.
+        model: LightningModule (or other module) by its class path, with --model.NAME for its
+            arguments.
         params: Number of parameters, such as 1e9 or 1B, instead of a model.
         layers: Number of layers, with --params.
         step_time: Seconds of an inner step, without any exchange between groups.
         groups: Number of worker groups.
         group_size: Ranks in a worker group.
-        bandwidth: Bandwidth between a group and all others, in each direction, such as 100Mbit or 1Gbit.
+        bandwidth: Bandwidth between a group and all others, in each direction, such as 100Mbit or
+            1Gbit.
         hub_bandwidth: That of a federation's hub, such as 1Gbit: the groups are then its sites.
-        quorum: The federation's quorum, which decides whom a round waits for: a number of sites, or a class such as
-            DynamicBackup, with --quorum.least=0.5 for its arguments.
-        grace: Seconds for which rounds stay open after the first contribution; 10 by default; with --quorum.
+        quorum: The federation's quorum, which decides whom a round waits for: a number of sites, or
+            a class such as DynamicBackup, with --quorum.least=0.5 for its arguments.
+        grace: Seconds for which rounds stay open after the first contribution; 10 by default; with
+            --quorum.
         delays: Seconds by which each site's contributions are late, as 0,0,12; with --quorum.
-        links: YAML file with the Gbit/s of each group's link, a list or a mapping from names, instead of --bandwidth
-            and --groups. The plan takes the slowest link, and shows what two shots gain with parts that suit the links.
+        links: YAML file with the Gbit/s of each group's link, a list or a mapping from names,
+            instead of --bandwidth and --groups. The plan takes the slowest link, and shows what two
+            shots gain with parts that suit the links.
         round_trip: Seconds to another group and back: 50 ms is 0.05.
         loss: Share of packets lost: 0.1 % is 0.001.
         sync_every: Inner steps between two launches of the same fragment.
-        overlap_steps: Inner steps from the launch of a fragment to its landing. By default 5, or as many as fit into
-            shorter rounds.
-        fragments: How the model is cut: strided or sequential, optionally with the repeated blocks per fragment, as in
-            strided:3 (by default as many as make some eight fragments, at most three, or more to make at most 32
-            fragments); balanced; or a number of fragments.
+        overlap_steps: Inner steps from the launch of a fragment to its landing. By default 5, or as
+            many as fit into shorter rounds.
+        fragments: How the model is cut: strided or sequential, optionally with the repeated blocks
+            per fragment, as in strided:3 (by default as many as make some eight fragments, at most
+            three, or more to make at most 32 fragments); balanced; or a number of fragments.
         compression: How outer gradients are encoded, such as fp32, bf16 or fp4.
         steps: Inner steps of the whole run, for its total bytes.
-        memory_rate: GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10 for a CPU core.
+        memory_rate: GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10
+            for a CPU core.
         paper_table_4: Reproduce Table 4 of the paper instead, with its idealisations.
         picture: File (.svg or .png) for a plot of utilisation over bandwidth.
         format: Output format.
 
     Examples:
         $ sdiloco plan --params 1B --layers 24 --step-time 0.5s --bandwidth 1Gbit
-        $ sdiloco plan --params 1B --layers 24 --step-time 500ms --bandwidth 100Mbit --picture plan.svg
+        $ sdiloco plan --params 1B --layers 24 --step-time 500ms --bandwidth 100Mbit --picture
+        plan.svg
 
         >>> print(plan(params=1e9, layers=24, step_time=0.1, bandwidth=1).splitlines()[0])
         1,000,000,000 parameters in 8 fragments, 2 groups of 1 rank
@@ -105,14 +114,31 @@ def plan(
     require(steps >= 1, "steps", steps, "at least 1")
     overlap_steps = overlap_for(sync_every, overlap_steps)
     settings = Settings(sync_every, overlap_steps, fragments=fragments, compression=compression)
-    workers, link = Groups(step_time, groups, group_size, memory_rate * 1e9), Link(bandwidth, round_trip, loss)
-    hub = None if hub_bandwidth is None else planner.through_hub(described, settings, workers, link, hub_bandwidth)
+    workers, link = (
+        Groups(step_time, groups, group_size, memory_rate * 1e9),
+        Link(bandwidth, round_trip, loss),
+    )
+    hub = (
+        None
+        if hub_bandwidth is None
+        else planner.through_hub(described, settings, workers, link, hub_bandwidth)
+    )
     of_sites = of_links or {f"site {number}": bandwidth for number in range(groups)}
     waits = _asked_waits(settings, workers, link, hub, quorum, grace, delays, of_sites)
-    shared = planner.shared_out(described, settings, workers, list(of_links.values())) if of_links else None
-    own, chosen = Streaming(described, settings, workers), planner.recommend(described, workers, link)
+    shared = (
+        planner.shared_out(described, settings, workers, list(of_links.values()))
+        if of_links
+        else None
+    )
+    own, chosen = (
+        Streaming(described, settings, workers),
+        planner.recommend(described, workers, link),
+    )
     methods = planner.alternatives(described, settings, workers)
-    compressed = {name: Streaming(described, replace(settings, compression=name), workers) for name in COMPRESSIONS}
+    compressed = {
+        name: Streaming(described, replace(settings, compression=name), workers)
+        for name in COMPRESSIONS
+    }
     predicted = {name: planner.predict(method, link, steps) for name, method in methods.items()}
     told: dict[str, Any] = {
         "parameters": described.numel,
@@ -122,7 +148,9 @@ def plan(
         "steps": steps,
         "settings": _settings(own),
         "methods": predicted,
-        "compressions": {name: planner.predict(method, link, steps) for name, method in compressed.items()},
+        "compressions": {
+            name: planner.predict(method, link, steps) for name, method in compressed.items()
+        },
         "memory": own.memory,
         "recommendation": {
             **_settings(chosen),
@@ -134,13 +162,20 @@ def plan(
     if picture is not None:
         curves = {name: partial(_at, method.utilisation, link) for name, method in methods.items()}
         # From where nothing works to where DDP does, with the link that was asked about in between.
-        busy = [need for prediction in predicted.values() for need in prediction.gbit_s_for.values() if need]
+        busy = [
+            need
+            for prediction in predicted.values()
+            for need in prediction.gbit_s_for.values()
+            if need
+        ]
         first, last = (math.log10(bound(bandwidth, *busy)) for bound in (min, max))
         title = f"{described.numel:,} parameters, {step_time:g} s per inner step"
         _draw(picture, {title: curves}, math.floor(first) - 1, math.ceil(last), mark=bandwidth)
     if format == "json":
         more = {"hub": hub, "waits": waits, "links": shared}
-        return json.dumps(plain(told | {name: one for name, one in more.items() if one is not None}), indent=2)
+        return json.dumps(
+            plain(told | {name: one for name, one in more.items() if one is not None}), indent=2
+        )
     parts = [_plan_as_text(told)]
     parts += [] if hub is None else [_hub_as_text(hub, settings)]
     parts += [] if waits is None else [_waits_as_text(waits, step_time)]
@@ -158,39 +193,56 @@ def _links(path: str | None, bandwidth: float | None) -> dict[str, float]:
         return {}
     if bandwidth is not None:
         raise ValueError(
-            f"--bandwidth {bandwidth:g} was given together with --links, which also sets it. Leave one of them out."
+            f"--bandwidth {bandwidth:g} was given together with --links, which also sets it."
+            " Leave one of them out."
         )
     try:
         told = yaml.safe_load(Path(path).read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ValueError(
-            f"--links {path} cannot be read: {error}. Give a YAML file with the Gbit/s of each link."
+            f"--links {path} cannot be read: {error}. Give a YAML file with the Gbit/s of each"
+            " link."
         ) from error
     links = dict(enumerate(told)) if isinstance(told, list) else told
-    are_numbers = isinstance(links, dict) and all(type(link) in (int, float) for link in links.values())
+    are_numbers = isinstance(links, dict) and all(
+        type(link) in (int, float) for link in links.values()
+    )
     if not are_numbers or len(links) < 2:
         raise ValueError(
-            f"--links {path} holds {told!r}. Give a list of at least two numbers, the Gbit/s of each group's link, or a"
+            f"--links {path} holds {told!r}. Give a list of at least two numbers, the Gbit/s of"
+            " each group's link, or a"
             " mapping from names to them."
         )
-    return {f"group {name}" if isinstance(name, int) else str(name): link for name, link in links.items()}
+    return {
+        f"group {name}" if isinstance(name, int) else str(name): link
+        for name, link in links.items()
+    }
 
 
 def _described(
-    model: MakeModel | None, params: float | None, layers: int | None, step_time: float | None, bandwidth: float | None
+    model: MakeModel | None,
+    params: float | None,
+    layers: int | None,
+    step_time: float | None,
+    bandwidth: float | None,
 ) -> Model:
     size = {} if model else {"--params": params, "--layers": layers}
     asked = {**size, "--step-time": step_time, "--bandwidth": bandwidth}
     missing = [name for name, value in asked.items() if value is None]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)} must be given. A plan needs a model (--model, or --params and --layers), the time of"
-            " an inner step and the bandwidth between groups, such as: --params 1e9 --layers 24 --step-time 0.1"
+            f"{', '.join(missing)} must be given. A plan needs a model (--model, or --params and"
+            " --layers), the time of"
+            " an inner step and the bandwidth between groups, such as: --params 1e9 --layers 24"
+            " --step-time 0.1"
             " --bandwidth 1Gbit"
         )
     if model is not None:
         if params is not None or layers is not None:
-            raise ValueError("--model was given together with --params or --layers. Give either the model or its size.")
+            raise ValueError(
+                "--model was given together with --params or --layers. Give either the model or"
+                " its size."
+            )
         return Model.of_parameters(trainable(_made(model)))
     assert params is not None
     assert layers is not None
@@ -214,7 +266,8 @@ def _made(make: MakeModel) -> nn.Module:
             return configured()
         except Exception as error:
             raise ValueError(
-                f"The model could not be made: {type(error).__name__}: {error}. Correct its arguments (--model.NAME),"
+                f"The model could not be made: {type(error).__name__}: {error}. Correct its"
+                " arguments (--model.NAME),"
                 " or give --params and --layers instead."
             ) from error
 
@@ -232,11 +285,15 @@ def _asked_waits(
     if quorum is None:
         for name, value in (("--grace", grace), ("--delays", delays)):
             if value is not None:
-                raise ValueError(f"{name} needs a quorum by which rounds close. Give --quorum too, such as --quorum 2.")
+                raise ValueError(
+                    f"{name} needs a quorum by which rounds close. Give --quorum too, such as"
+                    " --quorum 2."
+                )
         return None
     if hub is None:
         raise ValueError(
-            f"--quorum {quorum} is about the sites of a federation: worker groups that are launched together wait for"
+            f"--quorum {quorum} is about the sites of a federation: worker groups that are"
+            " launched together wait for"
             " all. Give the federation's --hub-bandwidth too."
         )
     if isinstance(quorum, int):
@@ -247,21 +304,29 @@ def _asked_waits(
         late = []
     if len(late) != len(of_sites) or not all(number >= 0 for number in late):
         raise ValueError(
-            f"--delays {delays} must be {len(of_sites)} numbers of seconds, at least 0. Give one for each site, as"
+            f"--delays {delays} must be {len(of_sites)} numbers of seconds, at least 0. Give one"
+            " for each site, as"
             " 0,0,12."
         )
     ways = {
         site: Way(planner.hub_link(replace(link, gbit_s=gbit_s), groups.groups, hub.gbit_s), delay)
         for (site, gbit_s), delay in zip(of_sites.items(), late, strict=True)
     }
-    asked, grace = All(quorum) if isinstance(quorum, int) else quorum, LONGEST_GRACE if grace is None else grace
+    asked, grace = (
+        All(quorum) if isinstance(quorum, int) else quorum,
+        LONGEST_GRACE if grace is None else grace,
+    )
     return waits(asked, grace, ways, hub.largest_payload, settings.sync_every, groups.step_time)
 
 
 def _settings(method: Streaming) -> dict[str, Any]:
     names, settings = ("sync_every", "overlap_steps", "fragments", "compression"), method.settings
     numbers = settings.chosen_for(method.groups.groups).numbers
-    return {**{name: getattr(settings, name) for name in names}, **numbers, "number_of_fragments": len(method.numels)}
+    return {
+        **{name: getattr(settings, name) for name in names},
+        **numbers,
+        "number_of_fragments": len(method.numels),
+    }
 
 
 # As text
@@ -281,17 +346,23 @@ def _plan_as_text(told: Mapping[str, Any]) -> str:
     settings, chosen, link = told["settings"], told["recommendation"], told["link"]
     ranks = "1 rank" if told["group_size"] == 1 else f"{told['group_size']} ranks"
     loss = f"{link.loss:.3g} of the packets lost" if link.loss else "no loss"
-    overlap, reached = f"overlap_steps={settings['overlap_steps']}", chosen["utilisation_with_margin"]
+    overlap, reached = (
+        f"overlap_steps={settings['overlap_steps']}",
+        chosen["utilisation_with_margin"],
+    )
     cut, cut_again = (
         f"{count} fragment{'s' if count > 1 else ''}"
         for count in (settings["number_of_fragments"], chosen["number_of_fragments"])
     )
     enough = reached >= planner.TARGET
-    numbers = ", ".join(f"{name}={chosen[name]:g}" for name in ("outer_lr", "outer_momentum", "mixing"))
+    numbers = ", ".join(
+        f"{name}={chosen[name]:g}" for name in ("outer_lr", "outer_momentum", "mixing")
+    )
     lines = [
         f"{told['parameters']:,} parameters in {cut}, {told['groups']} groups of {ranks}",
         f"{told['steps']:,} inner steps of {told['step_time']:g} s",
-        f"{readable_rate(link.gbit_s)} in each direction, {link.round_trip * 1000:g} ms round trip, {loss}",
+        f"{readable_rate(link.gbit_s)} in each direction, {link.round_trip * 1000:g} ms round"
+        f" trip, {loss}",
         "",
         f"With sync_every={settings['sync_every']}, {overlap}, fragments={settings['fragments']!r},"
         f" compression={settings['compression']!r}:",
@@ -305,7 +376,9 @@ def _plan_as_text(told: Mapping[str, Any]) -> str:
         "Memory in each rank, beside ordinary training:",
         f"  {_memory(told['memory'])}",
         "",
-        "Recommended:" if enough else f"No settings reach {percent(planner.TARGET)} on this link; closest:",
+        "Recommended:"
+        if enough
+        else f"No settings reach {percent(planner.TARGET)} on this link; closest:",
         "",
         f"  sync_every={chosen['sync_every']}, overlap_steps={chosen['overlap_steps']},"
         f" fragments={chosen['fragments']!r}, compression={chosen['compression']!r}",
@@ -330,7 +403,9 @@ def _predictions(rows: Mapping[str, planner.Prediction], kind: str) -> str:
     }
     for target in ("0.8", "0.95"):
         needs = [row.gbit_s_for[target] for row in rows.values()]
-        columns[f"Gbit/s\nfor {percent(float(target))}"] = ["never" if one is None else short(one) for one in needs]
+        columns[f"Gbit/s\nfor {percent(float(target))}"] = [
+            "never" if one is None else short(one) for one in needs
+        ]
     return table(columns)
 
 
@@ -340,16 +415,22 @@ def _memory(memory: Memory) -> str:
 
 
 def _hub_as_text(hub: planner.HubLoad, settings: Settings) -> str:
-    busy = f"{percent(hub.share)} of what it can" if hub.share <= 1 else f"{hub.share:.3g} times what it can"
+    busy = (
+        f"{percent(hub.share)} of what it can"
+        if hub.share <= 1
+        else f"{hub.share:.3g} times what it can"
+    )
     late = hub.flight_steps > settings.overlap_steps
     lines = [
-        f"Through a hub with {readable_rate(hub.gbit_s)} in each direction, as a federation of {hub.sites} sites:",
+        f"Through a hub with {readable_rate(hub.gbit_s)} in each direction, as a federation of"
+        f" {hub.sites} sites:",
         "",
-        f"  {readable(hub.bytes_in)} in and {readable(hub.bytes_out)} out for a round of all fragments:",
+        f"  {readable(hub.bytes_in)} in and {readable(hub.bytes_out)} out for a round of all"
+        " fragments:",
         f"  of each fragment a site sends one payload and gets {hub.sites - 1}",
         f"  with sync_every={settings.sync_every} the hub sends {busy}",
-        f"  the largest fragment is there after {hub.flight_seconds:.3g} s, {hub.flight_steps} inner steps"
-        + (f": later than overlap_steps={settings.overlap_steps}" if late else ""),
+        f"  the largest fragment is there after {hub.flight_seconds:.3g} s, {hub.flight_steps}"
+        " inner steps" + (f": later than overlap_steps={settings.overlap_steps}" if late else ""),
         "",
         f"  Enough: sync_every={hub.enough.sync_every}, overlap_steps={hub.enough.overlap_steps}"
         if hub.enough
@@ -391,11 +472,13 @@ def _links_as_text(shared: planner.SharedOut, names: list[str], settings: Settin
     }
     given = ", ".join(short(link) for link in shared.links)
     lines = [
-        f"Two shots with exchange=TwoShot('by_bandwidth', links=[{given}]), compression={settings.compression!r}:",
+        f"Two shots with exchange=TwoShot('by_bandwidth', links=[{given}]),"
+        f" compression={settings.compression!r}:",
         "",
         table(columns),
         "",
-        f"  a round of all fragments keeps the busiest link busy for {short(shared.round_seconds)} s,",
+        "  a round of all fragments keeps the busiest link busy for"
+        f" {short(shared.round_seconds)} s,",
         f"  with equal parts for {short(shared.equal_seconds)} s: {shared.gain:.2f} times as long",
     ]
     return "\n".join(lines)
@@ -408,19 +491,25 @@ def _paper(picture: str | None, format: str) -> str:
     entries = list(paper.table_4())
     if picture is not None:
         panels = {
-            f"{name} parameters": {method: partial(curve, model) for method, curve in paper.METHODS.items()}
+            f"{name} parameters": {
+                method: partial(curve, model) for method, curve in paper.METHODS.items()
+            }
             for name, model in paper.MODELS.items()
         }
         _draw(picture, panels, -1, 3)
     if format == "json":
         return json.dumps(plain(entries), indent=2)
     # What the closed form gives, followed by the paper's own number where it differs.
-    told = [f"{one.gbit_s}" if one.gbit_s == one.paper else f"{one.gbit_s} ({one.paper})" for one in entries]
+    told = [
+        f"{one.gbit_s}" if one.gbit_s == one.paper else f"{one.gbit_s} ({one.paper})"
+        for one in entries
+    ]
     count = len(paper.TARGETS)
     rows = entries[::count]
-    columns = {"model": [row.model for row in rows], "method": [NAMES[row.method] for row in rows]} | {
-        percent(target): told[number::count] for number, target in enumerate(paper.TARGETS)
-    }
+    columns = {
+        "model": [row.model for row in rows],
+        "method": [NAMES[row.method] for row in rows],
+    } | {percent(target): told[number::count] for number, target in enumerate(paper.TARGETS)}
     title = "Gbit/s for a compute utilisation; in brackets what the paper has instead"
     return f"{title}\n\n{table(columns, left=2, section=len(NAMES))}"
 
@@ -439,24 +528,42 @@ _LINES: Mapping[str, tuple[str, str, str]] = {
 _POINTS_PER_DECADE = 40
 
 
-def _draw(path: str, panels: Mapping[str, Curves], first: int, last: int, mark: float | None = None) -> None:
+def _draw(
+    path: str, panels: Mapping[str, Curves], first: int, last: int, mark: float | None = None
+) -> None:
     """Writes panels by title, each with its curves between two powers of ten, to a file."""
-    points = [10 ** (first + i / _POINTS_PER_DECADE) for i in range((last - first) * _POINTS_PER_DECADE + 1)]
+    points = [
+        10 ** (first + i / _POINTS_PER_DECADE)
+        for i in range((last - first) * _POINTS_PER_DECADE + 1)
+    ]
 
     def draw(figure: Any) -> None:
         each = figure.subplots(1, len(panels), squeeze=False)[0]
         for axes, (title, curves) in zip(each, panels.items(), strict=True):
             for name, curve in curves.items():
                 label, color, line = _LINES[name]
-                axes.plot(points, [curve(point) for point in points], color=color, linestyle=line, label=label)
+                axes.plot(
+                    points,
+                    [curve(point) for point in points],
+                    color=color,
+                    linestyle=line,
+                    label=label,
+                )
             if mark is not None:
                 axes.axvline(mark, color="C9", linestyle=":", label=f"this link: {mark:g} Gbit/s")
-            axes.set(title=title, xlabel="Gbit/s between groups", xscale="log", xlim=(points[0], points[-1]))
+            axes.set(
+                title=title,
+                xlabel="Gbit/s between groups",
+                xscale="log",
+                xlim=(points[0], points[-1]),
+            )
             axes.set_ylim(0, 1.02)
             axes.set_yticks([0, 0.25, 0.5, 0.75, 0.95], ["0 %", "25 %", "50 %", "75 %", "95 %"])
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
             axes.tick_params(labelleft=axes is each[0])
         each[0].set_ylabel("compute utilisation")
-        figure.legend(*each[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=10)
+        figure.legend(
+            *each[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=10
+        )
 
     save_picture(path, draw, size=(8.4, 4.1))

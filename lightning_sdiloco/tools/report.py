@@ -1,4 +1,6 @@
-"""Runs ``sdiloco report``: turns the records of a run into a page with pictures, a verdict and a timeline."""
+"""Runs ``sdiloco report``: turns the records of a run into a page with pictures, a verdict and a
+timeline.
+"""
 
 import base64
 import math
@@ -19,7 +21,14 @@ from lightning_sdiloco.algorithm.partition import Parameter
 from lightning_sdiloco.algorithm.reduce import is_two_shot
 from lightning_sdiloco.compression import COMPRESSIONS
 from lightning_sdiloco.engine.fragments import Span
-from lightning_sdiloco.lightning.monitor import LandingRecord, Rank, Run, read_run, records_in, write_timeline
+from lightning_sdiloco.lightning.monitor import (
+    LandingRecord,
+    Rank,
+    Run,
+    read_run,
+    records_in,
+    write_timeline,
+)
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming
 from lightning_sdiloco.planning.planner import MARGIN, TARGET, recommend, with_margin
@@ -32,11 +41,12 @@ def report(
     run: str,
     output: str | None = None,
 ) -> str:
-    """Write what a run did: a page (report.html), its pictures (.png), and a trace of all ranks (timeline.json).
+    """Write what a run did: a page (report.html), its pictures (.png), and a trace of all ranks
+    (timeline.json).
 
     Args:
-        run: Folder with the records of a StreamingDiLoCoMonitor, or the logger's folder above it: the run's own, or one
-            that holds version_N folders, of which the newest is taken.
+        run: Folder with the records of a StreamingDiLoCoMonitor, or the logger's folder above it:
+            the run's own, or one that holds version_N folders, of which the newest is taken.
         output: Folder for the report; by default a folder named report in the run's.
 
     Examples:
@@ -46,7 +56,11 @@ def report(
     with Console(stderr=True).status("Reading the records") as progress:
         place, read = records_in(run), read_run(run)
         verdict = judge(read)
-        folder = Path(output) if output is not None else (place if place == Path(run) else place.parent) / "report"
+        folder = (
+            Path(output)
+            if output is not None
+            else (place if place == Path(run) else place.parent) / "report"
+        )
         # The page scales its pictures, in SVG: glyphs and lines stay sharp.
         embedded: dict[str, dict[str, bytes]] = {}
         try:
@@ -54,14 +68,23 @@ def report(
             for name in pictures_of(read):
                 progress.update(f"Drawing {name}")
                 for theme, colors in THEMES.items():
-                    suffix, made = "" if theme == "light" else f"-{theme}", partial(PICTURES[name].draw, read, colors)
-                    (folder / f"{name}{suffix}.png").write_bytes(drawn(made, "png", colors, _SIZE, dpi=160))
+                    suffix, made = (
+                        "" if theme == "light" else f"-{theme}",
+                        partial(PICTURES[name].draw, read, colors),
+                    )
+                    (folder / f"{name}{suffix}.png").write_bytes(
+                        drawn(made, "png", colors, _SIZE, dpi=160)
+                    )
                     embedded.setdefault(name, {})[theme] = drawn(made, "svg", colors, _SIZE)
             progress.update("Writing the timeline")
             write_timeline(folder / "timeline.json", read)
-            (folder / "report.html").write_text(page(run, read, verdict, embedded), encoding="utf-8")
+            (folder / "report.html").write_text(
+                page(run, read, verdict, embedded), encoding="utf-8"
+            )
         except OSError as error:
-            raise ValueError(f"output={str(folder)!r} cannot be written ({error}). Give another folder.") from error
+            raise ValueError(
+                f"output={str(folder)!r} cannot be written ({error}). Give another folder."
+            ) from error
         return "\n".join([*verdict.sentences, "", f"{folder / 'report.html'}"])
 
 
@@ -112,7 +135,8 @@ def judge(run: Run) -> Verdict:
 def waited_for(run: Run) -> tuple[Causes, Link | None]:
     """Returns what training waited for, and the link, if its speed is known.
 
-    The time until the last group launched counts for that group, and the rest for the link or the own background.
+    The time until the last group launched counts for that group, and the rest for the link or the
+    own background.
     """
     flights: dict[tuple[int, int, int], list[tuple[Rank, LandingRecord]]] = {}
     for rank in run.ranks:
@@ -128,10 +152,14 @@ def waited_for(run: Run) -> tuple[Causes, Link | None]:
             in_all += ended - began
             for_groups += overlap((began, ended), (began, all_launched))
             rest = max(began, all_launched), ended
-            on_link += sum(overlap(rest, hop) for hop in on_the_link(landed)) if rest[1] > rest[0] else 0.0
+            on_link += (
+                sum(overlap(rest, hop) for hop in on_the_link(landed)) if rest[1] > rest[0] else 0.0
+            )
             # From when all groups were in a hop.
             hops = zip(on_the_link(landed), *map(on_the_link, others), strict=False)
-            took = sum(max(0.0, own[1] - max(hop[0] for hop in (own, *theirs))) for own, *theirs in hops)
+            took = sum(
+                max(0.0, own[1] - max(hop[0] for hop in (own, *theirs))) for own, *theirs in hops
+            )
             if landed.link_gbit_s is not None and landed.bytes_sent and took > 0:
                 bits, seconds = bits + 8 * landed.bytes_sent, seconds + took
     link = Link(gbit_s=bits / seconds / 1e9 * run.ranks[0].about["shards"]) if seconds else None
@@ -142,7 +170,9 @@ def waited_for(run: Run) -> tuple[Causes, Link | None]:
 
 
 def advise(run: Run, link: Link) -> Advice | None:
-    """Finds the smallest change with which the planner expects the utilisation that it recommends, or the best one."""
+    """Finds the smallest change with which the planner expects the utilisation that it recommends,
+    or the best one.
+    """
     settings = _settings(run)
     if settings is None:
         return None
@@ -153,21 +183,32 @@ def advise(run: Run, link: Link) -> Advice | None:
 
     # One of them changed, starting with those that change training least.
     every, overlap_steps = settings.sync_every, settings.overlap_steps
-    changed = [replace(settings, overlap_steps=more) for more in OVERLAP_STEPS if overlap_steps < more < every]
+    changed = [
+        replace(settings, overlap_steps=more)
+        for more in OVERLAP_STEPS
+        if overlap_steps < more < every
+    ]
     if settings.exchange != "auto":
         changed.append(replace(settings, exchange="auto"))
     if settings.codec.wire_bytes(1 << 20) > COMPRESSIONS["fp4"].wire_bytes(1 << 20):
         changed.append(replace(settings, compression="fp4"))
     changed += [replace(settings, sync_every=factor * every) for factor in (2, 3, 5)]
-    best = recommend(model, groups, link, [settings, *changed, recommend(model, groups, link).settings])
-    now, then = (method.utilisation(with_margin(link)) for method in (Streaming(model, settings, groups), best))
+    best = recommend(
+        model, groups, link, [settings, *changed, recommend(model, groups, link).settings]
+    )
+    now, then = (
+        method.utilisation(with_margin(link))
+        for method in (Streaming(model, settings, groups), best)
+    )
     names = ("overlap_steps", "exchange", "compression", "sync_every", "fragments")
     both = ((name, getattr(best.settings, name), getattr(settings, name)) for name in names)
     return Advice({name: chosen for name, chosen, own in both if chosen != own}, now, then)
 
 
 def _settings(run: Run) -> Settings | None:
-    """Returns the settings of a run, with ``exchange="auto"`` where that means the exchange that ran."""
+    """Returns the settings of a run, with ``exchange="auto"`` where that means the exchange that
+    ran.
+    """
     about = run.ranks[0].about
     told = about["settings"]
     if told["compression"] is None:
@@ -181,9 +222,13 @@ def _settings(run: Run) -> Settings | None:
 
 
 def _groups(run: Run, model: Model, settings: Settings) -> Groups:
-    """Returns the groups of a run, with the memory rate at which its work in the background took as long as it did."""
+    """Returns the groups of a run, with the memory rate at which its work in the background took
+    as long as it did.
+    """
     about = run.ranks[0].about
-    groups = Groups(max(map(step_seconds, run.ranks)), about["groups"], about["shards"], memory_rate=1.0)
+    groups = Groups(
+        max(map(step_seconds, run.ranks)), about["groups"], about["shards"], memory_rate=1.0
+    )
     # At one byte a second the seconds are bytes.
     method, any_link = Streaming(model, settings, groups), Link(gbit_s=1.0)
     landings = [landed for rank in run.ranks for landed in waits(rank)]
@@ -195,20 +240,40 @@ def _groups(run: Run, model: Model, settings: Settings) -> Groups:
 # In words
 
 
-def _what_limited(run: Run, limit: str, share: float, causes: Causes, link: Link | None) -> list[str]:
+def _what_limited(
+    run: Run, limit: str, share: float, causes: Causes, link: Link | None
+) -> list[str]:
     kept, head = f"Training kept computing for {share:.1%} of the time.", run.heads[0]
-    words = {"link": "for the link", "groups": "for a slower group", "background": "for work in the background"}
+    words = {
+        "link": "for the link",
+        "groups": "for a slower group",
+        "background": "for work in the background",
+    }
     parts = sorted(causes._asdict().items(), key=lambda cause: -cause[1])
-    shares = ", ".join(f"{seconds / (sum(causes) or 1.0):.0%} was {words[name]}" for name, seconds in parts)
+    shares = ", ".join(
+        f"{seconds / (sum(causes) or 1.0):.0%} was {words[name]}" for name, seconds in parts
+    )
     waited = f"Of the time it waited, {shares}."
-    rate = f" The link carried {readable_rate(link.gbit_s)} while fragments were on it." if link is not None else ""
+    rate = (
+        f" The link carried {readable_rate(link.gbit_s)} while fragments were on it."
+        if link is not None
+        else ""
+    )
     if limit == "alone" and head.about.get("site") is not None:
         landed, again = waits(head), len(head.starts) - 1
         sites = sorted({site for one in landed for site in one.sites})
-        counted = ", ".join(f"{site} in {sum(site in one.sites for one in landed)}" for site in sites) or "none"
-        started = "" if not again else f" It was started again {'once' if again == 1 else f'{again} times'}."
+        counted = (
+            ", ".join(f"{site} in {sum(site in one.sites for one in landed)}" for site in sites)
+            or "none"
+        )
+        started = (
+            ""
+            if not again
+            else f" It was started again {'once' if again == 1 else f'{again} times'}."
+        )
         return [
-            f"{kept} This is {head.name}, one site of a federation, which waits for no other.{started} Of the"
+            f"{kept} This is {head.name}, one site of a federation, which waits for no"
+            f" other.{started} Of the"
             f" {len(landed)} rounds of fragments that landed here, sites counted: {counted}."
         ]
     if limit == "alone":
@@ -220,33 +285,44 @@ def _what_limited(run: Run, limit: str, share: float, causes: Causes, link: Link
         slow, fast = max(steps, key=lambda g: steps[g]), min(steps, key=lambda g: steps[g])
         return [
             f"{kept} A slower group limited this run: an inner step of group {slow} took"
-            f" {seconds_as_text(steps[slow])}, of group {fast} {seconds_as_text(steps[fast])}. {waited}",
-            "No setting of the exchange changes that: at every landing the faster groups wait for the slowest. Give the"
-            f" slower group smaller batches or faster devices. With equal speed training would be up to"
+            f" {seconds_as_text(steps[slow])}, of group {fast} {seconds_as_text(steps[fast])}."
+            f" {waited}",
+            "No setting of the exchange changes that: at every landing the faster groups wait"
+            " for the slowest. Give the"
+            " slower group smaller batches or faster devices. With equal speed training would"
+            " be up to"
             f" {steps[slow] / steps[fast]:.2f} times as fast.",
         ]
-    what = "The link" if limit == "link" else "Encoding, decoding and the outer step, in the background,"
+    what = (
+        "The link"
+        if limit == "link"
+        else "Encoding, decoding and the outer step, in the background,"
+    )
     return [f"{kept} {what} limited this run. {waited}{rate}"]
 
 
 def _what_to_change(advice: Advice | None, link: Link | None) -> list[str]:
     if link is None:
         return [
-            "The link's speed is unknown: all messages were there before a rank began to wait for them, so the planner"
+            "The link's speed is unknown: all messages were there before a rank began to wait"
+            " for them, so the planner"
             " cannot say what to change."
         ]
     if advice is None:
         return ["The planner cannot say what to change: it knows compressions only by name."]
     if not advice.changes and advice.now >= TARGET:
         return [
-            f"On a steady link of that rate the planner expects a compute utilisation of {advice.now:.1%} with these"
-            " settings: the link or the inner steps were uneven. A larger overlap_steps hides more of that."
+            "On a steady link of that rate the planner expects a compute utilisation of"
+            f" {advice.now:.1%} with these"
+            " settings: the link or the inner steps were uneven. A larger overlap_steps hides"
+            " more of that."
         ]
     if not advice.changes:
         return ["The planner knows no settings that would gain much: you need a faster link."]
     changes = " and ".join(f"{name}={value!r}" for name, value in advice.changes.items())
     return [
-        f"Set {changes}. The planner expects a compute utilisation of {advice.then:.1%} with it, and {advice.now:.1%}"
+        f"Set {changes}. The planner expects a compute utilisation of {advice.then:.1%} with it,"
+        f" and {advice.now:.1%}"
         f" with the current settings, counting on {MARGIN:.0%} of the measured bandwidth."
     ]
 
@@ -255,17 +331,22 @@ def _agreement(run: Run) -> list[str]:
     first = run.heads[0]
     landings = waits(first)
     sentences = []
-    out = sum(len(landed.left_out) for landed in landings), sum(len(landed.outlying) for landed in landings)
+    out = (
+        sum(len(landed.left_out) for landed in landings),
+        sum(len(landed.outlying) for landed in landings),
+    )
     if any(out):
         sentences.append(
-            f"Of all outer gradients, {out[0]} were left out of a mean because they were not finite, and {out[1]}"
+            f"Of all outer gradients, {out[0]} were left out of a mean because they were not"
+            f" finite, and {out[1]}"
             " because outlier_guard found them too long."
         )
     last = [curve[-1][1] for curve in cosines_of(run).values()]
     if len(last) > 1:
         cosine, alone = sum(last) / len(last), (1 / len(last)) ** 0.5
         sentences.append(
-            f"In the last round the groups' outer gradients had a cosine of {cosine:.2f} with their mean, on average;"
+            f"In the last round the groups' outer gradients had a cosine of {cosine:.2f} with"
+            " their mean, on average;"
             f" unrelated directions have {alone:.2f}, equal ones 1."
         )
     return sentences
@@ -300,9 +381,13 @@ def trained(rank: Rank) -> Span:
 
 
 def waits(rank: Rank) -> list[LandingRecord]:
-    """Returns the landings in the course of training, each of which training may have waited for."""
+    """Returns the landings in the course of training, each of which training may have waited
+    for.
+    """
     until = trained(rank)[1]
-    return [landed for landed in rank.landings if not landed.final and landed.spans["wait"][0] <= until]
+    return [
+        landed for landed in rank.landings if not landed.final and landed.spans["wait"][0] <= until
+    ]
 
 
 def step_seconds(rank: Rank) -> float:
@@ -317,7 +402,9 @@ def utilisation(rank: Rank) -> float:
 
 
 def utilisation_over_time(rank: Rank, zero: float) -> Curve:
-    """Returns the utilisation of each round, at the end of the round; times are in seconds since ``zero``."""
+    """Returns the utilisation of each round, at the end of the round; times are in seconds since
+    ``zero``.
+    """
     every = int(rank.about["settings"]["sync_every"])
     done = {step.step: step.done for step in rank.steps}
     ends = [rank.steps[0].span[0], *(done[step] for step in sorted(done) if step % every == 0)]
@@ -332,7 +419,9 @@ def utilisation_over_time(rank: Rank, zero: float) -> Curve:
 
 
 def on_the_link(landed: LandingRecord) -> list[Span]:
-    """Returns when a fragment was on the link, as far as this rank knows: in the transfer and the second hop."""
+    """Returns when a fragment was on the link, as far as this rank knows: in the transfer and the
+    second hop.
+    """
     hops = [landed.spans[name] for name in ("transfer", "relay") if name in landed.spans]
     return hops or [landed.spans["flight"]]
 
@@ -359,7 +448,9 @@ def gbit_s_over_time(ranks: Sequence[Rank], zero: float) -> Curve:
     if not sent:
         return []
     (began, trained_until), every = trained(ranks[0]), ranks[0].about["settings"]["sync_every"]
-    width = max((trained_until - began) * every / len(ranks[0].steps) / 4, (trained_until - began) / _BARS)
+    width = max(
+        (trained_until - began) * every / len(ranks[0].steps) / 4, (trained_until - began) / _BARS
+    )
     ended = max(trained_until, *(span[1] for span, _ in sent))
     edges = [began + number * width for number in range(math.ceil((ended - began) / width) + 1)]
     # Evenly from a launch to the arrival, which takes some time.
@@ -367,7 +458,9 @@ def gbit_s_over_time(ranks: Sequence[Rank], zero: float) -> Curve:
     return [
         (
             one - zero,
-            sum(bits * overlap(span, (one, other)) / (span[1] - span[0]) for span, bits in spans) / width / 1e9,
+            sum(bits * overlap(span, (one, other)) / (span[1] - span[0]) for span, bits in spans)
+            / width
+            / 1e9,
         )
         for one, other in pairwise(edges)
     ]
@@ -386,18 +479,28 @@ def bytes_sent(run: Run) -> dict[int, int]:
 
 
 def cosines_of(run: Run) -> dict[int, Curve]:
-    """Returns each group's cosine with the mean over the inner steps, averaged over the fragments of a round."""
+    """Returns each group's cosine with the mean over the inner steps, averaged over the fragments
+    of a round.
+    """
     first = run.heads[0]
     curves: dict[int, Curve] = {}
     told = [landed for landed in waits(first) if landed.diagnostics is not None]
     for group in range(first.about["groups"]):
-        values = [(landed.landed_at, landed.diagnostics["cosines"][group]) for landed in told if landed.diagnostics]
-        curves[group] = rounds([value for value in values if not math.isnan(value[1])], len(first.fragments))
+        values = [
+            (landed.landed_at, landed.diagnostics["cosines"][group])
+            for landed in told
+            if landed.diagnostics
+        ]
+        curves[group] = rounds(
+            [value for value in values if not math.isnan(value[1])], len(first.fragments)
+        )
     return {group: curve for group, curve in curves.items() if curve}
 
 
 def norms_of(run: Run) -> dict[int | None, Curve]:
-    """Returns the norm of the outer gradient of each group, and of the mean (None), by whole rounds."""
+    """Returns the norm of the outer gradient of each group, and of the mean (None), by whole
+    rounds.
+    """
     first = run.heads[0]
     told = waits(first)
     groups = {
@@ -448,11 +551,22 @@ def _axes(figure: Any, x: str, y: str, place: int = 111) -> Any:
     return figure.add_subplot(place, xlabel=x, ylabel=y)
 
 
-def _line(axes: Any, points: Curve, color: str, alpha: float, width: float, label: str | None = None) -> None:
+def _line(
+    axes: Any, points: Curve, color: str, alpha: float, width: float, label: str | None = None
+) -> None:
     if points:
         x, y = zip(*rounds(points, -(-len(points) // _POINTS)), strict=True)
         marker = "o" if len(points) == 1 else None
-        axes.plot(x, y, color=color, alpha=alpha, linewidth=width, label=label, marker=marker, markersize=4)
+        axes.plot(
+            x,
+            y,
+            color=color,
+            alpha=alpha,
+            linewidth=width,
+            label=label,
+            marker=marker,
+            markersize=4,
+        )
 
 
 def _legend(axes: Any) -> None:
@@ -465,7 +579,11 @@ def _smoothed(points: Curve) -> Curve:
     width = max(1, min(50, len(points) // 20))
     values = [value for _, value in points]
     return [
-        (step, sum(values[max(0, place - width + 1) : place + 1]) / len(values[max(0, place - width + 1) : place + 1]))
+        (
+            step,
+            sum(values[max(0, place - width + 1) : place + 1])
+            / len(values[max(0, place - width + 1) : place + 1]),
+        )
         for place, (step, _) in enumerate(points)
     ]
 
@@ -476,16 +594,31 @@ def draw_losses(run: Run, theme: Theme, figure: Any) -> None:
         _line(axes, rank.losses, color_of(rank.group, theme), 0.35, 1)
         _line(axes, _smoothed(rank.losses), color_of(rank.group, theme), 1, 2, rank.name)
     told = run.heads[0].validations
-    for name in sorted({name for validation in told for name in validation.metrics if "loss" in name}):
+    for name in sorted(
+        {name for validation in told for name in validation.metrics if "loss" in name}
+    ):
         points = [(v.step, v.metrics[name]) for v in told if name in v.metrics]
-        axes.plot(*zip(*points, strict=True), "o", color=theme.ink, markersize=5, label=f"{name} (outer parameters)")
+        axes.plot(
+            *zip(*points, strict=True),
+            "o",
+            color=theme.ink,
+            markersize=5,
+            label=f"{name} (outer parameters)",
+        )
     _legend(axes)
 
 
 def draw_utilisation(run: Run, theme: Theme, figure: Any) -> None:
     axes = _axes(figure, "seconds since the first inner step", "compute utilisation")
     for rank in run.heads:
-        _line(axes, utilisation_over_time(rank, run.began), color_of(rank.group, theme), 1, 2, rank.name)
+        _line(
+            axes,
+            utilisation_over_time(rank, run.began),
+            color_of(rank.group, theme),
+            1,
+            2,
+            rank.name,
+        )
     axes.set_ylim(0, 1.04)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     _legend(axes)
@@ -503,37 +636,61 @@ def draw_bandwidth(run: Run, theme: Theme, figure: Any) -> None:
         rates += [rate for _, rate in points]
         if points:
             x, y = zip(*points, strict=True)
-            axes.step(x, y, where="post", color=color_of(head.group, theme), linewidth=1.5, label=head.name)
+            axes.step(
+                x,
+                y,
+                where="post",
+                color=color_of(head.group, theme),
+                linewidth=1.5,
+                label=head.name,
+            )
     if any(rates):
         label = f"DDP at this speed: {unit * needed:.3g} {name}"
         if needed:
             axes.axhline(unit * needed, color=theme.ink, linewidth=1.6, linestyle="--", label=label)
         # Where nothing was sent there is no logarithm: the axis ends at a thousandth of the most.
         axes.set_yscale("log")
-        axes.set_ylim(max(max(rates) / 1000, min(rate for rate in rates if rate)) / 2, 3 * max([unit * needed, *rates]))
+        axes.set_ylim(
+            max(max(rates) / 1000, min(rate for rate in rates if rate)) / 2,
+            3 * max([unit * needed, *rates]),
+        )
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.minorticks_off()
     _legend(axes)
 
 
 def draw_flights(run: Run, theme: Theme, figure: Any) -> None:
-    """Draws the last rounds: inner steps and waits of every group, and the flights of its fragments below."""
+    """Draws the last rounds: inner steps and waits of every group, and the flights of its
+    fragments below.
+    """
     axes = _axes(figure, "seconds since the first inner step", "")
     heads, steps = run.heads[:_GROUPS], run.heads[0].steps
     figure.set_size_inches(_SIZE[0], 1.2 + 0.2 * sum(1 + len(head.fragments) for head in heads))
     every = int(run.ranks[0].about["settings"]["sync_every"])
-    ended = max((landed.spans["land"][1] for rank in run.ranks for landed in rank.landings), default=steps[-1].done)
+    ended = max(
+        (landed.spans["land"][1] for rank in run.ranks for landed in rank.landings),
+        default=steps[-1].done,
+    )
     first, last = steps[max(0, len(steps) - _ROUNDS * every)].span[0], max(ended, steps[-1].done)
     # A hair apart, so that single steps can be told.
     gap, row, ticks = (last - first) / 1500, 0, list[str]()
 
     def bars(spans: Sequence[Span], color: str, alpha: float, height: float = 0.7) -> None:
-        seen = [(began - run.began, ended - began) for began, ended in spans if ended > first and began < last]
+        seen = [
+            (began - run.began, ended - began)
+            for began, ended in spans
+            if ended > first and began < last
+        ]
         axes.broken_barh(seen, (row - height / 2, height), color=color, alpha=alpha, linewidth=0)
 
     for head in heads:
         color = color_of(head.group, theme)
-        bars([(s.span[0], max(s.span[1] - gap, s.span[0])) for s in head.steps], theme.quiet, 0.45, 0.8)
+        bars(
+            [(s.span[0], max(s.span[1] - gap, s.span[0])) for s in head.steps],
+            theme.quiet,
+            0.45,
+            0.8,
+        )
         bars([landed.spans["wait"] for landed in head.landings], theme.line(1), 1, 0.8)
         ticks.append(head.name)
         for fragment in range(len(head.fragments)):
@@ -548,7 +705,11 @@ def draw_flights(run: Run, theme: Theme, figure: Any) -> None:
     axes.set_yticks(range(row), ticks)
     axes.grid(visible=False, axis="y")
     shades = {name: (theme.quiet, alpha) for name, (alpha, _) in _SHADES.items()}
-    for name, (color, alpha) in {"inner step": (theme.quiet, 1.0), "waits": (theme.line(1), 1.0), **shades}.items():
+    for name, (color, alpha) in {
+        "inner step": (theme.quiet, 1.0),
+        "waits": (theme.line(1), 1.0),
+        **shades,
+    }.items():
         axes.barh([0], [0], color=color, alpha=alpha, label=name)
     figure.legend(loc="outside lower center", ncols=6)
 
@@ -579,17 +740,30 @@ def draw_agreement(run: Run, theme: Theme, figure: Any) -> None:
 
 
 def draw_sites(run: Run, theme: Theme, figure: Any) -> None:
-    """Draws in which rounds each site counted, as one of them saw it, and when that one was started."""
+    """Draws in which rounds each site counted, as one of them saw it, and when that one was
+    started.
+    """
     head = run.heads[0]
     sites = sorted({site for landed in head.landings for site in landed.sites})
     axes = _axes(figure, "seconds since the first inner step", "")
     figure.set_size_inches(_SIZE[0], 1.2 + 0.3 * max(len(sites), 2))
     for row, site in enumerate(sites):
-        moments = [landed.spans["land"][1] - run.began for landed in head.landings if site in landed.sites]
-        axes.plot(moments, [row] * len(moments), "|", color=color_of(row, theme), markersize=12, markeredgewidth=1.6)
+        moments = [
+            landed.spans["land"][1] - run.began for landed in head.landings if site in landed.sites
+        ]
+        axes.plot(
+            moments,
+            [row] * len(moments),
+            "|",
+            color=color_of(row, theme),
+            markersize=12,
+            markeredgewidth=1.6,
+        )
     for number, (moment, _) in enumerate(head.starts):
         label = None if number else f"{head.name} starts"
-        axes.axvline(moment - run.began, color=theme.ink, linewidth=1.4, linestyle="--", label=label)
+        axes.axvline(
+            moment - run.began, color=theme.ink, linewidth=1.4, linestyle="--", label=label
+        )
     axes.set_yticks(range(len(sites)), sites)
     axes.set_ylim(len(sites) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
@@ -606,38 +780,48 @@ PICTURES: Mapping[str, Picture] = {
     "losses": Picture(
         draw_losses,
         "Losses",
-        "Training loss of each group, on its own batches and its local parameters: pale as it was, strong smoothed."
+        "Training loss of each group, on its own batches and its local parameters: pale as it"
+        " was, strong smoothed."
         " Dots are validations.",
     ),
     "utilisation": Picture(
         draw_utilisation,
         "Compute utilisation",
-        "Share of each round (sync_every inner steps) in which training did not wait for a fragment.",
+        "Share of each round (sync_every inner steps) in which training did not wait for a"
+        " fragment.",
     ),
     "bandwidth": Picture(
         draw_bandwidth,
         "Bandwidth between groups",
-        "What each group sent, in every quarter of a round, spread evenly from a launch to the arrival of all messages."
-        " The dashed line is what a ring all-reduce of all gradients at every step would have needed, at the same"
+        "What each group sent, in every quarter of a round, spread evenly from a launch to the"
+        " arrival of all messages."
+        " The dashed line is what a ring all-reduce of all gradients at every step would have"
+        " needed, at the same"
         " speed.",
     ),
     "flights": Picture(
         draw_flights,
         "Fragments in flight, at the end of the run",
-        "The first groups, at most four. First row of a group: its inner steps, and where it waited. Below, each flight"
-        " of its fragments from launch to result: strong while on the link, the second hop included; weaker while it is"
-        " encoded, decoded or stepped; pale while it waits for its turn. Each rank goes by its own clock.",
+        "The first groups, at most four. First row of a group: its inner steps, and where it"
+        " waited. Below, each flight"
+        " of its fragments from launch to result: strong while on the link, the second hop"
+        " included; weaker while it is"
+        " encoded, decoded or stepped; pale while it waits for its turn. Each rank goes by its"
+        " own clock.",
     ),
     "agreement": Picture(
         draw_agreement,
         "Agreement of the groups",
-        "Cosine of each group's outer gradient with the mean, averaged over the fragments of a round; and the norm of"
-        " the outer gradient of all fragments. A curve far from the others is a group that trains on something else.",
+        "Cosine of each group's outer gradient with the mean, averaged over the fragments of a"
+        " round; and the norm of"
+        " the outer gradient of all fragments. A curve far from the others is a group that"
+        " trains on something else.",
     ),
     "sites": Picture(
         draw_sites,
         "Sites that come and go",
-        "As this site saw it: a mark for each round of a fragment in which a site counted, when it landed here. A site"
+        "As this site saw it: a mark for each round of a fragment in which a site counted, when"
+        " it landed here. A site"
         " without marks has died, left, or been late.",
     ),
 }
@@ -645,7 +829,9 @@ PICTURES: Mapping[str, Picture] = {
 
 
 def pictures_of(run: Run) -> list[str]:
-    """Returns the pictures that show something of a run; one site knows nothing of how well all of them agree."""
+    """Returns the pictures that show something of a run; one site knows nothing of how well all of
+    them agree.
+    """
     without = "sites" if run.heads[0].about.get("site") is None else "agreement"
     return [name for name in PICTURES if name != without]
 
@@ -675,13 +861,21 @@ th:first-child, td:first-child { text-align: left; } th { color: var(--quiet); f
 """
 
 
-def page(title: str, run: Run, verdict: Verdict, pictures: Mapping[str, Mapping[str, bytes]]) -> str:
+def page(
+    title: str, run: Run, verdict: Verdict, pictures: Mapping[str, Mapping[str, bytes]]
+) -> str:
     about, settings, first = run.ranks[0].about, run.ranks[0].about["settings"], run.ranks[0]
     is_site = about.get("site") is not None
-    ranks = f"{first.name}: {about['shards']} ranks" if is_site else f"{about['groups']} groups of {about['shards']}"
+    ranks = (
+        f"{first.name}: {about['shards']} ranks"
+        if is_site
+        else f"{about['groups']} groups of {about['shards']}"
+    )
     described = (
-        f"{sum(numel for numel, _ in first.parameters.values()):,} parameters in {len(first.fragments)} fragments ·"
-        f" {ranks} · sync_every={settings['sync_every']}, overlap_steps={settings['overlap_steps']},"
+        f"{sum(numel for numel, _ in first.parameters.values()):,} parameters in"
+        f" {len(first.fragments)} fragments ·"
+        f" {ranks} · sync_every={settings['sync_every']},"
+        f" overlap_steps={settings['overlap_steps']},"
         f" mixing={settings['mixing']}, compression={settings['compression'] or 'custom'},"
         f" exchange={exchange_of(run) or '-'}"
     )
@@ -708,12 +902,21 @@ def page(title: str, run: Run, verdict: Verdict, pictures: Mapping[str, Mapping[
         )
         for rank in run.ranks
     ]
-    told = [f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>' for value, label in tiles]
-    head = [f"<th>{name}</th>" for name in ("rank", "group", "host", "inner step", "waited", "utilisation", "sent")]
+    told = [
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
+        for value, label in tiles
+    ]
+    head = [
+        f"<th>{name}</th>"
+        for name in ("rank", "group", "host", "inner step", "waited", "utilisation", "sent")
+    ]
     body = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
     figures = []
     for name, themes in pictures.items():
-        light, dark = (f"data:image/svg+xml;base64,{base64.b64encode(themes[t]).decode()}" for t in ("light", "dark"))
+        light, dark = (
+            f"data:image/svg+xml;base64,{base64.b64encode(themes[t]).decode()}"
+            for t in ("light", "dark")
+        )
         figures.append(
             f'<h2>{PICTURES[name].title}</h2><p class="quiet">{escape(PICTURES[name].caption)}</p>'
             '<picture class="scroll">'

@@ -18,8 +18,8 @@ def schedule(
 
     Args:
         sync_every: Inner steps between two launches of the same fragment.
-        overlap_steps: Inner steps from the launch of a fragment to its landing. By default 5, or as many as fit into
-            shorter rounds.
+        overlap_steps: Inner steps from the launch of a fragment to its landing. By default 5, or as
+            many as fit into shorter rounds.
         fragments: Number of fragments.
         first: First inner step of the table.
         last: Last inner step of the table. By default the table shows two rounds.

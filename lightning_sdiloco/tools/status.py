@@ -19,7 +19,8 @@ _EVERY = 1.0  # seconds between two looks
 
 
 def status(options: HubOptions, json: bool = False) -> str:
-    """Show the sites and fragments of a run: on a terminal as a live table, until Ctrl-C; otherwise once.
+    """Show the sites and fragments of a run: on a terminal as a live table, until Ctrl-C; otherwise
+    once.
 
     Args:
         options: Which hub to ask, and as whom: a reader, or any other role with keys.
@@ -47,12 +48,25 @@ def as_table(status: dict[str, Any]) -> Group:
     if not status["founded"]:
         here = ", ".join(status["here"]) or "none"
         return Group(
-            Text(f"run {status['run']}: being founded, {status['missing']} more sites are needed; here: {here}")
+            Text(
+                f"run {status['run']}: being founded, {status['missing']} more sites are needed;"
+                f" here: {here}"
+            )
         )
     head = Text(f"run {status['run']}: {status['records']} records")
     trouble = [Text(status["trouble"], style="bold red")] if status["trouble"] else []
     sites = Table("site", "state", title="sites", title_justify="left")
-    for name in ("last heartbeat", "behind", "share", "late", "not finite", "too long", "incarnations", "sent", "rate"):
+    for name in (
+        "last heartbeat",
+        "behind",
+        "share",
+        "late",
+        "not finite",
+        "too long",
+        "incarnations",
+        "sent",
+        "rate",
+    ):
         sites.add_column(name, justify="right")
     for name, own in status["sites"].items():
         sites.add_row(
@@ -69,7 +83,12 @@ def as_table(status: dict[str, Any]) -> Group:
             f"{readable(own['bytes_per_second'])}/s",
         )
     fragments = Table(title="fragments", title_justify="left")
-    for name, side in (("fragment", "right"), ("round", "right"), ("here for the next", "left"), ("missing", "left")):
+    for name, side in (
+        ("fragment", "right"),
+        ("round", "right"),
+        ("here for the next", "left"),
+        ("missing", "left"),
+    ):
         fragments.add_column(name, justify=side, overflow="fold")  # type: ignore[arg-type]
     for number, own in enumerate(status["fragments"]):
         missing = "over" if own["ended"] else ", ".join(own["missing"]) or "-"

@@ -1,4 +1,6 @@
-"""How much each group counts in a mean, by training, clipping and a guard; and the digest of what all groups hold."""
+"""How much each group counts in a mean, by training, clipping and a guard; and the digest of what
+all groups hold.
+"""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -13,7 +15,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_sdiloco import AgreementError, Landing, OuterOptimizer, SimulatedGroups
-from lightning_sdiloco.algorithm.weighting import Aggregation, Control, Count, combined, plain, remembered
+from lightning_sdiloco.algorithm.weighting import (
+    Aggregation,
+    Control,
+    Count,
+    combined,
+    plain,
+    remembered,
+)
 from lightning_sdiloco.engine.shards import digest
 from tests.bits import SPECIAL, vector
 from tests.engine.groups import MEAN, held, unlike
@@ -21,11 +30,15 @@ from tests.engine.groups import MEAN, held, unlike
 
 def said(weight: int = 100, norm: float = 1.0, finite: bool = True) -> Control:
     """What a group says at the launch of fragment 0."""
-    return Control(0, 100, 0, weight=weight, digest=0, norm_squared=norm**2, changed=0, finite=finite)
+    return Control(
+        0, 100, 0, weight=weight, digest=0, norm_squared=norm**2, changed=0, finite=finite
+    )
 
 
 CONTROLS = st.lists(
-    st.builds(said, st.integers(0, 2**32 - 1), st.floats(0, 1e30), st.booleans()), min_size=1, max_size=9
+    st.builds(said, st.integers(0, 2**32 - 1), st.floats(0, 1e30), st.booleans()),
+    min_size=1,
+    max_size=9,
 )
 
 
@@ -35,25 +48,39 @@ def test_factors_are_the_weights_times_what_clipping_leaves(
 ) -> None:
     groups = range(len(controls))
     norms: list[list[float]] = [[] for _ in groups]
-    assert Aggregation().count([said(weight)] * len(controls), norms).factors == dict.fromkeys(groups, 1.0)
-    assert plain(controls) == Count({group: 1.0 for group, control in enumerate(controls) if control.finite})
-    weights, clipped = (Aggregation(clip, None).count(controls, norms).factors for clip in (None, clip_norm))
+    assert Aggregation().count([said(weight)] * len(controls), norms).factors == dict.fromkeys(
+        groups, 1.0
+    )
+    assert plain(controls) == Count(
+        {group: 1.0 for group, control in enumerate(controls) if control.finite}
+    )
+    weights, clipped = (
+        Aggregation(clip, None).count(controls, norms).factors for clip in (None, clip_norm)
+    )
     counted = [group for group, control in enumerate(controls) if control.finite and control.weight]
     assert list(weights) == list(clipped) == counted
     total = sum(controls[group].weight for group in counted)
     for group, factor in weights.items():
-        assert isclose(factor / len(counted), Fraction(controls[group].weight, total), rel_tol=1e-15)
+        assert isclose(
+            factor / len(counted), Fraction(controls[group].weight, total), rel_tol=1e-15
+        )
         norm = controls[group].norm
         assert isclose(norm * clipped[group], min(norm, clip_norm) * factor, rel_tol=1e-12)
         assert norm > clip_norm or clipped[group] == factor
 
 
 def test_a_norm_that_overflows_is_clipped_to_nothing_and_what_a_control_vector_carries() -> None:
-    assert Aggregation(1.0, None).count([said(norm=inf), said()], [[], []]).factors == {0: 0.0, 1: 1.0}
+    assert Aggregation(1.0, None).count([said(norm=inf), said()], [[], []]).factors == {
+        0: 0.0,
+        1: 1.0,
+    }
     control = said(weight=2**32 - 1)
     assert Control.unpacked(control.packed()) == control
     # A group trained where all its ranks did.
-    assert [Control.merged([said(weight=7), said(weight=other)]).weight for other in (9, 0)] == [16, 0]
+    assert [Control.merged([said(weight=7), said(weight=other)]).weight for other in (9, 0)] == [
+        16,
+        0,
+    ]
     assert not Control.merged([said(), said(finite=False)]).finite
 
 
@@ -66,11 +93,15 @@ def known(last: list[float]) -> float:
 
 
 def times_usual(group: int, norms: dict[int, float], past: list[list[float]]) -> float:
-    """How many times as long as usual a group's norm is by the definition; 0 where that is not known."""
+    """How many times as long as usual a group's norm is by the definition; 0 where that is not
+    known.
+    """
     if known(past[group]) == 0:
         return 0.0
     others = [other for other in norms if other != group]
-    growths = sorted(norms[other] / known(past[other]) for other in others if known(past[other]) > 0)
+    growths = sorted(
+        norms[other] / known(past[other]) for other in others if known(past[other]) > 0
+    )
     growth = growths[len(growths) // 2] if growths else 1.0
     usual = known(past[group]) * max(1.0, growth)
     if len(others) >= 2:
@@ -81,11 +112,25 @@ def times_usual(group: int, norms: dict[int, float], past: list[list[float]]) ->
 @settings(max_examples=200)
 @given(
     guard=st.floats(1.01, 100),
-    rounds=st.lists(st.lists(st.tuples(st.integers(0, 3), NORMS, st.booleans()), min_size=3, max_size=3), min_size=4),
+    rounds=st.lists(
+        st.lists(st.tuples(st.integers(0, 3), NORMS, st.booleans()), min_size=3, max_size=3),
+        min_size=4,
+    ),
 )
-@example(guard=2.0, rounds=[[(1, norm, True), (1, 1.0, True), (0, 9.0, True)] for norm in (3.0, 1.0, 3.0, 1.0, 4.5)])
-@example(guard=5.0, rounds=[[(1, norm, True), (1, 1.0, True), (0, 9.0, True)] for norm in [1.0] * 5 + [30.0] * 8])
-@example(guard=5.0, rounds=[[(1, norm, True), (1, 2.0, True), (1, 1.0, True)] for norm in [1.0] * 5 + [30.0] * 8])
+@example(
+    guard=2.0,
+    rounds=[
+        [(1, norm, True), (1, 1.0, True), (0, 9.0, True)] for norm in (3.0, 1.0, 3.0, 1.0, 4.5)
+    ],
+)
+@example(
+    guard=5.0,
+    rounds=[[(1, norm, True), (1, 1.0, True), (0, 9.0, True)] for norm in [1.0] * 5 + [30.0] * 8],
+)
+@example(
+    guard=5.0,
+    rounds=[[(1, norm, True), (1, 2.0, True), (1, 1.0, True)] for norm in [1.0] * 5 + [30.0] * 8],
+)
 def test_the_guard_leaves_out_who_is_far_above_its_last_eight_and_the_others_growth(
     guard: float, rounds: list[list[tuple[int, float, bool]]]
 ) -> None:
@@ -94,7 +139,11 @@ def test_the_guard_leaves_out_who_is_far_above_its_last_eight_and_the_others_gro
     for values in rounds:
         controls = [said(*value) for value in values]
         count = Aggregation(None, guard).count(controls, remembers)
-        norms = {group: controls[group].norm for group, (weight, _, finite) in enumerate(values) if weight and finite}
+        norms = {
+            group: controls[group].norm
+            for group, (weight, _, finite) in enumerate(values)
+            if weight and finite
+        }
         far = [group for group in norms if times_usual(group, norms, past) > guard]
         assert count.outlying == (tuple(far) if len(far) < len(norms) else ())
         assert sorted([*count.factors, *count.outlying]) == list(norms)
@@ -107,16 +156,22 @@ PLAIN: dict[str, Any] = {"fragments": [["*"]], "compression": "fp32", **MEAN}
 
 
 class Pushed:
-    """Groups of which each moves its parameters by a step of a given length, and launches after every one."""
+    """Groups of which each moves its parameters by a step of a given length, and launches after
+    every one.
+    """
 
     def __init__(self, groups: int, **choices: Any) -> None:
         self.models = [nn.Linear(4, 1, bias=False) for _ in range(groups)]
         nn.init.zeros_(self.models[0].weight)
-        self.groups = SimulatedGroups(self.models, **{**PLAIN, "sync_every": 1, "overlap_steps": 0, **choices})
+        self.groups = SimulatedGroups(
+            self.models, **{**PLAIN, "sync_every": 1, "overlap_steps": 0, **choices}
+        )
 
     @torch.no_grad()
     def push(self, *lengths: float, idle: Sequence[int] = ()) -> Landing:
-        """Moves all values of a group by half of the length, which is then the norm of its outer gradient."""
+        """Moves all values of a group by half of the length, which is then the norm of its outer
+        gradient.
+        """
         for model, length in zip(self.models, lengths, strict=True):
             model.weight += length / 2
         (landing,), *others = self.groups.step(idle=idle)
@@ -135,7 +190,9 @@ class Pushed:
         return [float(model.weight[0, 0].detach()) for model in self.models]
 
 
-def test_where_no_group_has_trained_nothing_moves_but_who_is_not_finite_recovers_and_digests_are_checked() -> None:
+def test_where_no_group_has_trained_nothing_moves_but_who_is_not_finite_recovers_and_digests_are_checked() -> (
+    None
+):
     run = Pushed(2, outer_momentum=0.9)
     run.push(2.0, 2.0)
     before = held(run.groups.engines[0], run.models[0])
@@ -147,7 +204,9 @@ def test_where_no_group_has_trained_nothing_moves_but_who_is_not_finite_recovers
     run.push(2.0, 8.0, idle=[0, 1])
     assert (run.outer, run.local) == (0.0, [1.0, 4.0]), "progress is kept"
     landing = run.push(nan, 0.0, idle=[1])
-    assert (run.outer, run.local, landing.left_out) == (0.0, [0.0, 4.0], (0,)), "who is not finite recovers"
+    assert (run.outer, run.local, landing.left_out) == (0.0, [0.0, 4.0], (0,)), (
+        "who is not finite recovers"
+    )
     run.groups.finish()
     assert run.local == [2.0, 2.0], "the final exchange takes the plain mean of all"
     run = Pushed(2)
@@ -170,7 +229,9 @@ def test_buffers_take_the_mean_over_the_groups_that_count() -> None:
             model[1].running_mean.fill_(float(group))
         for away in idle:
             groups.step(idle=away)
-        assert [model[1].running_mean.tolist() for model in models] == [[mean] * 2 for mean in means]
+        assert [model[1].running_mean.tolist() for model in models] == [
+            [mean] * 2 for mean in means
+        ]
 
 
 def test_the_outer_gradient_of_every_group_is_scaled_down_to_the_norm() -> None:
@@ -197,9 +258,14 @@ def test_an_outlier_is_left_out_by_all_takes_the_outer_values_and_is_no_error() 
     assert run.outer > before + 10.0
 
 
-def test_the_guard_knows_fragments_apart_and_leaves_out_nobody_where_it_is_off_or_alone_or_at_the_end() -> None:
+def test_the_guard_knows_fragments_apart_and_leaves_out_nobody_where_it_is_off_or_alone_or_at_the_end() -> (
+    None
+):
     guarded: dict[str, Any] = {"outer_optimizer": OuterOptimizer(clip_norm=3.0, outlier_guard=2.0)}
-    for run in (Pushed(2, outer_optimizer=OuterOptimizer(outlier_guard=None)), Pushed(1, **guarded)):
+    for run in (
+        Pushed(2, outer_optimizer=OuterOptimizer(outlier_guard=None)),
+        Pushed(1, **guarded),
+    ):
         for length in (1.0, 1.0, 1.0, 1.0, 1e6):
             assert run.push(*[1.0, length][-len(run.models) :]).outlying == ()
     run = Pushed(2, **guarded)
@@ -210,19 +276,25 @@ def test_the_guard_knows_fragments_apart_and_leaves_out_nobody_where_it_is_off_o
     run.groups.finish()
     assert run.local == [before + 500.0] * 2, "neither weighed nor clipped nor guarded"
     # The first fragment moves by a length, the second one always by 30.
-    models = [nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)) for _ in range(2)]
+    models = [
+        nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)) for _ in range(2)
+    ]
     choices = {**PLAIN, **guarded, "fragments": [["0.*"], ["1.*"]]}
     groups = SimulatedGroups(models, sync_every=2, overlap_steps=0, **choices)
     for length in (1.0, 1.0, 1.0, 1.0, 1.0, 30.0):
         for model, own in zip(models, (length, 1.0), strict=True):
             model[0].weight.data += own / 2
             model[1].weight.data += 15.0
-        found = {landing.fragment: landing.outlying for _ in range(2) for landing in groups.step()[0]}
+        found = {
+            landing.fragment: landing.outlying for _ in range(2) for landing in groups.step()[0]
+        }
     assert found == {0: (0,), 1: ()}
 
 
 def defined(words: list[int], start: int) -> int:
-    """The definition, in whole numbers: an odd position is the upper half of a number of 64 bits."""
+    """The definition, in whole numbers: an odd position is the upper half of a number of 64
+    bits.
+    """
     total = 0
     for place, word in enumerate(words, start):
         total += word % 2**32 * 2 ** (place % 2 * 32) * (place // 2 * 2 + 1)
@@ -237,7 +309,9 @@ def defined(words: list[int], start: int) -> int:
 )
 @example(values=SPECIAL, numel=300, offset=1, start=2**40 + 1)
 @settings(max_examples=150, deadline=None)
-def test_the_digest_is_its_definition(values: list[float], numel: int, offset: int, start: int) -> None:
+def test_the_digest_is_its_definition(
+    values: list[float], numel: int, offset: int, start: int
+) -> None:
     given = vector(values, numel + offset)[offset:]  # an address that is no multiple of a vector's
     assert digest(given, start) == defined(given.view(torch.int32).tolist(), start)
 

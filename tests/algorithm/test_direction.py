@@ -1,4 +1,6 @@
-"""The direction of matrices, against singular value decompositions, and bit for bit in every way to compute it."""
+"""The direction of matrices, against singular value decompositions, and bit for bit in every way
+to compute it.
+"""
 
 import os
 import subprocess
@@ -20,8 +22,12 @@ RESIDUAL = 2e-3
 def with_values(values: Tensor, rows: int, columns: int, seed: int) -> Tensor:
     """Returns a matrix of float32 with these singular values, in random directions."""
     generator = torch.Generator().manual_seed(seed)
-    left, _ = torch.linalg.qr(torch.randn(rows, len(values), generator=generator, dtype=torch.float64))
-    right, _ = torch.linalg.qr(torch.randn(columns, len(values), generator=generator, dtype=torch.float64))
+    left, _ = torch.linalg.qr(
+        torch.randn(rows, len(values), generator=generator, dtype=torch.float64)
+    )
+    right, _ = torch.linalg.qr(
+        torch.randn(columns, len(values), generator=generator, dtype=torch.float64)
+    )
     return ((left * values) @ right.mT).to(torch.float32)
 
 
@@ -77,7 +83,9 @@ def test_directions_in_which_a_matrix_is_zero_or_almost_so_stay_small() -> None:
     assert values[-1] < 1e-4 * values[0] < values[-2]
     # What is far below the share grows in proportion; the sum of the values does not change.
     given_values = torch.tensor([1.0, 1.0, 1.0, 1e-5], dtype=torch.float64)
-    values = torch.linalg.svdvals(equalised(with_values(given_values, 4, 9, seed=2)).to(torch.float64))
+    values = torch.linalg.svdvals(
+        equalised(with_values(given_values, 4, 9, seed=2)).to(torch.float64)
+    )
     assert 1e-5 / SMALLEST_SHARE / 3 < values[-1] < 2 * 1e-5 / SMALLEST_SHARE
     assert float(values.sum()) == pytest.approx(3.0, rel=0.02)
 
@@ -121,11 +129,18 @@ def test_the_bits_do_not_depend_on_threads_and_instructions() -> None:
     ):
         environment = {**os.environ, **changes}
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120, check=True
+            [sys.executable, "-c", PROGRAM],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
         )
         directed, multiplied = done.stdout.splitlines()
         seen.add(directed)
         products.add(multiplied)
     assert len(seen) == 1, seen
     if len(products) == 1:
-        pytest.skip("All ways to multiply have the same bits on this processor, so this shows nothing.")
+        pytest.skip(
+            "All ways to multiply have the same bits on this processor, so this shows nothing."
+        )

@@ -31,7 +31,9 @@ def schedules(draw: Any) -> Schedule:
 
 
 def looped(schedule: Schedule, steps: int) -> tuple[list[Event], list[Event]]:
-    """Launches and landings of a run, by asking after every inner step whether a fragment is due."""
+    """Launches and landings of a run, by asking after every inner step whether a fragment is
+    due.
+    """
     dense = schedule.dense
     launches, landings = list[Event](), list[Event]()
     rounds = [0] * schedule.fragments
@@ -59,18 +61,26 @@ def test_launches_and_landings_are_those_of_a_loop(schedule: Schedule, steps: in
     launches, landings = looped(schedule, steps)
     later = set(looped(schedule, steps + 30)[1])
     every_step = range(1, steps + 1)
-    assert [(step, p) for step in every_step for p in schedule.launches(step)] == [own[:2] for own in launches]
-    assert [(step, p) for step in every_step for p in schedule.landings(step)] == [own[:2] for own in landings]
+    assert [(step, p) for step in every_step for p in schedule.launches(step)] == [
+        own[:2] for own in launches
+    ]
+    assert [(step, p) for step in every_step for p in schedule.landings(step)] == [
+        own[:2] for own in landings
+    ]
     for step, fragment, number in launches:
         assert schedule.launch_of(fragment, number) == step
         assert schedule.is_dense(step) == schedule.is_dense_round(number)
         assert Event(step + schedule.overlap_of(step), fragment, number) in later
         assert schedule.overlap_of(step) == schedule.overlap_of_round(number)
     # No fragment launches while it flies, and flights land in the order of their launches.
-    assert [own[1:] for own in sorted(landings, key=lambda own: own.step)] == [own[1:] for own in landings]
+    assert [own[1:] for own in sorted(landings, key=lambda own: own.step)] == [
+        own[1:] for own in landings
+    ]
     for landing in landings:
         assert not any(
-            own.fragment == landing.fragment and own.step < landing.step and own.round > landing.round
+            own.fragment == landing.fragment
+            and own.step < landing.step
+            and own.round > landing.round
             for own in launches
         )
 
@@ -79,7 +89,9 @@ def test_launches_and_landings_are_those_of_a_loop(schedule: Schedule, steps: in
 @given(schedule=schedules(), steps=st.integers(0, 90))
 def test_what_is_said_of_a_run_as_a_whole_is_so(schedule: Schedule, steps: int) -> None:
     launches, landings = looped(schedule, steps)
-    rounds = [[own.round for own in landings if own.fragment == p] for p in range(schedule.fragments)]
+    rounds = [
+        [own.round for own in landings if own.fragment == p] for p in range(schedule.fragments)
+    ]
     after = [len([number for number in own if number > schedule.dense_rounds]) for own in rounds]
     assert schedule.rounds_in(steps) == min(after)
     assert (steps >= schedule.first_round) == all(rounds)
@@ -94,7 +106,9 @@ def test_what_is_said_of_a_run_as_a_whole_is_so(schedule: Schedule, steps: int) 
 
 @settings(deadline=None)
 @given(schedule=schedules(), since=st.integers(0, 60))
-def test_no_request_waits_longer_than_is_said_and_one_waits_that_long(schedule: Schedule, since: int) -> None:
+def test_no_request_waits_longer_than_is_said_and_one_waits_that_long(
+    schedule: Schedule, since: int
+) -> None:
     launches, _ = looped(schedule, since + 150)
     waits = []
     for made in range(since, since + 60):
@@ -109,29 +123,41 @@ def test_the_table_says_what_is_due(schedule: Schedule) -> None:
     launches, landings = looped(schedule, 200)
     for line in schedule.table().splitlines()[1:]:
         step = int(line.split()[0])
-        shown = [[own.fragment for own in events if own.step == step] for events in (launches, landings)]
+        shown = [
+            [own.fragment for own in events if own.step == step] for events in (launches, landings)
+        ]
         texts = [", ".join(map(str, own)) or "-" for own in shown]
         assert line == f"{step:>4}  {texts[0]:<8}  {texts[1]}"
 
 
 @settings(deadline=None)
-@given(dense=st.builds(DenseBeginning, st.integers(1, 5), st.integers(1, 5)), step=st.integers(0, 40))
+@given(
+    dense=st.builds(DenseBeginning, st.integers(1, 5), st.integers(1, 5)), step=st.integers(0, 40)
+)
 def test_rounds_that_restart_have_what_is_left(dense: DenseBeginning, step: int) -> None:
     left = dense.after(step)
     steps = 0 if left is None else left.steps
-    assert 0 <= dense.steps - step - steps < dense.sync_every or (step >= dense.steps and steps == 0)
+    assert 0 <= dense.steps - step - steps < dense.sync_every or (
+        step >= dense.steps and steps == 0
+    )
     assert DenseBeginning.read(repr(left)) == left
 
 
 @pytest.mark.parametrize(
     ("given_values", "says"),
     [
-        ({"rounds": 0}, r"dense_beginning.rounds=0 is not possible: it must be a whole number of at least 1"),
+        (
+            {"rounds": 0},
+            r"dense_beginning.rounds=0 is not possible: it must be a whole number of at least 1",
+        ),
         ({"rounds": 2.0}, r"dense_beginning.rounds=2.0 is not possible"),
         ({"rounds": True}, r"dense_beginning.rounds=True is not possible"),
         ({"rounds": 3, "sync_every": 0}, r"dense_beginning.sync_every=0 is not possible"),
         ({"rounds": 3, "overlap_steps": -1}, r"dense_beginning.overlap_steps=-1 is not possible"),
-        ({"rounds": 3, "overlap_steps": 4}, r"dense_beginning.overlap_steps=4 is out of range: .* which is 4"),
+        (
+            {"rounds": 3, "overlap_steps": 4},
+            r"dense_beginning.overlap_steps=4 is out of range: .* which is 4",
+        ),
     ],
 )
 def test_a_dense_beginning_out_of_range_is_refused(given_values: dict[str, Any], says: str) -> None:

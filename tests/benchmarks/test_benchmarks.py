@@ -1,6 +1,8 @@
-"""The benchmarks run, write down what they found, and count what they say they count; and so do their slow links.
+"""The benchmarks run, write down what they found, and count what they say they count; and so do
+their slow links.
 
-Trainings for loss and in virtual time: each does what its name says, and is made once, in pieces that fit.
+Trainings for loss and in virtual time: each does what its name says, and is made once, in pieces
+that fit.
 """
 
 import importlib
@@ -35,7 +37,14 @@ from benchmarks import (
     vision,
     wire_bytes,
 )
-from benchmarks.backup_workers import BACKUP, Case, Play, goodput_at_most, goodput_of_all, wait_for_all
+from benchmarks.backup_workers import (
+    BACKUP,
+    Case,
+    Play,
+    goodput_at_most,
+    goodput_of_all,
+    wait_for_all,
+)
 from benchmarks.comparison import Comparison
 from benchmarks.links import Links, missing
 from benchmarks.methods import claims, computed, named, small
@@ -59,21 +68,26 @@ def quick(name: str, folder: Path) -> dict[str, Any]:
     """Runs a benchmark as little as shows that it runs, and returns the file of results."""
     (folder / name).mkdir()
     results, picture = folder / name / "results.json", folder / name / "picture.svg"
-    importlib.import_module(f"benchmarks.{name}").main(["--quick", "--json", str(results), "--picture", str(picture)])
+    importlib.import_module(f"benchmarks.{name}").main(
+        ["--quick", "--json", str(results), "--picture", str(picture)]
+    )
     assert ET.parse(picture).getroot().tag.endswith("svg")
     content: dict[str, Any] = json.loads(results.read_text())
     return content
 
 
 @pytest.mark.parametrize(
-    "name", ["overhead", "memory", "quality", "paper", pytest.param("finetuning", marks=pytest.mark.slow)]
+    "name",
+    ["overhead", "memory", "quality", "paper", pytest.param("finetuning", marks=pytest.mark.slow)],
 )
 def test_a_benchmark_runs_and_writes_numbers_with_where_and_when(name: str, tmp_path: Path) -> None:
     content = quick(name, tmp_path)
     assert content["headline"], "there are numbers"
     assert all(isfinite(number) for number in content["headline"].values())
     assert content["measured"]["command"] == f"python -m benchmarks.{name} --quick"
-    assert {"date", "processor", "cores", "python", "torch", "lightning"} <= content["measured"].keys()
+    assert {"date", "processor", "cores", "python", "torch", "lightning"} <= content[
+        "measured"
+    ].keys()
 
 
 def test_a_vision_model_with_batchnorm_is_judged_in_groups_and_with_ddp(tmp_path: Path) -> None:
@@ -81,35 +95,46 @@ def test_a_vision_model_with_batchnorm_is_judged_in_groups_and_with_ddp(tmp_path
     vision.main(["--quick", "--json", str(tmp_path / "vision.json")])
     found = json.loads((tmp_path / "vision.json").read_text())["found"]
     assert found.keys() == {"DDP", "worker groups"}
-    # Ten classes: who has learned nothing has 90 % of them wrong, and a model that diverged no loss at all.
-    assert all(isfinite(loss) and 0 < error <= 100 for seeds in found.values() for loss, error in seeds)
+    # Ten classes: who has learned nothing has 90 % of them wrong, and a model that diverged no loss
+    # at all.
+    assert all(
+        isfinite(loss) and 0 < error <= 100 for seeds in found.values() for loss, error in seeds
+    )
     assert found["DDP"] != found["worker groups"]
 
 
 @pytest.mark.large
-def test_a_group_takes_eight_bytes_a_parameter_and_a_flight_over_a_fit_that_knows_no_other() -> None:
+def test_a_group_takes_eight_bytes_a_parameter_and_a_flight_over_a_fit_that_knows_no_other() -> (
+    None
+):
     rows = memory.memory({"10M": memory.SIZES["10M"]}, ["lightning_alone", "streaming"])
     alone, streaming = (row["memory"] for row in rows)
     if not alone:
         pytest.skip("This system does not say how much memory a process has.")
-    # Eight for outer parameters and momentum, three for the fragment in flight, and what the allocator keeps.
+    # Eight for outer parameters and momentum, three for the fragment in flight, and what the
+    # allocator keeps.
     assert (streaming - alone) / rows[0]["parameters"] < 14
 
 
 @pytest.mark.network
 @NETWORK
-def test_a_flight_takes_longer_than_its_bytes_and_parts_and_at_least_a_round_trip_for_each_hop(tmp_path: Path) -> None:
+def test_a_flight_takes_longer_than_its_bytes_and_parts_and_at_least_a_round_trip_for_each_hop(
+    tmp_path: Path,
+) -> None:
     (found,) = quick("flights", tmp_path)["found"].values()
     assert "<!-- paced -->" in (tmp_path / "flights" / "picture.svg").read_text()
     case = flights.Case(**found["case"])
-    # Two shots among three groups: four thirds of a payload, and a control vector to each of the two others.
+    # Two shots among three groups: four thirds of a payload, and a control vector to each of the
+    # two others.
     padded = 3 * -(-case.values // 3)
     sent = 4 / 3 * 4 * padded + 2 * CONTROL_BYTES
     assert found["bytes_alone"] == pytest.approx(case.on_link(sent))
     # Emulated links delay a packet by no less than they should, and machines that are busy by more.
     assert min(found["flights"]) > found["bytes_alone"] + case.round_trip
     assert found["flight"] > found["parts"]["transfer"]
-    assert found["ratio"] == pytest.approx(found["flight"] / (found["bytes_alone"] + 2 * case.round_trip))
+    assert found["ratio"] == pytest.approx(
+        found["flight"] / (found["bytes_alone"] + 2 * case.round_trip)
+    )
     assert found["step"] > case.step_seconds
     assert found["kept"] == pytest.approx(found["unshaped_step"] / found["step"])
 
@@ -117,9 +142,14 @@ def test_a_flight_takes_longer_than_its_bytes_and_parts_and_at_least_a_round_tri
 @pytest.mark.slow
 @pytest.mark.network
 @NETWORK
-def test_over_slow_links_ours_keeps_its_speed_learns_the_same_and_sends_what_it_reports(tmp_path: Path) -> None:
+def test_over_slow_links_ours_keeps_its_speed_learns_the_same_and_sends_what_it_reports(
+    tmp_path: Path,
+) -> None:
     content = quick("slow_links", tmp_path)
-    ours, ddp = (slow_links.row_of(content["rows"], method, 2, 10) for method in ("streaming", "lightning_ddp"))
+    ours, ddp = (
+        slow_links.row_of(content["rows"], method, 2, 10)
+        for method in ("streaming", "lightning_ddp")
+    )
     # 0.28 MB over 10 Mbit/s take 0.22 s, four steps of it: what ours sends is nothing beside that.
     assert ddp["seconds"] > 0.2
     assert ours["bytes"] < ddp["bytes"] / 50
@@ -135,7 +165,9 @@ def test_over_slow_links_ours_keeps_its_speed_learns_the_same_and_sends_what_it_
             settings = Settings(**choices, outer_optimizer=quality.ELEMENTWISE)
             choices |= settings.chosen_for(2, case["steps"] // choices["sync_every"]).numbers
         in_one_process = training.Training(TINY, choices, budget=budget, lr=case["lr"])
-        assert points[-1]["loss"] == pytest.approx(text.loss(training.trained(in_one_process, text)), abs=1e-4)
+        assert points[-1]["loss"] == pytest.approx(
+            text.loss(training.trained(in_one_process, text)), abs=1e-4
+        )
         assert [point["step"] for point in points] == [5, 10, 15, 20]
         assert 0 < points[0]["seconds"] < points[-1]["seconds"]
     assert rows["streaming_defaults"]["step_seconds"] < rows["ddp"]["step_seconds"]
@@ -149,18 +181,25 @@ def test_over_slow_links_ours_keeps_its_speed_learns_the_same_and_sends_what_it_
 def test_the_arithmetic_of_slow_links() -> None:
     case = slow_links.CASE
     streaming = slow_links.plan(case, 2)
-    modules = [sum(p.numel() for part in fragment for p in part.parameters()) for fragment in case.modules(case.net())]
+    modules = [
+        sum(p.numel() for part in fragment for p in part.parameters())
+        for fragment in case.modules(case.net())
+    ]
     assert list(streaming.numels) == modules, "all methods cut the model into the same fragments"
     # A link suffices if a fragment fits in tau steps and all fit in a round.
     span = case.overlap_steps * case.step_seconds
     fragment = 8 * max(modules) * 4.125 / 8 / 1e6 / (span - slow_links.ROUND_TRIP)
-    least = max(fragment, 8 * sum(modules) * 4.125 / 8 / 1e6 / (case.sync_every * case.step_seconds))
+    least = max(
+        fragment, 8 * sum(modules) * 4.125 / 8 / 1e6 / (case.sync_every * case.step_seconds)
+    )
     assert slow_links.fits(streaming, case, 1.01 * least)
     assert not slow_links.fits(streaming, case, 0.99 * least)
     for job in slow_links.jobs(quick=False):
         assert Job.read(json.dumps(asdict(job))) == job
         in_rounds = job.method in ("streaming", "torchft", "post_local_sgd", "accelerate")
-        assert not in_rounds or job.counted % job.case.sync_every == 0, "they are measured over whole rounds"
+        assert not in_rounds or job.counted % job.case.sync_every == 0, (
+            "they are measured over whole rounds"
+        )
     # The peak is that of the busiest tenth of a second.
     steady = [(0.01 * tick, 1000 * tick) for tick in range(100)]
     burst = [(at, sent + (50_000 if at > 0.5 else 0)) for at, sent in steady]
@@ -190,16 +229,22 @@ print(round_trip, time.monotonic() - start, nbytes, socket.gethostname())
 
 @pytest.mark.network
 @NETWORK
-def test_a_link_is_as_slow_as_asked_is_cut_and_healed_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_link_is_as_slow_as_asked_is_cut_and_healed_and_leaves_nothing_behind(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "file").write_bytes(bytes(1_000_000))
     with Links(sites=2, rate=40e6, one_way_delay=0.03) as links:
         words = [sys.executable, "-m", "http.server", "7000", "--directory", str(tmp_path)]
         servers = [links.start(site, words, stderr=subprocess.DEVNULL) for site in (0, 1)]
 
         def got(site: int, other: int) -> list[str]:
-            """What a site tells of the file of another one: nothing where it does not reach that."""
+            """What a site tells of the file of another one: nothing where it does not reach
+            that.
+            """
             words = links.command(site, [sys.executable, "-c", GET, f"site{other}"])
-            return subprocess.run(words, check=False, capture_output=True, text=True, timeout=60).stdout.split()
+            return subprocess.run(
+                words, check=False, capture_output=True, text=True, timeout=60
+            ).stdout.split()
 
         deadline = time.monotonic() + 30
         while not (got(0, 1) and got(1, 0)):
@@ -214,14 +259,18 @@ def test_a_link_is_as_slow_as_asked_is_cut_and_healed_and_leaves_nothing_behind(
         assert (bool(got(1, 0)), bool(got(0, 1))) == (True, False), "a NAT lets only answers in"
         for server in servers:
             server.kill()
-    left = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
+    left = subprocess.run(
+        ["ip", "netns", "list"], check=True, capture_output=True, text=True
+    ).stdout
     assert not any(name in left for name in links.names)
 
 
 OURS, DDP = quality.pair("tiny", sync_every=10)
 
 
-def test_a_training_in_pieces_has_the_bits_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_in_pieces_has_the_bits_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = replace(OURS, inner="muon", budget=0.6 * OURS.budget)
     whole, path, pieces = made(one), tmp_path / "runs.json", 0
     # Every look at the clock takes a second, so that pieces end with fragments in flight.
@@ -235,7 +284,9 @@ def test_a_training_in_pieces_has_the_bits_of_one(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == [path], "no state is left"
 
 
-def test_trainings_begin_until_the_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainings_begin_until_the_time_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun: list[Training] = []
 
     def noted(one: Training, *args: Any) -> dict[str, Any]:
@@ -245,7 +296,8 @@ def test_trainings_begin_until_the_time_is_up(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(runs, "made", noted)
     monkeypatch.setattr(runs.time, "time", lambda: 40.0 * len(begun))
     trainings = [replace(DDP, seed=seed) for seed in range(4)]
-    # The third begins after 80 of 84 seconds: its state would be kept. What the file has is not made again.
+    # The third begins after 80 of 84 seconds: its state would be kept. What the file has is not
+    # made again.
     for minutes, seeds in ((1.4, [0, 1, 2]), (inf, [0, 1, 2, 3])):
         Runs("test", tmp_path / "runs.json").make(trainings, 1, minutes=minutes)
         assert [one.seed for one in begun] == seeds
@@ -254,7 +306,11 @@ def test_trainings_begin_until_the_time_is_up(tmp_path: Path, monkeypatch: pytes
 def test_what_two_laws_say_of_small_models_is_drawn_beside_what_the_strategy_does_by_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert [round(scaling.by_losses(groups, 114_336), 1) for groups in scaling.LAWS] == [1.6, 4.2, 7.7]
+    assert [round(scaling.by_losses(groups, 114_336), 1) for groups in scaling.LAWS] == [
+        1.6,
+        4.2,
+        7.7,
+    ]
     assert [round(scaling.by_gap(groups, 114_336)) for groups in scaling.LAWS] == [7, 26, 23]
     scaling.main(["--picture", str(tmp_path / "scaling.svg")])
     assert (tmp_path / "scaling-dark.svg").exists()
@@ -264,10 +320,20 @@ def test_what_two_laws_say_of_small_models_is_drawn_beside_what_the_strategy_doe
 
 def test_a_claim_of_the_paper_is_judged_by_the_whole_interval_on_runs_that_are_kept() -> None:
     # The mean alone says nothing: with one seed, and where the interval holds both, it is open.
-    judged = [paper.verdict(percent, is_worse) for percent in ([3.0], [-4.0, 5.0]) for is_worse in (True, False)]
+    judged = [
+        paper.verdict(percent, is_worse)
+        for percent in ([3.0], [-4.0, 5.0])
+        for is_worse in (True, False)
+    ]
     assert judged == ["open"] * 4
-    assert [paper.verdict([4.0, 4.1, 4.2], is_worse) for is_worse in (True, False)] == ["agrees", "disagrees"]
-    assert [paper.verdict([-4.0, -4.1, -4.2], is_worse) for is_worse in (True, False)] == ["disagrees", "agrees"]
+    assert [paper.verdict([4.0, 4.1, 4.2], is_worse) for is_worse in (True, False)] == [
+        "agrees",
+        "disagrees",
+    ]
+    assert [paper.verdict([-4.0, -4.1, -4.2], is_worse) for is_worse in (True, False)] == [
+        "disagrees",
+        "agrees",
+    ]
 
     five_seeds, two_seeds = paper.made_before()
     (claim,) = [one for one in paper.ABLATIONS["groups"].claims if one.first == "4"]
@@ -275,7 +341,9 @@ def test_a_claim_of_the_paper_is_judged_by_the_whole_interval_on_runs_that_are_k
     assert row is not None
     assert row[2:] == ["5", "+9.4 ± 3.6", "agrees"]
     assert paper.judged("groups", claim, two_seeds) is None, "what was not made is not judged"
-    made = {factor: [one.name for one in found] for factor, found in paper.above_ddp(two_seeds).items()}
+    made = {
+        factor: [one.name for one in found] for factor, found in paper.above_ddp(two_seeds).items()
+    }
     assert made["tau"] == ["5", "10"]
     # Every factor changes one thing of the base, which is among its values.
     for factor, ablation in paper.ABLATIONS.items():
@@ -290,10 +358,15 @@ def test_the_verdict_is_about_numbers_on_seeds_that_chose_nothing() -> None:
         ((ours, ddp), *others) = pairs
         assert replace(ours, choices=None, lr=ddp.lr) == ddp
         assert "auto" not in (ours.choices or {}).values(), "a run is that of its numbers"
-        assert (len(others), ours.seed in quality.TUNING, quality.has_enough_rounds(pairs)) == (4, False, True)
+        assert (len(others), ours.seed in quality.TUNING, quality.has_enough_rounds(pairs)) == (
+            4,
+            False,
+            True,
+        )
     rates = ((1e-3, 2.0, 1.9), (3e-3, 1.8, 2.1))
     found = [
-        Comparison(quality.at_rate("M=2", at), [{"seed": 0, "loss": a}], [{"seed": 0, "loss": b}]) for at, a, b in rates
+        Comparison(quality.at_rate("M=2", at), [{"seed": 0, "loss": a}], [{"seed": 0, "loss": b}])
+        for at, a, b in rates
     ]
     assert quality.each_at_its_best(found)[0].nats == pytest.approx([-0.1])
 
@@ -321,23 +394,33 @@ def trained(one: NamedTraining, steps: int) -> Loop:
 def test_methods_train_as_their_names_say() -> None:
     paced = tiny("Paced, one at half speed")
     whole = paced.batch
-    assert [[paced.trained(group, step) for step in range(2)] for group in (0, 3)] == [[whole, whole], [0, whole]]
+    assert [[paced.trained(group, step) for step in range(2)] for group in (0, 3)] == [
+        [whole, whole],
+        [0, whole],
+    ]
     slow = trained(paced, 40).engines
     assert [engine.inner_steps for engine in slow] == [40] * 4
     weights = [engine.rounds.fragments[0].weight for engine in slow]
     assert weights[3] == pytest.approx(weights[0] / 2, abs=1)
 
     dropping = tiny("DropCompute")
-    kept = mean(dropping.trained(group, step) / dropping.batch for group in range(4) for step in range(250))
+    kept = mean(
+        dropping.trained(group, step) / dropping.batch for group in range(4) for step in range(250)
+    )
     assert MOST_DROPPED / 2 < 1 - kept < 1.2 * MOST_DROPPED
     some, whole = dropping.group(), dropping.group()
     tokens, targets = next(dropping.text().batches(0, 8))
     some.backward(tokens, targets, 6)
     whole.backward(tokens[:6], targets[:6])
     for ours, theirs in zip(some.model.parameters(), whole.model.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad * 6 / 8 if theirs.grad is not None else None)
+        torch.testing.assert_close(
+            ours.grad, theirs.grad * 6 / 8 if theirs.grad is not None else None
+        )
 
-    sent = [engine.report()["bytes_sent"] for engine in trained(tiny("ByLink, one slow uplink"), 50).engines]
+    sent = [
+        engine.report()["bytes_sent"]
+        for engine in trained(tiny("ByLink, one slow uplink"), 50).engines
+    ]
     assert sent[0] == sent[1] == sent[2]
     assert sent[3] < 0.6 * sent[0]
 
@@ -362,7 +445,8 @@ def test_backup_workers_follow_closed_forms() -> None:
     assert goodput_at_most(case) == pytest.approx(0.9615, abs=1e-4)
     assert wait_for_all(case)["goodput"] == pytest.approx(goodput_of_all(case), abs=0.015)
     assert wait_for_all(replace(case, share=0.0, rounds=50))["goodput"] == 1.0
-    # A site that is always late delays the others only every eighth round, where all that it has trained counts.
+    # A site that is always late delays the others only every eighth round, where all that it has
+    # trained counts.
     late = Case(sites=4, rounds=40, share=0.0, delays=(0.0, 0.0, 0.0, 15.0), grace=20.0)
     waiting, backup = Play(late).run(), Play(replace(late, quorum=BACKUP)).run()
     assert waiting.found()["landing_seconds"] > 15

@@ -1,1 +1,3 @@
-"""Chaos: a hub and some sites as real processes, and faults by chance. `python -m tests.chaos` runs it."""
+"""Chaos: a hub and some sites as real processes, and faults by chance. `python -m tests.chaos`
+runs it.
+"""

@@ -9,7 +9,9 @@ HUB, ALL = "hub", "all"
 
 @dataclass(frozen=True)
 class Form:
-    """A kind of fault: how people call it, how long it lasts at least and at most, and how often it is chosen."""
+    """A kind of fault: how people call it, how long it lasts at least and at most, and how often
+    it is chosen.
+    """
 
     told: str
     seconds: tuple[float, float]
@@ -36,7 +38,12 @@ FORMS = {
     "cut_15": Form("link cut for 15 s", (15.0, 15.0), 0.5, needs_links=True),
     "cut_60": Form("link cut for 60 s", (60.0, 60.0), 0.3, needs_links=True),
     "move": Form(
-        "kill -9, and started again at another address", (0.5, 4.0), 0.4, hits_hub=True, hits_sites=False, kills=True
+        "kill -9, and started again at another address",
+        (0.5, 4.0),
+        0.4,
+        hits_hub=True,
+        hits_sites=False,
+        kills=True,
     ),
 }
 # These kill a site as soon as it comes to a stage of a flight.
@@ -52,7 +59,9 @@ FORMS |= {kind: Form(told, (0.5, 4.0), 0.4, kills=True) for kind, told in STAGES
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a site, the hub or all, for how long, and how strong it is between 0 and 1."""
+    """What happens to a site, the hub or all, for how long, and how strong it is between 0 and
+    1.
+    """
 
     kind: str
     victim: str
@@ -63,10 +72,18 @@ class Fault:
         return self.victim in (name, ALL)
 
 
-def sequence(seed: int, sites: Sequence[str], links: bool, only: Sequence[str] = ()) -> Iterator[tuple[float, Fault]]:
-    """Yields faults without end, each with the seconds to wait before it; of all kinds, or only some."""
+def sequence(
+    seed: int, sites: Sequence[str], links: bool, only: Sequence[str] = ()
+) -> Iterator[tuple[float, Fault]]:
+    """Yields faults without end, each with the seconds to wait before it; of all kinds, or only
+    some.
+    """
     chance = random.Random(seed)
-    kinds = [kind for kind, form in FORMS.items() if (links or not form.needs_links) and (not only or kind in only)]
+    kinds = [
+        kind
+        for kind, form in FORMS.items()
+        if (links or not form.needs_links) and (not only or kind in only)
+    ]
     while True:
         kind = chance.choices(kinds, [FORMS[kind].often for kind in kinds])[0]
         form = FORMS[kind]

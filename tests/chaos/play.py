@@ -32,7 +32,9 @@ class Seen:
 
 @dataclass
 class Play:
-    """Plays faults in a world: one after the other, or of a sequence by chance, some at the same time."""
+    """Plays faults in a world: one after the other, or of a sequence by chance, some at the same
+    time.
+    """
 
     world: World
     seen: dict[str, Seen] = field(default_factory=dict)
@@ -41,7 +43,9 @@ class Play:
     going_on: list[tuple[float, Fault]] = field(default_factory=list)
 
     def run(self, faults: Iterator[tuple[float, Fault]], count: int, seconds: float) -> None:
-        """Starts all, lets so many faults happen within so many seconds, and ends the run; raises `Halted`."""
+        """Starts all, lets so many faults happen within so many seconds, and ends the run; raises
+        `Halted`.
+        """
         self.begin()
         deadline, done = time.monotonic() + seconds, 0
         while done < count and time.monotonic() < deadline:
@@ -54,10 +58,14 @@ class Play:
         self.finish()
 
     def begin(self) -> None:
-        """Starts all, and waits until the guard knows how long the outer gradients of each site are."""
+        """Starts all, and waits until the guard knows how long the outer gradients of each site
+        are.
+        """
         self.seen = {site: Seen(time.monotonic()) for site in self.world.sites}
         self.world.start(HUB, *self.world.sites)
-        self.until("some rounds", lambda: min(own.round for own in self.seen.values()) >= _KNOWN, _START)
+        self.until(
+            "some rounds", lambda: min(own.round for own in self.seen.values()) >= _KNOWN, _START
+        )
 
     def let(self, fault: Fault) -> None:
         """Lets a fault happen, from which who it hits has to come back."""
@@ -82,7 +90,9 @@ class Play:
 
     def finish(self) -> None:
         self.world.signal(HUB, signal.SIGUSR1)
-        self.until("the end", lambda: all(own.ended for own in self.seen.values()), 2 * LONGEST_HANG)
+        self.until(
+            "the end", lambda: all(own.ended for own in self.seen.values()), 2 * LONGEST_HANG
+        )
 
     def wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -94,7 +104,9 @@ class Play:
         while not holds():
             self.look()
             if time.monotonic() > deadline:
-                raise Halted(f"{what}: not within {seconds:.0f} s: {self.seen}, {self.records} records")
+                raise Halted(
+                    f"{what}: not within {seconds:.0f} s: {self.seen}, {self.records} records"
+                )
 
     def may(self, fault: Fault) -> bool:
         """Whether a fault may happen beside those that there are."""
@@ -106,7 +118,9 @@ class Play:
         return len(victims) < _MOST and fault.victim not in victims and is_back
 
     def look(self) -> None:
-        """Mends what is due, sees what has been written down, and requires that all who are up go on."""
+        """Mends what is due, sees what has been written down, and requires that all who are up go
+        on.
+        """
         time.sleep(0.05)
         now = time.monotonic()
         for at, fault in [one for one in self.going_on if one[0] <= now]:
@@ -123,7 +137,9 @@ class Play:
                 own.at = max(own.at, note["at"])
                 if note["what"] == "step":
                     own.training, own.round = True, min(note["rounds"])
-                    own.back = own.back or (not hit & {site, HUB, ALL} and note["reachable"] and note["lag"] == 0)
+                    own.back = own.back or (
+                        not hit & {site, HUB, ALL} and note["reachable"] and note["lag"] == 0
+                    )
                 own.ended = own.ended or note["what"] == "ended"
         for note in self.world.news(HUB):
             if note["what"] == "append":
@@ -134,14 +150,26 @@ class Play:
             patience = LONGEST_HANG if own.training else _START
             if not own.ended and not hit & {site, ALL} and now > own.at + patience:
                 raise Halted(f"{site} has hung for {patience:.0f} s: {self.world.said(site)}")
-        up = [site for site, own in self.seen.items() if own.training and own.back and site not in hit]
+        up = [
+            site for site, own in self.seen.items() if own.training and own.back and site not in hit
+        ]
         ended = any(own.ended for own in self.seen.values())
-        if self.records and up and not ended and HUB not in hit and now > self.record_at + LONGEST_HANG:
-            raise Halted(f"no record for {LONGEST_HANG:.0f} s, with {up} up: {self.world.said(HUB)}")
+        if (
+            self.records
+            and up
+            and not ended
+            and HUB not in hit
+            and now > self.record_at + LONGEST_HANG
+        ):
+            raise Halted(
+                f"no record for {LONGEST_HANG:.0f} s, with {up} up: {self.world.said(HUB)}"
+            )
 
 
 def played(world: World, *faults: Fault) -> tuple[Told, Found]:
-    """Lets faults happen one after the other, each when all have come back from that before, and ends the run."""
+    """Lets faults happen one after the other, each when all have come back from that before, and
+    ends the run.
+    """
     play = Play(world)
     play.begin()
     for fault in faults:

@@ -1,7 +1,8 @@
-"""The processes of a federation under faults: a Trainer that goes on from its newest checkpoint, and a hub.
+"""The processes of a federation under faults: a Trainer that goes on from its newest checkpoint,
+and a hub.
 
-Both write down what happens to them. `python -m tests.chaos.processes FILE` is the one or the other: its arguments are
-pickled in the file.
+Both write down what happens to them. `python -m tests.chaos.processes FILE` is the one or the
+other: its arguments are pickled in the file.
 """
 
 import hashlib
@@ -42,7 +43,11 @@ RUN = "run"
 BATCH = 8
 SYNC_EVERY = 20
 OVERLAP_STEPS = 2
-SETTINGS: dict[str, Any] = {"sync_every": SYNC_EVERY, "overlap_steps": OVERLAP_STEPS, "fragments": "strided:2"}
+SETTINGS: dict[str, Any] = {
+    "sync_every": SYNC_EVERY,
+    "overlap_steps": OVERLAP_STEPS,
+    "fragments": "strided:2",
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,9 @@ class Place:
     seconds: float  # that an inner step takes at least
     steps: int = -1  # after which the site ends; -1: when the run does
     namespace: str | None = None
-    choices: Mapping[str, Any] = field(default_factory=lambda: {"lease": 2.0})  # more of the federation
+    choices: Mapping[str, Any] = field(
+        default_factory=lambda: {"lease": 2.0}
+    )  # more of the federation
 
     def enter(self, name: str) -> Notebook:
         """Moves this process there, and its output into a file; returns what it writes notes in."""
@@ -69,8 +76,12 @@ class Place:
         return Notebook(self.folder / f"{name}.jsonl")
 
 
-def watch(owner: Any, name: str, before: Callable[..., Any] | None = None, after: Any = None) -> None:
-    """Calls something before a method, with its self and arguments, or after it, with its answer besides."""
+def watch(
+    owner: Any, name: str, before: Callable[..., Any] | None = None, after: Any = None
+) -> None:
+    """Calls something before a method, with its self and arguments, or after it, with its answer
+    besides.
+    """
     method = getattr(owner, name)
 
     @wraps(method)
@@ -152,15 +163,23 @@ def waited_for_processor() -> float:
 
 
 def stolen() -> list[float]:
-    """The seconds that the host has given each processor of this virtual machine to others, as they wanted."""
-    lines = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
+    """The seconds that the host has given each processor of this virtual machine to others, as
+    they wanted.
+    """
+    lines = [
+        line.split()
+        for line in Path("/proc/stat").read_text().splitlines()
+        if line.startswith("cpu")
+    ]
     return [int(fields[8]) / os.sysconf("SC_CLK_TCK") for fields in lines[1:]]
 
 
 def note_follower(notebook: Notebook) -> None:
     """Makes the follower of this process write down what lands, and that it has lost the hub."""
 
-    def land(landing: MergeAction, follower: Follower, record: Record, before: int, after: int) -> None:
+    def land(
+        landing: MergeAction, follower: Follower, record: Record, before: int, after: int
+    ) -> None:
         about = {"fragment": record.fragment, "round": record.round, "key": record.key}
         out = record.without(follower.site)
         notebook.write("land", **about, digest=after, how=out.reason if out else landing.value)
@@ -176,7 +195,9 @@ def note_follower(notebook: Notebook) -> None:
 
 
 def die_at_stages(name: str, folder: Path) -> None:
-    """Makes this process kill itself at the stage of a flight for which somebody has left a file."""
+    """Makes this process kill itself at the stage of a flight for which somebody has left a
+    file.
+    """
 
     def die(stage: str) -> None:
         if (folder / f"{name}.kill_{stage}").exists():
@@ -192,26 +213,41 @@ def die_at_stages(name: str, folder: Path) -> None:
 
     HubClient._messages = sent  # type: ignore[method-assign]
     watch(HubConnection, "contribute", before=lambda *_: die("before_send"))
-    watch(HubConnection, "_call", after=lambda _, self, call, *more: call == "contribute" and die("before_record"))
+    watch(
+        HubConnection,
+        "_call",
+        after=lambda _, self, call, *more: call == "contribute" and die("before_record"),
+    )
     watch(HubClient, "get_small", before=lambda *_: die("in_download"))
     watch(HubClient, "_size_of", after=lambda *_: die("in_download"))
     watch(Follower, "land", after=lambda *_: die("at_landing"))
 
 
 def federation_of(site: str, place: Place) -> Federation:
-    return Federation(hub=place.hub, run=RUN, site=site, keys=place.folder / "keys", **place.choices)
+    return Federation(
+        hub=place.hub, run=RUN, site=site, keys=place.folder / "keys", **place.choices
+    )
 
 
-def trainer_of(place: Place, folder: Path, strategy: Any, callbacks: Sequence[Callback], **choices: Any) -> pl.Trainer:
+def trainer_of(
+    place: Place, folder: Path, strategy: Any, callbacks: Sequence[Callback], **choices: Any
+) -> pl.Trainer:
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    own = {"max_steps": place.steps, "max_epochs": -1, "default_root_dir": folder, "callbacks": list(callbacks)}
+    own = {
+        "max_steps": place.steps,
+        "max_epochs": -1,
+        "default_root_dir": folder,
+        "callbacks": list(callbacks),
+    }
     return pl.Trainer(accelerator="cpu", strategy=strategy, **quiet, **own, **choices)
 
 
 def samples_of(site: str, batch: int = BATCH) -> DataLoader[Any]:
     """Batches of a site, whose samples are its own."""
     generator = torch.Generator().manual_seed(sum(map(ord, site)))
-    samples = TensorDataset(*(torch.randn(512, width, generator=generator) for width in (FEATURES, TARGETS)))
+    samples = TensorDataset(
+        *(torch.randn(512, width, generator=generator) for width in (FEATURES, TARGETS))
+    )
     warnings.filterwarnings("ignore", ".*num_workers.*")
     return DataLoader(samples, batch_size=batch)
 
@@ -225,7 +261,9 @@ def train(name: str, place: Place) -> None:
     die_at_stages(name, place.folder)
     pl.seed_everything(0)
     last = place.folder / name / "last.ckpt"
-    checkpoint = ModelCheckpoint(dirpath=last.parent, save_last=True, every_n_train_steps=25, save_top_k=0)
+    checkpoint = ModelCheckpoint(
+        dirpath=last.parent, save_last=True, every_n_train_steps=25, save_top_k=0
+    )
     strategy = StreamingDiLoCoStrategy(federation=federation_of(name, place), **SETTINGS)
     trainer = trainer_of(place, last.parent, strategy, [Notes(notebook), checkpoint], devices=1)
     module = Net(place.seconds)
@@ -244,7 +282,9 @@ def train(name: str, place: Place) -> None:
 
 
 def serve(sites: int, place: Place, refound: bool = False) -> None:
-    """Serves a run that so many sites found, from what is on its disk, until it is killed; SIGUSR1 ends the run."""
+    """Serves a run that so many sites found, from what is on its disk, until it is killed; SIGUSR1
+    ends the run.
+    """
     notebook = place.enter("hub")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 
@@ -256,13 +296,17 @@ def serve(sites: int, place: Place, refound: bool = False) -> None:
         record = Record.from_bytes(text)
         # Once it is durable: who is killed before closes the round anew.
         counted = [[own.site, own.incarnation, own.weight] for own in record.counted]
-        notebook.write("append", fragment=record.fragment, round=record.round, key=record.key, counted=counted)
+        notebook.write(
+            "append", fragment=record.fragment, round=record.round, key=record.key, counted=counted
+        )
 
     watch(Coordinator, "hello", before=hello)
     watch(SQLiteLedger, "append", after=append)
     port = place.hub.rpartition(":")[2]
     ledger, keys = place.folder / "hub.sqlite", place.folder / "keys"
-    service = HubService(RUN, ledger, sites=sites, listen=f"0.0.0.0:{port}", keys=keys, refound=refound)
+    service = HubService(
+        RUN, ledger, sites=sites, listen=f"0.0.0.0:{port}", keys=keys, refound=refound
+    )
     ends = threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: ends.set())
     service.start()

@@ -1,7 +1,8 @@
-"""The failure tests that take minutes and hours: each fault of a federation as often as chance would not bring it.
+"""The failure tests that take minutes and hours: each fault of a federation as often as chance
+would not bring it.
 
-``make chaos`` plays all faults there are, on a machine with little else to do: who stands still is timed. ``make soak``
-plays a thousand, by chance.
+``make chaos`` plays all faults there are, on a machine with little else to do: who stands still is
+timed. ``make soak`` plays a thousand, by chance.
 """
 
 import pickle
@@ -25,7 +26,8 @@ from tests.federation.hubs import require_extra
 
 require_extra()
 ROOT = Path(__file__).parents[2]
-HEALED = 10.0  # seconds within which a site whose link is whole again has all records, unless it fetches a state
+# seconds within which a site whose link is whole again has all records, unless it fetches a state
+HEALED = 10.0
 
 
 def require_good(found: Found) -> None:
@@ -38,7 +40,9 @@ def require_good(found: Found) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stage", STAGES)
 def test_sites_are_killed_twenty_times_at_a_stage_of_a_flight(tmp_path: Path, stage: str) -> None:
-    found = run(1, faults=20, minutes=15.0, namespaces=False, seconds=0.05, folder=tmp_path, only=[stage])
+    found = run(
+        1, faults=20, minutes=15.0, namespaces=False, seconds=0.05, folder=tmp_path, only=[stage]
+    )
     assert sum(found["faults"].values()) == 20
     require_good(found)
 
@@ -49,13 +53,17 @@ def test_processes_stop_for_long_the_hub_dies_and_moves_and_everything_dies(tmp_
     stops = [Fault("stop", "b", seconds) for seconds in (1.0, 5.0, 20.0)]
     of_the_hub = [Fault("kill", HUB, 2.0), Fault("stop", HUB, 7.0), Fault("move", HUB, 2.0)]
     with World(tmp_path, "abc", 0.05) as world:
-        _, found = played(world, *stops, *of_the_hub, Fault("lose", "c", 1.0), Fault("blackout", ALL, 2.0))
+        _, found = played(
+            world, *stops, *of_the_hub, Fault("lose", "c", 1.0), Fault("blackout", ALL, 2.0)
+        )
     require_good(found)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-def test_a_site_whose_parameters_become_wrong_is_left_out_and_all_end_with_one_sound_model(tmp_path: Path) -> None:
+def test_a_site_whose_parameters_become_wrong_is_left_out_and_all_end_with_one_sound_model(
+    tmp_path: Path,
+) -> None:
     with World(tmp_path, "abc", 0.05) as world:
         told, found = played(world, Fault("wrong", "b", 0.0), Fault("wrong", "c", 0.0))
     require_good(found)
@@ -72,8 +80,13 @@ def test_links_are_cut_for_up_to_a_minute_lose_packets_and_become_slow(tmp_path:
     cuts = [Fault("cut", "b", seconds) for seconds in (5.0, 15.0, 60.0)]
     one_way = [Fault("cut_in", "b", 10.0), Fault("cut_out", "b", 10.0), Fault("nat", "b", 0.0)]
     worse = [Fault("loss", "b", 20.0, strength) for strength in (0.0, 1.0)]
-    with Links(4, MBIT_S, ONE_WAY_DELAY) as links, World(tmp_path, "abc", 0.05, links=links) as world:
-        _, found = played(world, *cuts, *one_way, *worse, Fault("slow", "c", 20.0), Fault("move", HUB, 2.0))
+    with (
+        Links(4, MBIT_S, ONE_WAY_DELAY) as links,
+        World(tmp_path, "abc", 0.05, links=links) as world,
+    ):
+        _, found = played(
+            world, *cuts, *one_way, *worse, Fault("slow", "c", 20.0), Fault("move", HUB, 2.0)
+        )
     assert found["problems"] == []
     assert [one for one in found["returns"] if one["seconds"] > HEALED and not one["state"]] == []
 
@@ -87,7 +100,9 @@ def test_a_federation_bears_a_thousand_faults(tmp_path: Path) -> None:
 
 
 class OnLostDisks(World):
-    """A world whose hub finds nothing of its run when it is started again, and founds it from what the sites hold."""
+    """A world whose hub finds nothing of its run when it is started again, and founds it from what
+    the sites hold.
+    """
 
     @override
     def told(self, name: str) -> tuple[Any, ...]:
@@ -101,15 +116,20 @@ class OnLostDisks(World):
 
 
 @pytest.mark.slow
-def test_a_run_whose_ledger_is_lost_goes_on_from_living_sites_and_from_checkpoints(tmp_path: Path) -> None:
+def test_a_run_whose_ledger_is_lost_goes_on_from_living_sites_and_from_checkpoints(
+    tmp_path: Path,
+) -> None:
     with OnLostDisks(tmp_path, "abc", 0.05) as world:
         told, _ = played(world, Fault("kill", HUB, 2.0), Fault("blackout", ALL, 2.0))
         assert world.said(HUB).count("has been founded again") == 2
-    ends = [note["outer"] for notes in told.sites.values() for note in notes if note["what"] == "ended"]
+    ends = [
+        note["outer"] for notes in told.sites.values() for note in notes if note["what"] == "ended"
+    ]
     assert ends == ends[:1] * 3
     assert counted_twice(told, BATCH) == []
     for notes in told.sites.values():
-        # Who lives on goes on with what it holds, and who was killed with what its checkpoint holds.
+        # Who lives on goes on with what it holds, and who was killed with what its checkpoint
+        # holds.
         first, again = (index for index, note in enumerate(notes) if note["what"] == "up")
         for own in (notes[first:again], notes[again:]):
             rounds = [min(note["rounds"]) for note in own if note["what"] == "step"]
@@ -125,7 +145,10 @@ NEWER = {
     "federation/config.py": ('str(torch.__version__).split("+")[0]', '"2.13.99"'),
     "version.py": ('VERSION = "0.1.0"', 'VERSION = "0.1.99"'),
 }
-OTHER_ARITHMETIC = {**NEWER, "federation/arithmetic.py": ("return seal.hexdigest()", "return seal.hexdigest()[::-1]")}
+OTHER_ARITHMETIC = {
+    **NEWER,
+    "federation/arithmetic.py": ("return seal.hexdigest()", "return seal.hexdigest()[::-1]"),
+}
 
 
 class Command(subprocess.Popen[bytes]):
@@ -158,7 +181,9 @@ def copied(folder: Path, changes: dict[str, tuple[str, str]]) -> Path:
 
 
 @pytest.mark.slow
-def test_hub_and_sites_are_updated_one_after_the_other_and_other_arithmetic_stays_out(tmp_path: Path) -> None:
+def test_hub_and_sites_are_updated_one_after_the_other_and_other_arithmetic_stays_out(
+    tmp_path: Path,
+) -> None:
     newer = copied(tmp_path / "newer", NEWER)
     other = copied(tmp_path / "other", OTHER_ARITHMETIC)
     # With the mean of the hub, which goes on from what rounding has left out.

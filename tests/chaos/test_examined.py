@@ -15,7 +15,15 @@ def step(at: float, stalled: float = 0.0, lag: int = 0, reachable: bool = True) 
 
 
 def land(at: float, digest: int) -> Note:
-    return {"what": "land", "at": at, "fragment": 0, "round": 1, "key": "k", "digest": digest, "how": "mix"}
+    return {
+        "what": "land",
+        "at": at,
+        "fragment": 0,
+        "round": 1,
+        "key": "k",
+        "digest": digest,
+        "how": "mix",
+    }
 
 
 def record(at: float, weight: int) -> Note:
@@ -24,8 +32,13 @@ def record(at: float, weight: int) -> Note:
 
 
 def told(a: list[Note], b: list[Note], weight: int = 8, faults: tuple[Note, ...] = ()) -> Told:
-    hub = [record(5.0, weight), {"what": "hello", "at": 7.5, "site": "b", "incarnation": "incarnation"}]
-    return Told({"a": [{"what": "up", "at": 0.0}, *a], "b": [{"what": "up", "at": 0.0}, *b]}, hub, faults)
+    hub = [
+        record(5.0, weight),
+        {"what": "hello", "at": 7.5, "site": "b", "incarnation": "incarnation"},
+    ]
+    return Told(
+        {"a": [{"what": "up", "at": 0.0}, *a], "b": [{"what": "up", "at": 0.0}, *b]}, hub, faults
+    )
 
 
 def steps(first: int = 0, last: int = 100) -> list[Note]:
@@ -39,23 +52,36 @@ def problems(of: Told) -> list[str]:
 
 def test_what_must_not_be_is_found() -> None:
     assert problems(told(steps(), steps())) == []
-    assert problems(told([*steps(), land(5, 1)], [*steps(), land(5, 2)])) == ["fragment 0, round 1 has 2 digests"]
+    assert problems(told([*steps(), land(5, 1)], [*steps(), land(5, 2)])) == [
+        "fragment 0, round 1 has 2 digests"
+    ]
     stood_still = problems(told([*steps(), step(10.4, stalled=0.3)], steps()))
     assert len(stood_still) == 1
     assert stood_still[0].startswith("a stood still for 0.300 s")
     elsewhere = {**step(10.4, stalled=0.3), "delayed": 0.05, "stolen": 0.2}
     assert problems(told([*steps(), elsewhere], steps())) == [], "another machine had its processor"
-    assert problems(told(steps(0, 3), steps(), weight=40)) == ["a counts 40 samples of fragment 0, and has trained 32"]
+    assert problems(told(steps(0, 3), steps(), weight=40)) == [
+        "a counts 40 samples of fragment 0, and has trained 32"
+    ]
 
 
 def test_who_was_stopped_may_stand_still_and_is_back_when_it_has_applied_all() -> None:
     faults = ({"what": "begin", "at": 1.0}, {"what": "end", "at": 7.0})
     stop = tuple({**note, "kind": "stop", "victim": "b"} for note in faults)
-    back = [step(7.2, stalled=6.1, reachable=False), {"what": "lose", "at": 7.3}, step(7.7, stalled=0.5, lag=2)]
+    back = [
+        step(7.2, stalled=6.1, reachable=False),
+        {"what": "lose", "at": 7.3},
+        step(7.7, stalled=0.5, lag=2),
+    ]
     stopped = told(steps(), [*steps(0, 10), *back, *steps(80, 100)], faults=stop)
     assert problems(stopped) == []
     [found] = examined(stopped, batch=8)["returns"]
-    assert (found["site"], found["hello"], found["seconds"], found["state"]) == ("b", 0.5, 0.5, False)
+    assert (found["site"], found["hello"], found["seconds"], found["state"]) == (
+        "b",
+        0.5,
+        0.5,
+        False,
+    )
 
 
 def trained(first: int, last: int, at: float, lands: tuple[tuple[int, int], ...]) -> list[Note]:
@@ -63,13 +89,19 @@ def trained(first: int, last: int, at: float, lands: tuple[tuple[int, int], ...]
     notes: list[Note] = [{"what": "up", "at": at}, {"what": "training", "at": at, "step": first}]
     for number in range(first + 1, last + 1):
         at += 0.1
-        notes += [{**land(at, 1), "round": round, "key": f"k{round}"} for round, after in lands if after == number]
+        notes += [
+            {**land(at, 1), "round": round, "key": f"k{round}"}
+            for round, after in lands
+            if after == number
+        ]
         notes.append({**step(at), "step": number})
     return notes
 
 
 def with_a_kill(*weighs: int) -> Told:
-    """A site that is killed after step 50 and goes on from its checkpoint of step 45; its launches weigh so much."""
+    """A site that is killed after step 50 and goes on from its checkpoint of step 45; its launches
+    weigh so much.
+    """
     notes = [*trained(0, 50, 0.0, ((1, 22), (2, 42))), *trained(45, 90, 10.0, ((3, 62), (4, 82)))]
     said = {"what": "hello", "site": "a"}
     hub = [{**said, "at": 0.05, "incarnation": "one"}, {**said, "at": 10.05, "incarnation": "two"}]
@@ -85,16 +117,29 @@ def test_what_a_kill_may_not_cost_is_found() -> None:
     assert problems(with_a_kill(20, 20, 20, 20)) == []
     assert examined(with_a_kill(20, 20, 20, 20), batch=8)["lost"]["a"]["most"] == 5
     # What the checkpoint held does not count, and some of what was trained since.
-    assert problems(with_a_kill(20, 20, 5, 5)) == ["a has lost 16 steps of fragment 0 by round 4, and may lose 5"]
+    assert problems(with_a_kill(20, 20, 5, 5)) == [
+        "a has lost 16 steps of fragment 0 by round 4, and may lose 5"
+    ]
     # A launch that landed does not count.
-    assert problems(with_a_kill(20, 0, 20, 3)) == ["a has lost 10 steps of fragment 0 by round 3, and may lose 5"]
+    assert problems(with_a_kill(20, 0, 20, 3)) == [
+        "a has lost 10 steps of fragment 0 by round 3, and may lose 5"
+    ]
 
 
 def test_a_seed_is_a_sequence_of_faults() -> None:
-    first, again, other = (list(islice(sequence(seed, "abc", links=True), 300)) for seed in (1, 1, 2))
+    first, again, other = (
+        list(islice(sequence(seed, "abc", links=True), 300)) for seed in (1, 1, 2)
+    )
     assert first == again
     assert first != other
     assert {fault.victim for _, fault in first} == {"a", "b", "c", HUB, "all"}
-    assert not {fault.kind for _, fault in islice(sequence(1, "abc", links=False), 300)} & {"cut", "loss", "nat"}
+    assert not {fault.kind for _, fault in islice(sequence(1, "abc", links=False), 300)} & {
+        "cut",
+        "loss",
+        "nat",
+    }
     moved = islice(sequence(1, "abc", links=False, only=("move", "kill_in_upload")), 30)
-    assert {(fault.kind, fault.victim == HUB) for _, fault in moved} == {("move", True), ("kill_in_upload", False)}
+    assert {(fault.kind, fault.victim == HUB) for _, fault in moved} == {
+        ("move", True),
+        ("kill_in_upload", False),
+    }

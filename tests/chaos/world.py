@@ -1,4 +1,6 @@
-"""A hub and sites as processes on this machine, some of which are stopped, killed, started again or cut off."""
+"""A hub and sites as processes on this machine, some of which are stopped, killed, started again
+or cut off.
+"""
 
 import multiprocessing
 import os
@@ -26,7 +28,8 @@ Process = Any  # one of `multiprocessing`, or what has pid, exitcode, kill and j
 class World:
     """The processes of a federation, for the time of a ``with`` block.
 
-    Sites end after so many steps, or with the run. With links open, the hub is number 0 and each site behind a NAT.
+    Sites end after so many steps, or with the run. With links open, the hub is number 0 and each
+    site behind a NAT.
     """
 
     def __init__(
@@ -49,9 +52,15 @@ class World:
             add_keys(folder / "keys", site)
         *ports, other = free_ports(1 + len(names))
         # Where the hub is, and where it may be moved to, with the same ledger and store.
-        address, own = ("127.0.0.1", (ports[0], other)) if links is None else (links.address(0), (29400, 29401))
+        address, own = (
+            ("127.0.0.1", (ports[0], other))
+            if links is None
+            else (links.address(0), (29400, 29401))
+        )
         self.hubs = [f"{address}:{port}" for port in own]
-        of_all = Place(folder, ",".join(self.hubs), 0, seconds, steps, choices={"lease": 2.0, **choices})
+        of_all = Place(
+            folder, ",".join(self.hubs), 0, seconds, steps, choices={"lease": 2.0, **choices}
+        )
         self.places = {
             name: replace(of_all, port=port, namespace=links and links.names[number])
             for number, (name, port) in enumerate(zip(names, ports, strict=True))
@@ -167,7 +176,11 @@ def children(pid: int) -> list[int]:
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports that nobody uses, all taken at the same time: one looked for after another may be found twice."""
+    """Ports that nobody uses, all taken at the same time: one looked for after another may be
+    found twice.
+    """
     with ExitStack() as stack:
-        listening = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
+        listening = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)
+        ]
         return [int(one.getsockname()[1]) for one in listening]

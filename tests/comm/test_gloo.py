@@ -1,7 +1,8 @@
-"""Process groups between the same ranks share a thread of gloo, and carry their messages as they would alone.
+"""Process groups between the same ranks share a thread of gloo, and carry their messages as they
+would alone.
 
-What travels arrives as it was: plain values, gradients, and what one of the ranks raises. What a rank sends is paced by
-what its link carries, which it learns from message to message.
+What travels arrives as it was: plain values, gradients, and what one of the ranks raises. What a
+rank sends is paced by what its link carries, which it learns from message to message.
 """
 
 import os
@@ -50,7 +51,11 @@ def exchanged(exchange: Any, group: int, numel: int) -> None:
 
 def unequal(exchange: Any, rank: int, device: str = "cpu") -> None:
     """Messages of different sizes, of which several are on their way, reach their groups."""
-    groups, sent, received = range(exchange.num_groups), exchange.bytes_sent, exchange.bytes_received
+    groups, sent, received = (
+        range(exchange.num_groups),
+        exchange.bytes_sent,
+        exchange.bytes_received,
+    )
 
     def message(sender: int, to: int, turn: int) -> Tensor:
         return torch.full((to,), 10 * sender + to + 50 * turn, dtype=torch.uint8, device=device)
@@ -67,11 +72,18 @@ def met(rank: int, world_size: int, groups: int) -> int:
     before = loops()
     topology = Topology.of_world(GroupLayout(world_size, groups), TIMEOUT)
     for numel in (3, 300_001):
-        for exchange in (topology.control, topology.progress, topology.exchange, topology.second_hop):
+        for exchange in (
+            topology.control,
+            topology.progress,
+            topology.exchange,
+            topology.second_hop,
+        ):
             exchanged(exchange, topology.group_index, numel)
     for stage in (*topology.stages, topology.in_group):
         assert torch.cat(stage.all_gather(torch.tensor([rank]))).tolist() == list(topology.ranks)
-        assert stage.all_gather_object({"rank": rank}) == [{"rank": other} for other in topology.ranks]
+        assert stage.all_gather_object({"rank": rank}) == [
+            {"rank": other} for other in topology.ranks
+        ]
     value = torch.tensor([float(rank)])
     topology.peers.broadcast(value)
     assert value.item() == topology.group_rank
@@ -123,7 +135,9 @@ def test_process_groups_carry_their_messages_and_need_no_thread_but_that_of_the_
     # The ranks of a group of several use gloo as torch makes it.
     assert max(run_ranks(met, 4, 2)) <= 1
     if sys.platform == "linux":
-        assert run_ranks(met_elsewhere, 2) == [1, 1], "what listens on another interface has a thread of its own"
+        assert run_ranks(met_elsewhere, 2) == [1, 1], (
+            "what listens on another interface has a thread of its own"
+        )
     # Where torch does not tell its devices, each group has its own.
     monkeypatch.setattr("lightning_sdiloco.comm.topology.devices_of", lambda backend: [])
     run_ranks(met, 2, 2)
@@ -141,7 +155,9 @@ def derivatives(gather: Any, rank: int) -> list[Tensor]:
     return [gathered.detach(), gradient.detach(), x.grad]
 
 
-def test_values_and_gradients_are_those_of_torch_over_the_ranks_of_the_group_and_all_hear_what_one_raises() -> None:
+def test_values_and_gradients_are_those_of_torch_over_the_ranks_of_the_group_and_all_hear_what_one_raises() -> (
+    None
+):
     """Also of a group of one, and of a process that has joined no other."""
 
     def grouped(rank: int, world_size: int, size: int) -> Any:
@@ -151,8 +167,12 @@ def test_values_and_gradients_are_those_of_torch_over_the_ranks_of_the_group_and
             return 10 * rank
 
         every = Communicator(dist.group.WORLD).attempt(act)
-        assert [type(one.raised) for one in every if one.raised] == [FileNotFoundError] * (rank == 1)
-        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world_size, size)]
+        assert [type(one.raised) for one in every if one.raised] == [FileNotFoundError] * (
+            rank == 1
+        )
+        groups = [
+            dist.new_group(list(range(first, first + size))) for first in range(0, world_size, size)
+        ]
         gather = Communicator(groups[rank // size]).all_gather_with_gradients
         return [one[:3] for one in every], derivatives(gather, rank)
 
@@ -162,7 +182,9 @@ def test_values_and_gradients_are_those_of_torch_over_the_ranks_of_the_group_and
     failure = ("FileNotFoundError", "OSError", "Exception", "BaseException", "object")
     for size, groups in ((1, 2), (3, 1), (2, 2)):
         expected = [own for group in range(groups) for own in run_ranks(alone, size, size * group)]
-        for (heard, one), other in zip(run_ranks(grouped, size * groups, size), expected, strict=True):
+        for (heard, one), other in zip(
+            run_ranks(grouped, size * groups, size), expected, strict=True
+        ):
             assert all(map(torch.equal, one, other))
             assert heard[0] == (0, (), "")
             assert heard[1] == (None, failure, "[Errno 2] No such file: 'model'")
@@ -186,7 +208,11 @@ def test_plain_values_and_tensors_arrive_bit_for_bit_and_nothing_else_is_sent_or
     assert decode(encode(value)) == value
     assert [type(one) for one in decode(encode([True, 1, 1.0]))] == [bool, int, float]
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64):
-        tensors = [torch.randn(3, 4).to(dtype).T, torch.zeros(0, 2, dtype=dtype), torch.ones((), dtype=dtype)]
+        tensors = [
+            torch.randn(3, 4).to(dtype).T,
+            torch.zeros(0, 2, dtype=dtype),
+            torch.ones((), dtype=dtype),
+        ]
         for sent, arrived in zip(tensors, decode(encode(tensors)), strict=True):
             assert (arrived.dtype, arrived.shape) == (sent.dtype, sent.shape)
             assert torch.equal(arrived, sent)
@@ -198,14 +224,20 @@ def test_plain_values_and_tensors_arrive_bit_for_bit_and_nothing_else_is_sent_or
             encode(value)
     framed = ["{}", '["call", "os.system"]', '["bytes", 99]', '["dict", 1]', "[" * 100000]
     framed += ['["tensor", 0, "float32", 1000000]', '["tensor", -1, "torch.float32"]']
-    for data in (b"", pickle.dumps(Bomb()), *(len(text).to_bytes(8, "little") + text.encode() for text in framed)):
+    for data in (
+        b"",
+        pickle.dumps(Bomb()),
+        *(len(text).to_bytes(8, "little") + text.encode() for text in framed),
+    ):
         with pytest.raises(ValueError, match="not a plain value"):
             decode(data)
 
 
 # Pacing
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="connections are counted and paced on Linux only")
+linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="connections are counted and paced on Linux only"
+)
 
 
 class SimulatedConnection:
@@ -221,7 +253,9 @@ class SimulatedConnection:
 
 
 class Link:
-    """A link that connections share unequally unless each keeps to its share: packets queue, then get lost."""
+    """A link that connections share unequally unless each keeps to its share: packets queue, then
+    get lost.
+    """
 
     round_trip = 0.05
 
@@ -236,7 +270,10 @@ class Link:
         limits = [one.limited or 2 * share for one in self.connections]
         above = max(0.0, sum(limits) / self.bytes_per_s - 1)
         # The more is sent than fits, the less the link is shared equally: by half at most.
-        busy = sum(sizes) / min(self.bytes_per_s, sum(limits)) * (1 + min(0.5, above)) + self.round_trip
+        busy = (
+            sum(sizes) / min(self.bytes_per_s, sum(limits)) * (1 + min(0.5, above))
+            + self.round_trip
+        )
         lost = 0.1 * (above * busy > self.queue_s)
         for one, size, limit in zip(self.connections, sizes, limits, strict=True):
             one.now = Counters(
@@ -261,7 +298,9 @@ class Link:
     @property
     def limit(self) -> float:
         """What all connections may send together, as a share of what the link carries."""
-        return sum(one.limited or 2 * self.bytes_per_s for one in self.connections) / self.bytes_per_s
+        return (
+            sum(one.limited or 2 * self.bytes_per_s for one in self.connections) / self.bytes_per_s
+        )
 
 
 @settings(max_examples=40)
@@ -271,13 +310,16 @@ def test_messages_leave_as_fast_as_the_link_carries_them(
 ) -> None:
     link = Link(connections, bytes_per_s, queue_s)
     seconds = link.send_many(messages, int(bytes_per_s / connections))
-    # A queue that is shorter than what a pace a twentieth too high puts into it loses packets again and again.
+    # A queue that is shorter than what a pace a twentieth too high puts into it loses packets again
+    # and again.
     above = 1.15 if queue_s > 0.06 else 1.27
     assert 0.9 <= link.limit <= above + 0.05
     assert sum(seconds[-20:]) / 20 <= above * (1 + link.round_trip)
 
 
-def test_the_pace_follows_a_link_that_changes_a_connection_that_is_gone_and_the_largest_message() -> None:
+def test_the_pace_follows_a_link_that_changes_a_connection_that_is_gone_and_the_largest_message() -> (
+    None
+):
     for factor in (0.3, 2.0, 5.0):
         link = Link(7, 4e6)
         link.send_many(20)
@@ -302,9 +344,16 @@ def test_the_pace_follows_a_link_that_changes_a_connection_that_is_gone_and_the_
 
 
 def learned(
-    carries: float, share: float, begins_s: float = 0.0, queued_s: float = 0.0, lost: float = 0.0, ours: bool = False
+    carries: float,
+    share: float,
+    begins_s: float = 0.0,
+    queued_s: float = 0.0,
+    lost: float = 0.0,
+    ours: bool = False,
 ) -> float:
-    """The least that a link is paced to once it is known, where messages need not be as fast as they are paced."""
+    """The least that a link is paced to once it is known, where messages need not be as fast as
+    they are paced.
+    """
     pace, least = Pace(), float("inf")
     for at in range(300):
         paced_at = pace.bytes_per_s or 2 * carries
@@ -324,8 +373,17 @@ def test_what_no_pace_prevents_does_not_slow_a_link_down() -> None:
         return pace.bytes_per_s
 
     # What neither queues nor gets lost is never paced.
-    assert paced(*(Sent(10**6, 1.0, queued_s=0.014, lost=0.004, delivered=rate) for rate in (1e6, 2e6, 5e5))) is None
-    # A connection of a link with losses sends a share of what it might: paced below that, it would sink for good.
+    assert (
+        paced(
+            *(
+                Sent(10**6, 1.0, queued_s=0.014, lost=0.004, delivered=rate)
+                for rate in (1e6, 2e6, 5e5)
+            )
+        )
+        is None
+    )
+    # A connection of a link with losses sends a share of what it might: paced below that, it would
+    # sink for good.
     assert all(learned(1e6, 0.97, lost=lost) > 1 for lost in (0.006, 0.02, 0.1))
     # A queue of others is there however fast messages leave.
     assert learned(4e6, 1.0, queued_s=0.2) > 1
@@ -339,8 +397,12 @@ def test_what_no_pace_prevents_does_not_slow_a_link_down() -> None:
     assert Sent.over([after.since(idle._replace(on_the_way=10))]).seconds == pytest.approx(1.2)
     # The end of a message after a loss is a third as fast as all of it.
     assert paced(Sent(10**7, 1.0, queued_s=0.09, lost=0.05, delivered=3e6)) == 1.25e7
-    # One that is through before it is at speed does not lower the pace for those of other fragments, which are longer.
-    long, short = Sent(10**8, 1.0, 0.1, lost=0.0, delivered=1e8), Sent(10**7, 0.4, 0.0, lost=0.0, delivered=3e7)
+    # One that is through before it is at speed does not lower the pace for those of other
+    # fragments, which are longer.
+    long, short = (
+        Sent(10**8, 1.0, 0.1, lost=0.0, delivered=1e8),
+        Sent(10**7, 0.4, 0.0, lost=0.0, delivered=3e7),
+    )
     assert paced(long, *[short] * 5) == 1.25e8
 
 
@@ -360,7 +422,9 @@ def test_a_connection_is_counted_and_limited_as_the_kernel_does_and_others_are_l
 ) -> None:
     before = Connection.of_process()
     with connected() as (one, other):
-        opened = {connection.descriptor: connection for connection in Connection.of_process() - before}
+        opened = {
+            connection.descriptor: connection for connection in Connection.of_process() - before
+        }
         assert opened.keys() == {one.fileno(), other.fileno()}
         own = opened[one.fileno()]
         then = own.counters()
@@ -376,7 +440,8 @@ def test_a_connection_is_counted_and_limited_as_the_kernel_does_and_others_are_l
             own.limit(limited)
             assert one.getsockopt(socket.SOL_SOCKET, 47) & (2**32 - 1) == told
         old = opened[min(opened)]
-        # With a default timeout Python would make sockets of others, which may block, ones that do not.
+        # With a default timeout Python would make sockets of others, which may block, ones that do
+        # not.
         monkeypatch.setattr(socket, "getdefaulttimeout", lambda: 1.0)
         assert Connection.of_process() == set()
         monkeypatch.undo()
@@ -423,6 +488,8 @@ def over_links(links: Links, rank: int, world_size: int) -> float | None:
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def test_the_pace_of_real_connections_is_what_their_link_carries() -> None:
     with Links(SITES, MBIT_S * 1e6, 0.01, congestion_control="cubic") as links:
-        for learned in run_processes(lambda *rank: over_links(links, *rank), SITES, ranks_per_node=1):
+        for learned in run_processes(
+            lambda *rank: over_links(links, *rank), SITES, ranks_per_node=1
+        ):
             assert learned is not None
             assert 0.6 <= learned * 8e-6 / MBIT_S <= 1.4

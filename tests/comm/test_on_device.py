@@ -1,4 +1,5 @@
-"""Outer gradients that go from device to device: the bits, bytes and errors of gloo, and no wait for another rank.
+"""Outer gradients that go from device to device: the bits, bytes and errors of gloo, and no wait
+for another rank.
 
 The device and its backend are pretended, see `tests.pretend`. `tests.gpu` does the same with NCCL.
 """
@@ -17,7 +18,12 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 
 from lightning_sdiloco import RandomPairs, Ring, StreamingDiLoCoStrategy, TwoShot
-from lightning_sdiloco.comm.exchange import DeviceBackend, DeviceExchange, DirectExchange, Unanswered
+from lightning_sdiloco.comm.exchange import (
+    DeviceBackend,
+    DeviceExchange,
+    DirectExchange,
+    Unanswered,
+)
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.engine.flight import ThreadBackground
 from lightning_sdiloco.lightning.options import measure_link
@@ -29,9 +35,16 @@ from tests.known_training import STEPS, LateLane, Training, same, shown_run, wai
 from tests.pretend import IS_POSSIBLE, ccl
 from tests.ranks import run_processes, run_ranks
 
-pytestmark = pytest.mark.skipif(not IS_POSSIBLE, reason="this torch has no device types in pure Python")
+pytestmark = pytest.mark.skipif(
+    not IS_POSSIBLE, reason="this torch has no device types in pure Python"
+)
 
-PAIRS: dict[str, Any] = {"route": RandomPairs(), "outer_lr": 0.7, "outer_momentum": 0.5, "compression": "int8"}
+PAIRS: dict[str, Any] = {
+    "route": RandomPairs(),
+    "outer_lr": 0.7,
+    "outer_momentum": 0.5,
+    "compression": "int8",
+}
 CHOICES = {**KNOWN, "pairs": PAIRS, "ring": {"route": Ring(), "compression": "fp32"}}
 
 
@@ -42,36 +55,57 @@ def joined(world_size: int, groups: int, device: str) -> Topology:
         return Topology.of_world(layout, timeout)
     pretend.install()
     ccl.register()
-    return Topology.of_world(layout, timeout, on_device=DeviceBackend(ccl.NAME, torch.device(device)))
+    return Topology.of_world(
+        layout, timeout, on_device=DeviceBackend(ccl.NAME, torch.device(device))
+    )
 
 
 CASES: dict[tuple[int, int], list[tuple[str, type[ThreadBackground]]]] = {
     # By groups and ranks.
-    (3, 3): [("fp4", LateLane), ("random, two shots", ThreadBackground), ("error feedback", LateLane)],
+    (3, 3): [
+        ("fp4", LateLane),
+        ("random, two shots", ThreadBackground),
+        ("error feedback", LateLane),
+    ],
     (2, 4): [("fp4", ThreadBackground), ("fp32, two shots, offloaded", LateLane)],
     (4, 4): [("pairs", LateLane), ("ring", ThreadBackground)],
 }
 
 
 @pytest.mark.parametrize(("groups", "ranks"), CASES)
-def test_from_device_to_device_a_run_gives_the_bits_and_counts_the_bytes_of_gloo(groups: int, ranks: int) -> None:
+def test_from_device_to_device_a_run_gives_the_bits_and_counts_the_bytes_of_gloo(
+    groups: int, ranks: int
+) -> None:
     def run(rank: int, world_size: int) -> None:
         seen: dict[str, list[Any]] = {name: [] for name, _ in CASES[groups, ranks]}
         for device in ("cpu", "pretend"):
             topology = joined(world_size, groups, device)
             for name, lane in CASES[groups, ranks]:
-                training = Training(device, topology.group_index, lane=lane, topology=topology, **CHOICES[name])
+                training = Training(
+                    device, topology.group_index, lane=lane, topology=topology, **CHOICES[name]
+                )
                 training.engine.diagnose()
                 kept = shown_run(training)
-                counts = {name: own for name, own in training.engine.report().items() if not name.endswith("_s")}
+                counts = {
+                    name: own
+                    for name, own in training.engine.report().items()
+                    if not name.endswith("_s")
+                }
                 seen[name].append((kept, counts, training.most_in_flight))
         ways = [type(way) for way in (topology.control, topology.exchange, topology.second_hop)]
         assert ways == [DirectExchange, DeviceExchange, DeviceExchange]
         if groups == ranks:
-            # Views that are not contiguous are sent as they look; messages are of different sizes, or of none.
-            view = torch.tensor([[rank, rank + 10]] * groups, dtype=torch.uint8, device="pretend")[:, 1]
-            received = topology.exchange.collect(topology.exchange.post([view] * groups), time.monotonic() + 30)
-            assert [message.tolist() for message in received] == [[sender + 10] * groups for sender in range(groups)]
+            # Views that are not contiguous are sent as they look; messages are of different sizes,
+            # or of none.
+            view = torch.tensor([[rank, rank + 10]] * groups, dtype=torch.uint8, device="pretend")[
+                :, 1
+            ]
+            received = topology.exchange.collect(
+                topology.exchange.post([view] * groups), time.monotonic() + 30
+            )
+            assert [message.tolist() for message in received] == [
+                [sender + 10] * groups for sender in range(groups)
+            ]
             unequal(topology.exchange, rank, "pretend")
         for name, ((one, counted, _), (other, also, most)) in seen.items():
             assert same(one, other), name
@@ -87,7 +121,10 @@ def test_no_thread_waits_for_the_device_where_gloo_would_wait_for_a_copy_of_the_
     def run(rank: int, world_size: int) -> None:
         pretend.install()
         copies = []
-        for topology in (joined(2, 2, "pretend"), Topology.of_world(GroupLayout(2, 2), timedelta(seconds=30))):
+        for topology in (
+            joined(2, 2, "pretend"),
+            Topology.of_world(GroupLayout(2, 2), timedelta(seconds=30)),
+        ):
             training = Training("pretend", rank, topology=topology)
             with pretend.synchronisations() as log:
                 for _ in range(STEPS):
@@ -103,7 +140,9 @@ def test_no_thread_waits_for_the_device_where_gloo_would_wait_for_a_copy_of_the_
     run_ranks(run, 2)
 
 
-def test_a_strategy_joins_its_groups_over_what_carries_tensors_of_its_device_and_measures_there() -> None:
+def test_a_strategy_joins_its_groups_over_what_carries_tensors_of_its_device_and_measures_there() -> (
+    None
+):
     class Joined(Exception):
         pass
 
@@ -115,7 +154,12 @@ def test_a_strategy_joins_its_groups_over_what_carries_tensors_of_its_device_and
         patch.setattr("lightning_sdiloco.lightning.groups.nccl_on", lambda device: stub)
         patch.setattr(Topology, "of_world", of_world)
         nccl = TwoShot("equal", backend="nccl")
-        for given, found in (("auto:nccl", stub), (nccl, stub), ("gather:gloo", None), ("auto", None)):
+        for given, found in (
+            ("auto:nccl", stub),
+            (nccl, stub),
+            ("gather:gloo", None),
+            ("auto", None),
+        ):
             with pytest.raises(Joined, match=re.escape(str(found))):
                 fits.trainer(strategy=StreamingDiLoCoStrategy(exchange=given)).fit(BoringModel())
 
@@ -139,7 +183,8 @@ def test_a_group_that_never_answers_is_given_up_at_the_deadline() -> None:
             with pytest.raises(Unanswered, match=told):
                 exchange.collect(exchange.post([nothing] * world_size), started + 0.5)
             assert 0.5 <= time.monotonic() - started < 3
-            # Nobody but the exchange keeps the messages now, and their memory is not given to the next tensor.
+            # Nobody but the exchange keeps the messages now, and their memory is not given to the
+            # next tensor.
             torch.empty(10, dtype=torch.uint8, device="pretend")
             assert exchange._process_group.aborted.wait(5)
         dist.barrier()
@@ -149,9 +194,13 @@ def test_a_group_that_never_answers_is_given_up_at_the_deadline() -> None:
 
 
 def stopping(rank: int, world_size: int, how: str) -> None:
-    """A training in which the last rank, of the last group, stops after the launch of a fragment."""
+    """A training in which the last rank, of the last group, stops after the launch of a
+    fragment.
+    """
     groups = joined(world_size, 2, "pretend")
-    training = Training("pretend", groups.group_index, topology=groups, timeout=timedelta(seconds=1))
+    training = Training(
+        "pretend", groups.group_index, topology=groups, timeout=timedelta(seconds=1)
+    )
     topology = training.engine.topology
     if rank == world_size - 1:
         if how == "silent":
@@ -164,10 +213,14 @@ def stopping(rank: int, world_size: int, how: str) -> None:
         training.step()
 
 
-def test_a_device_that_is_silent_ends_the_run_in_time_and_its_group_is_named_and_so_does_one_that_dies() -> None:
+def test_a_device_that_is_silent_ends_the_run_in_time_and_its_group_is_named_and_so_does_one_that_dies() -> (
+    None
+):
     errors = run_ranks(stopping, 4, "silent", expect_failure=True, timeout=60)
     for rank in range(2):
-        assert re.search(r"ExchangeError: .*worker group 1 did not answer.*raise timeout", errors[rank], re.S)
+        assert re.search(
+            r"ExchangeError: .*worker group 1 did not answer.*raise timeout", errors[rank], re.S
+        )
     errors = run_ranks(stopping, 2, "dies", expect_failure=True, timeout=60)
     assert re.search(r"ExchangeError: worker group 1 (went away|did not answer)", errors[0])
 
@@ -188,7 +241,9 @@ def test_a_second_engine_between_devices_is_refused_until_the_first_has_ended() 
 
     for told in run_ranks(run, 2, timeout=60):
         assert re.search(
-            "another engine .*over NCCL, too .on 2 of 2 ranks.*finish.* or close.* leave ':nccl' out", told
+            "another engine .*over NCCL, too .on 2 of 2 ranks.*finish.* or close.* leave ':nccl'"
+            " out",
+            told,
         )
 
 
@@ -204,24 +259,43 @@ def test_devices_that_cannot_reach_each_other_are_refused_before_training() -> N
         Topology.of_world(GroupLayout(2, 2), timedelta(seconds=5), on_device=backend)
 
     errors = run_ranks(run, 2, expect_failure=True).values()
-    told = [error[error.rindex("ValueError: The ranks [0, 1] of the worker groups cannot") :] for error in errors]
-    assert ["cannot exchange over mute" in one and "NCCL_SOCKET_IFNAME" in one for one in told] == [True, True]
+    told = [
+        error[error.rindex("ValueError: The ranks [0, 1] of the worker groups cannot") :]
+        for error in errors
+    ]
+    assert ["cannot exchange over mute" in one and "NCCL_SOCKET_IFNAME" in one for one in told] == [
+        True,
+        True,
+    ]
     assert "no route to host" in told[0], "the first to fail knows why"
 
 
 def test_messages_travel_once_all_groups_have_launched_and_in_the_same_order_on_all_ranks() -> None:
-    """Otherwise devices may wait for each other, each with a hop that the other has not begun: one was seen to."""
+    """Otherwise devices may wait for each other, each with a hop that the other has not begun: one
+    was seen to.
+    """
 
     def run(rank: int, world_size: int) -> tuple[list[int], float, float]:
         began = list[tuple[int, float]]()
         fragments = [["0.*"], ["1.*", "2.*", "3.*"]]
-        choices = {"compression": "fp32", "exchange": "two_shot", "fragments": fragments, "overlap_steps": 5}
+        choices = {
+            "compression": "fp32",
+            "exchange": "two_shot",
+            "fragments": fragments,
+            "overlap_steps": 5,
+        }
         training = Training("pretend", rank, topology=joined(2, 2, "pretend"), **choices)
         topology = training.engine.topology
         travel, patch = dist.batch_isend_irecv, pytest.MonkeyPatch()
-        patch.setattr(dist, "batch_isend_irecv", lambda calls: (began.append(noted(calls)), travel(calls))[1])
+        patch.setattr(
+            dist, "batch_isend_irecv", lambda calls: (began.append(noted(calls)), travel(calls))[1]
+        )
         post, launched = topology.control.post, list[float]()
-        patch.setattr(topology.control, "post", lambda *args: (launched.append(time.monotonic()), post(*args))[1])
+        patch.setattr(
+            topology.control,
+            "post",
+            lambda *args: (launched.append(time.monotonic()), post(*args))[1],
+        )
         for step in range(STEPS):
             # One group launches later than the other.
             time.sleep(0.15 if rank and step % 3 == 2 else 0.0)

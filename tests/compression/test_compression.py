@@ -1,4 +1,5 @@
-"""One suite that every compression passes, then some code by code against references that import nothing from them.
+"""One suite that every compression passes, then some code by code against references that import
+nothing from them.
 
 Then what they keep from launch to launch, and that what is compiled in C gives the same bits.
 """
@@ -22,7 +23,16 @@ from hypothesis import example, given, settings
 from torch import Tensor
 
 from lightning_sdiloco import SimulatedGroups
-from lightning_sdiloco.compression import COMPRESSIONS, FP4, Compression, blockwise, casts, fp4, resolve, sparse
+from lightning_sdiloco.compression import (
+    COMPRESSIONS,
+    FP4,
+    Compression,
+    blockwise,
+    casts,
+    fp4,
+    resolve,
+    sparse,
+)
 from lightning_sdiloco.compression.base import weighted_mean
 from lightning_sdiloco.compression.blockwise import FP8, MXFP4, Blockwise, Int2, Int4, Int8
 from lightning_sdiloco.compression.casts import BFloat16, Float32
@@ -35,15 +45,16 @@ from tests.training import LAYERS
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 CHUNK = 1 << 20
-# A vector cut at multiples of this decodes like its pieces: where blocks of values start anew with those of positions.
+# A vector cut at multiples of this decodes like its pieces: where blocks of values start anew with
+# those of positions.
 PLACES, UNIT = 4096, 2 * 4096
 
 
 class Case(NamedTuple):
     """A compression and what holds for it.
 
-    At most: bits of a value, and norm of what is lost as a share of that of the values. Then values that come back as
-    they are, and how much of the largest of all comes back at least.
+    At most: bits of a value, and norm of what is lost as a share of that of the values. Then values
+    that come back as they are, and how much of the largest of all comes back at least.
     """
 
     compression: Compression
@@ -55,11 +66,16 @@ class Case(NamedTuple):
 
 TWO_BITS, ONE = [0.0, 1.5, 0.0, 0.0, -1.5, 0.0], [1.25]
 MICRO = [6.0, -6.0, 0.0, 0.5, -1.0, 1.5]
-# What has a name, and what a user may put together besides, so that every kind of value is sent by position.
+# What has a name, and what a user may put together besides, so that every kind of value is sent by
+# position.
 CASES: dict[str, Case] = {
     "fp32": Case(Float32(), 32, 0.0, [0.1, -math.pi, 1e-45, FLOAT32_MAX, 0.0, -1e-30]),
-    "bf16": Case(BFloat16(), 16, 0.0025, [1.0, -1.0078125, 0.0, 3.0, -0.15625, 2.0**-126, 1.5 * 2.0**127]),
-    "fp8": Case(FP8(), 8.07, 0.03, [240.0, -128.0, 0.0, 15.0, 2.0**-9, -3 * 2.0**-9, 2.0**-6, -1.125], 0.93),
+    "bf16": Case(
+        BFloat16(), 16, 0.0025, [1.0, -1.0078125, 0.0, 3.0, -0.15625, 2.0**-126, 1.5 * 2.0**127]
+    ),
+    "fp8": Case(
+        FP8(), 8.07, 0.03, [240.0, -128.0, 0.0, 15.0, 2.0**-9, -3 * 2.0**-9, 2.0**-6, -1.125], 0.93
+    ),
     "int8": Case(Int8(), 8.13, 0.02, [127.0, -127.0, 0.0, 1.0, -1.0, 64.0, -33.0]),
     "int4": Case(Int4(), 4.13, 0.3, [7.0, -7.0, 0.0, 1.0, -1.0, 2.0, 6.0, -5.0]),
     "fp4": Case(FP4(), 4.13, 0.2, [1.25, -0.625, 0.0, 1.25 / 64, -1.25 / 32, 1.25 / 4, -1.25]),
@@ -130,8 +146,13 @@ def test_what_a_payload_is_what_comes_back_and_what_is_remembered(
         for given_values in (values, wild):
             payload, most = one.encode(given_values), one.wire_bytes(given_values.numel())
             assert payload.numel() <= most if one.varies() else payload.numel() == most, name
-            assert (payload.dtype, payload.dim(), payload.is_contiguous()) == (torch.uint8, 1, True), name
-        # Encoding leaves its input alone, and keeps nothing of it: training goes on while the payload is on its way.
+            assert (payload.dtype, payload.dim(), payload.is_contiguous()) == (
+                torch.uint8,
+                1,
+                True,
+            ), name
+        # Encoding leaves its input alone, and keeps nothing of it: training goes on while the
+        # payload is on its way.
         before, encoded = values.clone(), values.clone()
         payload, again = one.encode(encoded), one.encode(before)
         assert same_bits(encoded, before), name
@@ -155,19 +176,31 @@ def test_what_a_payload_is_what_comes_back_and_what_is_remembered(
         remembering = ErrorFeedback(inner, decay=0.5)
         payload, memory = remembering.encode(small), torch.ones_like(small)
         lost = small - round_trip(remembering, small)
-        assert torch.equal(remembering.remembered(small, None, payload, mixing=0.0), lost * 0.5), name
-        assert torch.equal(remembering.remembered(small, memory, payload, mixing=0.25), (lost * 0.75 + 1) * 0.5), name
+        assert torch.equal(remembering.remembered(small, None, payload, mixing=0.0), lost * 0.5), (
+            name
+        )
+        assert torch.equal(
+            remembering.remembered(small, memory, payload, mixing=0.25), (lost * 0.75 + 1) * 0.5
+        ), name
         assert inner.remembered(small, memory, payload, mixing=0.0) is None, name
 
 
-def test_the_mean_is_that_of_what_is_decoded_also_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mean_is_that_of_what_is_decoded_also_in_stretches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     numel = 5 * PLACES + 77
     values = torch.randn(3, numel, generator=torch.Generator().manual_seed(0))
     for module in (blockwise, casts, sparse):
         monkeypatch.setattr(module, "chunk_length", lambda device: 8192)
-    for name, any_one in {**{name: case.compression for name, case in CASES.items()}, **MIXED}.items():
+    for name, any_one in {
+        **{name: case.compression for name, case in CASES.items()},
+        **MIXED,
+    }.items():
         compression = any_one.at(7)
-        sent = [(compression.encode(one), factor) for one, factor in zip(values, (1.0, 0.7, 1.0), strict=True)]
+        sent = [
+            (compression.encode(one), factor)
+            for one, factor in zip(values, (1.0, 0.7, 1.0), strict=True)
+        ]
         wholes = [(torch.empty(numel), factor) for _, factor in sent]
         for (payload, _), (whole, _) in zip(sent, wholes, strict=True):
             compression.decode(payload, whole)
@@ -176,7 +209,9 @@ def test_the_mean_is_that_of_what_is_decoded_also_in_stretches(monkeypatch: pyte
         for where, stretch in compression.stretches(sent[0][0], numel):
             found[where] = stretch
         assert same_bits(found, wholes[0][0]), name
-        assert same_bits(mean, weighted_mean([(whole, factor) for whole, factor in wholes], like=mean)), name
+        assert same_bits(
+            mean, weighted_mean([(whole, factor) for whole, factor in wholes], like=mean)
+        ), name
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -207,8 +242,8 @@ def test_laws(name: str) -> None:
         target = torch.empty(len(values) + offset)
         one.decode(torch.cat((payload.new_zeros(offset), payload))[offset:], target[offset:])
         assert same_bits(target[offset:], round_trip(one, values))
-    # What is not finite does not raise, nor spread. Where payloads vary, values of several blocks are encoded together;
-    # a group that is not finite counts nowhere.
+    # What is not finite does not raise, nor spread. Where payloads vary, values of several blocks
+    # are encoded together; a group that is not finite counts nowhere.
     unit = UNIT if one.wire_bytes(UNIT) < UNIT // 4 else BLOCK
     values = heavy_tailed(4 * unit)
     expected = round_trip(one, values)
@@ -231,7 +266,9 @@ def test_laws(name: str) -> None:
 
 
 def test_names() -> None:
-    assert {name: case.compression for name, case in list(CASES.items())[: len(COMPRESSIONS)]} == COMPRESSIONS
+    assert {
+        name: case.compression for name, case in list(CASES.items())[: len(COMPRESSIONS)]
+    } == COMPRESSIONS
     for name, one in COMPRESSIONS.items():
         assert resolve(name) == one
         assert resolve(one) is one
@@ -246,16 +283,40 @@ def test_what_is_no_compression_or_out_of_range_is_refused() -> None:
     refused: list[tuple[Callable[[Any], Any], tuple[Any, ...], str]] = [
         (resolve, ("fp5", "FP4", "", "+memory", "sparse+", None, 4, FP4, ["fp4"]), names),
         (resolve, ("auto",), measured),
-        (lambda name: SimulatedGroups([torch.nn.Linear(2, 2)], compression=name), ("auto",), measured),
-        (lambda share: TopK(share, Int2()), (0, 0.0, -0.1, 1.01, math.nan, True, "0.1"), r"share=.* 0\.02 sends 2 %"),
-        (lambda decay: ErrorFeedback(FP4(), decay), (0, -0.1, 1.01, math.nan, True, "0.9"), of_decay),
-        (lambda least: Threshold(0.1, FP4(), least), (-0.1, math.nan, True, "3"), r"least=.* is out of range"),
+        (
+            lambda name: SimulatedGroups([torch.nn.Linear(2, 2)], compression=name),
+            ("auto",),
+            measured,
+        ),
+        (
+            lambda share: TopK(share, Int2()),
+            (0, 0.0, -0.1, 1.01, math.nan, True, "0.1"),
+            r"share=.* 0\.02 sends 2 %",
+        ),
+        (
+            lambda decay: ErrorFeedback(FP4(), decay),
+            (0, -0.1, 1.01, math.nan, True, "0.9"),
+            of_decay,
+        ),
+        (
+            lambda least: Threshold(0.1, FP4(), least),
+            (-0.1, math.nan, True, "3"),
+            r"least=.* is out of range",
+        ),
         (lambda every: RandomK(every, FP4()), (0, -1, 1.5, True, "8"), r"every=.* is out of range"),
-        (lambda every: RandomBlock(every, FP4()), (0, -1, 1.5, True, "8"), r"every=.* is out of range"),
+        (
+            lambda every: RandomBlock(every, FP4()),
+            (0, -1, 1.5, True, "8"),
+            r"every=.* is out of range",
+        ),
         (lambda every: Threshold(0.1, FP4(), every=every), (0, 2.0), r"every=.* is out of range"),
         (lambda wrong: TopK(0.1, wrong), ("fp4", None, FP4), "is not a compression"),
         (lambda wrong: RandomK(8, wrong), ("fp4",), "is not a compression"),
-        (lambda wrong: ErrorFeedback(wrong), ("fp4", None, FP4, ErrorFeedback(FP4())), "nothing to wrap"),
+        (
+            lambda wrong: ErrorFeedback(wrong),
+            ("fp4", None, FP4, ErrorFeedback(FP4())),
+            "nothing to wrap",
+        ),
         (lambda given: Threshold(0.1, FP4(), *given), ((), (3.0, 10)), "needs exactly one"),
         (lambda over: TopK(0.1, FP4(), over=over), ("all",), "over='all' is unknown"),
         (lambda wrong: TopK(0.1, wrong), (kept,), "chooses itself"),
@@ -268,12 +329,14 @@ def test_what_is_no_compression_or_out_of_range_is_refused() -> None:
 
 
 LEVELS: dict[str, list[float]] = {
-    "fp8": [m * 2.0**-9 for m in range(8)] + [(8 + m) * 2.0 ** (e - 10) for e in range(1, 15) for m in range(8)],
+    "fp8": [m * 2.0**-9 for m in range(8)]
+    + [(8 + m) * 2.0 ** (e - 10) for e in range(1, 15) for m in range(8)],
     "int8": [float(code) for code in range(128)],
     "int4": [float(code) for code in range(8)],
     "mxfp4": [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
 }
-"""All magnitudes that a block can hold whose scale is 1, written down from the definition of the format."""
+"""All magnitudes that a block can hold whose scale is 1, written down from the definition of the
+format."""
 
 
 def nearest(value: float, levels: list[float]) -> float:
@@ -286,13 +349,19 @@ def test_a_value_goes_to_the_nearest_level_and_a_tie_to_the_even_code() -> None:
     for name, levels in LEVELS.items():
         between = [(low + high) / 2 for low, high in zip(levels, levels[1:], strict=False)]
         points = torch.tensor([*levels, *between])
-        around = torch.cat([(points.view(torch.int32) + ulp).view(torch.float32) for ulp in (-1, 0, 1)])
+        around = torch.cat(
+            [(points.view(torch.int32) + ulp).view(torch.float32) for ulp in (-1, 0, 1)]
+        )
         around = around[around.isfinite() & (around >= 0)].clamp_max(levels[-1])
         for block in around.split(31):
-            values = torch.cat((torch.tensor([levels[-1]]), block))  # the largest level fixes the scale
+            values = torch.cat(
+                (torch.tensor([levels[-1]]), block)
+            )  # the largest level fixes the scale
             for power in (1.0, 2.0**-100, 2.0**100):
                 expected = torch.tensor([nearest(value, levels) for value in values.tolist()])
-                assert torch.equal(round_trip(resolve(name), values * power), expected * power), name
+                assert torch.equal(round_trip(resolve(name), values * power), expected * power), (
+                    name
+                )
 
 
 def test_known_roundings() -> None:
@@ -302,13 +371,20 @@ def test_known_roundings() -> None:
         # The largest magnitude is rounded before the power of two is chosen.
         (FP8(), [249.0, -1.0], [256.0, -1.0]),
         (FP8(), [247.0, -1.0], [240.0, -1.0]),
-        # The mean is 1.75, those of the two sets are 1 and 3, and 2 is between them: it takes the upper one.
-        (Int2(), [0.5, 1.5, 0.5, 1.5, 1.0, 2.0, 3.0, 4.0], [1.0, 1.0, 1.0, 1.0, 1.0, 3.0, 3.0, 3.0]),
+        # The mean is 1.75, those of the two sets are 1 and 3, and 2 is between them: it takes the
+        # upper one.
+        (
+            Int2(),
+            [0.5, 1.5, 0.5, 1.5, 1.0, 2.0, 3.0, 4.0],
+            [1.0, 1.0, 1.0, 1.0, 1.0, 3.0, 3.0, 3.0],
+        ),
         # A value that is the mean of all belongs to the upper set, whose mean is 3 for it.
         (Int2(), [1.0, -1.0, -2.0, 4.0], [1.0, -1.0, -3.0, 3.0]),
     ):
         for power in (1.0, 2.0**-100, -(2.0**100)):
-            assert (round_trip(compression, torch.tensor(values) * power) / power).tolist() == expected
+            assert (
+                round_trip(compression, torch.tensor(values) * power) / power
+            ).tolist() == expected
     # Where there are zeros, and only there, Int2 gives up the lower magnitude.
     values = heavy_tailed(1000)
     assert (round_trip(Int2(), values).abs() > 0).all()
@@ -325,20 +401,33 @@ def test_payloads_byte_by_byte() -> None:
     for compression, given_values, expected in (
         # The power of two, biased by 127 | 6 and -0.5 | 0 and what is cut off at 6 | -3 and padding
         (MXFP4(), [48.0, -4.0, 0.0, 64.0 - 2**-17, -24.0], [130, 0x97, 0x70, 0x0D]),
-        # The top of 127 or 7 as bfloat16, low byte first | two's complement, ties to even | two to a byte
+        # The top of 127 or 7 as bfloat16, low byte first | two's complement, ties to even | two to
+        # a byte
         (Int8(), [127.0, 0.5, 1.5, -2.5, -3.5], [0xFE, 0x42, 127, 0, 2, 254, 252]),
         (Int4(), [7.0, 0.5, 1.5, -2.5, -3.5], [0xE0, 0x40, 0x07, 0xE2, 0x0C]),
         # Positions of 12 bits | the values
         (TopK(1e-6, Float32()), values.tolist(), sparse),
     ):
         assert compression.encode(torch.tensor(given_values)).tolist() == expected, compression
-    # Low and high magnitude as bfloat16, low byte first | codes 3, 0, 1, 2 from the lowest bits on | 0 and the rest
+    # Low and high magnitude as bfloat16, low byte first | codes 3, 0, 1, 2 from the lowest bits on
+    # | 0 and the rest
     payload = Int2().encode(torch.tensor([-2.0, 1.0, 2.0, -1.0, 1.0])).tolist()
-    assert (payload[:5], payload[5] & 3, len(payload)) == ([0x80, 0x3F, 0x00, 0x40, 0b10_01_00_11], 0, 6)
+    assert (payload[:5], payload[5] & 3, len(payload)) == (
+        [0x80, 0x3F, 0x00, 0x40, 0b10_01_00_11],
+        0,
+        6,
+    )
     # A top between two of bfloat16 goes up.
     for compression in (Int8(), Int4()):
-        for largest, top in ((1 + 2**-8, 0x3F81), (1 + 3 * 2**-8, 0x3F82), (1 + 2**-8 - 2**-23, 0x3F80)):
-            assert compression.encode(torch.tensor([-largest])).tolist()[:2] == [top & 0xFF, top >> 8]
+        for largest, top in (
+            (1 + 2**-8, 0x3F81),
+            (1 + 3 * 2**-8, 0x3F82),
+            (1 + 2**-8 - 2**-23, 0x3F80),
+        ):
+            assert compression.encode(torch.tensor([-largest])).tolist()[:2] == [
+                top & 0xFF,
+                top >> 8,
+            ]
 
 
 def test_a_threshold_sends_what_is_large_beside_the_mean_and_no_more_than_its_ceiling() -> None:
@@ -370,15 +459,23 @@ def test_chance_picks_one_of_so_many_values_the_same_in_one_step_and_on_every_ma
             assert of_each.tolist() == list(range(math.ceil(numel / 7)))
         # Payloads of what chance picks may be added up.
         one, other = heavy_tailed(1000, seed=1), heavy_tailed(1000, seed=2)
-        added = chance.at(5).encode(one).view(torch.float32) + chance.at(5).encode(other).view(torch.float32)
+        added = chance.at(5).encode(one).view(torch.float32) + chance.at(5).encode(other).view(
+            torch.float32
+        )
         decoded = torch.empty(1000)
         chance.at(5).decode(added.view(torch.uint8), decoded)
         assert same_bits(decoded, round_trip(chance.at(5), one + other))
         # It is the same compression whatever was picked.
-        assert (repr(chance.at(5)), chance.at(5).wire_bytes(100)) == (repr(chance), chance.wire_bytes(100))
+        assert (repr(chance.at(5)), chance.at(5).wire_bytes(100)) == (
+            repr(chance),
+            chance.wire_bytes(100),
+        )
     for step in (0, 1, 100, 10**9):
         decoded = round_trip(RandomK(1000, Float32()).at(step), torch.ones(3700))
-        expected = [1000 * cell + reference_hash(cell, step) % (1000 if cell < 3 else 700) for cell in range(4)]
+        expected = [
+            1000 * cell + reference_hash(cell, step) % (1000 if cell < 3 else 700)
+            for cell in range(4)
+        ]
         assert decoded.nonzero().flatten().tolist() == expected
         decoded = round_trip(RandomBlock(7, Float32()).at(step), torch.ones(700))
         assert decoded.nonzero().flatten().tolist()[0] == 100 * (reference_hash(0, step) % 7)
@@ -389,7 +486,9 @@ def float32(bits: int) -> float:
 
 
 def reference_encode(values: list[float]) -> bytes:
-    """The format in plain Python: every number here is a double, in which all comparisons below are exact."""
+    """The format in plain Python: every number here is a double, in which all comparisons below
+    are exact.
+    """
     tops, codes = b"", []
     for start in range(0, len(values), 128):
         block = values[start : start + 128]
@@ -399,7 +498,11 @@ def reference_encode(values: list[float]) -> bytes:
         levels = [float32(stored << 16) / 2**k for k in range(6, -1, -1)]
         for value in block:
             nearest = min(abs(abs(value) - level) for level in levels)
-            code = max(code for code, level in enumerate(levels, start=1) if abs(abs(value) - level) == nearest)
+            code = max(
+                code
+                for code, level in enumerate(levels, start=1)
+                if abs(abs(value) - level) == nearest
+            )
             sign = 8 if math.copysign(1.0, value) < 0 else 0
             codes.append(sign | (code if abs(value) >= 0.75 * levels[0] else 0))
     codes += [0] * (len(codes) % 2)
@@ -422,16 +525,34 @@ def test_fp4_is_the_reference_bit_for_bit(values: Tensor) -> None:
     payload = FP4().encode(values)
     expected = reference_encode(values.tolist())
     assert bytes(payload.tolist()) == expected
-    assert same_bits(round_trip(FP4(), values), torch.tensor(reference_decode(expected, values.numel())))
+    assert same_bits(
+        round_trip(FP4(), values), torch.tensor(reference_decode(expected, values.numel()))
+    )
 
 
-def test_fp4_is_the_reference_around_every_threshold_and_for_every_byte_and_hardly_shrinks_on_average() -> None:
+def test_fp4_is_the_reference_around_every_threshold_and_for_every_byte_and_hardly_shrinks_on_average() -> (
+    None
+):
     thresholds = torch.tensor([1.5 * 2.0**-k for k in range(9)] + [2.0**-k for k in range(9)])
-    around = torch.cat([(thresholds.view(torch.int32) + ulp).view(torch.float32) for ulp in (-1, 0, 1)])
-    for top in (1.0, 1.0078125, 1.9921875, 2.0**-100, 2.0**-119, 1.5 * 2.0**-119, 2.0**-121, 2.0**120):
+    around = torch.cat(
+        [(thresholds.view(torch.int32) + ulp).view(torch.float32) for ulp in (-1, 0, 1)]
+    )
+    for top in (
+        1.0,
+        1.0078125,
+        1.9921875,
+        2.0**-100,
+        2.0**-119,
+        1.5 * 2.0**-119,
+        2.0**-121,
+        2.0**120,
+    ):
         values = torch.cat((torch.tensor([2.0]), around, -around)) * top
         assert bytes(FP4().encode(values).tolist()) == reference_encode(values.tolist())
-    payload, out = torch.cat((torch.tensor([0x40, 0x40] * 4), torch.arange(256))).to(torch.uint8), torch.empty(512)
+    payload, out = (
+        torch.cat((torch.tensor([0x40, 0x40] * 4), torch.arange(256))).to(torch.uint8),
+        torch.empty(512),
+    )
     FP4().decode(payload, out)
     assert same_bits(out, torch.tensor(reference_decode(bytes(payload.tolist()), 512)))
     with pytest.raises(AssertionError, match="another size"):
@@ -441,28 +562,44 @@ def test_fp4_is_the_reference_around_every_threshold_and_for_every_byte_and_hard
     assert 0.96 < bias < 1.01
 
 
-# --- what is kept from launch to launch: what was not sent, and the threshold of what is ---------------------------
+# --- what is kept from launch to launch: what was not sent, and the threshold of what is
+# ---------------------------
 
-ONE: dict[str, Any] = {"inner": "sgd", "sync_every": 4, "overlap_steps": 2, "fragments": [["*"]], "mixing": 0.0}
+ONE: dict[str, Any] = {
+    "inner": "sgd",
+    "sync_every": 4,
+    "overlap_steps": 2,
+    "fragments": [["*"]],
+    "mixing": 0.0,
+}
 
 
 def test_what_was_not_sent_is_kept_at_landings_only_and_where_the_group_counts() -> None:
     """Of a group's own gradient, and in two shots of its part of the mean."""
-    run = Groups(**ONE, compression=ErrorFeedback(TopK(0.1, Int2()), decay=0.9), exchange="two_shot")
-    last: dict[tuple[str, int], Any] = {(kind, group): None for kind in ("memory", "residual") for group in range(2)}
+    run = Groups(
+        **ONE, compression=ErrorFeedback(TopK(0.1, Int2()), decay=0.9), exchange="two_shot"
+    )
+    last: dict[tuple[str, int], Any] = {
+        (kind, group): None for kind in ("memory", "residual") for group in range(2)
+    }
     kept: dict[tuple[str, int], list[int]] = {key: [] for key in last}
     for step in range(1, 29):
         run.step(
             idle=() if step < 15 else [1] if step < 21 else [0, 1],
-            then=lambda models, step=step: models[1][0].weight[0, 0].fill_(math.nan) if step == 7 else None,
+            then=lambda models, step=step: (
+                models[1][0].weight[0, 0].fill_(math.nan) if step == 7 else None
+            ),
         )
         for kind, group in last:
             values = outer_state(run.engines[group])[0][kind]
-            if values is not None and (last[kind, group] is None or not torch.equal(values, last[kind, group])):
+            if values is not None and (
+                last[kind, group] is None or not torch.equal(values, last[kind, group])
+            ):
                 last[kind, group] = values.clone()
                 kept[kind, group].append(step)
                 assert values.isfinite().all()
-    # Group 1 is not finite at the launch of step 8, and has no data from step 15 on; nobody has after step 20.
+    # Group 1 is not finite at the launch of step 8, and has no data from step 15 on; nobody has
+    # after step 20.
     assert kept.pop(("memory", 1)) == [6, 14, 18]
     assert kept == dict.fromkeys(kept, [6, 10, 14, 18, 22])
 
@@ -490,7 +627,9 @@ def test_the_final_exchange_takes_no_memory_along_and_leaves_no_values_out() -> 
 
 
 def plain_loops(launches: list[list[float]], share: float, every: int) -> list[list[float]]:
-    """What is sent of each launch, with zeros elsewhere: for each block one threshold, for so many launches."""
+    """What is sent of each launch, with zeros elsewhere: for each block one threshold, for so many
+    launches.
+    """
     sent, thresholds = [], dict[int, float]()
     for number, values in enumerate(launches):
         sent.append(list[float]())
@@ -535,26 +674,46 @@ def test_what_is_sent_is_that_of_plain_loops(
     # Different magnitudes, and no two alike, so that there are no ties.
     signs = [torch.randint(0, 2, (numel,), generator=generator) * 2 - 1 for _ in powers]
     ranks = [torch.randperm(numel, generator=generator) + 1.0 for _ in powers]
-    launches = [rank * sign * 2.0**power for rank, sign, power in zip(ranks, signs, powers, strict=True)]
+    launches = [
+        rank * sign * 2.0**power for rank, sign, power in zip(ranks, signs, powers, strict=True)
+    ]
     decoded, sizes = launched(Threshold(share, Float32(), every=every), launches)
     expected = plain_loops([values.tolist() for values in launches], share, every)
     assert [values.tolist() for values in decoded] == expected
     assert round_trip(TopK(share, Float32()), launches[0]).tolist() == expected[0]
     counts = [sum(value != 0 for value in values) for values in expected]
-    assert sizes == [2 * -(-numel // PLACES) + math.ceil(1.5 * count) + 4 * count for count in counts]
+    assert sizes == [
+        2 * -(-numel // PLACES) + math.ceil(1.5 * count) + 4 * count for count in counts
+    ]
     assert max(sizes) <= Threshold(share, Float32(), every=every).wire_bytes(numel)
 
 
 def test_who_sent_a_value_is_read_from_the_payload() -> None:
     values = noise(PLACES + 9, 1)
-    for one in (TopK(0.1, Float32()), Threshold(0.1, Float32(), least=2.0), Threshold(0.1, Float32(), every=3)):
-        for compression in (one, ErrorFeedback(one), *([] if one.varies() else [RandomK(3, one), RandomBlock(3, one)])):
-            payload, places, decoded = compression.encode(values), torch.empty_like(values), torch.empty_like(values)
+    for one in (
+        TopK(0.1, Float32()),
+        Threshold(0.1, Float32(), least=2.0),
+        Threshold(0.1, Float32(), every=3),
+    ):
+        for compression in (
+            one,
+            ErrorFeedback(one),
+            *([] if one.varies() else [RandomK(3, one), RandomBlock(3, one)]),
+        ):
+            payload, places, decoded = (
+                compression.encode(values),
+                torch.empty_like(values),
+                torch.empty_like(values),
+            )
             compression.places(payload, places)
             compression.decode(payload, decoded)
             assert torch.equal(places, (decoded != 0).float())
-    assert repr(Threshold(0.5, Float32(), every=3, over="senders")).endswith("over='senders', every=3)")
-    assert repr(TopK(0.5, Float32())) == "TopK(share=0.5, values=Float32())", "that of checkpoints without `over`"
+    assert repr(Threshold(0.5, Float32(), every=3, over="senders")).endswith(
+        "over='senders', every=3)"
+    )
+    assert repr(TopK(0.5, Float32())) == "TopK(share=0.5, values=Float32())", (
+        "that of checkpoints without `over`"
+    )
 
 
 def test_a_threshold_sends_less_while_values_are_calm_and_all_it_may_where_they_are_not() -> None:
@@ -565,14 +724,17 @@ def test_a_threshold_sends_less_while_values_are_calm_and_all_it_may_where_they_
     assert most / 2 > sizes[1] > sizes[2] >= sizes[3] == sizes[4] == 2 * 4
 
 
-# --- what is compiled in C gives the bits of the operations of torch, which do without it ----------------------------
+# --- what is compiled in C gives the bits of the operations of torch, which do without it
+# ----------------------------
 
 ROOT = Path(__file__).parents[2]
 BESIDE = "lightning_sdiloco/compression"
 SOURCE = ROOT / BESIDE / "fp4.c"
 
 
-def build(folder: Path, source: str, path: Path | None = None) -> "subprocess.CompletedProcess[str]":
+def build(
+    folder: Path, source: str, path: Path | None = None
+) -> "subprocess.CompletedProcess[str]":
     """Builds a library as the package does, in a checkout of its own."""
     shutil.copy(ROOT / "hatch_build.py", folder)
     (folder / BESIDE).mkdir(parents=True, exist_ok=True)
@@ -616,18 +778,30 @@ def test_both_ways_give_the_same_bits(library: Path, monkeypatch: pytest.MonkeyP
     )
     @example(values=SPECIAL, numel=129, offset=1, factors=[1.0, 1.0], data=b"0")
     @example(values=SPECIAL[:6], numel=129, offset=1, factors=[1.0, 1.0], data=b"0")
-    @example(values=[1.5, 0.75, -0.0117187500, 0.0117187490], numel=256, offset=0, factors=[], data=b"0")
+    @example(
+        values=[1.5, 0.75, -0.0117187500, 0.0117187490], numel=256, offset=0, factors=[], data=b"0"
+    )
     @example(values=[-0.0], numel=128, offset=0, factors=[0.3], data=b"0")
     @settings(max_examples=150, deadline=None)
-    def check(values: list[float], numel: int, offset: int, factors: list[float], data: bytes) -> None:
+    def check(
+        values: list[float], numel: int, offset: int, factors: list[float], data: bytes
+    ) -> None:
         # At addresses that are no multiple of a vector's, as in messages.
         given = vector(values, numel + offset)[offset:]
         payload = FP4().encode(given)
         assert torch.equal(payload, Blockwise.encode(FP4(), given))
         check_payload(torch.cat((payload[:offset], payload))[offset:], numel)
-        check_payload(torch.tensor(list((data * len(payload))[: len(payload)]), dtype=torch.uint8), numel)
-        payloads = [Blockwise.encode(FP4(), vector(values, numel + shift)[shift:]) for shift in range(len(factors))]
-        sent = [(torch.cat((own[:offset], own))[offset:], by) for own, by in zip(payloads, factors, strict=True)]
+        check_payload(
+            torch.tensor(list((data * len(payload))[: len(payload)]), dtype=torch.uint8), numel
+        )
+        payloads = [
+            Blockwise.encode(FP4(), vector(values, numel + shift)[shift:])
+            for shift in range(len(factors))
+        ]
+        sent = [
+            (torch.cat((own[:offset], own))[offset:], by)
+            for own, by in zip(payloads, factors, strict=True)
+        ]
         one, other = torch.empty(numel + 1)[1:], torch.empty(numel)
         FP4().mean(sent, one)
         Compression.mean(FP4(), sent, other)

@@ -18,7 +18,8 @@ from tests.training import batch, inner_optimizer, mlp
 
 Values = dict[str, Tensor]
 MEAN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "mixing": 0.0}
-"""With these the mean over groups is what the outer parameters become, and what every group takes."""
+"""With these the mean over groups is what the outer parameters become, and what every group
+takes."""
 
 
 def copied(values: Any) -> Values:
@@ -42,7 +43,9 @@ def unlike(one: Values, other: Values) -> list[str]:
 
 def grouped(fragments: int) -> list[list[str]]:
     """The layers of `mlp` distributed over some fragments."""
-    return [[f"{2 * layer}.*" for layer in range(index, 4, fragments)] for index in range(fragments)]
+    return [
+        [f"{2 * layer}.*" for layer in range(index, 4, fragments)] for index in range(fragments)
+    ]
 
 
 def outer_state(engine: StreamingDiLoCo) -> list[dict[str, Any]]:
@@ -55,8 +58,14 @@ def held(engine: StreamingDiLoCo, model: nn.Module) -> Values:
     values = copied(model.state_dict())
     for number, own in enumerate(outer_state(engine)):
         of_fragment = {**own["state"], **{key: own[key] for key in ("outer", "memory", "residual")}}
-        values |= {f"{number} {key}": own.clone() for key, own in of_fragment.items() if isinstance(own, Tensor)}
-        values |= {f"{number} buffer {at}": buffer.clone() for at, buffer in enumerate(own["buffers"])}
+        values |= {
+            f"{number} {key}": own.clone()
+            for key, own in of_fragment.items()
+            if isinstance(own, Tensor)
+        }
+        values |= {
+            f"{number} buffer {at}": buffer.clone() for at, buffer in enumerate(own["buffers"])
+        }
     return values
 
 
@@ -96,7 +105,9 @@ def regression(model: nn.Module, group: int, step: int, place: int, size: int) -
 
 
 class Groups:
-    """Groups with models and inner optimizers of their own: all of them simulated, or in a rank the one that joined."""
+    """Groups with models and inner optimizers of their own: all of them simulated, or in a rank
+    the one that joined.
+    """
 
     def __init__(
         self,
@@ -110,7 +121,9 @@ class Groups:
         loss: Callable[[nn.Module, int, int, int, int], Tensor] = regression,
         **choices: Any,
     ) -> None:
-        self.again = partial(type(self), groups, inner, net, links, idle, micro_batches, joined, loss, **choices)
+        self.again = partial(
+            type(self), groups, inner, net, links, idle, micro_batches, joined, loss, **choices
+        )
         self.every = [joined.group_index] if joined else range(groups)
         ranks = joined.topology.ranks if joined else range(1)
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -123,7 +136,9 @@ class Groups:
             choices = {"worker_groups": joined, "inner_optimizers": self.optimizers, **choices}
             self.engines = [StreamingDiLoCo(self.models[0], **choices)]
         else:
-            self.groups = SimulatedGroups(self.models, [[optimizer] for optimizer in self.optimizers], **choices)
+            self.groups = SimulatedGroups(
+                self.models, [[optimizer] for optimizer in self.optimizers], **choices
+            )
             self.engines = self.groups.engines
         self.trained = self.models
         if joined and self.size > 1:
@@ -132,11 +147,17 @@ class Groups:
         with_links(self.engines, [links[group] for group in self.every if links])
 
     def step(
-        self, idle: Collection[int] | None = None, then: Callable[[list[Any]], object] = lambda models: None
+        self,
+        idle: Collection[int] | None = None,
+        then: Callable[[list[Any]], object] = lambda models: None,
     ) -> list[Landing]:
-        """Trains an inner step of every group, does something to the models, and returns what landed in the first."""
+        """Trains an inner step of every group, does something to the models, and returns what
+        landed in the first.
+        """
         self.steps += 1
-        rests = [self.idle(group, self.steps) if idle is None else group in idle for group in self.every]
+        rests = [
+            self.idle(group, self.steps) if idle is None else group in idle for group in self.every
+        ]
         for at, group in enumerate(self.every):
             if not rests[at]:
                 self.optimizers[at].zero_grad()
@@ -161,18 +182,24 @@ class Groups:
         for group, (engine, model) in enumerate(zip(self.engines, self.models, strict=True)):
             values |= {f"{group} {name}": own for name, own in held(engine, model).items()}
             for index, state in enumerate(self.optimizers[group].state.values()):
-                values |= {f"{group} inner {index} {key}": value.clone() for key, value in state.items()}
+                values |= {
+                    f"{group} inner {index} {key}": value.clone() for key, value in state.items()
+                }
             counts = engine.report()
             keys = ("inner_steps", "launches", "landings", "bytes_sent")
             values[f"{group} counts"] = torch.tensor([counts[key] for key in keys])
         with self.engines[0].evaluate():
-            return values | {f"shown {name}": own.clone() for name, own in self.models[0].state_dict().items()}
+            return values | {
+                f"shown {name}": own.clone() for name, own in self.models[0].state_dict().items()
+            }
 
     def saved(self) -> Any:
         """Taken while the first group shows the outer model, which changes nothing."""
         with self.engines[0].evaluate():
             engines = [engine.state_dict() for engine in self.engines]
-        return through_a_file([self.steps, engines, [optimizer.state_dict() for optimizer in self.optimizers]])
+        return through_a_file(
+            [self.steps, engines, [optimizer.state_dict() for optimizer in self.optimizers]]
+        )
 
     def load(self, saved: Any) -> "Groups":
         self.steps = saved[0]
@@ -187,7 +214,9 @@ class Groups:
         return self.again().load(self.saved())
 
     def differs(self, expected: Mapping[int, Values], last: int) -> dict[int, list[str]]:
-        """Goes on up to a step; returns what is not as expected after the steps for which that is known."""
+        """Goes on up to a step; returns what is not as expected after the steps for which that is
+        known.
+        """
         wrong = {}
         while self.steps < last:
             self.step()

@@ -1,8 +1,9 @@
-"""The engine on an accelerator: the side stream, events and threads change no bit, race with nothing, hold up nobody.
+"""The engine on an accelerator: the side stream, events and threads change no bit, race with
+nothing, hold up nobody.
 
-The accelerator is pretended, see `tests.pretend`: the device is as slow as can be, two operations whose order nothing
-settles raise an error, and every byte that is on it is counted. That it computes what the CPU does, and sees no race
-where there is none, the tests show that train on it.
+The accelerator is pretended, see `tests.pretend`: the device is as slow as can be, two operations
+whose order nothing settles raise an error, and every byte that is on it is counted. That it
+computes what the CPU does, and sees no race where there is none, the tests show that train on it.
 """
 
 import threading
@@ -24,11 +25,33 @@ from tests import known_training as known
 from tests import pretend
 from tests.gpu.checks import CHECKS
 from tests.gpu.task import Place, do
-from tests.known_training import GROUPS, SHORT, STEPS, Seen, Training, floating, model_on, move, noise_of, same
-from tests.pretend import IS_POSSIBLE, Event, Race, Stream, alone, current_stream, stream, synchronisations
+from tests.known_training import (
+    GROUPS,
+    SHORT,
+    STEPS,
+    Seen,
+    Training,
+    floating,
+    model_on,
+    move,
+    noise_of,
+    same,
+)
+from tests.pretend import (
+    IS_POSSIBLE,
+    Event,
+    Race,
+    Stream,
+    alone,
+    current_stream,
+    stream,
+    synchronisations,
+)
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(not IS_POSSIBLE, reason="this torch has no device types in pure Python")
+pytestmark = pytest.mark.skipif(
+    not IS_POSSIBLE, reason="this torch has no device types in pure Python"
+)
 
 
 def ones(length: int = 4) -> Tensor:
@@ -99,11 +122,24 @@ def test_the_pretended_device_sees_accesses_that_nothing_orders_and_who_waits() 
 
 
 def test_what_a_gpu_must_show_the_pretended_device_shows(tmp_path: Path) -> None:
-    """A run gives the bits of the CPU, and so does one that goes on from what was in flight; and nothing waits."""
-    late = ("fp4", "fp32, two shots", "random, two shots", "error feedback, offloaded", "outer AdamW")
+    """A run gives the bits of the CPU, and so does one that goes on from what was in flight; and
+    nothing waits.
+    """
+    late = (
+        "fp4",
+        "fp32, two shots",
+        "random, two shots",
+        "error feedback, offloaded",
+        "outer AdamW",
+    )
     resumed = ("error feedback", "random, two shots, offloaded")
     place, wrong = Place("pretend", tmp_path, quick=True), dict[str, str]()
-    for name in (*(f"bits, {name}" for name in late), *(f"resume, {name}" for name in resumed), "memory", "waits"):
+    for name in (
+        *(f"bits, {name}" for name in late),
+        *(f"resume, {name}" for name in resumed),
+        "memory",
+        "waits",
+    ):
         outcome = do(CHECKS[name], place, tmp_path / "log")
         if outcome.status != "done":
             wrong[name] = outcome.trace or outcome.reason
@@ -124,19 +160,25 @@ def test_a_recut_and_a_group_of_several_ranks_give_the_bits_of_the_cpu() -> None
         return training.trajectory()
 
     def whole(device: str, rank: int, offload: bool) -> Seen:
-        return known.shown_run(Training(device, rank // 2, groups=2, outer_optimizer=OuterOptimizer(offload=offload)))
+        return known.shown_run(
+            Training(device, rank // 2, groups=2, outer_optimizer=OuterOptimizer(offload=offload))
+        )
 
     def both(rank: int, world_size: int) -> list[bool]:
         runs = [partial(whole, offload=True), partial(whole, offload=False), recut]
         expected = [run("cpu", rank) for run in runs]
         pretend.install()
-        return [same(run("pretend", rank), values) for run, values in zip(runs, expected, strict=True)]
+        return [
+            same(run("pretend", rank), values) for run, values in zip(runs, expected, strict=True)
+        ]
 
     assert run_ranks(both, 4) == [[True] * 3] * 4
 
 
 @alone
-def test_in_one_process_bits_are_those_of_the_cpu_copies_wait_for_the_device_and_what_is_logged_does_not() -> None:
+def test_in_one_process_bits_are_those_of_the_cpu_copies_wait_for_the_device_and_what_is_logged_does_not() -> (
+    None
+):
     def simulated(device: str, offload: bool) -> list[Tensor]:
         models = [model_on(device) for _ in range(GROUPS)]
         noise = [[values.to(device) for values in noise_of(group)[0]] for group in range(GROUPS)]
@@ -149,8 +191,12 @@ def test_in_one_process_bits_are_those_of_the_cpu_copies_wait_for_the_device_and
         return [values.cpu() for model in models for values in floating(model)]
 
     def prefetched(device: str) -> Seen:
-        """The last inner step before a launch is also that in which the flight of the same fragment lands."""
-        training = Training(device, 0, sync_every=4, overlap_steps=3, outer_optimizer=OuterOptimizer(offload=True))
+        """The last inner step before a launch is also that in which the flight of the same
+        fragment lands.
+        """
+        training = Training(
+            device, 0, sync_every=4, overlap_steps=3, outer_optimizer=OuterOptimizer(offload=True)
+        )
         for _ in range(STEPS):
             training.step()
         return training.trajectory()
@@ -187,9 +233,15 @@ WIDTH = 64
 COPY = 4 * WIDTH * WIDTH  # bytes of a float32 copy of a fragment
 
 
-def most_of(layers: int, choices: dict[str, Any], direction: Literal["equalised", "elementwise"]) -> dict[str, float]:
-    """How many copies of a fragment were at once on the device beside the model, by what was done."""
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))).to("pretend")
+def most_of(
+    layers: int, choices: dict[str, Any], direction: Literal["equalised", "elementwise"]
+) -> dict[str, float]:
+    """How many copies of a fragment were at once on the device beside the model, by what was
+    done.
+    """
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))).to(
+        "pretend"
+    )
     before, most = pretend.memory_allocated(), dict[str, float]()
 
     def counted(name: str, work: Callable[[], Any]) -> Any:
@@ -206,14 +258,20 @@ def most_of(layers: int, choices: dict[str, Any], direction: Literal["equalised"
 
     def checkpoint() -> Any:
         with engine.evaluate():
-            return [*engine.state_dict()["local"]["parameters"], *engine.outer_state_dict().values()]
+            return [
+                *engine.state_dict()["local"]["parameters"],
+                *engine.outer_state_dict().values(),
+            ]
 
     def mean() -> Any:
         with engine.evaluate(taken := engine.group_mean()):
             return taken
 
     every: dict[str, Any] = {"sync_every": 2 * layers, "overlap_steps": 1, **choices}
-    every |= {"fragments": "strided:1", "outer_optimizer": OuterOptimizer(offload=True, direction=direction)}
+    every |= {
+        "fragments": "strided:1",
+        "outer_optimizer": OuterOptimizer(offload=True, direction=direction),
+    }
     engine = counted("start", partial(StreamingDiLoCo, model, **every))
     for number in range(5 * layers):
         counted("step", step)
@@ -222,15 +280,17 @@ def most_of(layers: int, choices: dict[str, Any], direction: Literal["equalised"
     taken, held = counted("mean", mean), pretend.memory_allocated()
     pretend.reset_peak_memory_stats()
     assert {values.device.type for values in engine.view.named(taken).values()} == {"cpu"}
-    assert pretend.max_memory_allocated() == held, "the way of a mean that rests there does not lead over the device"
+    assert pretend.max_memory_allocated() == held, (
+        "the way of a mean that rests there does not lead over the device"
+    )
     counted("end", engine.finish)
     return most
 
 
 def test_beside_ddps_buckets_and_a_byte_the_device_holds_what_is_in_flight() -> None:
     """In steps, evaluations, checkpoints and the end."""
-    # Outer parameters and momentum come from the host for the flight, and the new ones go there: five copies. A memory
-    # comes and goes too.
+    # Outer parameters and momentum come from the host for the flight, and the new ones go there:
+    # five copies. A memory comes and goes too.
     # A fragment here is one matrix. While that is mapped, there are five more of it in float64.
     cases: list[tuple[dict[str, Any], Literal["equalised", "elementwise"], int]] = [
         ({"exchange": "two_shot"}, "elementwise", 5),
@@ -240,7 +300,10 @@ def test_beside_ddps_buckets_and_a_byte_the_device_holds_what_is_in_flight() -> 
 
     def run(rank: int, world_size: int) -> list[list[dict[str, float]]]:
         pretend.install()
-        return [[most_of(layers, choices, direction) for layers in (8, 16)] for choices, direction, _ in cases]
+        return [
+            [most_of(layers, choices, direction) for layers in (8, 16)]
+            for choices, direction, _ in cases
+        ]
 
     for (small, large), (_, _, copies) in zip(run_ranks(run, 2)[0], cases, strict=True):
         for most, layers in ((small, 8), (large, 16)):

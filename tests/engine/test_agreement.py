@@ -1,4 +1,6 @@
-"""What all groups hold: the same outer parameters or an error, the mean that evaluation shows, buffers, the end."""
+"""What all groups hold: the same outer parameters or an error, the mean that evaluation shows,
+buffers, the end.
+"""
 
 import copy
 import os
@@ -14,7 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from lightning_sdiloco import AgreementError, OuterOptimizer, SimulatedGroups, StreamingDiLoCo, WorkerGroups
+from lightning_sdiloco import (
+    AgreementError,
+    OuterOptimizer,
+    SimulatedGroups,
+    StreamingDiLoCo,
+    WorkerGroups,
+)
 from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int4, RandomK
 from lightning_sdiloco.engine import start
 from tests.engine.groups import MEAN, Groups, Values, copied, message, unlike, with_statistics
@@ -23,13 +31,19 @@ from tests.training import LAYERS, mlp
 
 
 def test_whatever_of_the_outer_state_differs_is_an_error_before_it_is_landed() -> None:
-    """Of what groups take up where they go on: at a launch, where they take their mean, and where they end."""
+    """Of what groups take up where they go on: at a launch, where they take their mean, and where
+    they end.
+    """
 
     def train(groups: SimulatedGroups) -> None:
         for _ in range(8):
             groups.step()
 
-    settings: dict[str, Any] = {"sync_every": 4, "overlap_steps": 0, "fragments": [*LAYERS[:3], ["6.*", "7.*"]]}
+    settings: dict[str, Any] = {
+        "sync_every": 4,
+        "overlap_steps": 0,
+        "fragments": [*LAYERS[:3], ["6.*", "7.*"]],
+    }
     told = r"do not hold the same outer {} at the launch of fragment {} .*\(group 0: .*, group 1: "
     late = r"not at the same point .* \(group 0: \(0, 8\), group 1: \(0, 4\)\)"
     for spoiled, act, choices, words in (
@@ -58,7 +72,10 @@ def test_whatever_of_the_outer_state_differs_is_an_error_before_it_is_landed() -
         here = Groups(joined=WorkerGroups(2), **{**settings, "fragments": [["*"]]})
         here.until(6)
         (engine,) = here.engines
-        state, whole = engine.state_dict(), torch.cat([own.flatten() for own in engine.outer_state_dict().values()])
+        state, whole = (
+            engine.state_dict(),
+            torch.cat([own.flatten() for own in engine.outer_state_dict().values()]),
+        )
         if rank > 1:
             state["fragments"][0]["outer"] = whole.chunk(2)[3 - rank]
         engine.load_state_dict(state)
@@ -73,7 +90,8 @@ def test_whatever_of_the_outer_state_differs_is_an_error_before_it_is_landed() -
 def test_a_rank_whose_processor_rounds_otherwise_is_named() -> None:
     def begin(rank: int, world_size: int) -> None:
         if rank == 1:
-            # What torch takes where the processor multiplies and adds in two roundings; only a new process can choose.
+            # What torch takes where the processor multiplies and adds in two roundings; only a new
+            # process can choose.
             program = "from lightning_sdiloco.engine import start; print(start.rounding())"
             other = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
             made = subprocess.check_output([sys.executable, "-c", program], env=other, text=True)
@@ -83,7 +101,10 @@ def test_a_rank_whose_processor_rounds_otherwise_is_named() -> None:
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("this processor has no instructions for that")
     report = str(run_ranks(begin, 2, expect_failure=True))
-    assert re.search("round differently: what known values give is [0-9a-f]+ on rank 0, [0-9a-f]+ on rank 1. ", report)
+    assert re.search(
+        "round differently: what known values give is [0-9a-f]+ on rank 0, [0-9a-f]+ on rank 1. ",
+        report,
+    )
     assert "set ATEN_CPU_CAPABILITY=default on all ranks" in report
 
 
@@ -103,8 +124,13 @@ def shown(run: Groups, group: int = 0) -> Values:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two nested states hold the same bits, except for bytes that were sent and seconds that it took."""
-    ours, theirs = ({keystr(path): own for path, own in tree_flatten_with_path(state)[0]} for state in (one, other))
+    """Whether two nested states hold the same bits, except for bytes that were sent and seconds
+    that it took.
+    """
+    ours, theirs = (
+        {keystr(path): own for path, own in tree_flatten_with_path(state)[0]}
+        for state in (one, other)
+    )
     return ours.keys() == theirs.keys() and all(
         torch.equal(value, theirs[key]) if isinstance(value, Tensor) else value == theirs[key]
         for key, value in ours.items()
@@ -116,10 +142,20 @@ def floating(values: Values) -> Values:
     return {name: own.clone() for name, own in values.items() if own.is_floating_point()}
 
 
-def test_it_is_the_plain_mean_of_local_values_whatever_is_shown_and_what_a_fit_that_ends_there_leaves() -> None:
-    """In four bits of the whole training's change, weights that all groups have at 0.999 came out as 0.74 to 1.28."""
+def test_it_is_the_plain_mean_of_local_values_whatever_is_shown_and_what_a_fit_that_ends_there_leaves() -> (
+    None
+):
+    """In four bits of the whole training's change, weights that all groups have at 0.999 came out
+    as 0.74 to 1.28.
+    """
     two_shots = {"compression": "int2", "exchange": "two_shot"}
-    for choices in ({"compression": "fp32"}, {}, {"compression": "sparse"}, {"compression": ByLink()}, two_shots):
+    for choices in (
+        {"compression": "fp32"},
+        {},
+        {"compression": "sparse"},
+        {"compression": ByLink()},
+        two_shots,
+    ):
         run = trained(3, 1, **choices)
         for model in run.models:
             nn.init.constant_(model[0].bias, 0.999)
@@ -143,7 +179,11 @@ def test_it_is_the_plain_mean_of_local_values_whatever_is_shown_and_what_a_fit_t
 
 
 def test_taking_it_after_every_step_changes_no_bit_of_training() -> None:
-    guarded = {"compression": Int4(), "exchange": "two_shot", "outer_optimizer": OuterOptimizer(outlier_guard=3.0)}
+    guarded = {
+        "compression": Int4(),
+        "exchange": "two_shot",
+        "outer_optimizer": OuterOptimizer(outlier_guard=3.0),
+    }
     chance = {"compression": ErrorFeedback(RandomK(8, Int4()))}
     for groups, choices in ((2, {"compression": "sparse"}), (2, chance), (3, guarded)):
         plain, looked = trained(groups, 0, **choices), trained(groups, 0, **choices)
@@ -156,7 +196,9 @@ def test_taking_it_after_every_step_changes_no_bit_of_training() -> None:
             shown(looked)
             assert torch.equal(torch.get_rng_state(), random)
             # Before any launch, in flight, and after landings.
-            for one, other in zip(plain.engines, looked.engines, strict=True) if step % 3 == 0 else ():
+            for one, other in (
+                zip(plain.engines, looked.engines, strict=True) if step % 3 == 0 else ()
+            ):
                 assert same(one.state_dict(), other.state_dict())
         assert looked.engines[0].report()["bytes_sent"] > plain.engines[0].report()["bytes_sent"]
         plain.groups.finish()
@@ -195,7 +237,12 @@ class Counted(nn.Module):
 
 
 def played(
-    steps: int, at: int, do: Callable[[Any, int], object], buffers: int = 1, dtype: Any = torch.float32, **choices: Any
+    steps: int,
+    at: int,
+    do: Callable[[Any, int], object],
+    buffers: int = 1,
+    dtype: Any = torch.float32,
+    **choices: Any,
 ) -> tuple[list[Any], SimulatedGroups]:
     """Plays two groups, to whose models something is done before one of the inner steps."""
     models = [Counted(buffers, dtype) for _ in range(2)]
@@ -216,11 +263,19 @@ def test_a_buffer_that_changes_once_becomes_the_mean_of_all_groups_and_others_st
     for written in (0, 61, 62, 63, 69):  # more than a control vector has bits
         models, groups = played(8, 3, write, 70)
         for model in models:
-            assert [values.item() for values in model.buffers()] == [2.0 * (index == written) for index in range(70)]
+            assert [values.item() for values in model.buffers()] == [
+                2.0 * (index == written) for index in range(70)
+            ]
         sent.append(groups.engines[0].report()["bytes_sent"])
-    assert [more - sent[0] for more in sent] == [0, 0, *[7 * 4] * 3], "those beyond travel together, others alone"
+    assert [more - sent[0] for more in sent] == [0, 0, *[7 * 4] * 3], (
+        "those beyond travel together, others alone"
+    )
     written = 0
-    for at, mixing in ((7, 0.0), (11, 0.5), (22, 0.5)):  # in rounds, in flight, and after the last launch
+    for at, mixing in (
+        (7, 0.0),
+        (11, 0.5),
+        (22, 0.5),
+    ):  # in rounds, in flight, and after the last launch
         models, groups = played(22, at, write, sync_every=4, overlap_steps=2, mixing=mixing)
         groups.finish()
         assert [model.buffer_0.item() for model in models] == [2.0, 2.0]
@@ -229,7 +284,8 @@ def test_a_buffer_that_changes_once_becomes_the_mean_of_all_groups_and_others_st
         for values in model.state_dict().values() if group else ():
             values.fill_(float("nan"))
 
-    # Who recovers takes the outer value of a buffer that did not travel: it would spread with the next launch.
+    # Who recovers takes the outer value of a buffer that did not travel: it would spread with the
+    # next launch.
     assert [model.buffer_0.item() for model in played(6, 3, spoil, mixing=0.5)[0]] == [0.0, 0.0]
 
 
@@ -245,4 +301,6 @@ def test_a_landing_keeps_the_share_of_the_local_values_whatever_their_dtype() ->
         assert [model.weight.tolist() for model in models] == [[5.5] * 3, [6.5] * 3]
         assert [model.buffer_0.item() for model in models] == [5.5, 6.5]
     models, _ = played(1, 1, partial(write, more=2**-40), dtype=torch.float64, **choices)
-    assert models[0].weight.tolist() == [5.5 + 2**-42] * 3, "the own share is not rounded to float32"
+    assert models[0].weight.tolist() == [5.5 + 2**-42] * 3, (
+        "the own share is not rounded to float32"
+    )

@@ -1,6 +1,8 @@
-"""One run in every way: simulated, in processes, by groups of several ranks, stopped and resumed, and restarted.
+"""One run in every way: simulated, in processes, by groups of several ranks, stopped and resumed,
+and restarted.
 
-Restarted are rounds with other groups, shards or settings, and after parameters were frozen or unfrozen.
+Restarted are rounds with other groups, shards or settings, and after parameters were frozen or
+unfrozen.
 """
 
 import copy
@@ -30,7 +32,16 @@ from lightning_sdiloco import (
 )
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.reduce import TwoShot
-from lightning_sdiloco.compression import COMPRESSIONS, FP4, ByLink, ErrorFeedback, Int2, RandomK, Threshold, TopK
+from lightning_sdiloco.compression import (
+    COMPRESSIONS,
+    FP4,
+    ByLink,
+    ErrorFeedback,
+    Int2,
+    RandomK,
+    Threshold,
+    TopK,
+)
 from lightning_sdiloco.engine.checkpoint import random_state, restart_from
 from lightning_sdiloco.errors import AgreementError
 from tests import fits
@@ -58,18 +69,28 @@ def is_idle(group: int, step: int) -> bool:
 
 
 def growing(model: nn.Module, group: int, step: int, place: int, size: int) -> Tensor:
-    """A loss of which the second group's becomes five times as large, so that the guard leaves it out."""
+    """A loss of which the second group's becomes five times as large, so that the guard leaves it
+    out.
+    """
     return regression(model, group, step, place, size) * (5.0 if group == 1 and step > 15 else 1.0)
 
 
 MENU = ("fp4", "int2", "sparse")
 LINKS = [1e9, 11.0, 1.0]
-"""Bytes per second: in 3 seconds enough for the first code, for the second of the first layer, and for none."""
+"""Bytes per second: in 3 seconds enough for the first code, for the second of the first layer, and
+for none."""
 
 BASE: dict[str, Any] = {"groups": 3, "sync_every": 8, "overlap_steps": 5}
 BASE |= {"net": with_statistics, "fragments": [*LAYERS[:2], ["4.*", "7.*"], ["6.*"]]}
-COSINE = OuterOptimizer(lr_schedule=partial(CosineAnnealingLR, T_max=7), clip_norm=0.2, outlier_guard=1.01)
-EVERYTHING: dict[str, Any] = {"sync_every": 3, "overlap_steps": 2, "outer_lr": 0.4, "outer_momentum": 0.9}
+COSINE = OuterOptimizer(
+    lr_schedule=partial(CosineAnnealingLR, T_max=7), clip_norm=0.2, outlier_guard=1.01
+)
+EVERYTHING: dict[str, Any] = {
+    "sync_every": 3,
+    "overlap_steps": 2,
+    "outer_lr": 0.4,
+    "outer_momentum": 0.9,
+}
 EVERYTHING |= {"mixing": 0.5, "idle": is_idle, "outer_optimizer": COSINE}
 GROWING: dict[str, Any] = {"inner": "sgd", "loss": growing}
 EVERYTHING["micro_batches"] = lambda group, step: 1 + (group + step) % 3
@@ -79,23 +100,49 @@ CASES: dict[str, dict[str, Any]] = {
 }
 CASES |= {
     "gather": {"exchange": "gather"},
-    "matrices": {"outer_optimizer": OuterOptimizer(direction="equalised", matrices={"0.weight": 0})},
-    "uneven parts": {"exchange": TwoShot((0.7, 0.3, 0)), "compression": "fp4+memory", "mixing": 0.25},
-    "mean over senders": {"compression": ErrorFeedback(TopK(1 / 16, Int2(), over="senders"), decay=0.95)},
+    "matrices": {
+        "outer_optimizer": OuterOptimizer(direction="equalised", matrices={"0.weight": 0})
+    },
+    "uneven parts": {
+        "exchange": TwoShot((0.7, 0.3, 0)),
+        "compression": "fp4+memory",
+        "mixing": 0.25,
+    },
+    "mean over senders": {
+        "compression": ErrorFeedback(TopK(1 / 16, Int2(), over="senders"), decay=0.95)
+    },
     "thresholds that are kept": {"compression": ErrorFeedback(Threshold(1 / 16, Int2(), every=3))},
     "chance": {"compression": ErrorFeedback(RandomK(8, FP4()))},
     "a block by chance": {"compression": "random_block+memory"},
     "by link": {"compression": ByLink(MENU), "links": LINKS, "overlap_steps": 3},
     "everything": EVERYTHING,
-    "everything in two shots": {**EVERYTHING, **GROWING, "compression": "int4+memory", "exchange": "two_shot"},
+    "everything in two shots": {
+        **EVERYTHING,
+        **GROWING,
+        "compression": "int4+memory",
+        "exchange": "two_shot",
+    },
     # It lasts until the second stop; launches of two fragments coincide.
     "dense": {"dense_beginning": DenseBeginning(3, 3, 1)},
     "everything, dense": {**EVERYTHING, "sync_every": 4, "dense_beginning": DenseBeginning(7, 2)},
     "policies": {"schedule": Selective(0.4), "weighing": ZScore(warmup=2), "mixing": Carry()},
-    "policies of a user": {"schedule": Rarer(), "weighing": Loudest(), "mixing": DelayCompensation(), "inner": "sgd"},
+    "policies of a user": {
+        "schedule": Rarer(),
+        "weighing": Loudest(),
+        "mixing": DelayCompensation(),
+        "inner": "sgd",
+    },
     "by median": {"schedule": Rarer(), "weighing": ByMedian(), "idle": is_idle},
-    "delayed Nesterov": {"outer_optimizer": partial(DelayedNesterov, lr=0.7, momentum=0.9, every=3, spread=0.1)},
-    "pairs": {"groups": 4, "route": RandomPairs(), "outer_lr": 0.7, "outer_momentum": 0.5, "compression": "fp32"},
+    "delayed Nesterov": {
+        "outer_optimizer": partial(DelayedNesterov, lr=0.7, momentum=0.9, every=3, spread=0.1)
+    },
+    "pairs": {
+        "groups": 4,
+        "route": RandomPairs(),
+        "outer_lr": 0.7,
+        "outer_momentum": 0.5,
+        "compression": "fp32",
+    },
     "ring": {"groups": 4, "route": Ring(), "compression": "fp32", "mixing": 0.25},
 }
 CASES = {name: {**BASE, **case} for name, case in CASES.items()}
@@ -104,7 +151,9 @@ STEPS, STOPS = 24, (7, 12, 18)
 
 @cache
 def whole(name: str) -> tuple[Groups, dict[int, Values], list[list[Values]]]:
-    """A simulation that does not stop: all of it after some steps, and what groups hold after every landing."""
+    """A simulation that does not stop: all of it after some steps, and what groups hold after
+    every landing.
+    """
     run, seen, landed = Groups(**CASES[name]), {}, []
     for step in range(1, STEPS + 1):
         if run.step():
@@ -115,7 +164,9 @@ def whole(name: str) -> tuple[Groups, dict[int, Values], list[list[Values]]]:
     return run, seen, landed
 
 
-def test_processes_that_stop_in_flight_have_the_bits_and_bytes_of_a_simulation_that_does_not() -> None:
+def test_processes_that_stop_in_flight_have_the_bits_and_bytes_of_a_simulation_that_does_not() -> (
+    None
+):
     for name in CASES:
         whole(name)
 
@@ -134,27 +185,51 @@ def test_processes_that_stop_in_flight_have_the_bits_and_bytes_of_a_simulation_t
             here.engines[0].finish()
             run, _, landed = whole(name)
             values = [*(own[rank] for own in landed), copied(run.models[rank].state_dict())]
-            off = [unlike(*both) for both in zip([*seen, copied(here.models[0].state_dict())], values, strict=True)]
+            off = [
+                unlike(*both)
+                for both in zip([*seen, copied(here.models[0].state_dict())], values, strict=True)
+            ]
             report, expected = (engine.report() for engine in (here.engines[0], run.engines[rank]))
-            counts = [key for key in ("bytes_sent", "launches", "landings") if report[key] != expected[key]]
+            counts = [
+                key
+                for key in ("bytes_sent", "launches", "landings")
+                if report[key] != expected[key]
+            ]
             if any(off) or counts:
                 wrong[name] = off, counts
         return wrong
 
     assert run_ranks(play, 3) == [{}] * 3
     assert run_ranks(play, 4) == [{}] * 4
-    sent = {name: [engine.report()["bytes_sent"] for engine in whole(name)[0].engines] for name in CASES}
+    sent = {
+        name: [engine.report()["bytes_sent"] for engine in whole(name)[0].engines] for name in CASES
+    }
     assert len(set(sent["by link"])) == 3, "each has its own code"
-    assert sent["uneven parts"] == sorted(set(sent["uneven parts"]))[::-1], "who averages nothing sends one payload"
+    assert sent["uneven parts"] == sorted(set(sent["uneven parts"]))[::-1], (
+        "who averages nothing sends one payload"
+    )
 
 
 # What a shard makes no difference to.
-SKIP = {"bf16", "int8", "int4", "a block by chance", "by median", "delayed Nesterov", "uneven parts", "by link"}
+SKIP = {
+    "bf16",
+    "int8",
+    "int4",
+    "a block by chance",
+    "by median",
+    "delayed Nesterov",
+    "uneven parts",
+    "by link",
+}
 
 
 def test_all_ranks_of_groups_of_two_hold_the_same_bits_after_every_landing() -> None:
     # Without BatchNorm, of which a rank sees its own part of a batch.
-    cases = {name: {**case, "net": mlp, "fragments": LAYERS} for name, case in CASES.items() if name not in SKIP}
+    cases = {
+        name: {**case, "net": mlp, "fragments": LAYERS}
+        for name, case in CASES.items()
+        if name not in SKIP
+    }
     cases = {name: case for name, case in cases.items() if case["groups"] == 3}
 
     def play(rank: int, world_size: int) -> dict[str, Any]:
@@ -232,14 +307,20 @@ def test_a_run_of_before_goes_on_after_its_warmup_and_is_refused_inside_it() -> 
         state["warmup_steps"] = 3
     after = Groups(**SHORT).load(saved)
     assert [engine.schedule.dense for engine in after.engines] == [None, None]
-    assert [step for step in range(4, 20) if after.step()][0] == 3 + 8 + 5, "rounds are counted from its end"
+    assert [step for step in range(4, 20) if after.step()][0] == 3 + 8 + 5, (
+        "rounds are counted from its end"
+    )
     for state in saved[1]:
         state["warmup_steps"] = 4
-    with pytest.raises(ValueError, match=r"after 3 inner steps, inside a warm-up of 4, .* restart from the outer"):
+    with pytest.raises(
+        ValueError, match=r"after 3 inner steps, inside a warm-up of 4, .* restart from the outer"
+    ):
         Groups(**SHORT).load(saved)
 
 
-def test_engines_that_went_on_or_ended_go_back_and_what_was_requested_before_a_stop_reaches_all_groups() -> None:
+def test_engines_that_went_on_or_ended_go_back_and_what_was_requested_before_a_stop_reaches_all_groups() -> (
+    None
+):
     first = Groups(**SHORT)
     first.until(8)
     first.engines[1].request(0b101)
@@ -274,7 +355,9 @@ def trained(steps: int = 5, worker_groups: int | str = "auto", **choices: Any) -
     return here.engines[0]
 
 
-def test_a_file_holds_the_model_a_second_save_replaces_it_and_what_is_not_of_now_is_refused(tmp_path: Path) -> None:
+def test_a_file_holds_the_model_a_second_save_replaces_it_and_what_is_not_of_now_is_refused(
+    tmp_path: Path,
+) -> None:
     path, engine = tmp_path / "a.ckpt", trained()
     for _ in range(2):
         engine.save(path)
@@ -283,14 +366,28 @@ def test_a_file_holds_the_model_a_second_save_replaces_it_and_what_is_not_of_now
     content = torch.load(path, weights_only=True)
     assert content["state_dict"].keys() == dict(mlp().named_parameters()).keys()
     state = engine.state_dict()
-    parts = [{key: value for key, value in state.items() if key != left} for left in ("rank", "settings")]
+    parts = [
+        {key: value for key, value in state.items() if key != left} for left in ("rank", "settings")
+    ]
     found = [
-        ("holds the state of 1 inner optimizers, but there are 0", refusal(StreamingDiLoCo(mlp(), **OWN).load, path)),
-        ("other settings: sync_every was 4, now it is 5", refusal(trained(0, sync_every=5).load, path)),
-        ("schedule was None, now it is Selective", refusal(trained(0, schedule=Selective()).load, path)),
+        (
+            "holds the state of 1 inner optimizers, but there are 0",
+            refusal(StreamingDiLoCo(mlp(), **OWN).load, path),
+        ),
+        (
+            "other settings: sync_every was 4, now it is 5",
+            refusal(trained(0, sync_every=5).load, path),
+        ),
+        (
+            "schedule was None, now it is Selective",
+            refusal(trained(0, schedule=Selective()).load, path),
+        ),
         ("There is no checkpoint", refusal(trained(0).load, tmp_path / "b.ckpt")),
         ("simulated in one", refusal(Groups(**OWN).engines[1].save, path)),
-        *(("of an earlier version, which this", refusal(trained(0).load_state_dict, part)) for part in parts),
+        *(
+            ("of an earlier version, which this", refusal(trained(0).load_state_dict, part))
+            for part in parts
+        ),
     ]
     content["streaming_diloco"] |= {"format": 1, "version": "7.0"}
     torch.save(content, path)
@@ -313,9 +410,16 @@ def test_the_state_of_another_rank_and_a_file_of_other_groups_are_refused(tmp_pa
 
     (layout,), (also, other) = run_ranks(resume, 2)
     assert layout == also
-    assert "saved with {'worker_groups': 2, 'group_size': 1}, now there are {'worker_groups': 1" in layout
-    told = "rank 0 of worker group 0 (2 groups of 1), but this process is rank 0 of worker group 1 (2"
-    assert [words for words in (told, "engine.save(path)", "register_for_check") if words not in other] == []
+    assert (
+        "saved with {'worker_groups': 2, 'group_size': 1}, now there are {'worker_groups': 1"
+        in layout
+    )
+    told = (
+        "rank 0 of worker group 0 (2 groups of 1), but this process is rank 0 of worker group 1 (2"
+    )
+    assert [
+        words for words in (told, "engine.save(path)", "register_for_check") if words not in other
+    ] == []
 
 
 def test_ranks_that_load_unlike_files_are_refused(tmp_path: Path) -> None:
@@ -328,7 +432,9 @@ def test_ranks_that_load_unlike_files_are_refused(tmp_path: Path) -> None:
     assert [words for words in run_ranks(resume, 2) if not re.search(told, words)] == []
 
 
-def test_a_device_that_nobody_uses_is_not_asked_for_its_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_nobody_uses_is_not_asked_for_its_random_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A process that was forked by one that knows of the device could not answer."""
 
     def asked() -> torch.Tensor:
@@ -360,28 +466,40 @@ def test_any_groups_and_fragments_go_on_from_the_same_outer_parameters_and_agree
     fragments: Any, groups: int, compression: str
 ) -> None:
     restart = restart_from(states(compression="sparse"), Settings(compression="sparse"))
-    after = Groups(groups, "sgd", fragments=fragments, compression=compression, sync_every=3, overlap_steps=1)
+    after = Groups(
+        groups, "sgd", fragments=fragments, compression=compression, sync_every=3, overlap_steps=1
+    )
     for engine in after.engines:
         engine.restart(restart)
         assert (engine.inner_steps, engine.steps_in_rounds) == (20, 0)
         assert all(own["memory"] is None for own in outer_state(engine)), "what waited is forgotten"
     for name, values in after.groups.outer_state_dict().items():
         assert torch.equal(values.flatten(), restart.parameters[name].values)
-        assert all(torch.equal(dict(model.named_parameters())[name].detach(), values) for model in after.models)
+        assert all(
+            torch.equal(dict(model.named_parameters())[name].detach(), values)
+            for model in after.models
+        )
     for step in range(1, 8):
-        assert bool(after.step()) == (step % 3 == 1 and step > 3) or len(after.engines[0].fragments) > 1
+        assert (
+            bool(after.step()) == (step % 3 == 1 and step > 3)
+            or len(after.engines[0].fragments) > 1
+        )
     first, *others = ([own["outer"] for own in outer_state(engine)] for engine in after.engines)
     assert all(all(map(torch.equal, first, other)) for other in others)
 
 
-def test_rounds_that_restart_have_what_is_left_of_a_dense_beginning_resume_and_send_all_buffers() -> None:
+def test_rounds_that_restart_have_what_is_left_of_a_dense_beginning_resume_and_send_all_buffers() -> (
+    None
+):
     (one,), (other,) = states()
     with pytest.raises(ValueError, match="No worker group has the files of all its ranks"):
         restart_from([[one, None], [None, other]], Settings())
     restart = restart_from(states(), Settings())
     for rounds, left in ((10, 0), (12, 2)):
         dense = DenseBeginning(rounds, 2, 1)
-        whole = Groups(inner="sgd", sync_every=5, overlap_steps=1, fragments=2, dense_beginning=dense)
+        whole = Groups(
+            inner="sgd", sync_every=5, overlap_steps=1, fragments=2, dense_beginning=dense
+        )
         for engine in whole.engines:
             engine.restart(restart)
         landed = [step for step in range(21, 34) for _ in whole.step()]
@@ -406,7 +524,10 @@ def test_rounds_that_restart_have_what_is_left_of_a_dense_beginning_resume_and_s
 CHECKPOINT_AT = 19  # fragments have landed before, and two are in flight
 END = CHECKPOINT_AT + 8
 CHANGES: list[tuple[dict[str, Any], str]] = [
-    ({"sync_every": 9, "compression": "fp32"}, "sync_every was 8, now it is 9; compression was 'fp4', now it is"),
+    (
+        {"sync_every": 9, "compression": "fp32"},
+        "sync_every was 8, now it is 9; compression was 'fp4', now it is",
+    ),
     ({"fragments": "balanced"}, "fragments was 'strided:1', now it is 'balanced'"),
     ({"outer_optimizer": torch.optim.AdamW}, "outer_optimizer was None, now it is AdamW"),
 ]
@@ -426,38 +547,78 @@ def test_fits_with_other_groups_settings_or_files_start_from_the_outer_parameter
     path, gone = (tmp_path / folder / f"step={CHECKPOINT_AT}.ckpt" for folder in ("whole", "gone"))
     shutil.copytree(path.parent, gone.parent)
     (save_folder(gone) / "rank_00001.pt").unlink()
-    files = [torch.load(file, weights_only=True) for file in sorted(save_folder(path).glob("rank_*.pt"))]
+    files = [
+        torch.load(file, weights_only=True) for file in sorted(save_folder(path).glob("rank_*.pt"))
+    ]
     assert len(files[0]["engine"]["flights"]) == 2
     restart = restart_from([[file["engine"]] for file in files], Settings())
-    changed = {told: partial(resumed, path=path, resume="restart", **choices) for choices, told in CHANGES}
-    three = {"three": partial(resumed, path=path, groups=3), "gone": partial(resumed, path=gone, groups=3)}
-    found = fits.play(3, three) | fits.play(4, {"two": partial(resumed, path=path)}) | fits.play(2, changed)
+    changed = {
+        told: partial(resumed, path=path, resume="restart", **choices) for choices, told in CHANGES
+    }
+    three = {
+        "three": partial(resumed, path=path, groups=3),
+        "gone": partial(resumed, path=gone, groups=3),
+    }
+    found = (
+        fits.play(3, three)
+        | fits.play(4, {"two": partial(resumed, path=path)})
+        | fits.play(2, changed)
+    )
     for name, ranks in found.items():
         assert all(unlike(fitted["outer"], ranks[0][0]["outer"]) == [] for fitted, _ in ranks)
         dropped = 2 if name == "gone" or name == CHANGES[-1][1] else 0
-        assert [fitted["report"]["flights_dropped"] for fitted, _ in ranks] == [dropped] * len(ranks)
+        assert [fitted["report"]["flights_dropped"] for fitted, _ in ranks] == [dropped] * len(
+            ranks
+        )
         assert [fitted["report"]["inner_steps"] for fitted, _ in ranks] == [END] * len(ranks)
-        assert [told.count("not resumed exactly") for _, told in ranks] == [1, *[0] * (len(ranks) - 1)], "said once"
+        assert [told.count("not resumed exactly") for _, told in ranks] == [
+            1,
+            *[0] * (len(ranks) - 1),
+        ], "said once"
         fresh = {"three": "2", "gone": "1, 2"}.get(name, "none")
-        said = [f"Flights lost so far: {dropped}", f"fresh inner optimizer: {fresh}", name if name in changed else ""]
+        said = [
+            f"Flights lost so far: {dropped}",
+            f"fresh inner optimizer: {fresh}",
+            name if name in changed else "",
+        ]
         assert [words for words in said if words not in ranks[0][1]] == []
     for name in ("three", "two"):
         for rank, (fitted, _) in enumerate(found[name]):
             first, group = fitted["trace"][CHECKPOINT_AT], rank if name == "three" else rank // 2
             for parameter, own in restart.parameters.items():
                 assert torch.equal(first[f"outer {parameter}"].flatten(), own.values)
-                assert torch.equal(first[parameter].flatten(), own.values), "the local model starts there too"
-            assert all(torch.equal(first[buffer], values) for buffer, values in restart.untrained.items())
+                assert torch.equal(first[parameter].flatten(), own.values), (
+                    "the local model starts there too"
+                )
+            assert all(
+                torch.equal(first[buffer], values) for buffer, values in restart.untrained.items()
+            )
             inner = {key: values for key, values in first.items() if key.split()[0].isdigit()}
-            state = files[group]["optimizer_states"][0]["state"] if group < 2 else {}  # or a fresh inner optimizer
-            assert unlike(inner, {f"{i} {key}": v for i, of in state.items() for key, v in of.items()}) == []
+            state = (
+                files[group]["optimizer_states"][0]["state"] if group < 2 else {}
+            )  # or a fresh inner optimizer
+            assert (
+                unlike(inner, {f"{i} {key}": v for i, of in state.items() for key, v in of.items()})
+                == []
+            )
 
 
-def test_a_recut_lands_flights_keeps_momentum_and_rates_and_gives_frozen_parameters_their_outer_value() -> None:
+def test_a_recut_lands_flights_keeps_momentum_and_rates_and_gives_frozen_parameters_their_outer_value() -> (
+    None
+):
     def run(rank: int, world_size: int) -> Values:
         rates = OuterOptimizer(lr_schedule=partial(LinearLR, start_factor=0.1, total_iters=100))
-        choices = {"fragments": "strided:1", "compression": "sparse", "outer_momentum": 0.9, "outer_optimizer": rates}
-        choices |= {"sync_every": 8, "overlap_steps": 5, "net": lambda seed: mlp(seed).append(nn.Identity())}
+        choices = {
+            "fragments": "strided:1",
+            "compression": "sparse",
+            "outer_momentum": 0.9,
+            "outer_optimizer": rates,
+        }
+        choices |= {
+            "sync_every": 8,
+            "overlap_steps": 5,
+            "net": lambda seed: mlp(seed).append(nn.Identity()),
+        }
         here = Groups(inner="sgd", joined=WorkerGroups(2), **choices)
         (model,), (engine,), before = here.models, here.engines, here.landings
         model[0].requires_grad_(False)
@@ -484,7 +645,9 @@ def test_a_recut_lands_flights_keeps_momentum_and_rates_and_gives_frozen_paramet
         here.until(39)
         assert {landing.fragment for landing in here.landings} == set(range(len(engine.fragments)))
         (rate,) = {landing.outer_lr for landing in here.landings}
-        assert rate > max(landing.outer_lr for landing in before), "new fragments have that of the others"
+        assert rate > max(landing.outer_lr for landing in before), (
+            "new fragments have that of the others"
+        )
         engine.finish()
         return copied(model.state_dict())
 
@@ -527,7 +690,9 @@ def finetuning(distribution: str) -> Any:
         def freeze_before_training(self, module: Any) -> None:
             self.freeze(module.net[0])
 
-        def finetune_function(self, module: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        def finetune_function(
+            self, module: Any, epoch: int, optimizer: torch.optim.Optimizer
+        ) -> None:
             if epoch == 1:
                 self.unfreeze_and_add_param_group(module.net[0], optimizer, lr=0.01)
             if epoch == 2:
@@ -537,33 +702,51 @@ def finetuning(distribution: str) -> Any:
 
 
 def finetuned(
-    rank: int, world_size: int, groups: int, distribution: str, callbacks: list[Any], path: Path | None = None
+    rank: int,
+    world_size: int,
+    groups: int,
+    distribution: str,
+    callbacks: list[Any],
+    path: Path | None = None,
 ) -> Any:
     def make(distribution: str, seed: int) -> Any:
         model = traced(distribution, seed, net=partial(mlp, seed))
-        model.configure_optimizers = lambda: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        model.configure_optimizers = lambda: torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad]
+        )
         return model
 
     chosen: dict[str, Any] = {"trainer_choices": {"max_epochs": 3, "limit_train_batches": 6}}
     chosen |= {"groups": groups, "make": make, "sync_every": 4, "overlap_steps": 2}
-    return run_fit(rank, world_size, distribution, -1, [finetuning(distribution), *callbacks], path, **chosen)
+    return run_fit(
+        rank, world_size, distribution, -1, [finetuning(distribution), *callbacks], path, **chosen
+    )
 
 
 def test_a_finetuning_callback_cuts_the_model_anew_between_epochs_and_a_fit_resumes_to_the_same_bits(
     tmp_path: Path,
 ) -> None:
-    """From the end of epochs and from their middle; and with other groups, which train the layer too."""
+    """From the end of epochs and from their middle; and with other groups, which train the layer
+    too.
+    """
     other, steps = "pytorch_lightning", (6, 9)
     ranks = run_processes(finetuned, 4, 2, other, saving(other, tmp_path, every_n_train_steps=3))
     for fitted in ranks:
         assert {name.split(".")[1] for name in fitted["outer"]} == {"0", "2", "4"}
         assert unlike(fitted["model"], ranks[0]["model"]) == []
         starts = fitted["trace"]
-        assert torch.equal(starts[0]["net.0.weight"], starts[5]["net.0.weight"]), "frozen in the first epoch"
-        assert not torch.equal(starts[7]["net.0.weight"], starts[11]["net.0.weight"]), "trained in the second"
-    # The unfrozen layer is in DistributedDataParallel too: the ranks of a group hold the same local values.
+        assert torch.equal(starts[0]["net.0.weight"], starts[5]["net.0.weight"]), (
+            "frozen in the first epoch"
+        )
+        assert not torch.equal(starts[7]["net.0.weight"], starts[11]["net.0.weight"]), (
+            "trained in the second"
+        )
+    # The unfrozen layer is in DistributedDataParallel too: the ranks of a group hold the same local
+    # values.
     for step in range(18):
-        one, two = ({n: v for n, v in of["trace"][step].items() if n.startswith("net.")} for of in ranks[:2])
+        one, two = (
+            {n: v for n, v in of["trace"][step].items() if n.startswith("net.")} for of in ranks[:2]
+        )
         assert unlike(one, two) == []
 
     def resume(rank: int, world_size: int) -> list[Any]:
@@ -572,7 +755,9 @@ def test_a_finetuning_callback_cuts_the_model_anew_between_epochs_and_a_fit_resu
     for resumed, whole in zip(run_processes(resume, 4), ranks, strict=True):
         for step, one in zip(steps, resumed, strict=True):
             assert sorted(one["trace"]) == list(range(step, 18))
-            assert [at for at, values in one["trace"].items() if unlike(values, whole["trace"][at])] == []
+            assert [
+                at for at, values in one["trace"].items() if unlike(values, whole["trace"][at])
+            ] == []
             assert unlike(one["model"], whole["model"]) == []
     ranks = run_processes(finetuned, 3, 3, other, [], tmp_path / "step=9.ckpt")
     for fitted in ranks:
@@ -584,7 +769,9 @@ def test_a_finetuning_callback_cuts_the_model_anew_between_epochs_and_a_fit_resu
 def test_a_group_that_begins_an_epoch_without_data_cuts_the_model_anew_with_the_others() -> None:
     def fit(rank: int, world_size: int) -> Any:
         strategy = fits.strategy(worker_groups=2, **{**CHOICES, "sync_every": 6})
-        trainer = fits.trainer(strategy=strategy, devices=2, max_epochs=2, callbacks=[finetuning(LIGHTNING)])
+        trainer = fits.trainer(
+            strategy=strategy, devices=2, max_epochs=2, callbacks=[finetuning(LIGHTNING)]
+        )
         loader = fits.Stream((1, 0, 1), 10, 0) if rank else fits.Announced((0, 0, 1), 100)
         trainer.fit(fits.module(seed=rank), loader)
         return strategy.outer_state_dict(), strategy.report()["inner_steps"]

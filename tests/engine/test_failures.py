@@ -1,4 +1,6 @@
-"""Groups whose values are not finite, that do not answer in time, or that go away; and ranks that fail."""
+"""Groups whose values are not finite, that do not answer in time, or that go away; and ranks that
+fail.
+"""
 
 import multiprocessing
 import os
@@ -19,7 +21,13 @@ import torch.distributed as dist
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch import Tensor, nn
 
-from lightning_sdiloco import AgreementError, ExchangeError, Landing, StreamingDiLoCoStrategy, WorkerGroups
+from lightning_sdiloco import (
+    AgreementError,
+    ExchangeError,
+    Landing,
+    StreamingDiLoCoStrategy,
+    WorkerGroups,
+)
 from lightning_sdiloco.comm.exchange import DirectExchange, Unanswered
 from lightning_sdiloco.launch.failures import Failures
 from lightning_sdiloco.lightning_pytorch import _Launcher
@@ -49,11 +57,19 @@ def is_finite(run: Groups) -> bool:
     return all(bool(values.isfinite().all()) for values in run.seen().values())
 
 
-# Codes of four bits are finite whatever they encode, so the values themselves must tell whether a group counted.
+# Codes of four bits are finite whatever they encode, so the values themselves must tell whether a
+# group counted.
 @pytest.mark.parametrize("compression", ["fp32", "fp4"])
 def test_a_group_that_is_not_finite_is_left_out_by_all_and_recovers(compression: str) -> None:
     for mixing in (0.0, 0.5):
-        run = Groups(3, sync_every=6, overlap_steps=2, fragments=LAYERS, mixing=mixing, compression=compression)
+        run = Groups(
+            3,
+            sync_every=6,
+            overlap_steps=2,
+            fragments=LAYERS,
+            mixing=mixing,
+            compression=compression,
+        )
         run.until(5)
         landings = poisoned(run, 1) + run.until(8)
         assert [landing.left_out for landing in landings] == [(1,)]
@@ -72,7 +88,9 @@ def test_a_group_that_is_not_finite_is_left_out_by_all_and_recovers(compression:
     assert unlike(*(run.models[1].state_dict() for run in runs[2:])) == ["0.weight", "0.bias"]
 
 
-def test_a_group_that_stays_not_finite_ends_the_run_at_the_third_time_in_a_row_and_not_before_and_all_at_once() -> None:
+def test_a_group_that_stays_not_finite_ends_the_run_at_the_third_time_in_a_row_and_not_before_and_all_at_once() -> (
+    None
+):
     for resumed_after in ((), (5,), (4, 8)):
         run = Groups(**ONE)
         for step in range(1, 12):
@@ -82,10 +100,12 @@ def test_a_group_that_stays_not_finite_ends_the_run_at_the_third_time_in_a_row_a
             poisoned(run, 1)
     run = Groups(**ONE)
     run.until(3)
-    with pytest.raises(AgreementError, match=r"fragment 0, .* not finite in any worker group \(group 0, group 1\)"):
+    with pytest.raises(
+        AgreementError, match=r"fragment 0, .* not finite in any worker group \(group 0, group 1\)"
+    ):
         poisoned(run, 0, 1)
-    # What several fragments tell of is no error, and nor is twice with a recovery. In the second case they tell of each
-    # event twice: a fragment is launched just before the group recovers.
+    # What several fragments tell of is no error, and nor is twice with a recovery. In the second
+    # case they tell of each event twice: a fragment is launched just before the group recovers.
     every_layer = {"fragments": LAYERS, "compression": "fp32"}
     for every, overlap_steps, often, choices in (
         (4, 0, True, ONE),
@@ -101,15 +121,21 @@ def test_a_group_that_stays_not_finite_ends_the_run_at_the_third_time_in_a_row_a
     # Nor is an overflown norm.
     run = Groups(**ONE, compression="fp32", mixing=0.0)
     run.until(3)
-    (landing,) = run.step(then=lambda models: [parameter.fill_(1e38) for parameter in models[1].parameters()])
+    (landing,) = run.step(
+        then=lambda models: [parameter.fill_(1e38) for parameter in models[1].parameters()]
+    )
     assert landing.left_out == ()
-    assert min(float(values.abs().max()) for values in run.groups.outer_state_dict().values()) > 1e37
+    assert (
+        min(float(values.abs().max()) for values in run.groups.outer_state_dict().values()) > 1e37
+    )
 
 
 def with_buffers(groups: int, **choices: Any) -> Groups:
     def net(seed: int = 0) -> nn.Module:
         model = nn.Sequential(*mlp(), nn.BatchNorm1d(3))
-        model.register_buffer("mask", torch.tensor([float("-inf"), 0.0]))  # never changes, and is never finite
+        model.register_buffer(
+            "mask", torch.tensor([float("-inf"), 0.0])
+        )  # never changes, and is never finite
         return model
 
     return Groups(groups, "sgd", net, **{**ONE, "compression": "fp32", **choices})
@@ -143,10 +169,15 @@ def test_buffers_that_are_not_finite_reach_no_other_group_and_not_the_outer_mode
         run.until(12)
         run.groups.finish()
         assert all(model.mask.tolist() == [float("-inf"), 0.0] for model in run.models)
-        assert all(torch.equal(statistics(model), statistics(run.models[0])) for model in run.models)
-        (told,) = (record.message for record in caplog.records if "left out of the mean" in record.message)
+        assert all(
+            torch.equal(statistics(model), statistics(run.models[0])) for model in run.models
+        )
+        (told,) = (
+            record.message for record in caplog.records if "left out of the mean" in record.message
+        )
         assert "'7.running_var' of worker group 1." in told
-    # Where no group has a finite value the outer one stays; the means of an evaluation and of the end leave it out too.
+    # Where no group has a finite value the outer one stays; the means of an evaluation and of the
+    # end leave it out too.
     run = with_buffers(2)
     run.until(7)
     before = shown(run, 0)
@@ -160,15 +191,22 @@ def test_buffers_that_are_not_finite_reach_no_other_group_and_not_the_outer_mode
         expected = run.models[1][7].running_var.clone()
         if finishes:
             run.groups.finish()
-        found = run.models[0][7].running_var if finishes else shown(run, 1, run.groups.group_mean())[1]
+        found = (
+            run.models[0][7].running_var if finishes else shown(run, 1, run.groups.group_mean())[1]
+        )
         assert torch.equal(found, expected)
 
 
 def stopping(rank: int, world_size: int, groups: int, stalls: bool) -> None:
     """A training in which the ranks of the last group stop after a launch."""
-    # Only a flight has little time: on a busy machine everything else, DDP's gradients too, may take longer.
+    # Only a flight has little time: on a busy machine everything else, DDP's gradients too, may
+    # take longer.
     joined = WorkerGroups(groups, timeout=timedelta(seconds=30))
-    choices: dict[str, Any] = {"sync_every": 8, "overlap_steps": 3, "fragments": [["0.*"], ["[246].*"]]}
+    choices: dict[str, Any] = {
+        "sync_every": 8,
+        "overlap_steps": 3,
+        "fragments": [["0.*"], ["[246].*"]],
+    }
     here = Groups(inner="sgd", joined=joined, **choices, timeout=timedelta(seconds=1.5))
     for step in range(1, 40):
         if step == 9 and joined.group_index == groups - 1:
@@ -182,7 +220,11 @@ def test_a_group_that_does_not_answer_or_dies_ends_the_run_everywhere_and_is_nam
     errors = run_ranks(stopping, 4, 2, True, expect_failure=True)
     assert sorted(errors) == [0, 1, 2, 3]
     for rank in range(2):
-        for words in ("worker group 1 did not answer", "fragment 1, launched after inner step 12", "raise timeout"):
+        for words in (
+            "worker group 1 did not answer",
+            "fragment 1, launched after inner step 12",
+            "raise timeout",
+        ):
             assert words in message(errors[rank])
     errors = run_ranks(stopping, 3, 3, False, expect_failure=True)
     told = r"worker group (\d) went away \(rank \1: .* while fragment [01], launched after inner step (8|12), was in"
@@ -193,14 +235,18 @@ def test_a_group_that_does_not_answer_or_dies_ends_the_run_everywhere_and_is_nam
 
 
 class CountsWholeMilliseconds:
-    """Work that nobody completes. It waits as gloo does: for the whole milliseconds of the timeout."""
+    """Work that nobody completes. It waits as gloo does: for the whole milliseconds of the
+    timeout.
+    """
 
     def wait(self, timeout: timedelta) -> None:
         time.sleep(timeout // timedelta(milliseconds=1) / 1000)
         raise RuntimeError("Timed out waiting for recv operation to complete")
 
 
-def test_who_is_late_by_less_than_a_millisecond_is_not_gone_and_a_landing_waits_twice_as_long_as_a_flight() -> None:
+def test_who_is_late_by_less_than_a_millisecond_is_not_gone_and_a_landing_waits_twice_as_long_as_a_flight() -> (
+    None
+):
     def wait_in_vain(rank: int, world_size: int) -> tuple[list[str], float]:
         exchange, told = DirectExchange(dist.new_group(), dist.new_group()), []
         posted = exchange.post([torch.zeros(1, dtype=torch.uint8)] * 2)
@@ -222,7 +268,9 @@ def test_who_is_late_by_less_than_a_millisecond_is_not_gone_and_a_landing_waits_
     assert 1.2 <= waited < 9
 
 
-def test_a_process_that_does_not_end_after_ctrl_c_is_killed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_end_after_ctrl_c_is_killed_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     started = multiprocessing.Event()
 
     def stubborn() -> None:
@@ -258,9 +306,16 @@ def boom() -> None:
 
 
 def fitted(
-    ranks: int, failing: int, act: Any, distribution: str = LIGHTNING, place: str = "training_step", groups: int = 2
+    ranks: int,
+    failing: int,
+    act: Any,
+    distribution: str = LIGHTNING,
+    place: str = "training_step",
+    groups: int = 2,
 ) -> Any:
-    """By rank, the error with which a fit ends in which one rank does something, and what was said."""
+    """By rank, the error with which a fit ends in which one rank does something, and what was
+    said.
+    """
 
     def run(rank: int, world_size: int) -> tuple[str, str]:
         def hook(self: Any, *given: Any) -> Any:
@@ -268,13 +323,22 @@ def fitted(
                 act()
             return self.loss(given[0]) if given else self.trainer.strategy.barrier("here")
 
-        said, timeout = fits.said_by("lightning_sdiloco"), timedelta(seconds=TIMEOUT if act is pause else 20)
-        strategy = fits.strategy(distribution, worker_groups=groups, **{**ONE, "sync_every": 8}, timeout=timeout)
+        said, timeout = (
+            fits.said_by("lightning_sdiloco"),
+            timedelta(seconds=TIMEOUT if act is pause else 20),
+        )
+        strategy = fits.strategy(
+            distribution, worker_groups=groups, **{**ONE, "sync_every": 8}, timeout=timeout
+        )
         trainer = fits.trainer(distribution, strategy=strategy, devices=world_size, max_steps=40)
         with pytest.raises(BaseException) as caught:  # noqa: PT011
-            trainer.fit(fits.module(distribution, **{place: hook}), fits.batches(rank // (world_size // 2)))
+            trainer.fit(
+                fits.module(distribution, **{place: hook}), fits.batches(rank // (world_size // 2))
+            )
         error = caught.value
-        return "".join([*traceback.format_exception_only(error), str(error.__cause__)]), "\n".join(said)
+        return "".join([*traceback.format_exception_only(error), str(error.__cause__)]), "\n".join(
+            said
+        )
 
     return run_processes(run, ranks, timeout=40)
 
@@ -288,7 +352,11 @@ def test_an_exception_in_one_rank_ends_all_and_its_rank_is_named(
 ) -> None:
     found = fitted(ranks, failing, act, distribution)
     error, said = found.pop(failing)
-    ends, first = ("SystemExit: 1", "KeyboardInterrupt") if act is interrupt else ("boom", "ArithmeticError: boom")
+    ends, first = (
+        ("SystemExit: 1", "KeyboardInterrupt")
+        if act is interrupt
+        else ("boom", "ArithmeticError: boom")
+    )
     assert ends in error
     assert "failed first" not in said
     told = f"Rank {failing} (worker group {failing // (ranks // 2)}) failed first: {first}"
@@ -306,7 +374,9 @@ def test_a_rank_waits_for_those_of_its_group_and_for_all_others_for_the_timeout(
     assert "This rank, of worker group 0, waited for all others at ('here',)" in error
 
 
-def test_word_of_an_earlier_run_is_not_that_of_a_later_one_and_a_silent_store_keeps_nobody_from_ending() -> None:
+def test_word_of_an_earlier_run_is_not_that_of_a_later_one_and_a_silent_store_keeps_nobody_from_ending() -> (
+    None
+):
     silent: Any = SimpleNamespace(compare_set=lambda *args: time.sleep(60))
     store = torch.distributed.HashStore()
     earlier, later = ([Failures(store, rank, rank, 2) for rank in range(2)] for _ in range(2))

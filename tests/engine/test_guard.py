@@ -1,4 +1,6 @@
-"""The guard: who is left out of a mean for a norm that is unusual, what that is measured by, and what the log says."""
+"""The guard: who is left out of a mean for a norm that is unusual, what that is measured by, and
+what the log says.
+"""
 
 from functools import partial
 from typing import Any
@@ -17,7 +19,13 @@ from tests.engine.groups import MEAN, Groups, outer_state, through_a_file
 from tests.ranks import run_processes, run_ranks
 from tests.training import batch
 
-EXACT: dict[str, Any] = {"compression": "fp32", "sync_every": 1, "overlap_steps": 0, "fragments": [["*"]], **MEAN}
+EXACT: dict[str, Any] = {
+    "compression": "fp32",
+    "sync_every": 1,
+    "overlap_steps": 0,
+    "fragments": [["*"]],
+    **MEAN,
+}
 
 
 class Heads(nn.Module):
@@ -107,7 +115,9 @@ def test_norms_survive_a_recut_and_a_choice_but_not_a_layer_that_was_never_train
     run_ranks(run, 2)
 
 
-def restarted(states: list[Any], groups: int, **choices: Any) -> tuple[SimulatedGroups, list[nn.Sequential]]:
+def restarted(
+    states: list[Any], groups: int, **choices: Any
+) -> tuple[SimulatedGroups, list[nn.Sequential]]:
     """New groups that go on from the outer parameters of others."""
     models = [two_layers() for _ in range(groups)]
     made = SimulatedGroups(models, **{**EXACT, **choices})
@@ -132,11 +142,15 @@ def test_norms_survive_a_restart_with_as_many_groups_and_the_flights_that_land_a
     ):
         after, new_models = restarted(states, number, fragments=fragments, sync_every=2)
         lengths = [1.0, 30.0, *[1.0] * (number - 2)]
-        (landing,) = pushed(after, new_models, *lengths) + pushed(after, new_models, *[0.0] * number)
+        (landing,) = pushed(after, new_models, *lengths) + pushed(
+            after, new_models, *[0.0] * number
+        )
         assert (landing.fragment, landing.outlying) == (0, outlying)
 
 
-def test_the_log_says_once_for_each_event_which_group_is_left_out_and_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_once_for_each_event_which_group_is_left_out_and_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     models = [two_layers() for _ in range(3)]
     choices = {**EXACT, "sync_every": 2, "fragments": [["0.*"], ["1.*"]]}
     groups = SimulatedGroups(models, outer_optimizer=OuterOptimizer(outlier_guard=5.0), **choices)
@@ -176,7 +190,14 @@ def test_a_trainer_says_on_one_rank_which_group_is_left_out() -> None:
     def run(rank: int, world_size: int) -> list[str]:
         said = fits.said_by("lightning_sdiloco")
         make = partial(spoiling, 5, 1)
-        fits.fit(rank, world_size, 2, 20, {"sync_every": 4, "overlap_steps": 2}, make=lambda d, i, seed: make(d))
+        fits.fit(
+            rank,
+            world_size,
+            2,
+            20,
+            {"sync_every": 4, "overlap_steps": 2},
+            make=lambda d, i, seed: make(d),
+        )
         return [text for text in said if "leaves that group out" in text]
 
     said, *others = run_processes(run, 2)
@@ -203,10 +224,15 @@ def spoil(models: list[Any], moved: float) -> None:
         parameter += moved
 
 
-# The name of what is kept beside the memory, and in which groups a round changes it if the second does not count: the
-# residual is what the second shot lost of the mean, which is that of the others.
+# The name of what is kept beside the memory, and in which groups a round changes it if the second
+# does not count: the residual is what the second shot lost of the mean, which is that of the
+# others.
 KEPT: list[tuple[str, list[bool], dict[str, Any]]] = [
-    ("tuning", [True, False, True, True], {"compression": ErrorFeedback(Threshold(1 / 16, Int2(), every=1))}),
+    (
+        "tuning",
+        [True, False, True, True],
+        {"compression": ErrorFeedback(Threshold(1 / 16, Int2(), every=1))},
+    ),
     ("residual", [True, True, True, True], {"compression": "fp4+memory", "exchange": "two_shot"}),
 ]
 
@@ -229,7 +255,9 @@ def test_a_group_that_does_not_count_keeps_its_error_feedback(
 @pytest.mark.parametrize(
     ("name", "choices"), [(name, choices) for name, _, choices in KEPT], ids=["tuning", "residual"]
 )
-def test_where_no_group_counts_all_keep_their_error_feedback(name: str, choices: dict[str, Any]) -> None:
+def test_where_no_group_counts_all_keep_their_error_feedback(
+    name: str, choices: dict[str, Any]
+) -> None:
     run = Groups(4, "sgd", sync_every=2, overlap_steps=0, mixing=0.5, fragments=[["*"]], **choices)
     run.until(10)
     before = {kind: kept(run, kind) for kind in ("memory", name)}

@@ -26,7 +26,13 @@ from tests.ranks import run_ranks
 from tests.training import mlp
 
 EQUALISED = OuterOptimizer(direction="equalised")
-CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "mixing": 0.5, "outer_lr": 0.8, "outer_momentum": 0.6}
+CHOICES: dict[str, Any] = {
+    "sync_every": 4,
+    "overlap_steps": 2,
+    "mixing": 0.5,
+    "outer_lr": 0.8,
+    "outer_momentum": 0.6,
+}
 
 
 def test_the_engine_follows_loops_that_decompose() -> None:
@@ -37,7 +43,9 @@ def test_the_engine_follows_loops_that_decompose() -> None:
 
     start = copied(mlp().named_parameters())
     loops = by_loops("adamw", 2, 18, grouped(2), **CHOICES, direction=direction)
-    groups = Groups(2, compression="fp32", fragments=grouped(2), outer_optimizer=EQUALISED, **CHOICES)
+    groups = Groups(
+        2, compression="fp32", fragments=grouped(2), outer_optimizer=EQUALISED, **CHOICES
+    )
     for _ in loops.outers:
         groups.step()
     engine = groups.engines[0]
@@ -68,7 +76,10 @@ class Parts(nn.Module):
 
 
 def test_which_parameters_are_matrices() -> None:
-    stacks = {name: tuple(stack) for name, stack in stacks_of(Parts(), {"*.in_proj_weight": 3, "body.1.*": 0}).items()}
+    stacks = {
+        name: tuple(stack)
+        for name, stack in stacks_of(Parts(), {"*.in_proj_weight": 3, "body.1.*": 0}).items()
+    }
     assert stacks == {
         "embedding.weight": (1, 11, 6),
         "body.0.weight": (1, 8, 6),
@@ -92,7 +103,15 @@ def test_a_tensor_of_many_modules_is_found_at_once() -> None:
     assert len(stacks_of(model, {})) == 1000
 
 
-SHAPES = {"a": (9, 4), "b": (5,), "c": (3, 7), "d": (2, 6, 5), "e": (13, 13), "f": (2, 2), "g": (30, 4)}
+SHAPES = {
+    "a": (9, 4),
+    "b": (5,),
+    "c": (3, 7),
+    "d": (2, 6, 5),
+    "e": (13, 13),
+    "f": (2, 2),
+    "g": (30, 4),
+}
 
 
 class Named(nn.Module):
@@ -108,11 +127,17 @@ def by_rows(model: Named) -> None:
 
 
 def by_columns_and_rows(model: Named) -> None:
-    """Tensor parallelism along the last dimension of some parameters, and FSDP2 along the first of all."""
+    """Tensor parallelism along the last dimension of some parameters, and FSDP2 along the first of
+    all.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     for name in ("a", "d", "e"):
         values = getattr(model, name).detach()
-        setattr(model, name, nn.Parameter(distribute_tensor(values, mesh["tensor"], [Shard(values.ndim - 1)])))
+        setattr(
+            model,
+            name,
+            nn.Parameter(distribute_tensor(values, mesh["tensor"], [Shard(values.ndim - 1)])),
+        )
     fully_shard(model, mesh=mesh["data"])
 
 
@@ -121,7 +146,9 @@ def whole(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("divide", [whole, by_rows, by_columns_and_rows])
-def test_the_bits_do_not_depend_on_how_matrices_are_held_and_dealt(divide: Callable[[Named], None]) -> None:
+def test_the_bits_do_not_depend_on_how_matrices_are_held_and_dealt(
+    divide: Callable[[Named], None],
+) -> None:
     """Ranks hold unequal parts, some of them nothing of a parameter."""
 
     def check(rank: int, world_size: int) -> None:
@@ -134,7 +161,9 @@ def test_the_bits_do_not_depend_on_how_matrices_are_held_and_dealt(divide: Calla
         topology = WorkerGroups(1).topology
         stacks = stacks_of(model, {})
         parameters = dict(model.named_parameters())
-        fragment = Fragment(tuple(SHAPES), (4,) * len(SHAPES), tuple(stacks.get(name) for name in SHAPES))
+        fragment = Fragment(
+            tuple(SHAPES), (4,) * len(SHAPES), tuple(stacks.get(name) for name in SHAPES)
+        )
         (layout,) = layouts_of([fragment], parameters, topology)
         matrices = Matrices(fragment, layout, EQUALISED.map, topology)
         owners = {place.owner for places in matrices._dealt for place in places}
@@ -165,23 +194,43 @@ def rank_dependent(name: str, matrices: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("outer", "told"),
     [
-        ({"direction": halved}, r"returned values of shape \(1, \d+, \d+\) and torch.float32 for float32 matrices"),
-        ({"direction": "equalised", "matrices": {"nothing.*": 2}}, "'nothing.*', which names no trainable parameter"),
-        ({"direction": "equalised", "matrices": {"0.weight": 3}}, "does not suit the parameter '0.weight'"),
-        ({"direction": "equalised", "matrices": {"0.weight": -1}}, "is not possible: it must map patterns"),
+        (
+            {"direction": halved},
+            r"returned values of shape \(1, \d+, \d+\) and torch.float32 for float32 matrices",
+        ),
+        (
+            {"direction": "equalised", "matrices": {"nothing.*": 2}},
+            "'nothing.*', which names no trainable parameter",
+        ),
+        (
+            {"direction": "equalised", "matrices": {"0.weight": 3}},
+            "does not suit the parameter '0.weight'",
+        ),
+        (
+            {"direction": "equalised", "matrices": {"0.weight": -1}},
+            "is not possible: it must map patterns",
+        ),
         ({"direction": "equalised", "matrices": 3}, "is of type int"),
-        ({"direction": "elementwise", "matrices": {"0.weight": 1}}, "which knows none. Leave one of them out"),
+        (
+            {"direction": "elementwise", "matrices": {"0.weight": 1}},
+            "which knows none. Leave one of them out",
+        ),
         ({"direction": "polar"}, "direction='polar' is out of range"),
     ],
 )
 def test_what_is_no_direction_is_refused(outer: dict[str, Any], told: str) -> None:
-    assert re.search(told, refusal(lambda: StreamingDiLoCo(mlp(), outer_optimizer=OuterOptimizer(**outer))))
+    assert re.search(
+        told, refusal(lambda: StreamingDiLoCo(mlp(), outer_optimizer=OuterOptimizer(**outer)))
+    )
 
 
 def test_routes_and_ranks_that_disagree_are_refused() -> None:
     def check(rank: int, world_size: int) -> None:
         told = refusal(
-            StreamingDiLoCo, mlp(), worker_groups=2, outer_optimizer=OuterOptimizer(direction=rank_dependent)
+            StreamingDiLoCo,
+            mlp(),
+            worker_groups=2,
+            outer_optimizer=OuterOptimizer(direction=rank_dependent),
         )
         assert "the direction of" in told
         assert "differ between ranks" in told
@@ -194,7 +243,11 @@ def test_routes_and_ranks_that_disagree_are_refused() -> None:
 def test_a_run_goes_on_with_the_direction_that_it_began_with() -> None:
     saved = Settings(outer_optimizer=EQUALISED).chosen_for(2).fixed_by_a_checkpoint()
     assert Settings().taken_from(saved).outer.direction == "equalised"
-    earlier = Settings(outer_optimizer=OuterOptimizer(direction="elementwise")).chosen_for(2).fixed_by_a_checkpoint()
+    earlier = (
+        Settings(outer_optimizer=OuterOptimizer(direction="elementwise"))
+        .chosen_for(2)
+        .fixed_by_a_checkpoint()
+    )
     del earlier["outer_optimizer.direction"]
     taken = Settings().taken_from(earlier)
     assert taken.outer.direction == "elementwise", "it was saved before there were directions"
@@ -207,7 +260,9 @@ def test_a_run_goes_on_with_the_direction_that_it_began_with() -> None:
 def test_where_matrices_are_mapped_by_default(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not with LoRA, and not in models that are large for their device, unless somebody asks for it."""
+    """Not with LoRA, and not in models that are large for their device, unless somebody asks for
+    it.
+    """
 
     def told() -> list[str]:
         messages = [record.getMessage() for record in caplog.records]

@@ -1,4 +1,6 @@
-"""Models of any kind: how their values are sharded, against what torch does; wrapped ones are unwrapped or refused."""
+"""Models of any kind: how their values are sharded, against what torch does; wrapped ones are
+unwrapped or refused.
+"""
 
 import itertools
 import re
@@ -32,7 +34,9 @@ PLACEMENTS = list(itertools.product([Replicate(), Shard(0), Shard(1)], repeat=2)
 
 
 def test_shards_are_those_of_torch_and_hold_every_value_once() -> None:
-    """Of DTensors in all ways, and of FSDP on top of tensor parallelism; other ways are refused on all ranks."""
+    """Of DTensors in all ways, and of FSDP on top of tensor parallelism; other ways are refused on
+    all ranks.
+    """
 
     def check(rank: int, world_size: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
@@ -91,9 +95,14 @@ def test_a_launch_looks_at_every_parameter_once() -> None:
 
 
 def test_outer_state_survives_being_sharded_and_joined() -> None:
-    specs = {"a": divided([5, 2], [[[(0, 3)], [(0, 2)]], [[(3, 5)], [(0, 2)]]]), "b": divided([3], [[[(0, 3)]]] * 2)}
+    specs = {
+        "a": divided([5, 2], [[[(0, 3)], [(0, 2)]], [[(3, 5)], [(0, 2)]]]),
+        "b": divided([3], [[[(0, 3)]]] * 2),
+    }
     parameters = {
-        name: OuterParameter(torch.randn(size), {"momentum_buffer": torch.randn(size), "step": torch.tensor(4.0)}, 7)
+        name: OuterParameter(
+            torch.randn(size), {"momentum_buffer": torch.randn(size), "step": torch.tensor(4.0)}, 7
+        )
         for name, size in (("a", 10), ("b", 3))
     }
     layouts = [ShardedLayout(["a", "b"], [], list(specs.values()), rank) for rank in range(2)]
@@ -101,7 +110,9 @@ def test_outer_state_survives_being_sharded_and_joined() -> None:
     assert [shard.values.numel() for shard in shards] == [8, 5]
     for name, parameter in to_parameters(layouts[0].state_dict(), shards).items():
         assert torch.equal(parameter.values, parameters[name].values)
-        assert torch.equal(parameter.state["momentum_buffer"], parameters[name].state["momentum_buffer"])
+        assert torch.equal(
+            parameter.state["momentum_buffer"], parameters[name].state["momentum_buffer"]
+        )
         assert (parameter.rounds, float(parameter.state["step"])) == (7, 4.0)
 
 
@@ -116,13 +127,18 @@ def test_gradients_that_are_averaged_over_all_groups_are_refused_on_every_rank()
     """A wrapper over the ranks of the group is taken off, and one over fewer is refused."""
 
     def construct(rank: int, world_size: int) -> None:
-        groups, part = WorkerGroups(2), nn.Sequential(DistributedDataParallel(mlp()), nn.Linear(3, 3))
+        groups, part = (
+            WorkerGroups(2),
+            nn.Sequential(DistributedDataParallel(mlp()), nn.Linear(3, 3)),
+        )
         own, whole = "2 and 3" if rank > 1 else "0 and 1", DistributedDataParallel(mlp())
         told = refusal(StreamingDiLoCo, whole, worker_groups=2)
         assert f"over ranks 0, 1, 2 and 3, but this rank's worker group is ranks {own}" in told
         assert "process_group=WorkerGroups(2).process_group" in told
         assert refusal(StreamingDiLoCo, torch.compile(whole), worker_groups=2) == told
-        assert refusal(StreamingDiLoCo, part, worker_groups=2).startswith("The module '0' of the model")
+        assert refusal(StreamingDiLoCo, part, worker_groups=2).startswith(
+            "The module '0' of the model"
+        )
         assert groups.topology.ranks == range(2 * groups.group_index, 2 * groups.group_index + 2)
         model = DistributedDataParallel(mlp(rank), process_group=groups.process_group)
         told = f"over ranks {own}, but this rank's worker group is ranks 0, 1,"
@@ -131,7 +147,10 @@ def test_gradients_that_are_averaged_over_all_groups_are_refused_on_every_rank()
         assert engine.topology.ranks == groups.topology.ranks
         ddp = partial(DistributedDataParallel, process_group=groups.process_group)
         wrapped = torch.compile(mlp()), ddp(torch.compile(mlp())), torch.compile(ddp(mlp()))
-        names = [names_of(one) for one in (engine, *(StreamingDiLoCo(own, worker_groups=groups) for own in wrapped))]
+        names = [
+            names_of(one)
+            for one in (engine, *(StreamingDiLoCo(own, worker_groups=groups) for own in wrapped))
+        ]
         assert names == [NAMES] * 4
 
     run_ranks(construct, 4)
@@ -144,7 +163,9 @@ def test_what_fabric_wraps_has_the_names_that_the_user_gave() -> None:
     assert names_of(StreamingDiLoCo(plain)) == names_of(StreamingDiLoCo(compiled)) == NAMES
     model = nn.Module()
     model.module = mlp()
-    assert names_of(StreamingDiLoCo(model)) == [f"module.{name}" for name in NAMES], "it is the user's name"
+    assert names_of(StreamingDiLoCo(model)) == [f"module.{name}" for name in NAMES], (
+        "it is the user's name"
+    )
 
 
 def test_parameters_that_are_sharded_over_all_groups_or_lie_flat_are_refused() -> None:
@@ -153,6 +174,8 @@ def test_parameters_that_are_sharded_over_all_groups_or_lie_flat_are_refused() -
         told = f"'0.weight' is sharded over ranks of several .* a mesh of rank {rank}"
         assert re.search(told, refusal(StreamingDiLoCo, sharded, worker_groups=2))
         flat = FullyShardedDataParallel(mlp(), device_id=torch.device("cpu"))
-        assert re.search("FullyShardedDataParallel.*fully_shard", refusal(StreamingDiLoCo, flat, worker_groups=1))
+        assert re.search(
+            "FullyShardedDataParallel.*fully_shard", refusal(StreamingDiLoCo, flat, worker_groups=1)
+        )
 
     run_ranks(construct, 2)

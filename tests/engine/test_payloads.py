@@ -1,4 +1,6 @@
-"""What crosses between groups: codes and lengths of a sender's own, by our count and that of the interface."""
+"""What crosses between groups: codes and lengths of a sender's own, by our count and that of the
+interface.
+"""
 
 import math
 from typing import Any
@@ -11,7 +13,15 @@ from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.algorithm.reduce import all_reduce_for
 from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES, Count
 from lightning_sdiloco.comm.exchange import _carried, _packed, _unpacked
-from lightning_sdiloco.compression import COMPRESSIONS, ByLink, Compression, ErrorFeedback, Int2, Int8, resolve
+from lightning_sdiloco.compression import (
+    COMPRESSIONS,
+    ByLink,
+    Compression,
+    ErrorFeedback,
+    Int2,
+    Int8,
+    resolve,
+)
 from lightning_sdiloco.compression.casts import Float32
 from lightning_sdiloco.compression.sparse import RandomK, Threshold, TopK
 from lightning_sdiloco.engine import flight
@@ -27,11 +37,16 @@ from tests.training import mlp
 
 def mean_of(gradients: list[Tensor], factors: dict[int, float], codes: list[Any]) -> Tensor:
     reductions = [all_reduce_for("gather", len(gradients), code, 0.0) for code in codes]
-    payloads = [way.encode(gradient, None).payloads[0] for way, gradient in zip(reductions, gradients, strict=True)]
+    payloads = [
+        way.encode(gradient, None).payloads[0]
+        for way, gradient in zip(reductions, gradients, strict=True)
+    ]
     return reductions[0].mean(payloads, Count(factors), like=gradients[0])
 
 
-def test_the_first_code_that_arrives_in_time_is_chosen_and_the_mean_is_that_of_plain_loops() -> None:
+def test_the_first_code_that_arrives_in_time_is_chosen_and_the_mean_is_that_of_plain_loops() -> (
+    None
+):
     by_overlap, by_seconds = resolve(ByLink(MENU)), resolve(ByLink(MENU, within=2.0))
     sizes = [8 + resolve(name).wire_bytes(9000) for name in MENU]
     for number, size in enumerate(sizes):
@@ -39,7 +54,8 @@ def test_the_first_code_that_arrives_in_time_is_chosen_and_the_mean_is_that_of_p
         assert by_overlap.choice(9000, size / 4 * 0.99, 4.0) == min(number + 1, 2)
         assert by_seconds.choice(9000, size / 2, 0.0) == number
     assert by_overlap.choice(9000, 0.0, 4.0) == by_overlap.choice(9000, 1.0, float("nan")) == 0
-    # What receivers tell is the rate of the sender's own link: all share it, and one has a slow one itself.
+    # What receivers tell is the rate of the sender's own link: all share it, and one has a slow one
+    # itself.
     assert _unpacked(_packed(123_456_789_012, 5.0)) == (123_456_789_012, 1000.0)
     assert _unpacked(_packed(7, 0.0)) == (7, 0.0)
     assert _carried([0.0, 4e6, 4e6, 4e6]) == _carried([0.0, 6e6, 6e6, 1e3]) == 4e6
@@ -50,13 +66,21 @@ def test_the_first_code_that_arrives_in_time_is_chosen_and_the_mean_is_that_of_p
         code, decoded = resolve(name), torch.empty(9001)
         code.decode(code.encode(row), decoded)
         total += decoded * factors[group]
-        payload = all_reduce_for("gather", 3, by_overlap.chosen(group), 0.0).encode(row, None).payloads[0]
+        payload = (
+            all_reduce_for("gather", 3, by_overlap.chosen(group), 0.0).encode(row, None).payloads[0]
+        )
         assert len(payload) == 8 + code.wire_bytes(9001)
-    assert torch.equal(mean_of(rows, factors, [by_overlap.chosen(group) for group in range(3)]), total / 3)
+    assert torch.equal(
+        mean_of(rows, factors, [by_overlap.chosen(group) for group in range(3)]), total / 3
+    )
 
 
 def test_what_was_not_sent_waits_whatever_is_sent_in_next() -> None:
-    codes: list[Compression] = [Int8(), ErrorFeedback(Int2()), ErrorFeedback(TopK(1 / 16, Float32()))]
+    codes: list[Compression] = [
+        Int8(),
+        ErrorFeedback(Int2()),
+        ErrorFeedback(TopK(1 / 16, Float32())),
+    ]
     by_link = resolve(ByLink(codes))
     for mixing in (0.0, 0.5):
         outer, local, sent, moved = (torch.zeros(5000, dtype=torch.float32) for _ in range(4))
@@ -64,7 +88,9 @@ def test_what_was_not_sent_waits_whatever_is_sent_in_next() -> None:
         for choice in (2, 0, 1, 1, 0, 2, 0, 0):
             move = torch.randn(5000, generator=generator)
             local, moved = local - move, moved + move
-            encoded = all_reduce_for("gather", 1, by_link.chosen(choice), mixing).encode(outer - local, memory)
+            encoded = all_reduce_for("gather", 1, by_link.chosen(choice), mixing).encode(
+                outer - local, memory
+            )
             decoded, memory = torch.empty(5000), encoded.memory
             codes[choice].decode(encoded.payloads[0][8:], decoded)
             sent, outer = sent + decoded, outer - decoded
@@ -72,11 +98,18 @@ def test_what_was_not_sent_waits_whatever_is_sent_in_next() -> None:
             assert memory is not None
             torch.testing.assert_close(sent + (outer - local) + memory, moved, atol=2e-5, rtol=0)
         # Who never sends in a code with a memory has none.
-        assert all_reduce_for("gather", 1, by_link.chosen(0), mixing).encode(local, None).memory is None
+        assert (
+            all_reduce_for("gather", 1, by_link.chosen(0), mixing).encode(local, None).memory
+            is None
+        )
 
 
 def test_each_site_sends_in_its_own_code_through_the_hub() -> None:
-    choices: dict[str, Any] = {"sync_every": 8, "overlap_steps": 2, "compression": ByLink(MENU, within=3.0)}
+    choices: dict[str, Any] = {
+        "sync_every": 8,
+        "overlap_steps": 2,
+        "compression": ByLink(MENU, within=3.0),
+    }
     sites = founded(3, **choices)
     with_links([site.engine for site in sites], LINKS)
     train(sites, 21)
@@ -86,7 +119,9 @@ def test_each_site_sends_in_its_own_code_through_the_hub() -> None:
     assert equal(sites[0].outer(), [own["outer"] for own in outer_state(run.engines[0])])
     numel = sum(parameter.numel() for parameter in mlp()[0].parameters())
     record = next(record for record in sites[0].hub.records() if record.fragment == 0)
-    assert [own.payloads[0].size for own in record.counted] == [8 + resolve(name).wire_bytes(numel) for name in MENU]
+    assert [own.payloads[0].size for own in record.counted] == [
+        8 + resolve(name).wire_bytes(numel) for name in MENU
+    ]
 
 
 def test_the_mean_over_senders_is_that_of_plain_loops() -> None:
@@ -96,7 +131,9 @@ def test_the_mean_over_senders_is_that_of_plain_loops() -> None:
         # Small whole numbers, of which every sum is exact, and of a group no two of one magnitude.
         rows = [torch.randperm(numel, generator=generator) + 1.0 for _ in range(groups)]
         rows = [row * (torch.randint(0, 2, (numel,), generator=generator) * 2 - 1) for row in rows]
-        factors = {group: 0.25 * 2 ** (seed + group) % 5 for group in range(groups) if (seed + group) % 4}
+        factors = {
+            group: 0.25 * 2 ** (seed + group) % 5 for group in range(groups) if (seed + group) % 4
+        }
         kept = -(-quarters * numel // 4)
         kept, expected = min(kept + kept % 2, numel), []
         for place in range(numel):
@@ -110,14 +147,19 @@ def test_the_mean_over_senders_is_that_of_plain_loops() -> None:
     # Where all send all, both means have the same bits.
     rows, factors = list(torch.randn(3, 5001)), {0: 0.7, 1: 1.1, 2: 1.2}
     for wrap in (lambda one: one, lambda one: RandomK(4, one)):
-        means = [mean_of(rows, factors, [wrap(TopK(1.0, Float32(), over=o))] * 3) for o in ("groups", "senders")]
+        means = [
+            mean_of(rows, factors, [wrap(TopK(1.0, Float32(), over=o))] * 3)
+            for o in ("groups", "senders")
+        ]
         assert torch.equal(*means)
 
 
 def test_bytes_fall_while_groups_move_little_and_those_told_are_those_sent() -> None:
     kept = Threshold(1 / 8, Float32(), every=4)
     models = [nn.Linear(100, 90, bias=False) for _ in range(2)]
-    run = SimulatedGroups(models, sync_every=1, overlap_steps=0, fragments=[["*"]], compression=kept, outer_lr=0.0)
+    run = SimulatedGroups(
+        models, sync_every=1, overlap_steps=0, fragments=[["*"]], compression=kept, outer_lr=0.0
+    )
     moves = torch.randn(90, 100, generator=torch.Generator().manual_seed(0))
     told, expected, tuning = [], [], None
     for scale in (1.0, 1.0, 0.5, 0.1, 0.1):
@@ -147,7 +189,9 @@ def net(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(5, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
 
 
-def test_every_rank_sends_its_share_of_the_fragments_and_holds_its_share_of_the_outer_state() -> None:
+def test_every_rank_sends_its_share_of_the_fragments_and_holds_its_share_of_the_outer_state() -> (
+    None
+):
     def run(rank: int, world_size: int) -> dict[str, Any]:
         shards, wrong = world_size // 2, dict[str, Any]()
         for name, codec in COMPRESSIONS.items():
@@ -162,8 +206,13 @@ def test_every_rank_sends_its_share_of_the_fragments_and_holds_its_share_of_the_
             # Either fragment launches twice: after steps 6 and 12, and after 9 and 15.
             sizes = [CONTROL_BYTES + codec.wire_bytes(-(-numel // shards)) for numel in NUMELS]
             held = [[part.numel() for part in (of["outer"], *of["state"].values())] for of in own]
-            sent, all_held = engine.report()["bytes_sent"], [sum(copies) for copies in zip(*held, strict=True)]
-            if sent != 2 * sum(sizes) or any(abs(numel - sum(NUMELS) / shards) > 2 for numel in all_held):
+            sent, all_held = (
+                engine.report()["bytes_sent"],
+                [sum(copies) for copies in zip(*held, strict=True)],
+            )
+            if sent != 2 * sum(sizes) or any(
+                abs(numel - sum(NUMELS) / shards) > 2 for numel in all_held
+            ):
                 wrong[name] = sent, sizes, held
             engine.close()
         return wrong
@@ -172,14 +221,20 @@ def test_every_rank_sends_its_share_of_the_fragments_and_holds_its_share_of_the_
     assert run_ranks(run, 4) == [{}] * 4
 
 
-def measured(rank: int, world_size: int, sites: list[str], choices: dict[str, Any]) -> dict[str, Any]:
-    """Fits in the site of this rank's group, and notes the counter of its interface at every step."""
+def measured(
+    rank: int, world_size: int, sites: list[str], choices: dict[str, Any]
+) -> dict[str, Any]:
+    """Fits in the site of this rank's group, and notes the counter of its interface at every
+    step.
+    """
     enter(sites[2 * rank // world_size])
     counters: list[tuple[int, int]] = []
 
     def counting(distribution: str, inner: str, seed: int) -> Any:
         acts = {
-            "on_train_start": lambda self: self.trainer.strategy.barrier(),  # no byte of the start is on its way then
+            "on_train_start": lambda self: (
+                self.trainer.strategy.barrier()
+            ),  # no byte of the start is on its way then
             "on_train_batch_end": lambda self, *args: counters.append(bytes_on_the_wire()),
         }
         return fits.module(distribution, inner, seed, net(seed), **acts)
@@ -194,7 +249,12 @@ def test_the_counter_of_the_interface_agrees_and_no_byte_crosses_between_launche
     world_size: int, compression: str
 ) -> None:
     """With two ranks in a group not even those of DistributedDataParallel."""
-    choices = {**CHOICES, "compression": compression, "overlap_steps": 0, "fragments": [["*.1.*"], ["*.0.*", "*.2.*"]]}
+    choices = {
+        **CHOICES,
+        "compression": compression,
+        "overlap_steps": 0,
+        "fragments": [["*.1.*"], ["*.0.*", "*.2.*"]],
+    }
     # What TCP sends twice is on the counter and is none of ours: such a measurement is made again.
     for _ in range(5):
         with two_sites() as sites:
@@ -202,28 +262,42 @@ def test_the_counter_of_the_interface_agrees_and_no_byte_crosses_between_launche
         if not any(trained["retransmitted"] for trained in ranks):
             break
     else:
-        pytest.skip("TCP retransmitted in five measurements out of five: the machine is too busy to weigh bytes")
+        pytest.skip(
+            "TCP retransmitted in five measurements out of five: the machine is too busy to"
+            " weigh bytes"
+        )
     ours = sum(trained["report"]["bytes_sent"] for trained in ranks[: world_size // 2])
     counters = ranks[0]["counters"]
     # From the end of the first step, when nothing has been launched, to that of the last.
     assert counters[-1][1] - counters[0][1] == pytest.approx(ours, rel=0.02)
     assert counters[-1][0] - counters[0][0] == pytest.approx(ours, rel=0.02)
     sent = [counter[1] for counter in counters]
-    per_step = {step: after - before for step, (before, after) in enumerate(zip(sent, sent[1:], strict=False), start=2)}
-    # No payload are a header with options of TCP, and where the groups' data ended, which follows the last batch. With
-    # the last step comes the last mean.
-    assert {step for step, count in per_step.items() if count > 1_000} == {6, 9, 12, 15, STEPS}, per_step
+    per_step = {
+        step: after - before
+        for step, (before, after) in enumerate(zip(sent, sent[1:], strict=False), start=2)
+    }
+    # No payload are a header with options of TCP, and where the groups' data ended, which follows
+    # the last batch. With the last step comes the last mean.
+    assert {step for step, count in per_step.items() if count > 1_000} == {6, 9, 12, 15, STEPS}, (
+        per_step
+    )
 
 
-def test_buffers_that_follow_the_payload_do_not_hide_how_fast_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    def on_link(posted: float, began: float, launched: float, ended: float, encoding: float) -> float:
+def test_buffers_that_follow_the_payload_do_not_hide_how_fast_it_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def on_link(
+        posted: float, began: float, launched: float, ended: float, encoding: float
+    ) -> float:
         # What follows is posted by whom it waits for, and mostly there when the wait begins.
         return math.nan if posted == launched else 2.0
 
     monkeypatch.setattr(flight, "on_link", on_link)
     rates = []
     for net in (mlp, with_statistics):
-        run = Groups(net=net, inner="sgd", sync_every=4, overlap_steps=1, fragments=1, compression="fp32")
+        run = Groups(
+            net=net, inner="sgd", sync_every=4, overlap_steps=1, fragments=1, compression="fp32"
+        )
         (landing,) = run.until(5)
         numel = sum(parameter.numel() for parameter in run.models[0].parameters())
         rates.append(landing.link_gbit_s * 1e9 / 8 * 2.0 - 4 * numel)

@@ -1,4 +1,6 @@
-"""Loops that somebody else wrote around the engine: what they forget is said, and what they add goes on working."""
+"""Loops that somebody else wrote around the engine: what they forget is said, and what they add
+goes on working.
+"""
 
 import os
 from typing import Any
@@ -49,20 +51,32 @@ def test_collectives_over_all_ranks_in_every_step_are_said_once() -> None:
         return [text for text in said if "in a row" in text]
 
     # How often, whether in the group, how many groups, and how often it is said.
-    for every, group, groups, times in ((1, False, 2, 1), (1, True, 2, 0), (3, False, 2, 0), (1, False, 1, 0)):
+    for every, group, groups, times in (
+        (1, False, 2, 1),
+        (1, True, 2, 0),
+        (3, False, 2, 0),
+        (1, False, 1, 0),
+    ):
         said, others = run_ranks(run, 2, every, group, groups)
         assert (len(said), others) == (times, []), (every, group, groups)
-        assert all("in 3 inner steps in a row" in text and "WorkerGroups(...).process_group" in text for text in said)
+        assert all(
+            "in 3 inner steps in a row" in text and "WorkerGroups(...).process_group" in text
+            for text in said
+        )
 
 
 def test_an_average_over_time_outside_of_the_model_follows_the_outer_one() -> None:
-    """As the docs advise it for an EMA that no module holds; one of local values differs between groups."""
+    """As the docs advise it for an EMA that no module holds; one of local values differs between
+    groups.
+    """
 
     def run(rank: int, world_size: int) -> None:
         model = mlp()
         optimizer = inner_optimizer("sgd", model)
         engine = StreamingDiLoCo(model, inner_optimizers=[optimizer], **SHORT)
-        of_local, of_outer = (AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for _ in range(2))
+        of_local, of_outer = (
+            AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for _ in range(2)
+        )
         updates = 0
         for step in range(20):
             train_step(model, optimizer, rank, step)

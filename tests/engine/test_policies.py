@@ -1,8 +1,9 @@
-"""Policies: when fragments launch, how much groups count, how they land and with whom; and choices that are refused.
+"""Policies: when fragments launch, how much groups count, how they land and with whom; and choices
+that are refused.
 
-That an engine follows them, `test_reference` and `test_every_way` show, of routes plain loops and closed forms here.
-Then what is chosen for ``"auto"``, what suits ``"sparse"``, that a checkpoint has the last word, and the schedule
-against the paper's rule, for many (H, P, tau).
+That an engine follows them, `test_reference` and `test_every_way` show, of routes plain loops and
+closed forms here. Then what is chosen for ``"auto"``, what suits ``"sparse"``, that a checkpoint
+has the last word, and the schedule against the paper's rule, for many (H, P, tau).
 """
 
 import copy
@@ -27,7 +28,13 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepLR
 
-from lightning_sdiloco import Federation, OuterOptimizer, SimulatedGroups, StreamingDiLoCo, StreamingDiLoCoStrategy
+from lightning_sdiloco import (
+    Federation,
+    OuterOptimizer,
+    SimulatedGroups,
+    StreamingDiLoCo,
+    StreamingDiLoCoStrategy,
+)
 from lightning_sdiloco.algorithm.config import SPARSE_GAINS, OuterStep, Settings, recommended
 from lightning_sdiloco.algorithm.gossip import FastestPairs, RandomPairs, Ring, Route
 from lightning_sdiloco.algorithm.merge import Carry, LandingRule
@@ -36,7 +43,17 @@ from lightning_sdiloco.algorithm.schedule import Every, Heard, LaunchSchedule, S
 from lightning_sdiloco.algorithm.weighting import Aggregation, Control, Count, Weighing
 from lightning_sdiloco.comm.exchange import InProcessExchange
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.compression import FP4, ByLink, ErrorFeedback, Float32, Int2, Int8, RandomK, Threshold, TopK
+from lightning_sdiloco.compression import (
+    FP4,
+    ByLink,
+    ErrorFeedback,
+    Float32,
+    Int2,
+    Int8,
+    RandomK,
+    Threshold,
+    TopK,
+)
 from lightning_sdiloco.engine.checkpoint import restart_from
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.planning.link import Link
@@ -61,7 +78,10 @@ class Rarer(LaunchSchedule):
     by: int = 2
 
     def start(self, schedule: Schedule) -> dict[str, Any]:
-        return {"next": [schedule.sync_every + schedule.offset(p) for p in range(schedule.fragments)], "gap": 4}
+        return {
+            "next": [schedule.sync_every + schedule.offset(p) for p in range(schedule.fragments)],
+            "gap": 4,
+        }
 
     def due(self, state: Any, step: int) -> tuple[int, ...]:
         return tuple(p for p, at in enumerate(state["next"]) if at == step)
@@ -80,11 +100,20 @@ class Loudest(Weighing):
         return [0] * groups
 
     def count(self, controls: Sequence[Control], state: Any) -> Count:
-        able = [group for group, control in enumerate(controls) if control.finite and control.weight]
-        return Count({max(able, key=lambda group: (controls[group].norm, -state[group])): 1.0} if able else {})
+        able = [
+            group for group, control in enumerate(controls) if control.finite and control.weight
+        ]
+        return Count(
+            {max(able, key=lambda group: (controls[group].norm, -state[group])): 1.0}
+            if able
+            else {}
+        )
 
     def heard(self, controls: Sequence[Control], state: Any) -> list[int]:
-        return [seen + (group in self.count(controls, state).factors) for group, seen in enumerate(state)]
+        return [
+            seen + (group in self.count(controls, state).factors)
+            for group, seen in enumerate(state)
+        ]
 
 
 @dataclass(frozen=True)
@@ -124,9 +153,10 @@ def test_who_never_launches_less_often_follows_the_schedule_and_no_request_waits
     schedule: Schedule, most: int, since: int
 ) -> None:
     expected = [(step, fragment) for step in range(1, 60) for fragment in schedule.launches(step)]
-    assert [launches(rule, schedule, 59) for rule in (Every(), Selective(threshold=0), Selective(most=1))] == [
-        expected
-    ] * 3
+    assert [
+        launches(rule, schedule, 59)
+        for rule in (Every(), Selective(threshold=0), Selective(most=1))
+    ] == [expected] * 3
     rule = Selective(most=most)
     first = next(step for step, _ in launches(rule, schedule, 200) if step > since)
     assert first - since <= rule.longest_wait(schedule, since)
@@ -138,15 +168,26 @@ def test_calm_phases_double_the_stride_and_a_jump_ends_them() -> None:
     choices["schedule"] = Selective(threshold=0.3, most=4)
     groups = SimulatedGroups(models, **choices)
     for step in range(1, 300):
-        # By what a group moves in a step that it trains: one rests in half of the steps of every second round.
+        # By what a group moves in a step that it trains: one rests in half of the steps of every
+        # second round.
         idle = [1] if step // 10 % 2 and step % 2 else []
         for group, model in enumerate(models):
             model.weight.data += (1.0 if step <= 120 else 2.0) * (group not in idle)
         steps += [step for _ in groups.step(idle=idle)[0]]
     assert steps[0] == 10
-    assert [(b - a) // 10 for a, b in zip(steps, steps[1:], strict=False)] == [1, 2, 4, 4, 4, 1, 2, 4, 4]
-    # By the rates of before, who counts, norms and steps trained: one group that changes is enough, one that is absent
-    # is not asked, and one that did not move has changed once it does.
+    assert [(b - a) // 10 for a, b in zip(steps, steps[1:], strict=False)] == [
+        1,
+        2,
+        4,
+        4,
+        4,
+        1,
+        2,
+        4,
+        4,
+    ]
+    # By the rates of before, who counts, norms and steps trained: one group that changes is enough,
+    # one that is absent is not asked, and one that did not move has changed once it does.
     for rate, counted, norms, trained, stride in (
         (1.0, (0, 1), (10.0, 20.0), (10, 10), 1),
         (1.0, (0,), (10.0, 20.0), (10, 10), 2),
@@ -169,12 +210,16 @@ def test_no_weighing_counts_who_did_not_train_or_is_not_finite(weighing: Weighin
         assert all(factor >= 0 for factor in weighing.count(overflown, state).factors.values())
 
 
-def test_weighings_are_their_formulas_and_z_scores_leave_out_what_is_unusual_and_accept_what_lasts() -> None:
+def test_weighings_are_their_formulas_and_z_scores_leave_out_what_is_unusual_and_accept_what_lasts() -> (
+    None
+):
     norms, trained = (0.1, 0.5, 0.3), (3, 1, 2)
     raw = [steps * exp(-norm / 0.2) for norm, steps in zip(norms, trained, strict=True)]
     by_norm, by_median = [own / sum(raw) for own in raw], [3 / 6, 1 / 6 * 0.3 / 0.5, 2 / 6]
     for formula, expected in ((ByNorm(temperature=0.2), by_norm), (ByMedian(), by_median)):
-        count = formula.count([said(*own) for own in zip(trained, norms, strict=True)], formula.start(3))
+        count = formula.count(
+            [said(*own) for own in zip(trained, norms, strict=True)], formula.start(3)
+        )
         assert [factor / 3 for factor in count.factors.values()] == pytest.approx(expected)
     usual = [1.0, 1.2, 0.8, 1.1, 0.9] * 4
     scores: Any = ZScore(alpha=0.0).start(1)
@@ -214,7 +259,9 @@ def scheduled(schedule: Any) -> dict[str, Any]:
     return {"outer_optimizer": OuterOptimizer(lr_schedule=schedule)}
 
 
-GUARD, CLIP = ({"outer_optimizer": OuterOptimizer(**{key: 5.0})} for key in ("outlier_guard", "clip_norm"))
+GUARD, CLIP = (
+    {"outer_optimizer": OuterOptimizer(**{key: 5.0})} for key in ("outlier_guard", "clip_norm")
+)
 KEPT = Threshold(1 / 16, Int2(), every=3)
 TWO_SHOT = {"exchange": "two_shot"}
 SCHEDULE = "^outer_optimizer.lr_schedule .*"
@@ -229,15 +276,36 @@ CHOICES: list[tuple[dict[str, Any], str]] = [
         scheduled(partial(Halving, step_size=3)),
         SCHEDULE + "a Halving, which cannot be stepped by counting rounds: tell",
     ),
-    (scheduled(lambda optimizer: 0.5), SCHEDULE + "made a float, which is not a torch.optim.lr_scheduler.LRScheduler"),
-    (scheduled(lambda _: StepLR(SGD([torch.zeros(1)], lr=0.1), 3)), SCHEDULE + "a StepLR, which schedules another opt"),
-    (scheduled(CosineAnnealingLR), SCHEDULE + "could not make a scheduler .*T_max.*functools.partial"),
-    (scheduled(lambda _: {}["rounds"]), SCHEDULE + "could not make a scheduler of the outer optimizer: 'rounds'"),
-    ({"compression": ByLink(), **TWO_SHOT}, "exchange='two_shot' was given with compression=ByLink.*differ in length"),
+    (
+        scheduled(lambda optimizer: 0.5),
+        SCHEDULE + "made a float, which is not a torch.optim.lr_scheduler.LRScheduler",
+    ),
+    (
+        scheduled(lambda _: StepLR(SGD([torch.zeros(1)], lr=0.1), 3)),
+        SCHEDULE + "a StepLR, which schedules another opt",
+    ),
+    (
+        scheduled(CosineAnnealingLR),
+        SCHEDULE + "could not make a scheduler .*T_max.*functools.partial",
+    ),
+    (
+        scheduled(lambda _: {}["rounds"]),
+        SCHEDULE + "could not make a scheduler of the outer optimizer: 'rounds'",
+    ),
+    (
+        {"compression": ByLink(), **TWO_SHOT},
+        "exchange='two_shot' was given with compression=ByLink.*differ in length",
+    ),
     ({"compression": ByLink(["fp5"])}, "compression='fp5' is unknown"),
     ({"compression": ByLink(["fp4", "threshold"])}, "payloads of varying length"),
-    ({"compression": ErrorFeedback(KEPT), **TWO_SHOT}, "exchange='two_shot' was given with compression=ErrorFeedback"),
-    ({"compression": ErrorFeedback(TopK(1 / 16, Int2(), over="senders")), **TWO_SHOT}, "'two_shot' .*=ErrorFeedback"),
+    (
+        {"compression": ErrorFeedback(KEPT), **TWO_SHOT},
+        "exchange='two_shot' was given with compression=ErrorFeedback",
+    ),
+    (
+        {"compression": ErrorFeedback(TopK(1 / 16, Int2(), over="senders")), **TWO_SHOT},
+        "'two_shot' .*=ErrorFeedback",
+    ),
 ]
 FOR_ROUTES: list[tuple[dict[str, Any], str]] = [
     ({"route": 3}, "route=3 is not a Route"),
@@ -252,12 +320,21 @@ FOR_ROUTES: list[tuple[dict[str, Any], str]] = [
     ({"route": Ring(), "outer_lr": 0.4}, "momentum replaces the outer step"),
     ({"route": FastestPairs(speeds=(1, 2, 3))}, "speeds of 3 groups, but there are 5"),
 ]
-FOR_SITES: dict[str, list[Any]] = {"schedule": [Selective(), Rarer()], "mixing": [Carry(), DelayCompensation()]}
+FOR_SITES: dict[str, list[Any]] = {
+    "schedule": [Selective(), Rarer()],
+    "mixing": [Carry(), DelayCompensation()],
+}
 FOR_SITES |= {"weighing": [ByNorm(), ZScore(), ByMedian(), Loudest()]}
 FOR_SITES |= {"exchange": [TwoShot([1.0])], "route": [RandomPairs()]}
 ALONE: list[tuple[Callable[..., Any], str, Any]] = [
-    *((FastestPairs, *own) for own in (("window", 1), ("speeds", (1.0, 0.0)), ("speeds", ((1.0, 2.0), (1.0,))))),
-    *((ByLink, *own) for own in (("menu", ()), ("menu", "fp4"), ("within", 0.0), ("within", "launch"))),
+    *(
+        (FastestPairs, *own)
+        for own in (("window", 1), ("speeds", (1.0, 0.0)), ("speeds", ((1.0, 2.0), (1.0,))))
+    ),
+    *(
+        (ByLink, *own)
+        for own in (("menu", ()), ("menu", "fp4"), ("within", 0.0), ("within", "launch"))
+    ),
     *((Selective, *own) for own in (("threshold", -1), ("most", 0), ("most", 1.5))),
 ]
 
@@ -265,17 +342,34 @@ ALONE: list[tuple[Callable[..., Any], str, Any]] = [
 def test_what_cannot_be_or_does_not_go_together_is_refused_by_name() -> None:
     of_group = partial(refusal, SimulatedGroups, [mlp() for _ in range(5)])
     found = [(words, of_group(**choices)) for choices, words in CHOICES]
-    found += [(words, of_group(**{"route": RandomPairs(), "compression": "fp32", **own})) for own, words in FOR_ROUTES]
-    found.append(("fewer than 4", refusal(SimulatedGroups, [mlp(), mlp(), mlp()], route=Ring(), compression="fp32")))
+    found += [
+        (words, of_group(**{"route": RandomPairs(), "compression": "fp32", **own}))
+        for own, words in FOR_ROUTES
+    ]
+    found.append(
+        (
+            "fewer than 4",
+            refusal(SimulatedGroups, [mlp(), mlp(), mlp()], route=Ring(), compression="fp32"),
+        )
+    )
     federation = Federation(hub="localhost:1", run="r", site="a", insecure=True)
     for name, every in FOR_SITES.items():
         for one in every:
-            said = refusal(StreamingDiLoCo, mlp(), federation=federation, **{"compression": "fp32", name: one})
+            said = refusal(
+                StreamingDiLoCo, mlp(), federation=federation, **{"compression": "fp32", name: one}
+            )
             found.append((f"{name}=.* does not work with a federation", said))
     for make, name, value in ALONE:
-        found.append((re.escape(f"{name}=") if make is not FastestPairs else name, refusal(make, **{name: value})))
+        found.append(
+            (
+                re.escape(f"{name}=") if make is not FastestPairs else name,
+                refusal(make, **{name: value}),
+            )
+        )
     found.append(("payloads of varying length", refusal(ByLink, [KEPT])))
-    auto = refusal(StreamingDiLoCoStrategy, route=RandomPairs(), sync_every="auto", compression="fp32")
+    auto = refusal(
+        StreamingDiLoCoStrategy, route=RandomPairs(), sync_every="auto", compression="fp32"
+    )
     found.append(("route=.* does not work with sync_every='auto'", auto))
     auto = refusal(StreamingDiLoCoStrategy, schedule=Selective(), overlap_steps="auto")
     found.append(("schedule=Selective.* does not work with overlap_steps='auto'", auto))
@@ -291,36 +385,66 @@ def test_schedules_that_differ_between_ranks_are_refused() -> None:
         return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: factor)
 
     differing: list[tuple[list[Any], str]] = [
-        ([None, partial(StepLR, step_size=3)], "differ between ranks: outer_optimizer.lr_schedule is None on rank 0"),
-        ([partial(StepLR, step_size=step) for step in (300, 301)], r"lr_schedule is StepLR \(0.4, 0.4, "),
-        ([times(0.5), times(0.25)], r"lr_schedule is LambdaLR \(0.2, 0.2, 0.2, 0.2, ...; 1000 rounds: "),
+        (
+            [None, partial(StepLR, step_size=3)],
+            "differ between ranks: outer_optimizer.lr_schedule is None on rank 0",
+        ),
+        (
+            [partial(StepLR, step_size=step) for step in (300, 301)],
+            r"lr_schedule is StepLR \(0.4, 0.4, ",
+        ),
+        (
+            [times(0.5), times(0.25)],
+            r"lr_schedule is LambdaLR \(0.2, 0.2, 0.2, 0.2, ...; 1000 rounds: ",
+        ),
     ]
     at_different_addresses = [times(0.5), times(0.5)]
 
     def refusals(rank: int, world_size: int) -> list[str]:
         StreamingDiLoCo(mlp(), **scheduled(at_different_addresses[rank]))
-        return [refusal(StreamingDiLoCo, mlp(), outer_lr=0.4, **scheduled(own[rank])) for own, _ in differing]
+        return [
+            refusal(StreamingDiLoCo, mlp(), outer_lr=0.4, **scheduled(own[rank]))
+            for own, _ in differing
+        ]
 
     for texts in run_ranks(refusals, 2):
-        assert [text for text, (_, told) in zip(texts, differing, strict=True) if not re.search(told, text)] == []
+        assert [
+            text
+            for text, (_, told) in zip(texts, differing, strict=True)
+            if not re.search(told, text)
+        ] == []
 
 
-def test_the_state_of_other_fragments_or_outer_optimizers_is_refused_and_one_that_groups_share() -> None:
+def test_the_state_of_other_fragments_or_outer_optimizers_is_refused_and_one_that_groups_share() -> (
+    None
+):
     was = "another outer_optimizer.lr_schedule: it was CosineAnnealingLR"
     cosine = {rounds: scheduled(partial(CosineAnnealingLR, T_max=rounds)) for rounds in (50, 60)}
-    sgd: dict[float, Any] = {lr: {"outer_optimizer": partial(SGD, lr=lr)} for lr in (0.1, 0.2)}  # of one name
+    sgd: dict[float, Any] = {
+        lr: {"outer_optimizer": partial(SGD, lr=lr)} for lr in (0.1, 0.2)
+    }  # of one name
     made: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"fragments": [["*"]]}, {}, "other fragments"),
-        (sgd[0.1], sgd[0.2], "another outer_optimizer: it was SGD.*'lr': 0.1.*now it is SGD.*'lr': 0.2"),
+        (
+            sgd[0.1],
+            sgd[0.2],
+            "another outer_optimizer: it was SGD.*'lr': 0.1.*now it is SGD.*'lr': 0.2",
+        ),
         (cosine[50], cosine[60], was),
         (cosine[50], scheduled(None), was),
     ]
     state = StreamingDiLoCo(mlp(), fragments=LAYERS, **cosine[50]).state_dict()
-    StreamingDiLoCo(mlp(), fragments=LAYERS, **scheduled(partial(CosineAnnealingLR, T_max=50))).load_state_dict(state)
+    StreamingDiLoCo(
+        mlp(), fragments=LAYERS, **scheduled(partial(CosineAnnealingLR, T_max=50))
+    ).load_state_dict(state)
     for before, now, told in made:
         state = StreamingDiLoCo(mlp(), **{"fragments": LAYERS, **before}).state_dict()
-        assert re.search(told, refusal(StreamingDiLoCo(mlp(), **{"fragments": LAYERS, **now}).load_state_dict, state))
-    # What `load_state_dict` is given it keeps, so that optimizers that load one state share its tensors.
+        assert re.search(
+            told,
+            refusal(StreamingDiLoCo(mlp(), **{"fragments": LAYERS, **now}).load_state_dict, state),
+        )
+    # What `load_state_dict` is given it keeps, so that optimizers that load one state share its
+    # tensors.
     models = [mlp() for _ in range(2)]
     optimizers = [inner_optimizer("adamw", model) for model in models]
     train_step(models[0], optimizers[0], 0, 1)
@@ -334,12 +458,16 @@ def test_the_state_of_other_fragments_or_outer_optimizers_is_refused_and_one_tha
 def test_simulated_groups_that_would_train_the_same_parameters_are_refused() -> None:
     model, shared = mlp(), nn.Linear(5, 5)
     told = refusal(SimulatedGroups, [model] * 2)
-    assert told.startswith("The models of groups 0 and 1 share the parameter '0.weight', so each would train")
+    assert told.startswith(
+        "The models of groups 0 and 1 share the parameter '0.weight', so each would train"
+    )
     assert "copy.deepcopy(model)" in told
     models = [nn.Sequential(part, nn.Linear(5, 3)) for part in (nn.Linear(5, 5), shared, shared)]
     assert "groups 1 and 2 share the parameter '0.weight'" in refusal(SimulatedGroups, models)
     # What is frozen is read only, and may be large.
-    SimulatedGroups([nn.Sequential(shared.requires_grad_(False), nn.Linear(5, 3)) for _ in range(2)])
+    SimulatedGroups(
+        [nn.Sequential(shared.requires_grad_(False), nn.Linear(5, 3)) for _ in range(2)]
+    )
 
 
 # Routes: groups that average with partners hold outer parameters of their own
@@ -351,7 +479,9 @@ SPEEDS = (5.0, 1.0, 3.0, 3.0, 1.0, 2.0, 5.0)
 def vectors(groups: int, numel: int = 64, **choices: Any) -> tuple[list[Any], SimulatedGroups]:
     """Groups whose model is one vector."""
     models = [nn.ParameterList([torch.zeros(numel)]) for _ in range(groups)]
-    return models, SimulatedGroups(models, **{"sync_every": 4, "overlap_steps": 0, "compression": "fp32", **choices})
+    return models, SimulatedGroups(
+        models, **{"sync_every": 4, "overlap_steps": 0, "compression": "fp32", **choices}
+    )
 
 
 def stacked(models: Sequence[Any]) -> Tensor:
@@ -360,7 +490,9 @@ def stacked(models: Sequence[Any]) -> Tensor:
 
 def begin(models: Sequence[Any], seed: int) -> Tensor:
     """Gives every group values of its own."""
-    start = torch.randn(len(models), models[0][0].numel(), generator=torch.Generator().manual_seed(seed))
+    start = torch.randn(
+        len(models), models[0][0].numel(), generator=torch.Generator().manual_seed(seed)
+    )
     for model, values in zip(models, start, strict=True):
         model[0].data.copy_(values)
     return start.double()
@@ -368,7 +500,9 @@ def begin(models: Sequence[Any], seed: int) -> Tensor:
 
 def ring_numbers(groups: int) -> tuple[float, float]:
     """Rate and pull of A2CiD2 by numpy: from the Laplacian of the ring."""
-    laplacian = np.eye(groups) - (np.roll(np.eye(groups), 1, 0) + np.roll(np.eye(groups), -1, 0)) / 2
+    laplacian = (
+        np.eye(groups) - (np.roll(np.eye(groups), 1, 0) + np.roll(np.eye(groups), -1, 0)) / 2
+    )
     slow = 1 / np.sort(np.linalg.eigvalsh(laplacian))[1]
     edge = np.eye(groups)[0] - np.eye(groups)[1]
     resistance = edge @ np.linalg.pinv(laplacian) @ edge / 2
@@ -377,7 +511,9 @@ def ring_numbers(groups: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Neighbours(Route):
-    """A user's own: neighbours in a row, from the left and from the right in turn; who is left over joins the last."""
+    """A user's own: neighbours in a row, from the left and from the right in turn; who is left
+    over joins the last.
+    """
 
     def legs(self, number: int, groups: int) -> Sequence[tuple[int, ...]]:
         row = list(range(groups)) if number % 2 == 0 else [*range(1, groups), 0]
@@ -386,13 +522,19 @@ class Neighbours(Route):
 
 
 @pytest.mark.parametrize(
-    "route", [RandomPairs(seed=3), FastestPairs(speeds=SPEEDS), Ring(), Neighbours()], ids=lambda r: type(r).__name__
+    "route",
+    [RandomPairs(seed=3), FastestPairs(speeds=SPEEDS), Ring(), Neighbours()],
+    ids=lambda r: type(r).__name__,
 )
 def test_routes_follow_plain_loops(route: Route) -> None:
     m, h, overlap, mixing, lr, mu = 7, 4, 2, 0.25, 0.7, 0.5
     accelerated = isinstance(route, Ring)
-    outer_step = {} if accelerated else {"outer_optimizer": partial(torch.optim.SGD, lr=lr, momentum=mu)}
-    models, groups = vectors(m, overlap_steps=overlap, mixing=mixing, route=route, sync_every=h, **outer_step)
+    outer_step = (
+        {} if accelerated else {"outer_optimizer": partial(torch.optim.SGD, lr=lr, momentum=mu)}
+    )
+    models, groups = vectors(
+        m, overlap_steps=overlap, mixing=mixing, route=route, sync_every=h, **outer_step
+    )
     targets = torch.randn(m, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     local, outer, twin = (torch.zeros(m, 64, dtype=torch.float64) for _ in range(3))
     velocity, rate, pull = torch.zeros_like(local), *ring_numbers(m)
@@ -416,7 +558,10 @@ def test_routes_follow_plain_loops(route: Route) -> None:
             velocity = mu * velocity + outer - mean
             outer = mean if accelerated else outer - lr * velocity
             local = mixing * local + (1 - mixing) * outer
-        held = [torch.cat([own["outer"] for own in outer_state(engine)]).double() for engine in groups.engines]
+        held = [
+            torch.cat([own["outer"] for own in outer_state(engine)]).double()
+            for engine in groups.engines
+        ]
         assert torch.allclose(torch.stack(held), outer, atol=2e-6)
         assert torch.allclose(stacked(models), local, atol=2e-6)
     shown = groups.outer_state_dict()["0"]
@@ -426,7 +571,9 @@ def test_routes_follow_plain_loops(route: Route) -> None:
     assert torch.allclose(models[0][0].double(), local.mean(0), atol=2e-6)
 
 
-def test_pure_mixing_keeps_the_mean_counts_rounds_from_the_start_and_sends_to_partners_alone() -> None:
+def test_pure_mixing_keeps_the_mean_counts_rounds_from_the_start_and_sends_to_partners_alone() -> (
+    None
+):
     for route in (RandomPairs(), FastestPairs(), Ring()):
         choices = MEAN if not isinstance(route, Ring) else {"mixing": 0.0}
         for compression in ("fp32", "bf16", "int8", RandomK(4, Int8())):
@@ -434,7 +581,10 @@ def test_pure_mixing_keeps_the_mean_counts_rounds_from_the_start_and_sends_to_pa
             mean, variance = (start := begin(models, 1)).mean(0), start.var(0).mean()
             for _ in range(40):
                 groups.step(idle=range(5))
-                assert torch.allclose(stacked(models).mean(0), mean, atol=1e-6), (route, compression)
+                assert torch.allclose(stacked(models).mean(0), mean, atol=1e-6), (
+                    route,
+                    compression,
+                )
             assert stacked(models).var(0).mean() < 0.5 * variance
     models, groups = vectors(6, route=Neighbours(), **{**MEAN, "sync_every": 1})
     expected = begin(models, 2)
@@ -448,11 +598,15 @@ def test_pure_mixing_keeps_the_mean_counts_rounds_from_the_start_and_sends_to_pa
     _, groups = vectors(6, **choices)
     for _ in range(12):
         groups.step()
-    method = Streaming(Model.of_size(64, layers=1), Settings(**choices), Hosts(groups=6, step_time=1.0))
+    method = Streaming(
+        Model.of_size(64, layers=1), Settings(**choices), Hosts(groups=6, step_time=1.0)
+    )
     assert method.bytes_per_step * 12 == groups.engines[0].report()["bytes_sent"]
 
 
-def test_digests_are_checked_between_partners_and_who_is_not_finite_takes_the_values_of_its_partner() -> None:
+def test_digests_are_checked_between_partners_and_who_is_not_finite_takes_the_values_of_its_partner() -> (
+    None
+):
     _, groups = vectors(4, route=RandomPairs(), **OUTER)
     state = groups.engines[1].state_dict()
     state["fragments"][0] = {**state["fragments"][0], "anchor": torch.ones(64)}
@@ -466,38 +620,63 @@ def test_digests_are_checked_between_partners_and_who_is_not_finite_takes_the_va
         model[0].data.fill_(float(group) if group else float("nan"))
     for _ in range(3):
         groups.step()
-    assert [landing.left_out for landed in groups.step() for landing in landed] == [(0,)] * 4, "all know"
+    assert [landing.left_out for landed in groups.step() for landing in landed] == [(0,)] * 4, (
+        "all know"
+    )
     partner = sum(next(leg for leg in RandomPairs().legs(0, 4) if 0 in leg))
     assert stacked(models)[:, 0].tolist()[0] == stacked(models)[partner, 0] == partner
 
 
 def test_rounds_start_anew_from_the_mean() -> None:
-    choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 1, "mixing": 0.0, "compression": "fp32", **OUTER}
+    choices: dict[str, Any] = {
+        "sync_every": 4,
+        "overlap_steps": 1,
+        "mixing": 0.0,
+        "compression": "fp32",
+        **OUTER,
+    }
     run = Groups(4, "sgd", with_statistics, fragments=[["*"]], route=RandomPairs(), **choices)
     run.until(9)
     restart = restart_from([[engine.state_dict()] for engine in run.engines], Settings())
     found, own = restart.parameters.values(), [outer_state(engine)[0] for engine in run.engines]
     for joined, parts in (
         (torch.cat([one.values for one in found]), [of["outer"] for of in own]),
-        (torch.cat([one.state["momentum_buffer"] for one in found]), [of["state"]["momentum_buffer"] for of in own]),
+        (
+            torch.cat([one.state["momentum_buffer"] for one in found]),
+            [of["state"]["momentum_buffer"] for of in own],
+        ),
         (restart.untrained["7.running_mean"], [of["buffers"][0] for of in own]),
     ):
         assert torch.allclose(joined, torch.stack(parts).mean(0))
         assert not torch.allclose(joined, parts[0])
 
 
-def test_the_fastest_pairs_are_those_that_any_could_make_and_the_pairs_of_a_window_connect_all() -> None:
+def test_the_fastest_pairs_are_those_that_any_could_make_and_the_pairs_of_a_window_connect_all() -> (
+    None
+):
     # By trying them all; what is slowest counts first.
     for seed in range(6):
         drawn = np.random.default_rng(seed).permutation(16).reshape(4, 4) + 1.0
         speeds = tuple(tuple(float(value) for value in row) for row in np.minimum(drawn, drawn.T))
-        ways = [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2)), FastestPairs(speeds=speeds).legs(0, 4)]
+        ways = [
+            ((0, 1), (2, 3)),
+            ((0, 2), (1, 3)),
+            ((0, 3), (1, 2)),
+            FastestPairs(speeds=speeds).legs(0, 4),
+        ]
         *possible, chosen = (sorted(speeds[one][other] for one, other in pairs) for pairs in ways)
         assert chosen == max(possible)
     for groups in (1, 2, 3, 7, 16):
         line = tuple(float(1 + (7 * group) % 5) for group in range(groups))
-        table = tuple(tuple(1.0 + (3 * a * a + 3 * b * b + a * b) % 11 for b in range(groups)) for a in range(groups))
-        for route in (FastestPairs(window=2), FastestPairs(speeds=line), FastestPairs(speeds=table, window=4)):
+        table = tuple(
+            tuple(1.0 + (3 * a * a + 3 * b * b + a * b) % 11 for b in range(groups))
+            for a in range(groups)
+        )
+        for route in (
+            FastestPairs(window=2),
+            FastestPairs(speeds=line),
+            FastestPairs(speeds=table, window=4),
+        ):
             for block in (0, 3):
                 parts = {group: {group} for group in range(groups)}
                 for number in range(block * route.window, (block + 1) * route.window):
@@ -511,13 +690,18 @@ def test_the_fastest_pairs_are_those_that_any_could_make_and_the_pairs_of_a_wind
 
 
 def test_the_clock_knows_unequal_links_and_pairs() -> None:
-    """Two fast groups and two slow ones: who pairs by speed lets the fast ones wait for one round less."""
+    """Two fast groups and two slow ones: who pairs by speed lets the fast ones wait for one round
+    less.
+    """
     links = [Link(gbit_s=speed) for speed in (1.0, 1.0, 0.1, 0.1)]
     hosts = Hosts(groups=4, step_time=1.0, memory_rate=1e15)
     pairs = FastestPairs(speeds=(10, 10, 1, 1))
-    # In multiples of what a payload takes on a slow link, whose later launch the second landing awaits.
+    # In multiples of what a payload takes on a slow link, whose later launch the second landing
+    # awaits.
     for route, steps, rounds in ((pairs, 10, 0.1), (pairs, 20, 2.0), (None, 20, 3.0)):
-        settings = Settings(sync_every=10, overlap_steps=0, compression="fp32", route=route, mixing=0.0)
+        settings = Settings(
+            sync_every=10, overlap_steps=0, compression="fp32", route=route, mixing=0.0
+        )
         method = Streaming(Model.of_size(10**7, layers=1), settings, hosts)
         end = play(method, links[0], steps, [1.0] * 4, links=links)[0].steps[-1]
         assert end == pytest.approx(steps + rounds * 3.2, rel=0.01)
@@ -549,7 +733,9 @@ def test_what_waits_in_a_memory_is_a_momentum_already_and_numbers_that_do_not_su
         assert (chosen.outer_momentum == 0) == is_sparse
     sparse = recommended(is_sparse=True)
     assert SPARSE_GAINS[0] < sparse.outer_lr / (1 - sparse.outer_momentum) < SPARSE_GAINS[1]
-    assert Settings(compression="sparse", outer_momentum=0.0).chosen_for(2).outer_lr == sparse.outer_lr
+    assert (
+        Settings(compression="sparse", outer_momentum=0.0).chosen_for(2).outer_lr == sparse.outer_lr
+    )
     # A momentum that was given does not get the rate of none.
     assert Settings(compression="sparse", outer_momentum=0.9).chosen_for(2).outer_lr == 0.7
     assert Settings(compression=SENDERS).chosen_for(4).outer_lr == 1.0 < sparse.outer_lr
@@ -569,14 +755,25 @@ def test_what_waits_in_a_memory_is_a_momentum_already_and_numbers_that_do_not_su
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             SimulatedGroups([mlp() for _ in range(4)], **{"compression": "sparse", **choices})
-        told = [record.getMessage() for record in caplog.records if "known not to suit" in record.getMessage()]
+        told = [
+            record.getMessage()
+            for record in caplog.records
+            if "known not to suit" in record.getMessage()
+        ]
         assert len(told) == is_bad, choices
-        suits = recommended(is_sparse=True)._replace(**({"outer_lr": 1.0} if choices.get("compression") else {}))
+        suits = recommended(is_sparse=True)._replace(
+            **({"outer_lr": 1.0} if choices.get("compression") else {})
+        )
         for message in told:
-            assert f"to get outer_lr={suits.outer_lr:g} and outer_momentum={suits.outer_momentum:g}" in message
+            assert (
+                f"to get outer_lr={suits.outer_lr:g} and outer_momentum={suits.outer_momentum:g}"
+                in message
+            )
 
 
-def test_numbers_mean_what_they_say_the_rest_is_chosen_and_a_checkpoint_has_the_last_word(tmp_path: Path) -> None:
+def test_numbers_mean_what_they_say_the_rest_is_chosen_and_a_checkpoint_has_the_last_word(
+    tmp_path: Path,
+) -> None:
     given = {"outer_lr": 0.4, "outer_momentum": 0.9, "mixing": 0.5}
     for compression in ("fp4", "sparse"):
         assert Settings(**given, compression=compression).chosen_for(4).numbers == given
@@ -591,8 +788,12 @@ def test_numbers_mean_what_they_say_the_rest_is_chosen_and_a_checkpoint_has_the_
     taken = Settings(outer_momentum=0.25).taken_from(saved)
     assert taken.numbers == {"outer_lr": 1, "outer_momentum": 0.25, "mixing": 0.3}
     assert {**taken.fixed_by_a_checkpoint(), "outer_momentum": saved["outer_momentum"]} == saved
-    assert Settings().taken_from(Settings().fixed_by_a_checkpoint()) == Settings(), "saved before the choice"
-    assert StreamingDiLoCo(mlp(), **SHORT).state_dict()["settings"]["outer_lr"] == repr(recommended().outer_lr)
+    assert Settings().taken_from(Settings().fixed_by_a_checkpoint()) == Settings(), (
+        "saved before the choice"
+    )
+    assert StreamingDiLoCo(mlp(), **SHORT).state_dict()["settings"]["outer_lr"] == repr(
+        recommended().outer_lr
+    )
     numbers = {"outer_lr": 0.625, "outer_momentum": 0.5, "mixing": 0.375}
     whole, resumed = Groups(**SHORT, **numbers), Groups(**SHORT)
     whole.until(9)
@@ -625,9 +826,13 @@ def happens(schedule: Schedule, first: int, last: int) -> list[Event]:
 
     def due(step: int) -> tuple[int, ...]:
         every = range(schedule.fragments)
-        return tuple(p for p in every if is_launched(step, p, schedule.fragments, schedule.sync_every))
+        return tuple(
+            p for p in every if is_launched(step, p, schedule.fragments, schedule.sync_every)
+        )
 
-    events = [(step, due(step), due(step - schedule.overlap_steps)) for step in range(first, last + 1)]
+    events = [
+        (step, due(step), due(step - schedule.overlap_steps)) for step in range(first, last + 1)
+    ]
     return [event for event in events if event[1] or event[2]]
 
 
@@ -635,7 +840,10 @@ def parsed(table: str) -> list[Event]:
     """The lines of a table below its header, read back."""
     header, *lines = [re.split(" {2,}", line.strip()) for line in table.split("\n")]
     assert header == ["step", "launches", "lands"]
-    cells = [[() if cell == "-" else tuple(map(int, cell.split(","))) for cell in line[1:]] for line in lines]
+    cells = [
+        [() if cell == "-" else tuple(map(int, cell.split(","))) for cell in line[1:]]
+        for line in lines
+    ]
     return [(int(line[0]), own[0], own[1]) for line, own in zip(lines, cells, strict=True)]
 
 
@@ -643,10 +851,14 @@ def parsed(table: str) -> list[Event]:
 @example(Schedule(100, 5, fragments=3), 1, 100, 10**9)  # no fragment is missed by rounding
 @example(Schedule(2, 1, fragments=5), 1, 100, 10**9)  # and many share a step
 @given(schedules(), st.integers(1, 200), st.integers(0, 100), st.integers(10**9, 10**12))
-def test_launches_and_landings_are_those_of_the_paper(schedule: Schedule, since: int, length: int, far: int) -> None:
+def test_launches_and_landings_are_those_of_the_paper(
+    schedule: Schedule, since: int, length: int, far: int
+) -> None:
     h, fragments = schedule.sync_every, range(schedule.fragments)
     expected = happens(schedule, -h, 5 * h)
-    every = [(step, schedule.launches(step), schedule.landings(step)) for step in range(-h, 5 * h + 1)]
+    every = [
+        (step, schedule.launches(step), schedule.landings(step)) for step in range(-h, 5 * h + 1)
+    ]
     assert [one for one in every if one[1] or one[2]] == expected
     in_flight = list[int]()
     for _, launched, landed in expected:
@@ -654,14 +866,19 @@ def test_launches_and_landings_are_those_of_the_paper(schedule: Schedule, since:
         in_flight += launched
         assert len(in_flight) == len(set(in_flight))
         assert [in_flight.pop(0) for _ in landed] == list(landed)
-    assert [p for step, launched, _ in expected for p in launched if 3 * h <= step < 4 * h] == list(fragments)
+    assert [p for step, launched, _ in expected for p in launched if 3 * h <= step < 4 * h] == list(
+        fragments
+    )
     assert [min(step for step, own, _ in expected if p in own) - h for p in fragments] == [
         schedule.offset(p) for p in fragments
     ]
     assert schedule.launches(far) == schedule.launches(2 * h + far % h)
     # The longest wait is that of the worst step to ask at.
     launches = [step for step, own, _ in happens(schedule, since, since + 5 * h) if own]
-    waits = [min(t for t in launches if t > at) + schedule.overlap_steps - at for at in range(since, since + 3 * h)]
+    waits = [
+        min(t for t in launches if t > at) + schedule.overlap_steps - at
+        for at in range(since, since + 3 * h)
+    ]
     assert schedule.longest_wait(since) == max(waits)
     # The table shows what happens; by default it ends when every fragment has landed twice.
     assert parsed(schedule.table(since, since + length)) == happens(schedule, since, since + length)

@@ -1,4 +1,6 @@
-"""What a model may become between epochs: submodules that are replaced, layers of another shape, added or removed."""
+"""What a model may become between epochs: submodules that are replaced, layers of another shape,
+added or removed.
+"""
 
 import gc
 from collections.abc import Callable
@@ -18,7 +20,12 @@ from tests.fits import said_by
 from tests.ranks import run_ranks
 from tests.training import inner_optimizer, mlp
 
-CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1", "inner": "sgd"}
+CHOICES: dict[str, Any] = {
+    "sync_every": 4,
+    "overlap_steps": 2,
+    "fragments": "strided:1",
+    "inner": "sgd",
+}
 START = "lightning_sdiloco.engine.start"
 
 
@@ -70,7 +77,10 @@ def convert(net: Net) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Net], None], str]] = {
-    "copied": (replace_copy, "6 parameters have been replaced or reshaped, such as 'copy.0.weight'"),
+    "copied": (
+        replace_copy,
+        "6 parameters have been replaced or reshaped, such as 'copy.0.weight'",
+    ),
     "frozen": (freeze_copy, "6 parameters have been frozen, such as 'copy.0.weight'"),
     "widened": (widen, "8 parameters have been replaced or reshaped, such as 'body.4.weight'"),
     "inserted": (insert, "2 parameters have become trainable, such as 'body.2.weight'"),
@@ -105,7 +115,9 @@ def momentum(engine: StreamingDiLoCo) -> Values:
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_groups_train_on_alike_after_a_change_of_the_model_with_flights_in_flight(kind: str) -> None:
+def test_groups_train_on_alike_after_a_change_of_the_model_with_flights_in_flight(
+    kind: str,
+) -> None:
     how, told = CHANGES[kind]
     said = said_by(START)
     here = Groups(net=Net, **CHOICES)
@@ -167,7 +179,11 @@ def test_a_copy_starts_from_group_0_without_momentum_and_the_rest_goes_on() -> N
     change(here, replace_copy)
     expected = copied(here.models[0].copy.named_parameters())
     for model, other in zip(here.models, here.engines, strict=True):
-        outer = {name[5:]: own for name, own in other.outer_state_dict().items() if name.startswith("copy.")}
+        outer = {
+            name[5:]: own
+            for name, own in other.outer_state_dict().items()
+            if name.startswith("copy.")
+        }
         assert unlike(outer, expected) == []
         assert unlike(copied(model.copy.named_parameters()), expected) == []
     assert engine.steps_in_rounds == began, "the fragments are the same, so the rounds continue"
@@ -188,7 +204,9 @@ def test_a_layer_that_is_inserted_leaves_momentum_with_those_that_it_renames() -
     after = momentum(here.engines[0])
     assert torch.equal(after["body.3.weight"], before["body.2.weight"])
     assert "body.2.weight" not in after
-    assert unlike(copied(here.models[1].body[3].named_parameters()), local) == [], "each group keeps its progress"
+    assert unlike(copied(here.models[1].body[3].named_parameters()), local) == [], (
+        "each group keeps its progress"
+    )
     assert here.engines[0].steps_in_rounds == 0, "rounds restart with other fragments"
 
 
@@ -236,15 +254,25 @@ def reshape_head(net: Net) -> None:
 
 @pytest.mark.parametrize("use", ["launch", "land", "finish", "evaluate"])
 @pytest.mark.parametrize("how", [replace_head, reshape_head])
-def test_a_change_in_the_midst_of_training_is_refused_in_words(how: Callable[[Net], None], use: str) -> None:
+def test_a_change_in_the_midst_of_training_is_refused_in_words(
+    how: Callable[[Net], None], use: str
+) -> None:
     model = Net()
     engine = StreamingDiLoCo(model, sync_every=4, overlap_steps=2, fragments=1)
     for _ in range(4 if use == "land" else 3):
         engine.step()
     how(model)
     changed = r"shape of the parameter 'head.weight' has changed from \(3, 9\) to \(5, 9\)"
-    told = changed if how is reshape_head else "2 parameters have been replaced or reshaped, such as 'head.weight'"
-    uses: dict[str, Callable[[], Any]] = {"launch": engine.step, "land": engine.land_all, "finish": engine.finish}
+    told = (
+        changed
+        if how is reshape_head
+        else "2 parameters have been replaced or reshaped, such as 'head.weight'"
+    )
+    uses: dict[str, Callable[[], Any]] = {
+        "launch": engine.step,
+        "land": engine.land_all,
+        "finish": engine.finish,
+    }
 
     def evaluate() -> None:
         with engine.evaluate():
@@ -265,7 +293,9 @@ def test_models_that_change_in_unlike_ways_are_refused_with_names() -> None:
     models = [Net() for _ in range(2)]
     groups = SimulatedGroups(models, sync_every=4, overlap_steps=2)
     models[1].head = nn.Linear(9, 4)
-    with pytest.raises(ValueError, match=r"differs between ranks: head.weight is \(3, 9\).* on rank 0, \(4, 9\)"):
+    with pytest.raises(
+        ValueError, match=r"differs between ranks: head.weight is \(3, 9\).* on rank 0, \(4, 9\)"
+    ):
         groups.recut()
 
     def run(rank: int, world_size: int) -> None:
@@ -283,7 +313,9 @@ def test_a_layer_on_another_device_is_refused_with_both_devices() -> None:
     model = Net()
     engine = StreamingDiLoCo(model, sync_every=4, overlap_steps=2)
     model.head = nn.Linear(9, 3, device="meta")
-    with pytest.raises(ValueError, match="'head.weight' is on 'meta', but the engine trains the model on 'cpu'"):
+    with pytest.raises(
+        ValueError, match="'head.weight' is on 'meta', but the engine trains the model on 'cpu'"
+    ):
         engine.recut()
 
 
@@ -338,7 +370,11 @@ def replaced_alone(rank: int, world_size: int) -> tuple[Values, Values, list[str
         replace_copy(model)
     here.optimizers[0] = inner_optimizer("sgd", model)
     engine.recut(here.optimizers)
-    started = {name: own for name, own in copied(model.named_parameters()).items() if name.startswith(("copy", "head"))}
+    started = {
+        name: own
+        for name, own in copied(model.named_parameters()).items()
+        if name.startswith(("copy", "head"))
+    }
     here.until(17)
     engine.finish()
     return started, copied(model.named_parameters()), said

@@ -23,7 +23,13 @@ from tests.ranks import run_ranks
 from tests.training import backward, batch, mlp
 
 STEPS = 24
-CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": 2, "outer_lr": 0.7, "mixing": 0.25}
+CHOICES: dict[str, Any] = {
+    "sync_every": 4,
+    "overlap_steps": 2,
+    "fragments": 2,
+    "outer_lr": 0.7,
+    "mixing": 0.25,
+}
 DENSE = DenseBeginning(rounds=4, sync_every=2)
 
 
@@ -41,14 +47,20 @@ class Gan:
     def __init__(self, rank: int) -> None:
         self.networks = [mlp(rank), critic(rank)]
         self.trained: list[nn.Module] = list(self.networks)
-        self.optimizers = [torch.optim.SGD(network.parameters(), lr=0.1) for network in self.networks]
+        self.optimizers = [
+            torch.optim.SGD(network.parameters(), lr=0.1) for network in self.networks
+        ]
 
     def backward(self, network: int, seed: int, step: int) -> None:
         """Leaves the gradients of one of the networks."""
         noise, real = batch(seed, step)
         generator, critic = self.trained
         judged = critic(generator(noise))
-        loss = softplus(judged).mean() + softplus(-critic(real)).mean() if network else softplus(-judged).mean()
+        loss = (
+            softplus(judged).mean() + softplus(-critic(real)).mean()
+            if network
+            else softplus(-judged).mean()
+        )
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss.backward()
@@ -65,10 +77,14 @@ def trained_together(rank: int, groups: int, overlaps: bool, **choices: Any) -> 
     """Trains a GAN with an engine for each network, and returns how it ends."""
     joined = WorkerGroups(groups)
     gan = Gan(rank)
-    engines = [StreamingDiLoCo(own, worker_groups=joined, **CHOICES, **choices) for own in gan.networks]
+    engines = [
+        StreamingDiLoCo(own, worker_groups=joined, **CHOICES, **choices) for own in gan.networks
+    ]
     if joined.group_size > 1:
         gan.trained = [
-            DistributedDataParallel(own, process_group=joined.process_group, broadcast_buffers=False)
+            DistributedDataParallel(
+                own, process_group=joined.process_group, broadcast_buffers=False
+            )
             for own in gan.networks
         ]
     for step in range(1, STEPS + 1):
@@ -90,7 +106,10 @@ def trained_together(rank: int, groups: int, overlaps: bool, **choices: Any) -> 
 
 def simulated_together(groups: int, **choices: Any) -> Values:
     gans = [Gan(rank) for rank in range(groups)]
-    both = [SimulatedGroups([gan.networks[number] for gan in gans], **CHOICES, **choices) for number in range(2)]
+    both = [
+        SimulatedGroups([gan.networks[number] for gan in gans], **CHOICES, **choices)
+        for number in range(2)
+    ]
     for step in range(1, STEPS + 1):
         for number, simulated in enumerate(both):
             for rank, gan in enumerate(gans):
@@ -125,7 +144,9 @@ def test_two_engines_in_groups_of_two_ranks_give_what_they_give_in_turns(
     def run(rank: int, world_size: int, overlaps: bool) -> Values:
         return trained_together(rank, 2, overlaps, dense_beginning=dense_beginning)
 
-    (expected, *others), overlapping = (run_ranks(run, 4, overlaps, timeout=60) for overlaps in (False, True))
+    (expected, *others), overlapping = (
+        run_ranks(run, 4, overlaps, timeout=60) for overlaps in (False, True)
+    )
     for values in (*others, *overlapping):
         assert unlike(values, expected) == []
 
@@ -147,7 +168,9 @@ def test_engines_in_two_threads_train_as_each_does_alone() -> None:
         # All ranks meet at the end, where the first group's memory is shown.
         models = [nn.Sequential(mlp(seed), Remembers()) for seed in seeds]
         own: dict[str, Any] = {"untrained": {"1.signs": "own"}}
-        engines = [StreamingDiLoCo(model, dense_beginning=DENSE, **own, **CHOICES) for model in models]
+        engines = [
+            StreamingDiLoCo(model, dense_beginning=DENSE, **own, **CHOICES) for model in models
+        ]
 
         def train(at: int) -> None:
             optimizer = torch.optim.SGD(models[at].parameters(), lr=0.1)
@@ -169,7 +192,9 @@ def test_engines_in_two_threads_train_as_each_does_alone() -> None:
 def test_threads_that_meet_other_ranks_in_unlike_order_are_not_mixed_up() -> None:
     def run(rank: int, world_size: int) -> list[Values]:
         models = [nn.Sequential(mlp(), Remembers()) for _ in range(2)]
-        engines = [StreamingDiLoCo(model, untrained={"1.signs": "own"}, **CHOICES) for model in models]
+        engines = [
+            StreamingDiLoCo(model, untrained={"1.signs": "own"}, **CHOICES) for model in models
+        ]
         for number, model in enumerate(models):
             model[1].signs.fill_(10 * rank + number)
         with ThreadPoolExecutor() as threads:
@@ -181,7 +206,9 @@ def test_threads_that_meet_other_ranks_in_unlike_order_are_not_mixed_up() -> Non
     ranks = run_ranks(run, 2, timeout=60)
     assert ranks[0] == [{}, {}]
     for number, received in enumerate(ranks[1]):
-        assert {name: values.unique().tolist() for name, values in received.items()} == {"1.signs": [number]}
+        assert {name: values.unique().tolist() for name, values in received.items()} == {
+            "1.signs": [number]
+        }
 
 
 def test_engines_one_after_another_and_side_by_side_share_threads_and_connections() -> None:
@@ -210,7 +237,10 @@ def test_engines_that_ranks_make_in_unlike_order_are_refused() -> None:
             StreamingDiLoCo(network, **CHOICES)
 
     for error in run_ranks(run, 2, expect_failure=True, timeout=60).values():
-        assert re.search(r"0\.weight is \(11, 5\).* on rank 0, .* on rank 1.*engines in the same order", message(error))
+        assert re.search(
+            r"0\.weight is \(11, 5\).* on rank 0, .* on rank 1.*engines in the same order",
+            message(error),
+        )
 
 
 def test_models_of_one_shape_that_ranks_exchange_are_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -218,13 +248,19 @@ def test_models_of_one_shape_that_ranks_exchange_are_told(caplog: pytest.LogCapt
         with caplog.at_level(logging.WARNING):
             for seed in (1, 2)[:: order if rank else 1]:
                 StreamingDiLoCo(mlp(seed), **CHOICES)
-        return [record.getMessage() for record in caplog.records if "were exchanged" in record.getMessage()]
+        return [
+            record.getMessage()
+            for record in caplog.records
+            if "were exchanged" in record.getMessage()
+        ]
 
     in_order, exchanged = (run_ranks(run, 2, order, timeout=60) for order in (1, -1))
     assert in_order == [[], []]
     assert exchanged[1] == []
     (told,) = exchanged[0]
-    assert re.search("rank 1 gave an earlier engine what rank 0 gives this one.*in the same order", told)
+    assert re.search(
+        "rank 1 gave an earlier engine what rank 0 gives this one.*in the same order", told
+    )
 
 
 def test_digests_tell_engines_apart() -> None:
@@ -237,5 +273,7 @@ def test_digests_tell_engines_apart() -> None:
         for _ in range(STEPS):
             groups.step()
 
-    with pytest.raises(AgreementError, match=r"not hold the same outer parameters at the .* 0 after inner step 4"):
+    with pytest.raises(
+        AgreementError, match=r"not hold the same outer parameters at the .* 0 after inner step 4"
+    ):
         train()

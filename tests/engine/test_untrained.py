@@ -13,7 +13,12 @@ from tests.engine.groups import copied, through_a_file, unlike
 from tests.ranks import run_ranks
 from tests.training import batch
 
-CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "compression": "fp32", "fragments": 2}
+CHOICES: dict[str, Any] = {
+    "sync_every": 4,
+    "overlap_steps": 2,
+    "compression": "fp32",
+    "fragments": 2,
+}
 INFINITE = float("inf")
 
 
@@ -47,14 +52,18 @@ class Stateful(nn.Module):
         self.counts.register_buffer("best", torch.tensor(INFINITE))
         self.constants = nn.Module()
         self.constants.register_buffer("mask", torch.tensor([[0.0, -INFINITE], [0.0, 0.0]]))
-        self.constants.register_buffer("exact", torch.tensor([0.1, 16777217.0, 3e38], dtype=torch.float64))
+        self.constants.register_buffer(
+            "exact", torch.tensor([0.1, 16777217.0, 3e38], dtype=torch.float64)
+        )
         self.constants.register_buffer("thirds", torch.rand(4096))
         self.constants.register_buffer("places", torch.arange(7))
         self.constants.register_buffer("allowed", torch.tensor([True, False]))
         self.moving = nn.Module()
         self.moving.register_buffer("average", torch.zeros(3))
         self.queue = nn.Module()
-        self.queue.register_buffer("features", nn.functional.normalize(torch.randn(70_000, 3), dim=1))
+        self.queue.register_buffer(
+            "features", nn.functional.normalize(torch.randn(70_000, 3), dim=1)
+        )
         self.queue.register_buffer("place", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,11 +101,14 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, group: int, step
 class Run:
     """Simulated groups of a model, and what trains it."""
 
-    def __init__(self, make: Callable[[], nn.Module] = Stateful, groups: int = 2, **choices: Any) -> None:
+    def __init__(
+        self, make: Callable[[], nn.Module] = Stateful, groups: int = 2, **choices: Any
+    ) -> None:
         self.models: list[Any] = [make() for _ in range(groups)]
         self.groups = SimulatedGroups(self.models, **{**CHOICES, **choices})
         self.optimizers = [
-            torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05) for model in self.models
+            torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+            for model in self.models
         ]
         self.steps = 0
 
@@ -153,7 +165,9 @@ def test_constants_of_any_dtype_keep_their_bits_and_never_travel() -> None:
     run.groups.finish()
     for group, model in enumerate(run.models):
         assert unlike(copied(model.constants.state_dict()), constants) == []
-        assert all(torch.equal(shown[group][f"constants.{name}"], kept) for name, kept in constants.items())
+        assert all(
+            torch.equal(shown[group][f"constants.{name}"], kept) for name, kept in constants.items()
+        )
 
     def plain() -> nn.Module:
         torch.manual_seed(0)
@@ -183,9 +197,16 @@ def test_counters_count_every_step_in_training_in_what_is_shown_and_at_the_end()
 
 @pytest.mark.parametrize(
     ("name", "landed"),
-    [("constants.exact", 12), ("constants.thirds", 12), ("constants.places", 12), ("counts.best", 8)],
+    [
+        ("constants.exact", 12),
+        ("constants.thirds", 12),
+        ("constants.places", 12),
+        ("counts.best", 8),
+    ],
 )
-def test_what_groups_once_held_alike_is_shown_alike_when_they_hold_it_no_more(name: str, landed: int) -> None:
+def test_what_groups_once_held_alike_is_shown_alike_when_they_hold_it_no_more(
+    name: str, landed: int
+) -> None:
     """As by chance, or after a warm-up, what follows from the weights alone."""
     run = Run(overlap_steps=0, mixing=0.0, fragments=1).until(7)
     for group, model in enumerate(run.models):
@@ -205,7 +226,9 @@ def test_unit_vectors_stay_unit_in_training_and_in_what_is_shown() -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
         old = nn.utils.spectral_norm(nn.Linear(6, 4))
-        return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 6)), old, nn.Linear(4, 3))
+        return nn.Sequential(
+            nn.utils.parametrizations.spectral_norm(nn.Linear(5, 6)), old, nn.Linear(4, 3)
+        )
 
     run = Run(make, sync_every=6).until(15)
     for group, model in enumerate(run.models):
@@ -213,8 +236,12 @@ def test_unit_vectors_stay_unit_in_training_and_in_what_is_shown() -> None:
             model.eval()
             vectors = [buffer for _, buffer in model.named_buffers()]
             assert len(vectors) == 4
-            torch.testing.assert_close([vector.norm() for vector in vectors], [torch.tensor(1.0)] * 4)
-            largest = [torch.linalg.matrix_norm(layer.weight.detach(), 2) for layer in (model[0], model[1])]
+            torch.testing.assert_close(
+                [vector.norm() for vector in vectors], [torch.tensor(1.0)] * 4
+            )
+            largest = [
+                torch.linalg.matrix_norm(layer.weight.detach(), 2) for layer in (model[0], model[1])
+            ]
             assert all(0.9 < float(value) < 1.1 for value in largest)
             model.train()
 
@@ -261,17 +288,24 @@ def test_a_buffer_that_is_bound_anew_is_exchanged_shown_and_restored() -> None:
     shown = [run.shown(group)["moving.average"] for group in range(2)]
     assert torch.equal(*shown)
     assert not torch.equal(shown[1], local[1])
-    assert [torch.equal(*pair) for pair in zip(values(run, "moving.average"), local, strict=True)] == [True, True]
+    assert [
+        torch.equal(*pair) for pair in zip(values(run, "moving.average"), local, strict=True)
+    ] == [True, True]
 
 
-def test_a_buffer_that_changes_its_shape_is_each_groups_own_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_buffer_that_changes_its_shape_is_each_groups_own_and_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     run = Run().until(3)
     for group, model in enumerate(run.models):
         model.codebook.register_buffer("codes", torch.full((5 + group, 3), float(group)))
     run.until(12)
     run.groups.finish()
     assert [len(model.codebook.codes) for model in run.models] == [5, 6]
-    assert "'codebook.codes' had the shape (4, 3) and outer values of torch.float32 when" in caplog.text
+    assert (
+        "'codebook.codes' had the shape (4, 3) and outer values of torch.float32 when"
+        in caplog.text
+    )
 
 
 class Rebound(nn.Module):
@@ -315,13 +349,17 @@ def test_a_frozen_teacher_is_each_groups_own_and_that_of_the_first_is_shown_and_
     assert not torch.equal(*teachers)
     assert all(engine.own_moved for engine in run.groups.engines)
     mean = run.groups.group_mean()
-    assert [torch.equal(run.shown(group, mean)["teacher.0.weight"], teachers[0]) for group in range(2)] == [True, True]
+    assert [
+        torch.equal(run.shown(group, mean)["teacher.0.weight"], teachers[0]) for group in range(2)
+    ] == [True, True]
     assert torch.equal(values(run, "teacher.0.weight")[1], teachers[1])
     run.groups.finish()
     assert torch.equal(values(run, "teacher.0.weight")[1], teachers[0])
 
 
-def test_a_constant_that_is_not_finite_is_not_said_to_be_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_constant_that_is_not_finite_is_not_said_to_be_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def make() -> nn.Module:
         model = nn.Linear(5, 3)
         for number in range(64):  # more than have a bit of their own
@@ -341,26 +379,36 @@ def test_a_constant_that_is_not_finite_is_not_said_to_be_left_out(caplog: pytest
     assert "not finite" not in caplog.text
 
 
-@pytest.mark.parametrize("choices", [{}, {"route": RandomPairs(), "outer_lr": 0.7}, {"route": Ring(accelerated=False)}])
-def test_all_groups_know_alike_that_one_of_them_has_moved_its_teacher(choices: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "choices", [{}, {"route": RandomPairs(), "outer_lr": 0.7}, {"route": Ring(accelerated=False)}]
+)
+def test_all_groups_know_alike_that_one_of_them_has_moved_its_teacher(
+    choices: dict[str, Any],
+) -> None:
     run = Run(groups=5, outer_momentum=0.5, **choices)
     for group, model in enumerate(run.models):
         # Only the first group's follows its student.
         model._move = model._move if group == 0 else lambda y: None
-    known = [{engine.own_moved for engine in run.until(step).groups.engines} for step in range(1, 15)]
+    known = [
+        {engine.own_moved for engine in run.until(step).groups.engines} for step in range(1, 15)
+    ]
     assert known[0] == {False}
     assert known[-1] == {True}
     assert all(len(of_step) == 1 for of_step in known)
 
 
 def test_a_teacher_that_is_named_a_mean_is_averaged_with_its_fragment() -> None:
-    run = Run(overlap_steps=0, mixing=0.0, fragments=1, untrained={"teacher.*weight": "mean"}).until(12)
+    run = Run(
+        overlap_steps=0, mixing=0.0, fragments=1, untrained={"teacher.*weight": "mean"}
+    ).until(12)
     assert torch.equal(*values(run, "teacher.0.weight"))
     assert not torch.equal(*values(run, "teacher.2.bias"))
 
 
 @pytest.mark.parametrize("kind", ["mean", "first"])
-def test_a_teacher_that_travels_is_the_groups_own_again_after_a_validation_and_a_resume(kind: str) -> None:
+def test_a_teacher_that_travels_is_the_groups_own_again_after_a_validation_and_a_resume(
+    kind: str,
+) -> None:
     run, resumed = (Run(untrained={"teacher.*weight": kind}) for _ in range(2))
     teachers = values(run.until(15), "teacher.0.weight")
     assert not torch.equal(*teachers)
@@ -427,7 +475,9 @@ def test_groups_resume_bit_for_bit_with_state_of_every_kind() -> None:
 
 
 class Bank(nn.Module):
-    """Begins with zeros, of which there is a mean, and is filled with vectors of length one, of which there is none."""
+    """Begins with zeros, of which there is a mean, and is filled with vectors of length one, of
+    which there is none.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -464,18 +514,26 @@ def test_a_kind_that_followed_from_the_first_values_stays_in_a_resumed_run() -> 
     for model, other in zip(run.models, resumed.models, strict=True):
         assert unlike(copied(model.state_dict()), copied(other.state_dict())) == []
     named = Run(filled, untrained={"features": "first"})
-    with pytest.raises(ValueError, match="was saved as untrained state of the kind 'mean', and is 'first' now"):
+    with pytest.raises(
+        ValueError, match="was saved as untrained state of the kind 'mean', and is 'first' now"
+    ):
         named.groups.engines[0].load_state_dict(saved[0])
 
 
-def train_as_ranks(rank: int, world_size: int, groups: int, path: str) -> Sequence[dict[str, Tensor]]:
-    """Trains, shows the model, saves and finishes, and does so again from the file; returns all that was seen."""
+def train_as_ranks(
+    rank: int, world_size: int, groups: int, path: str
+) -> Sequence[dict[str, Tensor]]:
+    """Trains, shows the model, saves and finishes, and does so again from the file; returns all
+    that was seen.
+    """
     seen = list[dict[str, Tensor]]()
     joined = WorkerGroups(groups)
     for resumes in (False, True):
         model = Stateful()
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-        engine = StreamingDiLoCo(model, worker_groups=joined, inner_optimizers=[optimizer], **CHOICES)
+        engine = StreamingDiLoCo(
+            model, worker_groups=joined, inner_optimizers=[optimizer], **CHOICES
+        )
         if resumes:
             engine.load(path)
         for step in range(10 if resumes else 1, 16):
@@ -492,7 +550,9 @@ def train_as_ranks(rank: int, world_size: int, groups: int, path: str) -> Sequen
 
 
 @pytest.mark.parametrize(("ranks", "groups"), [(2, 2), (4, 2), (4, 4)])
-def test_real_ranks_show_end_and_resume_alike_with_state_of_every_kind(ranks: int, groups: int, tmp_path: Any) -> None:
+def test_real_ranks_show_end_and_resume_alike_with_state_of_every_kind(
+    ranks: int, groups: int, tmp_path: Any
+) -> None:
     seen = run_ranks(train_as_ranks, ranks, groups, str(tmp_path / "saved.ckpt"), timeout=120)
     for shown, local, final, *again in seen:
         for before, after in zip((shown, local, final), again, strict=True):
@@ -505,7 +565,11 @@ def test_real_ranks_show_end_and_resume_alike_with_state_of_every_kind(ranks: in
 def test_what_one_group_binds_in_another_shape_or_dtype_it_keeps_to_the_end() -> None:
     def play(rank: int, world_size: int) -> list[list[Any]]:
         kept = []
-        for bound in (torch.full((3,), 9.0), torch.full((2,), 9.0, dtype=torch.float64), torch.full((2,), 9)):
+        for bound in (
+            torch.full((3,), 9.0),
+            torch.full((2,), 9.0, dtype=torch.float64),
+            torch.full((2,), 9),
+        ):
             model: Any = nn.Linear(5, 3)
             model.register_buffer("queue", torch.zeros(2))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -523,4 +587,8 @@ def test_what_one_group_binds_in_another_shape_or_dtype_it_keeps_to_the_end() ->
 
     ours, theirs = run_ranks(play, 2)
     assert ours == [[[1.0, 1.0], "torch.float32"]] * 3
-    assert theirs == [[[9.0] * 3, "torch.float32"], [[9.0] * 2, "torch.float64"], [[9, 9], "torch.int64"]]
+    assert theirs == [
+        [[9.0] * 3, "torch.float32"],
+        [[9.0] * 2, "torch.float64"],
+        [[9, 9], "torch.int64"],
+    ]

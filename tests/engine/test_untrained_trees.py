@@ -1,4 +1,6 @@
-"""Random models that mix untrained state of every kind: equal groups, exact resume, and no altered constant."""
+"""Random models that mix untrained state of every kind: equal groups, exact resume, and no altered
+constant.
+"""
 
 from copy import deepcopy
 from typing import Any
@@ -13,7 +15,12 @@ from tests.engine.groups import copied, through_a_file, unlike
 from tests.training import batch
 from tests.untrained_parts import PARTS, altered_constants, broken, tree
 
-CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 1, "compression": "fp32", "fragments": 2}
+CHOICES: dict[str, Any] = {
+    "sync_every": 4,
+    "overlap_steps": 1,
+    "compression": "fp32",
+    "fragments": 2,
+}
 END = 14
 
 

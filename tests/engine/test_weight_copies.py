@@ -1,4 +1,6 @@
-"""Inner optimizers that keep their own copy of the weights: landings reach it, and nothing throws them away."""
+"""Inner optimizers that keep their own copy of the weights: landings reach it, and nothing throws
+them away.
+"""
 
 import copy
 import random
@@ -18,7 +20,13 @@ from tests.ranks import run_ranks
 from tests.training import mlp
 
 KINDS = ["z", "slow", "master"]
-PLAIN: dict[str, Any] = {**MEAN, "compression": "fp32", "fragments": 2, "sync_every": 4, "overlap_steps": 0}
+PLAIN: dict[str, Any] = {
+    **MEAN,
+    "compression": "fp32",
+    "fragments": 2,
+    "sync_every": 4,
+    "overlap_steps": 0,
+}
 
 
 def push(model: nn.Module, group: int) -> None:
@@ -53,7 +61,9 @@ def test_after_a_landing_groups_go_on_from_the_mean_whatever_the_optimizer_keeps
     models = [nn.Linear(3, 3) for _ in range(2)]
     nn.init.zeros_(models[0].weight)
     optimizers = [keeper(kind, model) for model in models]
-    groups = SimulatedGroups(models, [[optimizer] for optimizer in optimizers], **{**PLAIN, "fragments": 1})
+    groups = SimulatedGroups(
+        models, [[optimizer] for optimizer in optimizers], **{**PLAIN, "fragments": 1}
+    )
     landed_at, outer = 0, 0.0
     for step in range(1, 15):
         for group, model in enumerate(models):
@@ -85,7 +95,8 @@ def test_float32_masters_of_bfloat16_keep_what_a_landing_adds_below_its_precisio
         float(optimizer.state[models[0].weight if at == 0 else models[1].weight]["master"][0, 0])
         for at, optimizer in enumerate(optimizers)
     ]
-    # From 1 and 1 - 2**-6 a quarter of the way to their mean: less than half of what bfloat16 resolves below 1.
+    # From 1 and 1 - 2**-6 a quarter of the way to their mean: less than half of what bfloat16
+    # resolves below 1.
     assert masters == [1 - 2**-9, 1 - 2**-6 + 2**-9]
 
 
@@ -95,9 +106,15 @@ def test_groups_resume_with_copies_to_the_same_bits(kind: str) -> None:
         models: list[nn.Module] = [mlp(group) for group in range(2)]
         optimizers = [keeper(kind, model) for model in models]
         choices = {**PLAIN, "overlap_steps": 2, "compression": "fp4", "mixing": 0.25}
-        return SimulatedGroups(models, [[optimizer] for optimizer in optimizers], **choices), models, optimizers
+        return (
+            SimulatedGroups(models, [[optimizer] for optimizer in optimizers], **choices),
+            models,
+            optimizers,
+        )
 
-    def train(groups: SimulatedGroups, models: list[nn.Module], optimizers: list[Any], steps: int) -> None:
+    def train(
+        groups: SimulatedGroups, models: list[nn.Module], optimizers: list[Any], steps: int
+    ) -> None:
         for _ in range(steps):
             for group, model in enumerate(models):
                 push(model, group)
@@ -108,7 +125,10 @@ def test_groups_resume_with_copies_to_the_same_bits(kind: str) -> None:
     train(*whole, 9)
     with whole[0].engines[0].evaluate():
         saved = through_a_file(
-            [[engine.state_dict() for engine in whole[0].engines], [one.state_dict() for one in whole[2]]]
+            [
+                [engine.state_dict() for engine in whole[0].engines],
+                [one.state_dict() for one in whole[2]],
+            ]
         )
     train(*whole, 8)
     resumed = made()
@@ -127,7 +147,9 @@ def test_a_run_that_ended_is_continued_from_before_its_end_with_its_copies(kind:
         optimizers = [keeper(kind, model) for model in models]
         groups = SimulatedGroups(models, [[optimizer] for optimizer in optimizers], **PLAIN)
         if state is not None:
-            for engine, optimizer, saved, inner in zip(groups.engines, optimizers, *state, strict=True):
+            for engine, optimizer, saved, inner in zip(
+                groups.engines, optimizers, *state, strict=True
+            ):
                 optimizer.load_state_dict(inner)
                 engine.load_state_dict(saved)
         for _ in range(steps):
@@ -141,7 +163,10 @@ def test_a_run_that_ended_is_continued_from_before_its_end_with_its_copies(kind:
             if hasattr(optimizer, "eval"):
                 optimizer.eval()
         assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
-        state = [engine.state_dict() for engine in groups.engines], [one.state_dict() for one in optimizers]
+        state = (
+            [engine.state_dict() for engine in groups.engines],
+            [one.state_dict() for one in optimizers],
+        )
         return through_a_file(list(state)), [p.detach().clone() for p in models[0].parameters()]
 
     expected = run(13)[1]
@@ -205,7 +230,9 @@ def test_shown_weights_stay_as_they_are_whichever_mode_a_hook_leaves() -> None:
     assert not all(map(torch.equal, model.parameters(), before))
     with engine.evaluate():
         optimizer.train()
-    assert all(torch.allclose(p, old, atol=1e-6) for p, old in zip(model.parameters(), before, strict=True))
+    assert all(
+        torch.allclose(p, old, atol=1e-6) for p, old in zip(model.parameters(), before, strict=True)
+    )
     push(model, 1)
     optimizer.step()
 
@@ -214,7 +241,10 @@ def test_shown_weights_stay_as_they_are_whichever_mode_a_hook_leaves() -> None:
 def test_copies_are_recognised_by_what_the_optimizer_does(dtype: torch.dtype) -> None:
     def parameters() -> list[Any]:
         model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1)).to(dtype)
-        return [{"params": [model[0].weight, model[1].weight]}, {"params": [model[0].bias], "lr": 0.5}]
+        return [
+            {"params": [model[0].weight, model[1].weight]},
+            {"params": [model[0].bias], "lr": 0.5},
+        ]
 
     class Own(torch.optim.AdamW):
         """Does what AdamW does."""
@@ -244,14 +274,21 @@ def test_an_optimizer_that_cannot_be_made_again_is_taken_for_its_parts() -> None
             self.inside = [kind(parameters)]
             super().__init__(parameters, {})
 
-    assert copies_in(Both(list(mlp().parameters()), lambda parameters: MasterSGD(parameters))) == ("master",)
-    assert copies_in(Both(list(mlp().parameters()), lambda parameters: torch.optim.SGD(parameters))) == ()
+    assert copies_in(Both(list(mlp().parameters()), lambda parameters: MasterSGD(parameters))) == (
+        "master",
+    )
+    assert (
+        copies_in(Both(list(mlp().parameters()), lambda parameters: torch.optim.SGD(parameters)))
+        == ()
+    )
 
 
 def test_a_copy_that_is_not_in_the_state_is_refused_with_what_to_use() -> None:
     model = mlp()
     optimizer: Any = HiddenMasterSGD(model.parameters())
-    with pytest.raises(ValueError, match="HiddenMasterSGD keeps its own copy of the weights.*bf16-mixed"):
+    with pytest.raises(
+        ValueError, match="HiddenMasterSGD keeps its own copy of the weights.*bf16-mixed"
+    ):
         StreamingDiLoCo(model, inner_optimizers=[optimizer])
     optimizer.weight_copies = ()
     StreamingDiLoCo(model, inner_optimizers=[optimizer])
@@ -271,7 +308,10 @@ def test_a_user_names_copies_and_a_name_that_is_in_no_state_is_refused() -> None
             groups.step()
 
     landed("momentum_buffer")
-    with pytest.raises(ValueError, match="names 'y', which is in the state of no parameter: there are .'momentum_buff"):
+    with pytest.raises(
+        ValueError,
+        match="names 'y', which is in the state of no parameter: there are .'momentum_buff",
+    ):
         landed("y")
 
 
@@ -288,7 +328,9 @@ def test_values_that_are_not_finite_do_not_stay_in_a_copy(kind: str) -> None:
             optimizers[group].step()
         groups.step()
     for optimizer in optimizers:
-        assert all(value.isfinite().all() for state in optimizer.state.values() for value in state.values())
+        assert all(
+            value.isfinite().all() for state in optimizer.state.values() for value in state.values()
+        )
     assert all(bool(p.isfinite().all()) for model in models for p in model.parameters())
 
 

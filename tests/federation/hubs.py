@@ -1,4 +1,6 @@
-"""A hub in the threads of this process, with rules and without; and a line to it that can be cut."""
+"""A hub in the threads of this process, with rules and without; and a line to it that can be
+cut.
+"""
 
 import json
 import socket
@@ -97,7 +99,9 @@ class Noting:
         self.taken.append((peer.name, key))
         return {"said": "open"}
 
-    def call(self, peer: Any, name: str, about: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+    def call(
+        self, peer: Any, name: str, about: dict[str, Any], body: bytes
+    ) -> tuple[dict[str, Any], bytes]:
         return {"asked": name}, body
 
 
@@ -114,7 +118,9 @@ class Served(AbstractContextManager["Served"]):
 
     def client(self, name: str = "site-a", port: int | None = None, **options: Any) -> HubClient:
         known = {"run": RUN, "keys": self.keys, "heartbeat": 0.2, "timeout": 5.0}
-        self.clients.append(HubClient(f"127.0.0.1:{port or self.port}", name=name, **{**known, **options}))
+        self.clients.append(
+            HubClient(f"127.0.0.1:{port or self.port}", name=name, **{**known, **options})
+        )
         return self.clients[-1]
 
     def __exit__(self, *_: object) -> None:
@@ -145,7 +151,9 @@ class Line:
                 end.shutdown(socket.SHUT_RDWR)
 
     def forget(self) -> None:
-        """Carries nothing on the connections that there are, and leaves them open, as a NAT does that was restarted."""
+        """Carries nothing on the connections that there are, and leaves them open, as a NAT does
+        that was restarted.
+        """
         self._forgotten.update(self._sockets)
 
     def close(self) -> None:
@@ -165,7 +173,9 @@ class Line:
                 far.settimeout(None)
                 self._sockets += [near, far]
                 for one, other, way in ((near, far, "up"), (far, near, "down")):
-                    threading.Thread(target=self._carry, args=(one, other, way), daemon=True).start()
+                    threading.Thread(
+                        target=self._carry, args=(one, other, way), daemon=True
+                    ).start()
 
     def _carry(self, one: socket.socket, other: socket.socket, way: str) -> None:
         with suppress(OSError):
@@ -194,7 +204,9 @@ class World:
         self.sites: dict[str, ScriptedSite] = {}
         self.open: list[Any] = []
 
-    def start(self, sites: int | None = None, ledger: Path | None = None, **options: Any) -> HubService:
+    def start(
+        self, sites: int | None = None, ledger: Path | None = None, **options: Any
+    ) -> HubService:
         """Starts a hub at the same port as that before, if there was one."""
         options |= {"listen": f"127.0.0.1:{self.port}", "keys": self.keys, "heartbeat": 0.2}
         self.service = HubService(RUN, ledger or self.folder / "hub.sqlite", sites, **options)
@@ -203,7 +215,9 @@ class World:
         return self.service
 
     def connect(self, name: str, **options: Any) -> HubConnection:
-        client = HubClient(f"127.0.0.1:{self.port}", RUN, name, keys=self.keys, heartbeat=0.2, channels=2)
+        client = HubClient(
+            f"127.0.0.1:{self.port}", RUN, name, keys=self.keys, heartbeat=0.2, channels=2
+        )
         self.open.append(HubConnection(client, **options))
         return self.open[-1]
 
@@ -240,7 +254,9 @@ class World:
 
     def rounds(self, least: int, longest_step: float = 60.0) -> None:
         """Trains until all have landed so many rounds, after which they agree."""
-        self.run(lambda: all(min(site.rounds) >= least for site in self.sites.values()), longest_step)
+        self.run(
+            lambda: all(min(site.rounds) >= least for site in self.sites.values()), longest_step
+        )
         require_agreement(self.sites.values())
 
     def more(self, rounds: int, longest_step: float = 60.0) -> None:
@@ -270,7 +286,9 @@ def joined(connection: HubConnection, terms: Terms = TERMS, seed: int = 0) -> Sc
     own = run_config(terms)
     agreed = connection.agree(own)
     agreed.require_same(own)
-    site = ScriptedSite(connection, agreed, [first_values(p, seed=seed) for p in range(terms.fragments)])
+    site = ScriptedSite(
+        connection, agreed, [first_values(p, seed=seed) for p in range(terms.fragments)]
+    )
     connection.hello(site.follower)
     return site
 

@@ -12,25 +12,35 @@ from pathlib import Path
 
 import pytest
 
-# The packages know nothing of each other: s3fs asks as it would ask Amazon's service, and moto answers.
+# The packages know nothing of each other: s3fs asks as it would ask Amazon's service, and moto
+# answers.
 PACKAGES = ("moto", "flask", "s3fs")
 
 
 @contextmanager
 def s3_at(folder: Path) -> Iterator[str]:
-    """The URL of a new bucket, of what fsspec takes for the service that ``s3://`` means, in a ``with`` block."""
+    """The URL of a new bucket, of what fsspec takes for the service that ``s3://`` means, in a
+    ``with`` block.
+    """
     for name in PACKAGES:
-        pytest.importorskip(name, reason=f"{name} is not installed: pip install 'moto[server]' s3fs")
+        pytest.importorskip(
+            name, reason=f"{name} is not installed: pip install 'moto[server]' s3fs"
+        )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     url, log, known = f"http://127.0.0.1:{port}", folder / "s3.log", dict(os.environ)
     words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with log.open("wb") as file, subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT) as process:
+    with (
+        log.open("wb") as file,
+        subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT) as process,
+    ):
         try:
             end = time.monotonic() + 60
             while True:
                 try:
-                    with urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT"), timeout=5):
+                    with urllib.request.urlopen(
+                        urllib.request.Request(f"{url}/bucket", method="PUT"), timeout=5
+                    ):
                         break
                 except OSError:
                     assert time.monotonic() < end, log.read_text()[-2000:]

@@ -1,4 +1,6 @@
-"""A site without a model: the real follower and any connection, with arithmetic on a few float32 values."""
+"""A site without a model: the real follower and any connection, with arithmetic on a few float32
+values.
+"""
 
 import pickle
 import time
@@ -34,7 +36,9 @@ NOISE = np.random.default_rng(0).standard_normal((64, LENGTH)).astype(np.float32
 
 
 class Values(NamedTuple):
-    """Outer values, their momentum, and the truth about where they come from: the key of the record that made them."""
+    """Outer values, their momentum, and the truth about where they come from: the key of the
+    record that made them.
+    """
 
     outer: np.ndarray
     momentum: np.ndarray
@@ -51,7 +55,9 @@ def first_values(p: int, lineage: str = "", seed: int = 0) -> Values:
 
 @dataclass
 class Part:
-    """A fragment at a site: its values, and the trained steps that are in the local ones and in flight."""
+    """A fragment at a site: its values, and the trained steps that are in the local ones and in
+    flight.
+    """
 
     values: Values
     held: list[int] = field(default_factory=list)
@@ -91,17 +97,31 @@ def rounded(gradient: np.ndarray) -> np.ndarray:
 
 def run_config(terms: Terms, **settings: str) -> RunConfig:
     fragments = tuple(((f"weight{p}", f"({LENGTH},)"),) for p in range(terms.fragments))
-    return RunConfig(RUN, terms, {"compression": "'none'", **settings}, fragments, ((),) * terms.fragments, {}, "5f")
+    return RunConfig(
+        RUN,
+        terms,
+        {"compression": "'none'", **settings},
+        fragments,
+        ((),) * terms.fragments,
+        {},
+        "5f",
+    )
 
 
 class ScriptedSite:
     samples, trained = 4, 0
 
     def __init__(
-        self, connection: Any, own: RunConfig, first: Sequence[Values], late: MergeAction = MergeAction.CARRY
+        self,
+        connection: Any,
+        own: RunConfig,
+        first: Sequence[Values],
+        late: MergeAction = MergeAction.CARRY,
     ) -> None:
         self.connection, self.run_config = connection, own
-        self.follower = Follower(own.terms, own.key, connection.site, connection.incarnation, late=late)
+        self.follower = Follower(
+            own.terms, own.key, connection.site, connection.incarnation, late=late
+        )
         self.parts = [Part(values) for values in first]
         self.at = self.counted = self.welcomes = 0
         self.without: tuple[str, ...] = ()  # whose states were refused
@@ -131,7 +151,11 @@ class ScriptedSite:
                     self.begins_again(p, event.welcome)
                     self.parts[p].drop()
                 snapshot = event.snapshot
-                is_first = follower.wants_state and snapshot and not any(at.round for at in snapshot.applied)
+                is_first = (
+                    follower.wants_state
+                    and snapshot
+                    and not any(at.round for at in snapshot.applied)
+                )
                 if is_first and tuple(self.digests()) == snapshot.digests:
                     self.adopts(snapshot, [part.values for part in self.parts])
             case Called():
@@ -144,10 +168,20 @@ class ScriptedSite:
                     self.blobs[event.record.key] = event.blobs
             case StateWanted() if event.founding or self.can_give():
                 applied = tuple(Position(0, self.run_config.key) for _ in self.parts)
-                header = StateHeader(applied, tuple(self.digests())) if event.founding else follower.header()
-                self.connection.give(event.request, header, [pickle.dumps(tuple(part.values)) for part in self.parts])
+                header = (
+                    StateHeader(applied, tuple(self.digests()))
+                    if event.founding
+                    else follower.header()
+                )
+                self.connection.give(
+                    event.request, header, [pickle.dumps(tuple(part.values)) for part in self.parts]
+                )
             case StateArrived() if follower.wants_state:
-                self.takes_over(event.header, [Values(*pickle.loads(part)) for part in event.parts], event.source)
+                self.takes_over(
+                    event.header,
+                    [Values(*pickle.loads(part)) for part in event.parts],
+                    event.source,
+                )
             case Waiting():
                 self.told.append(event.why)
             case Lost():
@@ -167,14 +201,20 @@ class ScriptedSite:
             self.place(p, came[p], landing)
 
     def begins_again(self, p: int, welcome: Welcome) -> None:
-        """Hears, before it does, that a fragment begins again, because an earlier incarnation has launched it."""
+        """Hears, before it does, that a fragment begins again, because an earlier incarnation has
+        launched it.
+        """
 
     # What it does
 
     def step(self) -> None:
         """Hears, makes an inner step unless training waits, and does what is due."""
         self.hear()
-        if self.follower.follows and not self.follower.finished and not self.follower.waits(self.at, time.monotonic()):
+        if (
+            self.follower.follows
+            and not self.follower.finished
+            and not self.follower.waits(self.at, time.monotonic())
+        ):
             self.train()
         self.turn()
         self.asks()
@@ -219,7 +259,9 @@ class ScriptedSite:
         payload = self.encoded(gradient, exact)
         named, finite = (Payload(key_of(payload), len(payload)),), bool(np.isfinite(gradient).all())
         begun = self.follower.begin(p, self.at)
-        sent = self.follower.complete(replace(begun, digest=part.values.digest, payloads=named, finite=finite))
+        sent = self.follower.complete(
+            replace(begun, digest=part.values.digest, payloads=named, finite=finite)
+        )
         if sent is None:
             part.held = []
             return

@@ -43,7 +43,9 @@ class VirtualHub(InProcessHub):
         super().__init__("run", sites, clock=lambda: self.now, sleep=self.passes)
 
     def restart(self) -> None:
-        """Dies, and starts again from what is durable; all connections are lost meanwhile, and made again."""
+        """Dies, and starts again from what is durable; all connections are lost meanwhile, and
+        made again.
+        """
         for client in list(self.clients.values()):
             lose(client)
         self.coordinator = Coordinator("run", self.journal, self.store, None, self.clock)
@@ -65,7 +67,12 @@ class Site:
     """A rank of a site with an engine and the model that it trains. Its number chooses its data."""
 
     def __init__(
-        self, hub: VirtualHub, index: int, model: Any = None, topology: Topology | None = None, **choices: Any
+        self,
+        hub: VirtualHub,
+        index: int,
+        model: Any = None,
+        topology: Topology | None = None,
+        **choices: Any,
     ) -> None:
         self.hub, self.index, self.step = hub, index, 0
         self.model: Any = mlp() if model is None else model
@@ -75,14 +82,24 @@ class Site:
 
         class Here(Federation):
             def connect(self, rank: int = 0, ranks: int = 1, incarnation: str = "") -> Any:
-                made.append(HubConnection(InProcessClient(hub, f"s{index}", incarnation=incarnation), rank, ranks))
+                made.append(
+                    HubConnection(
+                        InProcessClient(hub, f"s{index}", incarnation=incarnation), rank, ranks
+                    )
+                )
                 return made[0]
 
         terms = {"late": "carry", "grace": 1.0, "lease": 2.0}
-        terms |= {name: choices.pop(name) for name in ("late", "rounds", "grace", "mean") if name in choices}
+        terms |= {
+            name: choices.pop(name)
+            for name in ("late", "rounds", "grace", "mean")
+            if name in choices
+        }
         federation = Here("hub:1", "run", f"s{index}", insecure=True, **terms)
         choices = {"fragments": "strided:1", "inner_optimizers": [self.optimizer]} | choices
-        self.engine = StreamingDiLoCo(self.model, topology=self.topology, federation=federation, **choices)
+        self.engine = StreamingDiLoCo(
+            self.model, topology=self.topology, federation=federation, **choices
+        )
         self.connection: Any = made[0]
         self.world: Any = self.engine.loop
 
@@ -113,7 +130,11 @@ class Site:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds."""
-        state = {"engine": self.engine.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+        state = {
+            "engine": self.engine.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+        }
         return copy.deepcopy(state)
 
     def resume(self, state: dict[str, Any]) -> None:
@@ -194,7 +215,9 @@ class Threads(Communicator):
         return every
 
     def all_to_all_vectors(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        received: list[Tensor] = [sent[self.rank] for sent in self.all_gather_object([part.clone() for part in parts])]
+        received: list[Tensor] = [
+            sent[self.rank] for sent in self.all_gather_object([part.clone() for part in parts])
+        ]
         assert [part.numel() for part in received] == list(sizes)
         return received
 
@@ -207,8 +230,15 @@ def topologies(ranks: int) -> list[Topology]:
     shared = [([None] * ranks, threading.Barrier(ranks, timeout=PATIENCE)) for _ in range(6)]
     made = []
     for rank in range(ranks):
-        world, in_group, in_site, *stages = (Threads(slots, barrier, rank) for slots, barrier in shared)
-        about: dict[str, Any] = {"world": world, "in_group": in_group, "in_site": in_site, "stages": tuple(stages)}
+        world, in_group, in_site, *stages = (
+            Threads(slots, barrier, rank) for slots, barrier in shared
+        )
+        about: dict[str, Any] = {
+            "world": world,
+            "in_group": in_group,
+            "in_site": in_site,
+            "stages": tuple(stages),
+        }
         about["background"] = InlineBackground.connect(1)[0]
         made.append(Topology(group_size=ranks, group_rank=rank, **about))
     return made
@@ -224,7 +254,10 @@ def whole(site: Sequence[Site]) -> dict[str, Tensor]:
     """The outer parameters of the fragments of a site, by their records."""
     held = {}
     for index, own in enumerate(site[0].fragments):
-        size = sum(parameter.numel() for parameter in site[0].engine.rounds.fragments[index].layout.parameters)
+        size = sum(
+            parameter.numel()
+            for parameter in site[0].engine.rounds.fragments[index].layout.parameters
+        )
         held[f"{index} {own.applied}"] = torch.cat([rank.outer()[index] for rank in site])[:size]
     return held
 
@@ -240,8 +273,8 @@ def train_ranked(
 ) -> list[list[Site]]:
     """Founds a run and trains sites of so many ranks each, side by side.
 
-    Samples are those of a rank of each site in a step, or of each of its ranks; `at` is called after each inner step,
-    which `step` makes, given the number of the site and that of the step.
+    Samples are those of a rank of each site in a step, or of each of its ranks; `at` is called
+    after each inner step, which `step` makes, given the number of the site and that of the step.
     """
     hub = VirtualHub(len(ranks))
     every = threading.Barrier(sum(ranks), timeout=PATIENCE)
@@ -258,7 +291,9 @@ def train_ranked(
                 hub.passes(STEP)
             every.wait()
             step(model, own.optimizer, index, number)
-            own.engine.launch_due(samples=of_site if isinstance(of_site, int) else of_site[topology.group_rank])
+            own.engine.launch_due(
+                samples=of_site if isinstance(of_site, int) else of_site[topology.group_rank]
+            )
             every.wait()
             own.engine.land_due()
             at(own, number)
@@ -272,5 +307,12 @@ def train_ranked(
             raise
 
     # The models one after the other: threads have one generator of random numbers.
-    done = at_once(run, [(index, topology, make()) for index, of in enumerate(ranks) for topology in topologies(of)])
+    done = at_once(
+        run,
+        [
+            (index, topology, make())
+            for index, of in enumerate(ranks)
+            for topology in topologies(of)
+        ],
+    )
     return [[own for own in done if own.index == index] for index in range(len(ranks))]

@@ -1,4 +1,6 @@
-"""The commands: a hub as a process that is killed and started again, what is asked of it, its metrics, the doctor."""
+"""The commands: a hub as a process that is killed and started again, what is asked of it, its
+metrics, the doctor.
+"""
 
 import json
 import os
@@ -29,13 +31,27 @@ from tests.federation.scripted import RUN, run_config
 from tests.ranks import PATIENCE
 from tests.tools.command import not_refused_with, ran, refused, told
 
-SITE: dict[str, Any] = {"state": "follows", "incarnation": "0" * 16, "last_heartbeat": 0.42, "rounds_behind": 1}
+SITE: dict[str, Any] = {
+    "state": "follows",
+    "incarnation": "0" * 16,
+    "last_heartbeat": 0.42,
+    "rounds_behind": 1,
+}
 SITE |= {"share": 0.75, "late": 3, "not_finite": 1, "too_long": 4, "incarnations": 2}
 SITE |= {"bytes": 2_500_000, "bytes_per_second": 1_000_000}
 GONE = SITE | {"state": "gone", "last_heartbeat": None, "rounds_behind": None, "share": 0.25}
 FRAGMENT = {"round": 7, "open": True, "here": ["a"], "missing": ["b"], "ended": False}
-STATUS: dict[str, Any] = {"run": "llm", "founded": True, "trouble": "there is no space left", "records": 14}
-STATUS |= {"snapshots": [], "sites": {"a": SITE, "b": GONE}, "fragments": [FRAGMENT, FRAGMENT | {"missing": []}]}
+STATUS: dict[str, Any] = {
+    "run": "llm",
+    "founded": True,
+    "trouble": "there is no space left",
+    "records": 14,
+}
+STATUS |= {
+    "snapshots": [],
+    "sites": {"a": SITE, "b": GONE},
+    "fragments": [FRAGMENT, FRAGMENT | {"missing": []}],
+}
 FOUNDING = {"run": "llm", "founded": False, "trouble": None, "missing": 2, "here": ["a"]}
 
 
@@ -43,8 +59,23 @@ class HubProcess(subprocess.Popen[str]):
     """``sdiloco hub`` in a process of its own, at which the sites of a world meet."""
 
     def __init__(self, world: World, *options: str) -> None:
-        command = [sys.executable, "-m", "lightning_sdiloco.tools.cli", "hub", "--run", RUN, "--keys", str(world.keys)]
-        command += ["--listen", f"127.0.0.1:{world.port}", "--ledger", str(world.folder / "hub.sqlite"), *options]
+        command = [
+            sys.executable,
+            "-m",
+            "lightning_sdiloco.tools.cli",
+            "hub",
+            "--run",
+            RUN,
+            "--keys",
+            str(world.keys),
+        ]
+        command += [
+            "--listen",
+            f"127.0.0.1:{world.port}",
+            "--ledger",
+            str(world.folder / "hub.sqlite"),
+            *options,
+        ]
         super().__init__(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         self.greeting = self.said()
         world.port, world.service = int(self.greeting.split("port ")[1].split(":")[0]), self  # type: ignore[assignment]
@@ -62,7 +93,9 @@ class HubProcess(subprocess.Popen[str]):
             self.end(signal.SIGKILL)
 
 
-def test_a_hub_that_is_killed_goes_on_with_what_its_operator_has_amended_who_ends_the_run(world: World) -> None:
+def test_a_hub_that_is_killed_goes_on_with_what_its_operator_has_amended_who_ends_the_run(
+    world: World,
+) -> None:
     metrics = ["--metrics", "127.0.0.1:0"] if find_spec("prometheus_client") is not None else []
     hub = HubProcess(world, "--sites", "2", *metrics)
     assert "it waits for 2 sites that found the run" in hub.greeting
@@ -76,17 +109,22 @@ def test_a_hub_that_is_killed_goes_on_with_what_its_operator_has_amended_who_end
         if rounds == 2:
             said = told("hub", "amend", "--grace", "0.5", "--guard=0", *world.asked("boss"))
             assert "grace=0.5, lease=2.0, quorum=1, guard=None" in said
-            world.run(lambda: all(site.follower.terms.grace == 0.5 for site in world.sites.values()))
+            world.run(
+                lambda: all(site.follower.terms.grace == 0.5 for site in world.sites.values())
+            )
         for _ in range(3 * rounds):
             world.sites["a"].step()
         hub.end(signal.SIGKILL)
-        # Killed at any moment: what it had told is there, or a site would refuse it; what it had not is sent again.
+        # Killed at any moment: what it had told is there, or a site would refuse it; what it had
+        # not is sent again.
         hub = HubProcess(world)
         assert "it goes on after" in hub.greeting
     world.more(2)
     # Whether a site follows, the hub that was started again learns from its next heartbeat.
     world.run(lambda: world.status()["sites"]["a"]["state"] == "follows")
-    assert json.loads(told("status", "--json", *world.asked("viewer")))["fragments"][0]["round"] >= 5
+    assert (
+        json.loads(told("status", "--json", *world.asked("viewer")))["fragments"][0]["round"] >= 5
+    )
     assert "follows" in told("status", *world.asked("viewer"))
     terms = world.status()["run_config"]["terms"]
     assert (terms["grace"], terms["guard"], terms["rounds"]) == (0.5, None, None)
@@ -118,8 +156,14 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ([*new, "--quorum", "no.Core"], "quorum='no.Core' cannot be imported"),
         ([*new, "--ledger", "etcd://a:2379/r"], "but a run has one hub"),
         (["status"], "Say where the hub is"),
-        (["status", "--hub", "/mnt/run", "--run", "r", "--insecure"], "hub='/mnt/run' is a folder or bucket"),
-        (["doctor", "--hub", "s3://bucket/run", "--insecure"], "hub='s3://bucket/run' is a folder or bucket"),
+        (
+            ["status", "--hub", "/mnt/run", "--run", "r", "--insecure"],
+            "hub='/mnt/run' is a folder or bucket",
+        ),
+        (
+            ["doctor", "--hub", "s3://bucket/run", "--insecure"],
+            "hub='s3://bucket/run' is a folder or bucket",
+        ),
         (["doctor", "--hub", "127.0.0.1:1"], "Give the keys"),
         (["hub", "end", "--hub", "127.0.0.1:1"], "Say which run it is"),
     ):
@@ -128,12 +172,16 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     pytest.importorskip("grpc")
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.warns(UserWarning, match="without TLS"):
-        said = ran(*new, "--listen", "127.0.0.1:0", "--ledger", "hub.sqlite", "--metrics", "127.0.0.1:0")
+        said = ran(
+            *new, "--listen", "127.0.0.1:0", "--ledger", "hub.sqlite", "--metrics", "127.0.0.1:0"
+        )
     assert "Metrics need prometheus_client" in said.err
     assert said.code
 
 
-def test_the_table_and_a_prometheus_server_tell_what_the_status_says_and_a_stranger_reads_no_more() -> None:
+def test_the_table_and_a_prometheus_server_tell_what_the_status_says_and_a_stranger_reads_no_more() -> (
+    None
+):
     text = printed(STATUS)
     for words in ("14 records", "no space left", "0.4 s", "75%", "2.5 MB", "1 MB/s", "gone"):
         assert words in text
@@ -145,7 +193,9 @@ def test_the_table_and_a_prometheus_server_tell_what_the_status_says_and_a_stran
     asked = []
 
     def scraped(status: dict[str, Any], *strangers: bytes) -> list[str]:
-        """What a Prometheus server reads, the second time that it asks, after what strangers have sent."""
+        """What a Prometheus server reads, the second time that it asks, after what strangers have
+        sent.
+        """
         server = MetricsServer("127.0.0.1:0", lambda: (asked.append(1), status)[1], lambda: True)
         try:
             for sent in strangers:
@@ -155,7 +205,9 @@ def test_the_table_and_a_prometheus_server_tell_what_the_status_says_and_a_stran
                     stranger.shutdown(socket.SHUT_WR)
                     stranger.recv(1 << 16)
             for _ in range(2):
-                with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
+                with urllib.request.urlopen(
+                    f"http://127.0.0.1:{server.port}/metrics", timeout=10
+                ) as answer:
                     text = answer.read().decode()
         finally:
             server.close()
@@ -176,7 +228,11 @@ def test_the_table_and_a_prometheus_server_tell_what_the_status_says_and_a_stran
         'sdiloco_fragment_round{fragment="1",run="llm"} 7.0',
         'sdiloco_fragment_waits_for{fragment="0",run="llm",site="b"} 1.0',
     } <= set(lines)
-    assert not [line for line in lines if line.startswith('sdiloco_site_last_heartbeat_seconds{run="llm",site="b"}')]
+    assert not [
+        line
+        for line in lines
+        if line.startswith('sdiloco_site_last_heartbeat_seconds{run="llm",site="b"}')
+    ]
     assert any(line.startswith("process_resident_memory_bytes") for line in lines)
     assert len(asked) == 1, "whoever asks often does not keep the hub from its work"
     post = b"POST /metrics HTTP/1.0\r\nContent-Length: 3\r\n\r\nend"
@@ -194,7 +250,9 @@ def test_a_hub_answers_probes_with_what_is_true_of_it(tmp_path: Path) -> None:
 
     def probed() -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/healthz", timeout=10) as answer:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{server.port}/healthz", timeout=10
+            ) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -217,7 +275,10 @@ def test_a_hub_answers_probes_with_what_is_true_of_it(tmp_path: Path) -> None:
         with pytest.raises(grpc.RpcError, match="NOT_FOUND"):
             health("another")
         seen = []
-        tick, hub.coordinator.start = hub.coordinator.start, lambda *_: seen.append(probed())  # the last act but one
+        tick, hub.coordinator.start = (
+            hub.coordinator.start,
+            lambda *_: seen.append(probed()),
+        )  # the last act but one
         hub.close()
         tick(lambda event, to=None: None)
         assert seen == [(503, "NOT_SERVING\n")] == [probed()]
@@ -227,7 +288,9 @@ def test_a_hub_answers_probes_with_what_is_true_of_it(tmp_path: Path) -> None:
         server.close()
 
 
-def test_the_health_of_a_hub_with_keys_is_told_to_holders_alone_and_without_a_word_of_theirs(world: World) -> None:
+def test_the_health_of_a_hub_with_keys_is_told_to_holders_alone_and_without_a_word_of_theirs(
+    world: World,
+) -> None:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -245,7 +308,9 @@ def test_the_health_of_a_hub_with_keys_is_told_to_holders_alone_and_without_a_wo
         with channel:
             stub = health_pb2_grpc.HealthStub(channel)
             if credentials is holder:
-                assert stub.Check(request, timeout=10).status == health_pb2.HealthCheckResponse.SERVING
+                assert (
+                    stub.Check(request, timeout=10).status == health_pb2.HealthCheckResponse.SERVING
+                )
                 with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
                     next(stub.Watch(request, timeout=10))
             else:
@@ -253,7 +318,9 @@ def test_the_health_of_a_hub_with_keys_is_told_to_holders_alone_and_without_a_wo
                     stub.Check(request, timeout=10)
 
 
-def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what_is_in_the_way(world: World) -> None:
+def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what_is_in_the_way(
+    world: World,
+) -> None:
     hub, bundle = world.start(sites=1), ["--keys", str(world.keys / "a.bundle")]
 
     def examined(*options: str, code: int = 0, port: int = hub.port) -> dict[str, Any]:
@@ -301,9 +368,15 @@ def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what
     assert told["disk"]["state"] == "slow"
     # Two fragments with payloads of 16 bytes, of 50 rounds, and a state.
     state = sum(part.size for own in hub.coordinator._snapshots.values() for part in own.parts)
-    needs, rounds = told["status"]["disk"]["still_needs"], [own["round"] for own in told["status"]["fragments"]]
+    needs, rounds = (
+        told["status"]["disk"]["still_needs"],
+        [own["round"] for own in told["status"]["fragments"]],
+    )
     assert needs == 16 * sum(50 - round for round in rounds) + state
-    assert f"the hub has 99 bytes free, but the run will need {readable(needs)} more" in told["disk"]["found"]
+    assert (
+        f"the hub has 99 bytes free, but the run will need {readable(needs)} more"
+        in told["disk"]["found"]
+    )
     hub.close()
     told = examined(*bundle, code=1)
     assert told["reachability"]["found"] == f"127.0.0.1:{hub.port}: connection refused"

@@ -1,4 +1,6 @@
-"""What a hub keeps: ledger, store and keys. Damage is an error, and what does not fit is refused by name."""
+"""What a hub keeps: ledger, store and keys. Damage is an error, and what does not fit is refused
+by name.
+"""
 
 import errno
 import os
@@ -20,7 +22,15 @@ import pytest
 from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation.client import HubClient
 from lightning_sdiloco.federation.codec import key_of
-from lightning_sdiloco.federation.keys import UNBOUND, Identity, add_keys, fingerprint, init_keys, load, revoke_keys
+from lightning_sdiloco.federation.keys import (
+    UNBOUND,
+    Identity,
+    add_keys,
+    fingerprint,
+    init_keys,
+    load,
+    revoke_keys,
+)
 from lightning_sdiloco.federation.server import Hub
 from lightning_sdiloco.federation.store import BlobStore, LedgerError, SQLiteLedger
 from lightning_sdiloco.federation.wire import CHUNK, Altered, Missing, NoSpace
@@ -49,7 +59,10 @@ def test_a_ledger_that_is_cut_altered_or_of_something_else_is_refused(tmp_path: 
         with pytest.raises(LedgerError, match=r"hub\.sqlite cannot be used"):
             SQLiteLedger(path)
         assert path.read_bytes() == content
-    for change in ("update records set record = 'another' where seq = 3", "delete from records where seq = 3"):
+    for change in (
+        "update records set record = 'another' where seq = 3",
+        "delete from records where seq = 3",
+    ):
         path.write_bytes(whole)
         database = sqlite3.connect(path)
         database.execute(change)
@@ -62,7 +75,9 @@ def test_a_ledger_that_is_cut_altered_or_of_something_else_is_refused(tmp_path: 
     assert not (tmp_path / "none").exists()
 
 
-def test_one_process_has_the_ledger_to_itself_and_notes_change_with_the_record_or_not_at_all(tmp_path: Path) -> None:
+def test_one_process_has_the_ledger_to_itself_and_notes_change_with_the_record_or_not_at_all(
+    tmp_path: Path,
+) -> None:
     one, same = filled(tmp_path / "one", 1), filled(tmp_path / "same", 1)
     with pytest.raises(LedgerError, match="another process has it open"):
         SQLiteLedger(tmp_path / "one")
@@ -100,7 +115,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlobStore]
         with s3_at(tmp_path) as bucket:
             yield BlobStore(bucket, LARGEST)
     else:
-        yield BlobStore(tmp_path if request.param == "folder" else f"memory://{uuid.uuid4().hex}", LARGEST)
+        yield BlobStore(
+            tmp_path if request.param == "folder" else f"memory://{uuid.uuid4().hex}", LARGEST
+        )
 
 
 def test_a_blob_comes_back_under_its_digest_until_it_is_dropped(store: BlobStore) -> None:
@@ -145,7 +162,8 @@ def test_nobody_sees_a_blob_before_it_is_whole_and_right(tmp_path: Path) -> None
     assert upload.missing == []
     upload.commit()
     assert store.get(upload.key) == blob
-    # Other bytes than announced leave nothing behind; nor are parts taken that are none of the blob.
+    # Other bytes than announced leave nothing behind; nor are parts taken that are none of the
+    # blob.
     upload = store.begin(key_of(b"announced"), 9)
     upload.take(0, b"delivered")
     with pytest.raises(Altered):
@@ -164,7 +182,11 @@ def test_nobody_sees_a_blob_before_it_is_whole_and_right(tmp_path: Path) -> None
     blobs = os.listdir(tmp_path / "blobs")
     full = OSError(errno.ENOSPC, "No space left")
     left = SimpleNamespace(free=3 * CHUNK - 1)
-    for module, function, answer in ((os, "pwrite", full), (os, "fsync", full), (shutil, "disk_usage", left)):
+    for module, function, answer in (
+        (os, "pwrite", full),
+        (os, "fsync", full),
+        (shutil, "disk_usage", left),
+    ):
         with patch.object(module, function, Mock(side_effect=[answer])), pytest.raises(NoSpace):
             store.put(bytes(3 * CHUNK))
         assert (os.listdir(tmp_path / "incomplete"), os.listdir(tmp_path / "blobs")) == ([], blobs)
@@ -179,9 +201,16 @@ def test_nobody_sees_a_blob_before_it_is_whole_and_right(tmp_path: Path) -> None
 # Keys
 
 
-def test_a_bundle_says_who_its_holder_is_and_only_its_owner_can_read_it(keys: Path, tmp_path: Path) -> None:
+def test_a_bundle_says_who_its_holder_is_and_only_its_owner_can_read_it(
+    keys: Path, tmp_path: Path
+) -> None:
     authority = (keys / "ca.key").read_bytes()
-    for name, role in (("hub", "hub"), ("site-a", "site"), ("boss", "operator"), ("viewer", "reader")):
+    for name, role in (
+        ("hub", "hub"),
+        ("site-a", "site"),
+        ("boss", "operator"),
+        ("viewer", "reader"),
+    ):
         assert load(keys / f"{name}.bundle").identity == Identity(RUN, role, name)
         content = (keys / f"{name}.bundle").read_bytes()
         assert content.count(b"PRIVATE KEY-----") == 2
@@ -234,7 +263,9 @@ def test_the_commands_make_keys_and_refuse(keys: Path, tmp_path: Path) -> None:
     assert not_refused_with("keys", cases) == {}
 
 
-def test_keys_that_do_not_fit_are_refused_before_a_connection_is_made(keys: Path, tmp_path: Path) -> None:
+def test_keys_that_do_not_fit_are_refused_before_a_connection_is_made(
+    keys: Path, tmp_path: Path
+) -> None:
     half = tmp_path / "half.bundle"
     half.write_bytes((keys / "site-a.bundle").read_bytes()[:700])
     half.chmod(0o600)
@@ -242,17 +273,29 @@ def test_keys_that_do_not_fit_are_refused_before_a_connection_is_made(keys: Path
     refused: tuple[tuple[Any, str, dict[str, Any], str], ...] = (
         (HubClient, "site-a", {}, neither),
         (HubClient, "site-a", {"keys": keys, "insecure": True}, neither),
-        (HubClient, "site-a", {"keys": keys / "site-b.bundle"}, "belong to site 'site-b', not to 'site-a'"),
+        (
+            HubClient,
+            "site-a",
+            {"keys": keys / "site-b.bundle"},
+            "belong to site 'site-b', not to 'site-a'",
+        ),
         (HubClient, "hub", {"keys": others}, "for run 'other-run', not for run="),
         (HubClient, "late", {"keys": add_keys(keys, "late", days=-1)}, "expired on"),
         (HubClient, "site-a", {"keys": half}, "is not a bundle"),
         (HubClient, "site-a", {"keys": tmp_path / "nothing.bundle"}, "There are no keys at"),
         (Hub, "", {}, neither),
-        (Hub, "", {"keys": keys / "site-a.bundle"}, "belong to site 'site-a', but a hub needs its own"),
+        (
+            Hub,
+            "",
+            {"keys": keys / "site-a.bundle"},
+            "belong to site 'site-a', but a hub needs its own",
+        ),
     )
     for kind, name, options, words in refused:
         with pytest.raises(ValueError, match=words):
-            kind(*(("127.0.0.1:1", RUN, name) if kind is HubClient else (None, None, RUN)), **options)
+            kind(
+                *(("127.0.0.1:1", RUN, name) if kind is HubClient else (None, None, RUN)), **options
+            )
 
 
 WITHOUT = """

@@ -1,4 +1,6 @@
-"""A hub with its rules and scripted sites over gRPC: founding, deaths, returns, refusals, a full disk, and memory."""
+"""A hub with its rules and scripted sites over gRPC: founding, deaths, returns, refusals, a full
+disk, and memory.
+"""
 
 import gc
 import json
@@ -25,7 +27,14 @@ from lightning_sdiloco.federation.follower import Follower
 from lightning_sdiloco.federation.keys import Peer
 from lightning_sdiloco.federation.ledger import OpenRound
 from lightning_sdiloco.federation.memory import InProcessHub
-from lightning_sdiloco.federation.messages import Contribution, Event, Lost, Payload, Record, Recorded
+from lightning_sdiloco.federation.messages import (
+    Contribution,
+    Event,
+    Lost,
+    Payload,
+    Record,
+    Recorded,
+)
 from lightning_sdiloco.federation.remote import HubConnection
 from lightning_sdiloco.federation.run_config import RETENTION
 from lightning_sdiloco.federation.store import BlobStore
@@ -37,7 +46,9 @@ from tests.test_rules import of_rooms, words_of
 from tests.tools.command import told
 
 
-def test_a_founded_run_outlives_deaths_evictions_and_a_rollback(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_founded_run_outlives_deaths_evictions_and_a_rollback(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "lightning_sdiloco")
 
     def rounds() -> list[int]:
@@ -60,7 +71,9 @@ def test_a_founded_run_outlives_deaths_evictions_and_a_rollback(world: World, ca
     joiner = world.join("c", seed=5)
     world.run(lambda: joiner.counted >= 2)
     assert joiner.states == ["a"]
-    assert [caplog.messages.count(word) for word in ("b has joined", "b has left", "c has joined")] == [1, 1, 1]
+    assert [
+        caplog.messages.count(word) for word in ("b has joined", "b has left", "c has joined")
+    ] == [1, 1, 1]
     require_agreement(world.sites.values())
     status = world.status()
     assert [status["sites"][name]["state"] for name in "ab"] == ["follows", "gone"]
@@ -76,7 +89,8 @@ def test_a_founded_run_outlives_deaths_evictions_and_a_rollback(world: World, ca
     assert all(own <= now <= own + 1 for own, now in zip(before, rounds(), strict=True))
     world.more(2)
     assert [site.welcomes for site in world.sites.values()] == [2, 3]
-    # An operator throws one out. It stays out, also at a hub that was started again, and comes as a new incarnation.
+    # An operator throws one out. It stays out, also at a hub that was started again, and comes as a
+    # new incarnation.
     evicted = world.sites.pop("c")
     with pytest.raises(Refused, match="there is no site 'd' here"):
         world.ask("boss", "evict", who="d")
@@ -112,9 +126,16 @@ def test_a_founded_run_outlives_deaths_evictions_and_a_rollback(world: World, ca
 def test_what_a_member_may_not_say_is_refused_and_the_run_goes_on(world: World) -> None:
     world.found("a", rounds=1)
     stranger, other, posing = world.client("b"), world.sites["a"].follower, world.client("c")
-    hello, beats = json.loads(other.hello(RUN).to_bytes()), {"heartbeat": json.loads(other.heartbeat().to_bytes())}
-    own = json.loads(Follower(TERMS, run_config(TERMS).key, "c", posing.incarnation).hello(RUN).to_bytes())
-    sent = Contribution(0, 1, "a", other.incarnation, run_config(TERMS).key, 4, 1, (Payload(key_of(b"bytes"), 5),))
+    hello, beats = (
+        json.loads(other.hello(RUN).to_bytes()),
+        {"heartbeat": json.loads(other.heartbeat().to_bytes())},
+    )
+    own = json.loads(
+        Follower(TERMS, run_config(TERMS).key, "c", posing.incarnation).hello(RUN).to_bytes()
+    )
+    sent = Contribution(
+        0, 1, "a", other.incarnation, run_config(TERMS).key, 4, 1, (Payload(key_of(b"bytes"), 5),)
+    )
     for say, words in (
         (lambda: stranger.send(b"bytes", {"kind": "payload"}), "has not said hello"),
         (lambda: stranger.send(b"bytes", {"kind": "other"}), "a blob is a run config"),
@@ -127,7 +148,10 @@ def test_what_a_member_may_not_say_is_refused_and_the_run_goes_on(world: World) 
         # Nor what another one says: its hello, its heartbeat, its contribution.
         (lambda: next(posing.events(lambda: {"hello": hello})), "site 'c' speaks only for itself"),
         (lambda: posing.call("hello", {"hello": hello}), "site 'c' speaks only for itself"),
-        (lambda: list(posing.events(lambda: {"hello": own}, lambda: beats)), "site 'c' speaks only for itself"),
+        (
+            lambda: list(posing.events(lambda: {"hello": own}, lambda: beats)),
+            "site 'c' speaks only for itself",
+        ),
         (lambda: posing.call("contribute", {}, sent.to_bytes()), "site 'c' speaks only for itself"),
     ):
         with pytest.raises(Refused, match=words):
@@ -138,9 +162,13 @@ def test_what_a_member_may_not_say_is_refused_and_the_run_goes_on(world: World) 
     ):
         connection = world.connect("b")
         with pytest.raises(ValueError, match="compression|seed"):
-            connection.agree(run_config(TERMS, **changed)).require_same(run_config(TERMS, **changed))
+            connection.agree(run_config(TERMS, **changed)).require_same(
+                run_config(TERMS, **changed)
+            )
         # One that says hello all the same.
-        connection.hello(Follower(TERMS, run_config(TERMS, **changed).key, "b", connection.incarnation))
+        connection.hello(
+            Follower(TERMS, run_config(TERMS, **changed).key, "b", connection.incarnation)
+        )
         assert connection.wait(20)
         with pytest.raises(Refused, match=words):
             connection.events()
@@ -162,7 +190,11 @@ def test_a_full_disk_is_told_nothing_is_lost_and_the_run_goes_on_with_room(
         world = World(disk, keys)
         world.found("a", "b", rounds=2)
         filler = fill(disk)
-        world.run(lambda: any("no space left" in told for site in world.sites.values() for told in site.told))
+        world.run(
+            lambda: any(
+                "no space left" in told for site in world.sites.values() for told in site.told
+            )
+        )
         assert "no space left" in caplog.text
         # It answers, and what it told before is there.
         records = world.status()["records"]
@@ -181,7 +213,11 @@ def test_what_is_announced_takes_no_room_and_no_more_than_the_run_can_need(world
     site, spool = world.client("a"), world.folder / "hub.store" / "incomplete"
 
     def announced(kind: str, size: int) -> None:
-        header = site._header({"kind": kind}) | {"key": key_of(str(size).encode()), "size": size, "start": 0}
+        header = site._header({"kind": kind}) | {
+            "key": key_of(str(size).encode()),
+            "size": size,
+            "start": 0,
+        }
         site._method("stream_unary", "put")(iter([pack(header)]), timeout=5)
 
     for size in range(60 << 20, (60 << 20) + 18):
@@ -196,7 +232,9 @@ def test_what_is_announced_takes_no_room_and_no_more_than_the_run_can_need(world
     assert world.folder.joinpath("hub.store").stat().st_mode & 0o077 == 0
 
 
-def test_calls_that_are_replayed_change_nothing_and_a_quorum_that_comes_back_closes_rounds_again(world: World) -> None:
+def test_calls_that_are_replayed_change_nothing_and_a_quorum_that_comes_back_closes_rounds_again(
+    world: World,
+) -> None:
     world.terms = replace(TERMS, quorum=2)
     world.found("a", "b")
     said: list[tuple[HubClient, str, Any, bytes]] = []
@@ -244,7 +282,9 @@ def test_a_run_goes_on_from_a_copy_of_its_hub(world: World, tmp_path: Path) -> N
     world.more(1)
     # Later ones take the place of earlier ones, and hold nothing that is of no use.
     told("hub", "backup", *world.asked("boss"))
-    stored = [{path.name for path in (folder / "hub.store/blobs").iterdir()} for folder in (first, copy)]
+    stored = [
+        {path.name for path in (folder / "hub.store/blobs").iterdir()} for folder in (first, copy)
+    ]
     assert stored[1] <= stored[0]
     assert sorted(path.name for path in copy.iterdir()) == ["hub.sqlite", "hub.store"]
     assert copy.stat().st_mode & 0o077 == 0
@@ -264,7 +304,9 @@ def test_a_run_goes_on_from_a_copy_of_its_hub(world: World, tmp_path: Path) -> N
     require_agreement(world.sites.values())
 
 
-def test_a_hub_copies_by_itself_and_says_when_it_cannot(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hub_copies_by_itself_and_says_when_it_cannot(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     ledger = world.folder / "copy" / "hub.sqlite"
     world.found("a", rounds=2, backups=ledger.parent, backups_every=0.3)
     until(ledger.exists)
@@ -276,7 +318,9 @@ def test_a_hub_copies_by_itself_and_says_when_it_cannot(world: World, caplog: py
     assert ledger.read_bytes()[:16] == before[:16] == b"SQLite format 3\0"
 
 
-def test_a_run_whose_ledger_is_lost_is_founded_again_from_what_its_sites_hold(world: World, tmp_path: Path) -> None:
+def test_a_run_whose_ledger_is_lost_is_founded_again_from_what_its_sites_hold(
+    world: World, tmp_path: Path
+) -> None:
     again = tmp_path / "again.sqlite"
     world.found("a", "b", "c", rounds=4)
     # One has landed a round of which the others know nothing any more.
@@ -309,7 +353,11 @@ class Chain:
         self.length = 0
         for connection in connections:
             for name in ("send", "get", "call"):
-                setattr(connection._client, name, partial(self.slowly, getattr(connection._client, name)))
+                setattr(
+                    connection._client,
+                    name,
+                    partial(self.slowly, getattr(connection._client, name)),
+                )
 
     def slowly(self, call: Callable[..., Any], *arguments: Any, **choices: Any) -> Any:
         after = self.length
@@ -319,14 +367,17 @@ class Chain:
         return answer
 
 
-def test_who_comes_or_returns_waits_for_few_round_trips_however_many_fragments_there_are(world: World) -> None:
+def test_who_comes_or_returns_waits_for_few_round_trips_however_many_fragments_there_are(
+    world: World,
+) -> None:
     world.terms = replace(TERMS, fragments=16, sync_every=16, overlap_steps=1, lease=30.0)
     donor, joiner = world.found("a", rounds=3), world.join("b", seed=3)
     chain = Chain(donor.connection, joiner.connection)
     until(lambda: (donor.hear(), joiner.is_up_to_date())[1])
     assert joiner.states == ["a"]
-    # It asks, the donor sends all parts, says so, all are fetched, and it says hello again. Of the payloads of the 48
-    # records before that none were of use. One or two more on a machine that is busy.
+    # It asks, the donor sends all parts, says so, all are fetched, and it says hello again. Of the
+    # payloads of the 48 records before that none were of use. One or two more on a machine that is
+    # busy.
     assert chain.length <= 7
     before, welcomes = joiner.rounds, joiner.welcomes
     world.service.coordinator.gone(Peer("site", "b", joiner.connection.incarnation))
@@ -335,12 +386,20 @@ def test_who_comes_or_returns_waits_for_few_round_trips_however_many_fragments_t
     chain = Chain(joiner.connection)
     joiner.connection.hello(joiner.follower)
     # Before it is let in again it does not know that it has missed something.
-    until(lambda: joiner.is_up_to_date() and joiner.welcomes > welcomes and min(joiner.rounds) > min(before))
+    until(
+        lambda: (
+            joiner.is_up_to_date()
+            and joiner.welcomes > welcomes
+            and min(joiner.rounds) > min(before)
+        )
+    )
     assert chain.length <= 4
 
 
 @patch("lightning_sdiloco.federation.remote._UNREAD", 2)
-def test_what_did_not_come_is_fetched_again_and_a_cut_is_noticed_while_nobody_reads_what_was_told(world: World) -> None:
+def test_what_did_not_come_is_fetched_again_and_a_cut_is_noticed_while_nobody_reads_what_was_told(
+    world: World,
+) -> None:
     world.terms = replace(TERMS, grace=0.3)
     world.found("a", "b", rounds=1)
     quiet, failed = world.sites["b"], list[str]()
@@ -359,12 +418,16 @@ def test_what_did_not_come_is_fetched_again_and_a_cut_is_noticed_while_nobody_re
     del world.sites["b"]
     world.more(2)
     unread = quiet.connection._told
-    until(lambda: sum(isinstance(told, Recorded) and told.blobs is not None for told in unread) == 2)
+    until(
+        lambda: sum(isinstance(told, Recorded) and told.blobs is not None for told in unread) == 2
+    )
     world.service.close()
     until(lambda: any(isinstance(told, Lost) for told in unread), 5.0)
 
 
-def test_what_an_earlier_connection_was_fetching_is_told_by_the_next_one_alone(world: World) -> None:
+def test_what_an_earlier_connection_was_fetching_is_told_by_the_next_one_alone(
+    world: World,
+) -> None:
     connection: Any = world.found("a", rounds=2).connection
     until(lambda: not connection._coming and not connection.events())
     record = world.service.coordinator.ledger.history[0][0]
@@ -409,7 +472,9 @@ def test_a_round_costs_each_site_one_stream_however_many_sites_there_are(world: 
 
 
 @patch("lightning_sdiloco.federation.ledger.SNAPSHOT_EVERY", 4)
-def test_a_snapshot_that_arrives_some_rounds_later_takes_the_place_of_the_one_before(world: World) -> None:
+def test_a_snapshot_that_arrives_some_rounds_later_takes_the_place_of_the_one_before(
+    world: World,
+) -> None:
     site, given = world.found("a", rounds=2), list[Any]()
     give, site.connection.give = site.connection.give, lambda *state: given.append(state)
     world.run(lambda: given)
@@ -421,7 +486,9 @@ def test_a_snapshot_that_arrives_some_rounds_later_takes_the_place_of_the_one_be
     assert world.service.coordinator.ledger.kept == tuple(round + 1 for round in rounds)
 
 
-def test_a_snapshot_comes_sooner_where_the_disk_has_no_room_for_all_payloads_until_the_next(world: World) -> None:
+def test_a_snapshot_comes_sooner_where_the_disk_has_no_room_for_all_payloads_until_the_next(
+    world: World,
+) -> None:
     site = world.found("a", rounds=RETENTION + 4)
     ledger = world.service.coordinator.ledger
     assert [[at.round for at in own.applied] for own in ledger.snapshots.headers] == [[0, 0]]
@@ -456,18 +523,28 @@ def test_what_a_checkpoint_has_in_flight_waits_until_the_hub_has_let_the_site_in
     time.sleep(0.2)
     again.hello(second.follower)
     ledger = coordinator.ledger
-    until(lambda: second.is_up_to_date() and (ledger.closed[0].round or "b" in ledger.open.get(0, OpenRound()).arrived))
+    until(
+        lambda: (
+            second.is_up_to_date()
+            and (ledger.closed[0].round or "b" in ledger.open.get(0, OpenRound()).arrived)
+        )
+    )
     time.sleep(0.2)
     # It was not refused, and so said hello once, and has been told what it missed once.
     assert "was not taken" not in caplog.text
     assert hellos == ["b"]
 
 
-def test_a_contribution_of_several_ranks_counts_when_the_payload_of_every_rank_is_there(world: World) -> None:
+def test_a_contribution_of_several_ranks_counts_when_the_payload_of_every_rank_is_there(
+    world: World,
+) -> None:
     world.start(sites=1)
     hub = f"127.0.0.1:{world.port}"
     first = world.connect("a", ranks=2)
-    clients = [HubClient(hub, RUN, "a", world.keys, channels=2, incarnation=first.incarnation) for _ in range(2)]
+    clients = [
+        HubClient(hub, RUN, "a", world.keys, channels=2, incarnation=first.incarnation)
+        for _ in range(2)
+    ]
     others = [HubConnection(client, 1, 2) for client in clients]
     world.open += others
     site, coordinator = joined(first), world.service.coordinator
@@ -480,7 +557,9 @@ def test_a_contribution_of_several_ranks_counts_when_the_payload_of_every_rank_i
     halves = b"one half of it", b"the other half"
     payloads = tuple(Payload(key_of(half), len(half)) for half in halves)
     assert site.follower.launches(8) == [0]
-    own = site.follower.complete(replace(site.follower.begin(0, 8), digest=site.digests()[0], payloads=payloads))
+    own = site.follower.complete(
+        replace(site.follower.begin(0, 8), digest=site.digests()[0], payloads=payloads)
+    )
     assert own is not None
     first.contribute(own, {payloads[0].key: halves[0]})
     until(lambda: coordinator.holds(payloads[:1]))
@@ -491,7 +570,8 @@ def test_a_contribution_of_several_ranks_counts_when_the_payload_of_every_rank_i
     until(lambda: site.hear() or site.blobs)
     (record,) = [Record.from_bytes(text) for _, text in coordinator.journal.read()]
     assert [one.payloads for one in record.counted] == [payloads]
-    # The first rank has fetched nothing of the other one, and the other one, started anew, its own half alone.
+    # The first rank has fetched nothing of the other one, and the other one, started anew, its own
+    # half alone.
     assert site.blobs == {record.key: {payloads[0].key: halves[0]}}
     others[1].fetch(record)
     fetched = list[Any]()
@@ -510,12 +590,21 @@ def test_a_contribution_of_several_ranks_counts_when_the_payload_of_every_rank_i
 
 def test_nothing_that_decides_knows_the_clock_that_can_be_set() -> None:
     # Certificates are valid from one date to another; all else goes by clocks that nobody sets.
-    walls = {"time.time", "time.time_ns", "time.localtime", "datetime.datetime.now", "datetime.now", "datetime.utcnow"}
+    walls = {
+        "time.time",
+        "time.time_ns",
+        "time.localtime",
+        "datetime.datetime.now",
+        "datetime.now",
+        "datetime.utcnow",
+    }
     users = [module for module in of_rooms("comm", "federation") if words_of(module) & walls]
     assert users == ["lightning_sdiloco.federation.keys"]
 
 
-def test_the_memory_of_a_hub_is_bounded_by_chunks_and_connections(tmp_path: Path, keys: Path) -> None:
+def test_the_memory_of_a_hub_is_bounded_by_chunks_and_connections(
+    tmp_path: Path, keys: Path
+) -> None:
     def peak() -> int:
         """Bytes that this process has had at most since the last call."""
         status = Path("/proc/self/status").read_text()
@@ -534,7 +623,8 @@ def test_the_memory_of_a_hub_is_bounded_by_chunks_and_connections(tmp_path: Path
             blob[0] = number
             key = put(site, blob)
             peaks.append(peak())
-    # Of each connection at most a window and some chunks are in memory, at both ends, which are in this process here.
+    # Of each connection at most a window and some chunks are in memory, at both ends, which are in
+    # this process here.
     bound = 2 * channels * (8 * CHUNK + (1 << 20))
     assert bound < size / 1.9
     assert max(peaks[1] - peaks[0], peaks[2] - peaks[1]) < bound

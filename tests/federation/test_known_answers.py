@@ -1,4 +1,6 @@
-"""Known answers of a hub, a quorum and a site: words and times, where the trial and its mutants show the rules."""
+"""Known answers of a hub, a quorum and a site: words and times, where the trial and its mutants
+show the rules.
+"""
 
 import json
 from dataclasses import dataclass, replace
@@ -28,7 +30,13 @@ from lightning_sdiloco.federation.messages import (
     Welcome,
 )
 from lightning_sdiloco.federation.quorum import All, built_in, chosen, imported
-from lightning_sdiloco.federation.run_config import RETENTION, SNAPSHOT_EVERY, ChosenQuorum, RunConfig, Terms
+from lightning_sdiloco.federation.run_config import (
+    RETENTION,
+    SNAPSHOT_EVERY,
+    ChosenQuorum,
+    RunConfig,
+    Terms,
+)
 from tests.own_quorum import Core
 
 TERMS = Terms(fragments=1, sync_every=20, overlap_steps=3, grace=2.0, lease=10.0)
@@ -42,13 +50,23 @@ def incarnation(number: int = 1) -> str:
 
 
 def own(
-    site: str = "a", round: int = 1, *, weight: int = 100, digest: int = DIGEST, born: int = 1, **other: Any
+    site: str = "a",
+    round: int = 1,
+    *,
+    weight: int = 100,
+    digest: int = DIGEST,
+    born: int = 1,
+    **other: Any,
 ) -> Contribution:
     payload = Payload(f"{ord(site[0]):02x}{round:02x}{born:02x}" + "0" * 58, 8)
-    return Contribution(0, round, site, incarnation(born), RUN_CONFIG, weight, digest, (payload,), **other)
+    return Contribution(
+        0, round, site, incarnation(born), RUN_CONFIG, weight, digest, (payload,), **other
+    )
 
 
-def record(round: int, *counted: Contribution, previous: str = RUN_CONFIG, final: bool = False) -> Record:
+def record(
+    round: int, *counted: Contribution, previous: str = RUN_CONFIG, final: bool = False
+) -> Record:
     counted = tuple(replace(each, previous=previous) for each in counted)
     return Record(round - 1, 0, round, previous, counted, final=final)
 
@@ -59,7 +77,9 @@ def snapshot(*records: Record, digest: int = DIGEST) -> StateHeader:
 
 RECORDS: list[Record] = []
 for number in range(1, 31):
-    RECORDS.append(record(number, own("b", number), previous=RECORDS[-1].key if RECORDS else RUN_CONFIG))
+    RECORDS.append(
+        record(number, own("b", number), previous=RECORDS[-1].key if RECORDS else RUN_CONFIG)
+    )
 
 # A hub
 
@@ -68,7 +88,9 @@ def hello(made: Ledger, site: str, born: int = 1, now: float = 0.0) -> Welcome:
     return made.hello(Hello("run", site, incarnation(born), RUN_CONFIG, tuple(made.closed)), now)
 
 
-def heartbeat(made: Ledger, site: str, now: float, born: int = 1, applied: int | None = None) -> None:
+def heartbeat(
+    made: Ledger, site: str, now: float, born: int = 1, applied: int | None = None
+) -> None:
     rounds = tuple(closed.round if applied is None else applied for closed in made.closed)
     made.heartbeat(Heartbeat(site, incarnation(born), True, rounds), now)
 
@@ -80,7 +102,9 @@ def come(made: Ledger, sites: str, now: float = 0.0, born: int = 1) -> None:
 
 
 def ledger(sites: str, quorum: Any = None, **changes: Any) -> Ledger:
-    made = Ledger(replace(TERMS, **changes), RUN_CONFIG, 0.0, **({"quorum": quorum} if quorum else {}))
+    made = Ledger(
+        replace(TERMS, **changes), RUN_CONFIG, 0.0, **({"quorum": quorum} if quorum else {})
+    )
     come(made, sites)
     return made
 
@@ -88,7 +112,10 @@ def ledger(sites: str, quorum: Any = None, **changes: Any) -> Ledger:
 def offer(made: Ledger, *contributions: Contribution, now: float = 1.0) -> list[Answer]:
     """Offers contributions that rest on what is closed."""
     previous = made.closed[0].key
-    return [made.contribute(replace(each, previous=previous), each.incarnation, now) for each in contributions]
+    return [
+        made.contribute(replace(each, previous=previous), each.incarnation, now)
+        for each in contributions
+    ]
 
 
 def close(made: Ledger, now: float = 1.0) -> list[str]:
@@ -113,10 +140,28 @@ NOT_FINITE = {"finite": False}
         (All(2), "ab", ((1.0, own("a")), (9.0, own("b", **NOT_FINITE))), 9.0, ["a"]),
         (Core(["a", "b"]), "abc", ((1.0, own("a")), (1.0, own("b"))), 1.0, ["ab"]),
         (DynamicBackup(0.75), "abcd", ((1.0, own("a")), (1.0, own("b"))), 9.0, []),
-        (DynamicBackup(0.75), "abcd", ((1.0, own("a")), (1.0, own("b")), (9.0, own("c"))), 9.0, ["abc"]),
+        (
+            DynamicBackup(0.75),
+            "abcd",
+            ((1.0, own("a")), (1.0, own("b")), (9.0, own("c"))),
+            9.0,
+            ["abc"],
+        ),
         (All(1), "abc", ((1.0, own("a")), (1.0, own("b", digest=8)), (1.0, own("c"))), 1.0, ["ac"]),
-        (All(1), "ab", ((1.0, own("a")), (1.0, own("b", digest=8))), 5.0, []),  # a tie: it waits for a witness
-        (All(1), "abc", ((1.0, own("a")), (5.0, own("b", digest=8)), (6.0, own("c", digest=8))), 6.0, ["bc"]),
+        (
+            All(1),
+            "ab",
+            ((1.0, own("a")), (1.0, own("b", digest=8))),
+            5.0,
+            [],
+        ),  # a tie: it waits for a witness
+        (
+            All(1),
+            "abc",
+            ((1.0, own("a")), (5.0, own("b", digest=8)), (6.0, own("c", digest=8))),
+            6.0,
+            ["bc"],
+        ),
     ],
 )
 def test_a_round_closes_with_the_quorum_for_who_is_waited_for_and_with_the_majority(
@@ -151,7 +196,9 @@ def test_a_contribution_is_taken_once_and_late_afterwards_and_a_call_may_be_skip
         assert len(close(made, 1.2)) == closed
 
 
-def test_a_tie_that_lasts_and_values_that_are_not_finite_are_errors_and_who_is_evicted_stays_out() -> None:
+def test_a_tie_that_lasts_and_values_that_are_not_finite_are_errors_and_who_is_evicted_stays_out() -> (
+    None
+):
     made = ledger("abc")
     offer(made, own("a"), own("b", digest=8), own("c"))
     assert [each.left_out for each in made.due(1.0)] == [(("b", "other outer parameters", 0.0),)]
@@ -182,7 +229,9 @@ def test_a_name_is_in_use_as_long_as_its_process_lives_and_hears_what_it_has_lau
             refused()
     made.leave("a", incarnation(1))
     assert made.present(6.0) == ["a"]
-    assert made.contribute(own("a", born=1), incarnation(2), 6.0) is Answer.OPEN, "a flight of the incarnation before"
+    assert made.contribute(own("a", born=1), incarnation(2), 6.0) is Answer.OPEN, (
+        "a flight of the incarnation before"
+    )
     assert made.contribute(own("a", born=2), incarnation(2), 6.0) is Answer.KNOWN
     come(made, "a", now=16.0, born=3)  # after the lease of the one before
     before = ledger("ab")
@@ -198,7 +247,9 @@ def test_a_hub_that_comes_back_goes_on_where_it_was_and_refuses_a_damaged_ledger
     offer(before, own("a"), own("b"))
     records = before.due(1.0)
     close(before)
-    after = Ledger(TERMS, RUN_CONFIG, 100.0, records, [replace(own("a", 2), previous=before.closed[0].key)])
+    after = Ledger(
+        TERMS, RUN_CONFIG, 100.0, records, [replace(own("a", 2), previous=before.closed[0].key)]
+    )
     assert (after.seq, after.closed, close(after, 101.9)) == (1, before.closed, [])
     come(after, "b", now=101.0)
     offer(after, own("b", 2), now=101.9)
@@ -209,7 +260,9 @@ def test_a_hub_that_comes_back_goes_on_where_it_was_and_refuses_a_damaged_ledger
             Ledger(TERMS, RUN_CONFIG, 0.0, damaged)
 
 
-def test_a_joiner_gets_the_state_of_who_has_applied_most_or_the_snapshot_and_never_begins_afresh() -> None:
+def test_a_joiner_gets_the_state_of_who_has_applied_most_or_the_snapshot_and_never_begins_afresh() -> (
+    None
+):
     made = ledger("abc")
     for each in RECORDS[:2]:
         made.append(each)
@@ -221,12 +274,20 @@ def test_a_joiner_gets_the_state_of_who_has_applied_most_or_the_snapshot_and_nev
     made = Ledger(TERMS, RUN_CONFIG, 0.0, RECORDS[:10], snapshots=[snapshot()])
     assert (made.source("joiner", 50.0), made.kept) == (snapshot(), (1,))
     made.snapshots.add(snapshot(*RECORDS[:10]))
-    assert made.source("joiner", 50.0) == snapshot(), "nobody has said yet that the new one is right"
+    assert made.source("joiner", 50.0) == snapshot(), (
+        "nobody has said yet that the new one is right"
+    )
     for each in RECORDS[10:]:
         made.append(each)
     assert made.snapshots.headers == [snapshot(*RECORDS[:10])]
     assert made.kept == (11,), "payloads since are kept"
-    made = Ledger(TERMS, RUN_CONFIG, 0.0, RECORDS[:1], snapshots=[snapshot(), snapshot(*RECORDS[:1], digest=8)])
+    made = Ledger(
+        TERMS,
+        RUN_CONFIG,
+        0.0,
+        RECORDS[:1],
+        snapshots=[snapshot(), snapshot(*RECORDS[:1], digest=8)],
+    )
     made.append(RECORDS[1])
     assert made.snapshots.headers == [snapshot()], "the wrong one is dropped"
     assert [made.snapshots.is_due([SNAPSHOT_EVERY - before]) for before in (1, 0)] == [False, True]
@@ -238,7 +299,12 @@ def test_a_round_is_the_last_where_it_is_to_be_and_all_that_may_count_in_it_is_e
         (True, (exact, own("b")), "ab", False),
         (True, (own("b"), exact), "ab", False),
         (True, (exact, own("b", **NOT_FINITE)), "a", True),
-        (True, (replace(exact, weight=0), idle), "ab", True),  # who has trained nothing since is in it too
+        (
+            True,
+            (replace(exact, weight=0), idle),
+            "ab",
+            True,
+        ),  # who has trained nothing since is in it too
         (False, (exact, idle), "ab", False),
     ):
         made = ledger("ab")
@@ -255,7 +321,9 @@ def long(site: str, norm: float, **changes: object) -> object:
 
 
 def after_four_rounds(norms: dict[str, float], **changes: Any) -> tuple[Ledger, list[Record]]:
-    """A ledger whose sites have counted in four rounds with outer gradients of these norms, and its records."""
+    """A ledger whose sites have counted in four rounds with outer gradients of these norms, and
+    its records.
+    """
     made, records = ledger("".join(norms), **changes), list[Record]()
     for number in range(1, 5):
         offer(made, *(replace(long(site, norm), round=number) for site, norm in norms.items()))
@@ -268,7 +336,13 @@ def test_who_is_too_long_for_its_own_past_is_left_out_also_by_a_hub_that_starts_
     # Unequal data: who is always longer than the others counts from the first round.
     made, records = after_four_rounds({"a": 1.0, "b": 50.0, "c": 2.0})
     assert [record.left_out for record in records] == [()] * 4
-    offer(made, *(replace(long(site, norm), round=5) for site, norm in (("a", 1.0), ("b", 1250.0), ("c", 2.0))))
+    offer(
+        made,
+        *(
+            replace(long(site, norm), round=5)
+            for site, norm in (("a", 1.0), ("b", 1250.0), ("c", 2.0))
+        ),
+    )
     records += made.due(1.0)
     assert records[-1].left_out == (LeftOut("b", "too long", 25.0),)
     made.append(records[-1])
@@ -276,13 +350,17 @@ def test_who_is_too_long_for_its_own_past_is_left_out_also_by_a_hub_that_starts_
     for one in (made, again):
         come(one, "ac")
         # Of two by their own past; of one alone nothing is known.
-        offer(one, *(replace(long(site, norm), round=6) for site, norm in (("a", 1.0), ("c", 22.0))))
+        offer(
+            one, *(replace(long(site, norm), round=6) for site, norm in (("a", 1.0), ("c", 22.0)))
+        )
         assert close(one, 9.0) == ["a"]
         offer(one, replace(long("c", 22.0), round=7))
         assert close(one, 9.0) == ["c"]
 
 
-def test_who_trained_longer_may_be_longer_and_where_all_are_or_the_guard_is_off_nobody_is_left_out() -> None:
+def test_who_trained_longer_may_be_longer_and_where_all_are_or_the_guard_is_off_nobody_is_left_out() -> (
+    None
+):
     for guard, norms, steps, counted in (
         (10.0, (1.0, 40.0, 1.0), 80, "abc"),
         (10.0, (1.0, 40.0, 1.0), 8, "ac"),
@@ -316,7 +394,11 @@ def history(rounds: int = RETENTION, last: int = 20, **late: float) -> list[Reco
     """Rounds of 30 s, in which each site is always as late."""
     found = []
     for number in range(last - rounds + 1, last + 1):
-        counted = [replace(own(site, number), steps=STEPS) for site, own_late in late.items() if own_late == 0.0]
+        counted = [
+            replace(own(site, number), steps=STEPS)
+            for site, own_late in late.items()
+            if own_late == 0.0
+        ]
         timings = tuple(Timing(site, number, own_late, 1.0) for site, own_late in late.items())
         found.append(replace(record(number, *counted), timings=timings))
     return found
@@ -329,13 +411,17 @@ def test_dynamic_backup_leaves_out_who_is_later_than_the_round_over_the_others()
             past = history(**dict.fromkeys(names[:-1], 0.0), **{names[-1]: late})
             assert DynamicBackup(least=0.1).awaited(past, names) == awaited
     past = history(a=0.0, b=0.0, c=20.0)
-    past[0] = replace(past[0], timings=(*past[0].timings, Timing("d", past[0].round, 0.0)))  # once, long ago
+    past[0] = replace(
+        past[0], timings=(*past[0].timings, Timing("d", past[0].round, 0.0))
+    )  # once, long ago
     assert DynamicBackup(0.5).awaited(past, "dcba") == ["a", "b"]
     assert DynamicBackup(0.75).awaited(past, "abcd") == ["a", "b", "c"]
     assert [DynamicBackup(0.5).fewest(sites) for sites in (1, 2, 3, 8)] == [1, 1, 2, 4]
     assert DynamicBackup(0.1).fewest(30) == 3
     rarely = history(a=0.0, b=0.0, c=0.0)
-    rarely = [replace(one, timings=one.timings[:2]) if one.round % 3 == 0 else one for one in rarely]
+    rarely = [
+        replace(one, timings=one.timings[:2]) if one.round % 3 == 0 else one for one in rarely
+    ]
     late = {"a": 0.0, "b": 0.0, "c": 20.0}
     for why, known, sites, awaited in (
         ("a stall now and then leaves nobody out", rarely, "abc", "abc"),
@@ -343,14 +429,23 @@ def test_dynamic_backup_leaves_out_who_is_later_than_the_round_over_the_others()
         ("little is known", history(RETENTION - 1, **late), "abc", "abc"),
         ("every eighth round waits for all", history(last=23, **late), "abc", "abc"),
         ("n has just come", history(**late), "abn", "abn"),
-        ("older than timings are", [replace(one, timings=()) for one in history(**late)], "abc", "abc"),
+        (
+            "older than timings are",
+            [replace(one, timings=()) for one in history(**late)],
+            "abc",
+            "abc",
+        ),
     ):
         assert "".join(DynamicBackup().awaited(known, sites)) == awaited, why
 
 
 def test_a_record_tells_how_late_each_contribution_came_and_the_seconds_of_a_step() -> None:
     made = ledger("abc")
-    assert offer(made, own("a", steps=20), now=5.0) == offer(made, own("b", steps=20), now=5.5) == [Answer.OPEN]
+    assert (
+        offer(made, own("a", steps=20), now=5.0)
+        == offer(made, own("b", steps=20), now=5.5)
+        == [Answer.OPEN]
+    )
     (first,) = made.due(7.0)
     close(made, 7.0)
     assert first.timings == (Timing("a", 1, 0.0), Timing("b", 1, 0.5))
@@ -369,7 +464,15 @@ def test_a_record_tells_how_late_each_contribution_came_and_the_seconds_of_a_ste
 
 
 def run_config_of(quorum: int | ChosenQuorum) -> RunConfig:
-    return RunConfig("run", replace(TERMS, quorum=quorum), {"mixing": "0.5"}, ((("w", "(2,)"),),), ((),), {}, "5f")
+    return RunConfig(
+        "run",
+        replace(TERMS, quorum=quorum),
+        {"mixing": "0.5"},
+        ((("w", "(2,)"),),),
+        ((),),
+        {},
+        "5f",
+    )
 
 
 @dataclass(frozen=True)
@@ -378,12 +481,21 @@ class WithATensor(Core):
 
 
 def test_a_quorum_stands_in_the_run_config_with_its_arguments_or_is_refused() -> None:
-    assert chosen(DynamicBackup(0.25)) == ChosenQuorum("lightning_sdiloco.DynamicBackup", {"least": 0.25})
+    assert chosen(DynamicBackup(0.25)) == ChosenQuorum(
+        "lightning_sdiloco.DynamicBackup", {"least": 0.25}
+    )
     run_config = run_config_of(chosen(DynamicBackup(0.25)))
     assert RunConfig.from_bytes(run_config.to_bytes()) == run_config
-    assert "terms.quorum.init_args.least is 0.25 here and missing there" in run_config.differences(run_config_of(2))
+    assert "terms.quorum.init_args.least is 0.25 here and missing there" in run_config.differences(
+        run_config_of(2)
+    )
     text = json.loads(run_config_of(2).to_bytes())
-    values = ["DynamicBackup", {"class_path": "os"}, {"class_path": "a b.c", "init_args": {}}, {"class_path": "a.b"}]
+    values = [
+        "DynamicBackup",
+        {"class_path": "os"},
+        {"class_path": "a b.c", "init_args": {}},
+        {"class_path": "a.b"},
+    ]
     for value in (0, *values):
         text["terms"]["quorum"] = value
         with pytest.raises(Malformed, match="quorum"):
@@ -400,14 +512,22 @@ def test_a_quorum_stands_in_the_run_config_with_its_arguments_or_is_refused() ->
             Federation("hub:1", "run", "a", insecure=True, quorum=quorum())
 
 
-def test_a_hub_imports_no_quorum_that_its_operator_has_not_named_and_starts_with_that_of_the_run_config() -> None:
+def test_a_hub_imports_no_quorum_that_its_operator_has_not_named_and_starts_with_that_of_the_run_config() -> (
+    None
+):
     hub = InProcessHub("run", 1)
     named = partial(built_in, named=CORE.class_path)
-    careful, allowed = (Coordinator("run", hub.journal, hub.store, 1, find_quorum=find) for find in (built_in, named))
+    careful, allowed = (
+        Coordinator("run", hub.journal, hub.store, 1, find_quorum=find)
+        for find in (built_in, named)
+    )
     for quorum, words in (
         (CORE, r"tests\.own_quorum\.Core\(core=\['a', 'b'\]\).* sdiloco hub --quorum tests"),
         (replace(CORE, class_path="os.system"), "is not available here"),
-        (ChosenQuorum("lightning_sdiloco.DynamicBackup", {"least": 2.0}), "least=2.0 is out of range"),
+        (
+            ChosenQuorum("lightning_sdiloco.DynamicBackup", {"least": 2.0}),
+            "least=2.0 is out of range",
+        ),
     ):
         with pytest.raises(Refused, match=words):
             careful.agree("a", run_config_of(quorum))
@@ -419,10 +539,17 @@ def test_a_hub_imports_no_quorum_that_its_operator_has_not_named_and_starts_with
         with pytest.raises(ValueError, match=words):
             imported(path)
     backup, core = DynamicBackup(), Core(["a", "b"])
-    for own, quorum, made in ((careful, BACKUP, backup), (allowed, BACKUP, backup), (allowed, CORE, core)):
+    for own, quorum, made in (
+        (careful, BACKUP, backup),
+        (allowed, BACKUP, backup),
+        (allowed, CORE, core),
+    ):
         assert own.agree("a", run_config_of(quorum)) == run_config_of(quorum)
         hub.journal.note({"run_config": run_config_of(quorum).to_bytes()})
-        assert Coordinator("run", hub.journal, hub.store, find_quorum=own._find_quorum).ledger.quorum == made
+        assert (
+            Coordinator("run", hub.journal, hub.store, find_quorum=own._find_quorum).ledger.quorum
+            == made
+        )
     with pytest.raises(ValueError, match="is not available here"):
         Coordinator("run", hub.journal, hub.store)
 
@@ -431,11 +558,15 @@ def test_a_hub_imports_no_quorum_that_its_operator_has_not_named_and_starts_with
 
 
 def launched(made: Follower, step: int, digest: int = DIGEST, **about: Any) -> Contribution | None:
-    return made.complete(replace(made.begin(0, step), digest=digest, payloads=own().payloads, **about))
+    return made.complete(
+        replace(made.begin(0, step), digest=digest, payloads=own().payloads, **about)
+    )
 
 
 def follower(steps: int = 0, flies: bool = False) -> Follower:
-    """One that has founded a run, reaches the hub, has trained, and may have launched that and trained on."""
+    """One that has founded a run, reaches the hub, has trained, and may have launched that and
+    trained on.
+    """
     made = Follower(TERMS, RUN_CONFIG, "a", incarnation())
     made.found([DIGEST])
     made.reachable = True
@@ -453,7 +584,9 @@ def train(made: Follower, steps: int) -> None:
 
 def test_wrong_values_are_found_at_the_launch_at_the_landing_and_in_a_checkpoint() -> None:
     with pytest.raises(ValueError, match="checkpoint was damaged"):
-        Follower(TERMS, RUN_CONFIG, "a", incarnation(2)).load_state_dict(follower().state_dict(), [DIGEST + 1])
+        Follower(TERMS, RUN_CONFIG, "a", incarnation(2)).load_state_dict(
+            follower().state_dict(), [DIGEST + 1]
+        )
     made = follower(20)
     sent = launched(made, 20, finite=False, norm_squared=float("nan"))
     assert sent is not None
@@ -484,9 +617,16 @@ def test_a_call_is_answered_with_a_quarter_of_the_steps_and_skipped_below() -> N
     assert made.launches(8) == [], "the round is known to be closed"
 
 
-def test_training_waits_for_a_flight_of_nearly_sync_every_steps_within_the_grace_and_never_without_a_hub() -> None:
+def test_training_waits_for_a_flight_of_nearly_sync_every_steps_within_the_grace_and_never_without_a_hub() -> (
+    None
+):
     made = follower(20, flies=True)
-    assert [made.waits(*at) for at in ((38, 0.0), (39, 100.0), (39, 102.5), (39, 103.0))] == [0.0, 3.0, 0.5, 0.0]
+    assert [made.waits(*at) for at in ((38, 0.0), (39, 100.0), (39, 102.5), (39, 103.0))] == [
+        0.0,
+        3.0,
+        0.5,
+        0.0,
+    ]
     assert not made.waits(45, 200.0), "it has waited once"
     made = follower(20, flies=True)
     made.lose(100.0)

@@ -1,4 +1,6 @@
-"""The hub averages: all sites fetch the same mean, encoded once, and fetch as much however many there are."""
+"""The hub averages: all sites fetch the same mean, encoded once, and fetch as much however many
+there are.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -47,10 +49,15 @@ def test_the_hub_reads_and_writes_the_bytes_of_fp4(numel: int, seed: int, scale:
     FP4().decode(payload, expected)
     assert encoded(values.numpy(), "fp4") == payload.numpy().tobytes()
     assert decoded(payload.numpy().tobytes(), numel, "fp4").tobytes() == expected.numpy().tobytes()
-    assert decoded(encoded(values.numpy(), "fp32"), numel, "fp32").tobytes() == values.numpy().tobytes()
+    assert (
+        decoded(encoded(values.numpy(), "fp32"), numel, "fp32").tobytes()
+        == values.numpy().tobytes()
+    )
 
 
-def test_in_float32_the_mean_of_the_hub_is_that_of_the_sites_also_the_last_one_and_after_a_restart() -> None:
+def test_in_float32_the_mean_of_the_hub_is_that_of_the_sites_also_the_last_one_and_after_a_restart() -> (
+    None
+):
     choices = {**CHOICES, "compression": "fp32", "rounds": 6}
     at_hub, at_sites = founded(3, **choices), founded(3, **{**choices, "mean": "sites"})
     for sites in (at_hub, at_sites):
@@ -70,7 +77,9 @@ def test_what_is_left_out_of_means_is_remembered_to_the_last_bit_of_rounding() -
         blobs = random.standard_normal((3, numel)).astype(np.float32)
         store = {key_of(blob.tobytes()): blob.tobytes() for blob in blobs}
         counted = tuple(
-            Contribution(0, number + 1, f"s{i}", "1", "", i + 1, 0, (Payload(key, len(blob)),), exact=True)
+            Contribution(
+                0, number + 1, f"s{i}", "1", "", i + 1, 0, (Payload(key, len(blob)),), exact=True
+            )
             for i, (key, blob) in enumerate(store.items())
         )
         record = Record(number, 0, number + 1, "", counted, (), False)
@@ -82,7 +91,9 @@ def test_what_is_left_out_of_means_is_remembered_to_the_last_bit_of_rounding() -
         assert 0.01 < np.abs(rest).max() < 1.0
         np.testing.assert_allclose(told + rest, sent, atol=1e-5)
     # Nothing is rounded of a last mean, and nothing is left.
-    payload, residual = averaged(replace(record, final=True), store.__getitem__, sizes, "fp4", residual)
+    payload, residual = averaged(
+        replace(record, final=True), store.__getitem__, sizes, "fp4", residual
+    )
     assert residual is None
     np.testing.assert_allclose(decoded(payload, numel, "fp32"), blobs.mean(0), atol=1e-6)
 
@@ -90,7 +101,9 @@ def test_what_is_left_out_of_means_is_remembered_to_the_last_bit_of_rounding() -
 def test_what_rounding_leaves_out_is_in_a_later_mean_and_lasts_through_restarts() -> None:
     outers = []
     for compression, restarts in (("fp32", False), ("fp4", False), ("fp4", True)):
-        outer = OuterOptimizer(direction="elementwise")  # or both would be mapped, by which rounding grows
+        outer = OuterOptimizer(
+            direction="elementwise"
+        )  # or both would be mapped, by which rounding grows
         sites = founded(2, **CHOICES, compression=compression, mixing=0.0, outer_optimizer=outer)
         for _ in range(6):
             train(sites, 8)
@@ -99,11 +112,17 @@ def test_what_rounding_leaves_out_is_in_a_later_mean_and_lasts_through_restarts(
         assert agree(sites)
         outers.append(torch.cat(sites[0].outer()))
         # One for each fragment is kept, where something is rounded.
-        kept = [text.decode() for _, text in sorted(sites[0].hub.journal.notes("residual/").items())]
+        kept = [
+            text.decode() for _, text in sorted(sites[0].hub.journal.notes("residual/").items())
+        ]
         assert len(kept) == (len(sites[0].fragments) if compression == "fp4" else 0)
         numels = [outer.numel() for outer in sites[0].outer()]
         largest = numels.index(max(numels))
-        like_it = {key for key, blob in sites[0].hub.store._blobs.items() if len(blob) == 4 * numels[largest]}
+        like_it = {
+            key
+            for key, blob in sites[0].hub.store._blobs.items()
+            if len(blob) == 4 * numels[largest]
+        }
         assert compression == "fp32" or like_it == {kept[largest]}
     exact, rounded, interrupted = outers
     assert torch.equal(rounded, interrupted)
@@ -112,19 +131,32 @@ def test_what_rounding_leaves_out_is_in_a_later_mean_and_lasts_through_restarts(
 
 
 @pytest.mark.parametrize("compression", ["fp4", "fp4+memory"])
-def test_sites_of_several_ranks_take_the_mean_of_the_hub_and_fetch_as_much_however_many(compression: str) -> None:
+def test_sites_of_several_ranks_take_the_mean_of_the_hub_and_fetch_as_much_however_many(
+    compression: str,
+) -> None:
     fetched = list[int]()
     for ranks in ((1, 2), (1, 2, 4, 1)):
-        sites = train_ranked(ranks, 20, normed, [4] * len(ranks), **CHOICES, compression=compression)
+        sites = train_ranked(
+            ranks, 20, normed, [4] * len(ranks), **CHOICES, compression=compression
+        )
         held = [whole(site) for site in sites]
         assert held[0]
         assert all(same(own, held[0]) for own in held)
-        buffers = [rank.engine.rounds.fragments[0].untrained.outer for site in sites for rank in site]
+        buffers = [
+            rank.engine.rounds.fragments[0].untrained.outer for site in sites for rank in site
+        ]
         assert all(equal(own, buffers[0]) for own in buffers)
         assert bool(buffers[0][0].any())
         records = sites[0][0].hub.records()
         assert all(len(record.counted) == len(ranks) for record in records)
-        fetched.append(sum(payload.size for record in records for source in record.sources for payload in source))
+        fetched.append(
+            sum(
+                payload.size
+                for record in records
+                for source in record.sources
+                for payload in source
+            )
+        )
     assert fetched[0] == fetched[1] > 0
 
 
@@ -147,7 +179,10 @@ def test_what_a_hub_cannot_read_or_do_is_refused() -> None:
     for choices, told in (
         ({"compression": "int8"}, "a hub reads 'fp4' and 'fp32'"),
         ({"mean": "others"}, "it must be 'sites' or 'hub'"),
-        ({"outer_optimizer": OuterOptimizer(clip_norm=1.0)}, "clip_norm=1 does not work with mean='hub'"),
+        (
+            {"outer_optimizer": OuterOptimizer(clip_norm=1.0)},
+            "clip_norm=1 does not work with mean='hub'",
+        ),
     ):
         with pytest.raises(ValueError, match=told):
             Site(VirtualHub(1), 0, **{**CHOICES, **choices})

@@ -1,4 +1,6 @@
-"""Records, messages and run configs as text: what goes out comes back, and anything else is refused."""
+"""Records, messages and run configs as text: what goes out comes back, and anything else is
+refused.
+"""
 
 import json
 import re
@@ -38,7 +40,9 @@ OWN = Contribution(1, 5, "site-a", "ab" * 8, "ef" * 32, 100, -7, (Payload("cd" *
 RECORD = Record(9, 1, 5, "ef" * 32, (OWN, replace(OWN, site="site-b")))
 TERMS = Terms(fragments=2, sync_every=100, overlap_steps=5, grace=2.0)
 FRAGMENTS = ((("w", "(2,)"), ("b", "(1,)")), ())
-RUN_CONFIG = RunConfig("llm", TERMS, {"mixing": "0.5"}, FRAGMENTS, ((3,), ()), {"torch": "2.6"}, "5f")
+RUN_CONFIG = RunConfig(
+    "llm", TERMS, {"mixing": "0.5"}, FRAGMENTS, ((3,), ()), {"torch": "2.6"}, "5f"
+)
 
 
 @st.composite
@@ -104,36 +108,63 @@ def test_what_makes_no_message_is_refused_by_its_name() -> None:
             with pytest.raises(Malformed, match=re.escape(field)):
                 type(whole).from_bytes(json.dumps(text).encode())
     other = replace(OWN, site="site-b")
-    others = [replace(other, **change) for change in ({"round": 6}, {"digest": 8}, {"previous": "00" * 32})]
+    others = [
+        replace(other, **change)
+        for change in ({"round": 6}, {"digest": 8}, {"previous": "00" * 32})
+    ]
     alone = (replace(OWN, finite=False),), (replace(OWN, weight=0),)
     for counted in ((), (OWN, OWN), (other, OWN), *((OWN, one) for one in others), *alone):
         with pytest.raises(Malformed, match=r"record\.counted"):
             Record.from_bytes(replace(RECORD, counted=counted).to_bytes())
-    surprises = (b'{"a": 1, "a": 2}', b'{"a": NaN}', b"[" * 100_000, b'"' + b"a" * 200_000 + b'"', b"9" * 5000, b"\xff")
+    surprises = (
+        b'{"a": 1, "a": 2}',
+        b'{"a": NaN}',
+        b"[" * 100_000,
+        b'"' + b"a" * 200_000 + b'"',
+        b"9" * 5000,
+        b"\xff",
+    )
     for data in (*surprises, b""):
         with pytest.raises(Malformed):
             decoded(data, 150_000)
-    for change in ({"overlap_steps": 100}, {"quorum": 0}, {"grace": -1.0}, {"rounds": 0}, {"grace": float("nan")}):
+    for change in (
+        {"overlap_steps": 100},
+        {"quorum": 0},
+        {"grace": -1.0},
+        {"rounds": 0},
+        {"grace": float("nan")},
+    ):
         with pytest.raises(ValueError, match="out of range"):
             replace(TERMS, **change)
 
 
 def test_the_key_of_a_record_depends_on_all_that_it_says_and_what_need_not_be_said_is_not() -> None:
-    changes = {"seq": 8}, {"previous": "00" * 32}, {"final": True}, {"left_out": (LeftOut("c", "no samples"),)}
+    changes = (
+        {"seq": 8},
+        {"previous": "00" * 32},
+        {"final": True},
+        {"left_out": (LeftOut("c", "no samples"),)},
+    )
     counted = (OWN,), (OWN, replace(OWN, site="site-b", exact=True))
-    others = [replace(RECORD, **change) for change in (*changes, *({"counted": own} for own in counted))]
+    others = [
+        replace(RECORD, **change) for change in (*changes, *({"counted": own} for own in counted))
+    ]
     assert len({RECORD.key, *(other.key for other in others)}) == 7
     assert {"steps", "exact", "timings"} & (plain(OWN).keys() | plain(RECORD).keys()) == set()
     assert Contribution.from_bytes(replace(OWN, weight=0, exact=True).to_bytes()).reason == ""
 
 
-def test_another_run_config_is_refused_with_what_differs_but_for_another_patch_of_a_version() -> None:
+def test_another_run_config_is_refused_with_what_differs_but_for_another_patch_of_a_version() -> (
+    None
+):
     with pytest.raises(Malformed):
         RunConfig.from_bytes(RUN_CONFIG.to_bytes().replace(b'"0.5"', b'"0.6"'))
     changes: dict[str, dict[str, Any]] = {
         "terms.sync_every is 50 here and 100 there": {"terms": replace(TERMS, sync_every=50)},
         "settings.mixing is missing here and 0.5 there": {"settings": {}},
-        "fragments[0][0][0] is b here and w there": {"fragments": ((("b", "(1,)"), ("w", "(2,)")), ())},
+        "fragments[0][0][0] is b here and w there": {
+            "fragments": ((("b", "(1,)"), ("w", "(2,)")), ())
+        },
         "shards[0][0] is 1 here and 3 there": {"shards": ((1, 2), ())},
         "versions.torch is 2.7 here and 2.6 there": {"versions": {"torch": "2.7"}},
         "self_test is 60 here and 5f there": {"self_test": "60"},

@@ -1,4 +1,6 @@
-"""An engine as a site of a federation: with the right answers of the fixed world, and through deaths and returns."""
+"""An engine as a site of a federation: with the right answers of the fixed world, and through
+deaths and returns.
+"""
 
 import copy
 import re
@@ -53,7 +55,9 @@ KEPT = ErrorFeedback(Threshold(1 / 16, Int2(), every=3, over="senders"))
 
 def in_the_fixed_world(groups: int, **choices: Any) -> list[Tensor]:
     """The outer parameters, and the local ones of the first group, after 45 steps."""
-    own = Groups(groups, net=lambda _: mlp(), fragments="strided:1", exchange="gather", **CHOICES, **choices)
+    own = Groups(
+        groups, net=lambda _: mlp(), fragments="strided:1", exchange="gather", **CHOICES, **choices
+    )
     own.until(45)
     local = nn.utils.parameters_to_vector(own.models[0].parameters()).detach()
     return [*(fragment.outer.values for fragment in own.engines[0].rounds.fragments), local]
@@ -67,9 +71,22 @@ def in_the_fixed_world(groups: int, **choices: Any) -> list[Tensor]:
         ({"compression": RandomK(4, FP4())}, 1),
         ({"compression": KEPT}, 0),
         ({"compression": RandomK(4, FP4()), "dense_beginning": DenseBeginning(5, 3)}, 0),
-        ({"compression": KEPT, "outer_optimizer": FALLING, "dense_beginning": DenseBeginning(4, 4, 1)}, 0),
+        (
+            {
+                "compression": KEPT,
+                "outer_optimizer": FALLING,
+                "dense_beginning": DenseBeginning(4, 4, 1),
+            },
+            0,
+        ),
         ({"outer_optimizer": OuterOptimizer(direction="equalised")}, 1),
-        ({"outer_optimizer": OuterOptimizer(direction="equalised"), "dense_beginning": DenseBeginning(5, 3)}, 0),
+        (
+            {
+                "outer_optimizer": OuterOptimizer(direction="equalised"),
+                "dense_beginning": DenseBeginning(5, 3),
+            },
+            0,
+        ),
     ],
     ids=[
         "fp4_and_clip",
@@ -82,7 +99,9 @@ def in_the_fixed_world(groups: int, **choices: Any) -> list[Tensor]:
         "dense_and_matrices",
     ],
 )
-def test_where_nobody_is_late_the_bits_are_those_of_the_fixed_world(choices: dict[str, Any], absent: int) -> None:
+def test_where_nobody_is_late_the_bits_are_those_of_the_fixed_world(
+    choices: dict[str, Any], absent: int
+) -> None:
     sites = founded(3, **choices, **CHOICES)
     for _ in range(absent):
         sites.pop().die()
@@ -108,7 +127,9 @@ def test_a_late_joiner_launches_as_often_as_the_round_of_the_record_says() -> No
     assert agree(sites)
 
 
-def test_a_site_with_another_dense_beginning_is_refused_by_name_and_one_without_it_reads_old_terms() -> None:
+def test_a_site_with_another_dense_beginning_is_refused_by_name_and_one_without_it_reads_old_terms() -> (
+    None
+):
     sites = founded(2, **CHOICES, dense_beginning=DenseBeginning(6, 3, 1))
     with pytest.raises(Refused, match=r"terms.dense_beginning.rounds is 5 here and 6 there"):
         Site(sites[0].hub, 2, **CHOICES, dense_beginning=DenseBeginning(5, 3, 1))
@@ -128,7 +149,9 @@ def test_a_site_weighs_by_what_it_trained() -> None:
     sites = founded(2, **CHOICES)
     for _ in range(12):
         sites[0].hub.passes(STEP)
-        for site, trained in zip(sites, ({"trained": 3}, {"trained": 2, "samples": 16}), strict=True):
+        for site, trained in zip(
+            sites, ({"trained": 3}, {"trained": 2, "samples": 16}), strict=True
+        ):
             site.engine.launch_due(**trained)
         for site in sites:
             site.engine.land_due()
@@ -180,7 +203,9 @@ class Run:
             self.held[index] = [own.steps for own in site.fragments]
 
     def again(self, index: int, state: dict[str, Any] | None, joins: bool = True) -> Site:
-        """Starts another incarnation, from a checkpoint or from nothing. What it no longer holds is lost."""
+        """Starts another incarnation, from a checkpoint or from nothing. What it no longer holds
+        is lost.
+        """
         # Who comes with nothing has the parameters of the founding, and waits for no donor.
         again = Site(self.hub, index, mlp(0 if state is None else 5), **self.choices)
         if state is not None:
@@ -194,19 +219,30 @@ class Run:
 
     def pending(self, index: int, fragment: int = 0) -> int:
         """The steps that a site holds, or has in flight, and that no record counts yet."""
-        own, counted = self.sites[index].fragments[fragment], [r.of(f"s{index}") for r in self.hub.records(fragment)]
+        own, counted = (
+            self.sites[index].fragments[fragment],
+            [r.of(f"s{index}") for r in self.hub.records(fragment)],
+        )
         return own.steps + (own.flight.steps if own.flight and own.flight.own not in counted else 0)
 
     def counted(self, index: int, fragment: int = 0) -> int:
         """How many steps of a site count: it trains a sample a step."""
-        return sum(own.weight for record in self.hub.records(fragment) if (own := record.of(f"s{index}")))
+        return sum(
+            own.weight for record in self.hub.records(fragment) if (own := record.of(f"s{index}"))
+        )
 
     def check(self) -> None:
-        """Asserts that all agree and count, and that what a site has trained counts once, or is pending or lost."""
+        """Asserts that all agree and count, and that what a site has trained counts once, or is
+        pending or lost.
+        """
         assert agree(list(self.sites.values()))
         for index, site in self.sites.items():
             for fragment in range(len(site.fragments)):
-                known = self.counted(index, fragment) + self.pending(index, fragment) + self.lost[index, fragment]
+                known = (
+                    self.counted(index, fragment)
+                    + self.pending(index, fragment)
+                    + self.lost[index, fragment]
+                )
                 assert known == self.made[index], (index, fragment)
         assert self.hub.counted()[-1] == [f"s{index}" for index in self.sites]
 
@@ -258,7 +294,8 @@ def test_sites_and_their_hub_die_and_return_and_each_step_counts_once() -> None:
     run.hub.restart()
     for index, state in states.items():
         run.again(index, state, joins=False)
-    # The third has lost its disk too, and one joins: with other parameters, and the state of a donor.
+    # The third has lost its disk too, and one joins: with other parameters, and the state of a
+    # donor.
     for index in (2, 3):
         run.sites[index] = Site(run.hub, index, mlp(7), **CHOICES)
         assert not equal(run.sites[index].outer(), run.sites[0].outer())
@@ -270,7 +307,9 @@ def test_sites_and_their_hub_die_and_return_and_each_step_counts_once() -> None:
 
 
 @pytest.mark.parametrize("dense_beginning", [None, DenseBeginning(3, 4, 2)])
-def test_a_site_that_resumes_is_bitwise_that_which_never_stopped(dense_beginning: DenseBeginning | None) -> None:
+def test_a_site_that_resumes_is_bitwise_that_which_never_stopped(
+    dense_beginning: DenseBeginning | None,
+) -> None:
     choices = {**CHOICES, "dense_beginning": dense_beginning}
     runs = whole_run, stopped = [founded(2, **choices) for _ in range(2)]
     # In flight, between two flights, and with what was carried while it was cut off.
@@ -287,10 +326,14 @@ def test_a_site_that_resumes_is_bitwise_that_which_never_stopped(dense_beginning
         stopped[0].resume(state)
     for sites in runs:
         train(sites, 30)
-    assert all(equal(one.held(), other.held()) for one, other in zip(whole_run, stopped, strict=True))
+    assert all(
+        equal(one.held(), other.held()) for one, other in zip(whole_run, stopped, strict=True)
+    )
 
 
-@pytest.mark.parametrize(("late", "has_checkpoint"), [("carry", True), ("drop", True), ("carry", False)])
+@pytest.mark.parametrize(
+    ("late", "has_checkpoint"), [("carry", True), ("drop", True), ("carry", False)]
+)
 def test_what_a_new_incarnation_trains_while_the_round_is_open_counts_with_its_next_launch(
     late: str, has_checkpoint: bool
 ) -> None:
@@ -302,7 +345,9 @@ def test_what_a_new_incarnation_trains_while_the_round_is_open_counts_with_its_n
     run.die(0)
     again = run.again(0, state if has_checkpoint else None)
     before, was = again.local(), again.outer()[0].clone()
-    assert torch.equal(before, was[: len(before)]), "what its earlier incarnation has trained is in the round"
+    assert torch.equal(before, was[: len(before)]), (
+        "what its earlier incarnation has trained is in the round"
+    )
     assert run.pending(0) == 0
     run.train(10, 0)
     assert run.hub.records() == []
@@ -313,7 +358,9 @@ def test_what_a_new_incarnation_trains_while_the_round_is_open_counts_with_its_n
     again.world.hear()
     again.engine.land_due()
     assert (run.counted(0), again.fragments[0].applied.round) == (8, 1)
-    assert torch.allclose(again.local(), before + (again.outer()[0] - was)[: len(before)], atol=1e-6)
+    assert torch.allclose(
+        again.local(), before + (again.outer()[0] - was)[: len(before)], atol=1e-6
+    )
     assert run.pending(0) == 10
     run.train(20)
     run.check()
@@ -349,7 +396,10 @@ def test_all_ranks_of_a_site_begin_again_together() -> None:
         alone(site, 3)
         site[0].die()
     again = started(5)
-    at_once(lambda pair: pair[0].resume(pair[1]) or pair[0].engine.join(), list(zip(again, states, strict=True)))
+    at_once(
+        lambda pair: pair[0].resume(pair[1]) or pair[0].engine.join(),
+        list(zip(again, states, strict=True)),
+    )
     assert all(equal(list(rank.model.parameters()), list(mlp().parameters())) for rank in again)
     alone(again, 5)
     assert [rank.fragments[0].samples for rank in again] == [10, 10]
@@ -358,14 +408,18 @@ def test_all_ranks_of_a_site_begin_again_together() -> None:
     at_once(lambda rank: list(rank.engine.land_due()), again)
     (first,) = hub.records()
     assert [own.launch for own in first.counted] == [(1, site[0].world.follower.incarnation)]
-    assert [(rank.fragments[0].applied.round, rank.fragments[0].samples) for rank in again] == [(1, 10)] * 2
+    assert [(rank.fragments[0].applied.round, rank.fragments[0].samples) for rank in again] == [
+        (1, 10)
+    ] * 2
     assert torch.equal(again[0].local(), again[1].local())
 
 
 # Late, slow, and told
 
 
-def test_a_site_that_drops_what_comes_too_late_mixes_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_site_that_drops_what_comes_too_late_mixes_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     run = Run(2, mixing=0.25, compression="fp32", late="drop")
     run.train(7)
     late = run.sites[0]
@@ -407,7 +461,9 @@ def slow(site: Site, waits: int) -> Site:
 
 
 def test_who_returns_with_a_flight_trains_once_what_closed_meanwhile_is_here() -> None:
-    """Cut off before, it would train on alone, and drop all that where its earlier incarnation counts."""
+    """Cut off before, it would train on alone, and drop all that where its earlier incarnation
+    counts.
+    """
     choices = {**ONE_FRAGMENT, "grace": 1.0}
     sites = founded(2, steps=9, **choices)
     state = sites[0].state()
@@ -437,7 +493,9 @@ def test_training_waits_for_the_grace_and_a_second_and_not_a_moment_longer() -> 
     assert max(waited) == pytest.approx(1.03 + 1.0)
 
 
-def test_a_site_says_what_it_waits_for_and_that_its_hub_has_gone_and_is_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_site_says_what_it_waits_for_and_that_its_hub_has_gone_and_is_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     hub = VirtualHub(2)
     first = Site(hub, 0, **CHOICES)
     for _ in range(3):
@@ -464,7 +522,10 @@ def test_a_site_says_what_it_waits_for_and_that_its_hub_has_gone_and_is_back(cap
     assert caplog.messages[0] == "the disk is full"
     trains_on = [f"Site s{i} trains on while no rounds close: the disk is full" for i in (0, 1)]
     assert sorted(caplog.messages[1:3]) == trains_on
-    assert caplog.messages[3] == "rounds can close again; what kept them from it is over: the disk is full"
+    assert (
+        caplog.messages[3]
+        == "rounds can close again; what kept them from it is over: the disk is full"
+    )
     assert caplog.messages[4:] == ["Rounds close again."] * 2
 
 
@@ -494,7 +555,9 @@ def test_sites_train_on_beside_a_hub_that_knows_less_and_count_it_all_when_its_l
     restarted(sites, whole)
     train(sites, 30)
     assert agree(sites)
-    weights = [sum(one.weight for record in hub.records(0) if (one := record.of(f"s{i}"))) for i in (0, 1)]
+    weights = [
+        sum(one.weight for record in hub.records(0) if (one := record.of(f"s{i}"))) for i in (0, 1)
+    ]
     first = [site.fragments[0] for site in sites]
     held = [own.samples + (own.flight.own.weight if own.flight else 0) for own in first]
     assert [a + b for a, b in zip(weights, held, strict=True)] == [90, 90]
@@ -540,12 +603,18 @@ def test_a_site_whose_parameters_become_one_constant_costs_the_others_nothing(
         assert agree(sites)
         out = [own for record in sites[0].hub.records() for own in record.left_out]
         assert {own.site for own in out} == ({f"s{count - 1}"} if faulty else set())
-        return fmean(float(nn.functional.mse_loss(sites[0].model(x), y)) for x, y in map(partial(batch, 9), range(50)))
+        return fmean(
+            float(nn.functional.mse_loss(sites[0].model(x), y))
+            for x, y in map(partial(batch, 9), range(50))
+        )
 
     sound = [loss(seed, faulty=False) for seed in range(5)]
     assert "was left out" not in caplog.text
     assert loss(0, faulty=True) == pytest.approx(fmean(sound), abs=3 * stdev(sound))
-    assert f"This site's contribution to round {100 // 8 + 1} of fragment 0 was left out" in caplog.text
+    assert (
+        f"This site's contribution to round {100 // 8 + 1} of fragment 0 was left out"
+        in caplog.text
+    )
 
 
 def test_a_site_that_is_left_out_again_and_again_is_asked_to_leave() -> None:
@@ -586,15 +655,26 @@ def wide() -> nn.Module:
 
 def normed() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 11), nn.BatchNorm1d(11), nn.Tanh(), nn.Linear(11, 7), nn.Tanh(), nn.Linear(7, 3))
+    return nn.Sequential(
+        nn.Linear(5, 11),
+        nn.BatchNorm1d(11),
+        nn.Tanh(),
+        nn.Linear(11, 7),
+        nn.Tanh(),
+        nn.Linear(7, 3),
+    )
 
 
 def in_common(sites: list[list[Site]], rounds: Sequence[int] = (3, 2, 2)) -> dict[str, Tensor]:
-    """The outer parameters of fragments that all have at the same round, which are these, and equal at all sites."""
+    """The outer parameters of fragments that all have at the same round, which are these, and
+    equal at all sites.
+    """
     held = list(map(whole, sites))
     common = [{key: one[key] for key in one if all(key in other for other in held)} for one in held]
     for own in common:
-        assert [key.split(",")[0] for key in own] == [f"{p} Position(round={r}" for p, r in enumerate(rounds)]
+        assert [key.split(",")[0] for key in own] == [
+            f"{p} Position(round={r}" for p, r in enumerate(rounds)
+        ]
         assert equal(list(own.values()), list(common[0].values()))
     return common[0]
 
@@ -602,7 +682,11 @@ def in_common(sites: list[list[Site]], rounds: Sequence[int] = (3, 2, 2)) -> dic
 @pytest.mark.parametrize("direction", ["elementwise", "equalised"])
 def test_how_many_ranks_a_site_has_changes_no_bit(direction: Any) -> None:
     # Each is weighed with four samples, of which ranks may have trained unequal numbers.
-    choices = {**CHOICES, "compression": "fp32", "outer_optimizer": OuterOptimizer(direction=direction)}
+    choices = {
+        **CHOICES,
+        "compression": "fp32",
+        "outer_optimizer": OuterOptimizer(direction=direction),
+    }
     alone = train_ranked((1, 1, 1), 26, normed, (4, 4, 4), **choices)
     heard, gathered = [], list[int]()
 
@@ -618,36 +702,57 @@ def test_how_many_ranks_a_site_has_changes_no_bit(direction: Any) -> None:
     # What one rank asks, all of its site hear after the next step.
     assert heard == [(0, 6, 2)] * 4
     # What ranks of a site say after an inner step without a launch goes in one collective.
-    assert [after - before for before, after in zip(gathered, gathered[1:], strict=False)] == [1] * 6
+    assert [after - before for before, after in zip(gathered, gathered[1:], strict=False)] == [
+        1
+    ] * 6
     assert equal(list(in_common(sites).values()), list(in_common(alone).values()))
-    buffers = [rank.engine.rounds.fragments[0].untrained.outer for site in (*alone, *sites) for rank in site]
+    buffers = [
+        rank.engine.rounds.fragments[0].untrained.outer
+        for site in (*alone, *sites)
+        for rank in site
+    ]
     assert all(equal(own, buffers[0]) for own in buffers)
 
 
 @pytest.mark.parametrize(
     "choices",
     [
-        {"outer_optimizer": partial(DelayedNesterov, lr=0.7, momentum=0.9, every=2), "compression": "sparse"},
+        {
+            "outer_optimizer": partial(DelayedNesterov, lr=0.7, momentum=0.9, every=2),
+            "compression": "sparse",
+        },
         {"compression": ErrorFeedback(Threshold(1 / 4, Int2(), every=2))},
         {"compression": "random_k+memory"},
         {"compression": ByLink(["fp4+memory", "sparse"], within=1000.0)},
     ],
     ids=["delayed_nesterov_and_sparse", "threshold", "random_k", "by_link"],
 )
-def test_sites_of_several_ranks_agree_with_every_code_and_a_delayed_momentum(choices: dict[str, Any]) -> None:
+def test_sites_of_several_ranks_agree_with_every_code_and_a_delayed_momentum(
+    choices: dict[str, Any],
+) -> None:
     in_common(train_ranked((4, 2, 1), 26, normed, (4, 4, 4), **{**CHOICES, **choices}))
 
 
-def test_buffers_of_a_site_that_are_not_finite_reach_no_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_buffers_of_a_site_that_are_not_finite_reach_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def poison(rank: Site, step: int) -> None:
         if rank.index == 1 and step == 7:
             rank.model[1].running_var[3] = float("nan")
 
-    sites = train_ranked((1, 2, 1), 16, normed, (4, 2, 4), poison, compression="fp32", mixing=0.5, **CHOICES)
+    sites = train_ranked(
+        (1, 2, 1), 16, normed, (4, 2, 4), poison, compression="fp32", mixing=0.5, **CHOICES
+    )
     for rank in (rank for site in sites for rank in site):
-        assert all(bool(values.isfinite().all()) for values in rank.engine.rounds.fragments[0].untrained.outer)
+        assert all(
+            bool(values.isfinite().all())
+            for values in rank.engine.rounds.fragments[0].untrained.outer
+        )
         assert rank.model[1].running_var.isfinite().all()
-    assert "left out of the mean and get the outer values: '1.running_var' of site 's1'." in caplog.text
+    assert (
+        "left out of the mean and get the outer values: '1.running_var' of site 's1'."
+        in caplog.text
+    )
 
 
 def test_ranks_share_what_their_site_sends_and_fetches() -> None:
@@ -662,11 +767,18 @@ def test_ranks_share_what_their_site_sends_and_fetches() -> None:
         for rank in site:
             report, number = rank.engine.report(), rank.topology.group_rank
             assert report["bytes_sent"] == pytest.approx(expected["bytes_sent"] / 4, rel=0.02)
-            of_site = [record.of(f"s{rank.index}") for record in rank.hub.records() if record.round == 1]
-            assert report["bytes_sent"] >= sum(own.payloads[number].size for own in of_site if own) > 0
-            # Of the other site with four ranks each fetches a quarter; of that with one rank 0 fetches all.
+            of_site = [
+                record.of(f"s{rank.index}") for record in rank.hub.records() if record.round == 1
+            ]
+            assert (
+                report["bytes_sent"] >= sum(own.payloads[number].size for own in of_site if own) > 0
+            )
+            # Of the other site with four ranks each fetches a quarter; of that with one rank 0
+            # fetches all.
             shares = 1 / 4 + (rank is site[0])
-            assert report["bytes_received"] == pytest.approx(shares * expected["bytes_sent"], rel=0.02)
+            assert report["bytes_received"] == pytest.approx(
+                shares * expected["bytes_sent"], rel=0.02
+            )
     assert expected["bytes_received"] == pytest.approx(2 * expected["bytes_sent"], rel=0.02)
 
 
@@ -676,15 +788,23 @@ def test_ranks_share_what_their_site_sends_and_fetches() -> None:
 @pytest.mark.parametrize(
     ("compression", "steps", "ranks"),
     [
-        ("fp4", 3, (4, 2, 1)),  # before anything was launched, from three values: their plain mean in float32
+        (
+            "fp4",
+            3,
+            (4, 2, 1),
+        ),  # before anything was launched, from three values: their plain mean in float32
         ("fp4+memory", 15, (4, 2, 1)),
         (KEPT, 15, (4, 2, 1)),
         (ByLink(["fp4", "sparse"], within=1000.0), 15, (1, 1, 1)),
     ],
     ids=["fp4", "memory", "kept", "by_link"],
 )
-def test_a_run_ends_with_what_all_its_sites_hold(compression: Any, steps: int, ranks: tuple[int, ...]) -> None:
-    """The end is no outer step: it changes no state of the outer optimizer, and leaves nothing out."""
+def test_a_run_ends_with_what_all_its_sites_hold(
+    compression: Any, steps: int, ranks: tuple[int, ...]
+) -> None:
+    """The end is no outer step: it changes no state of the outer optimizer, and leaves nothing
+    out.
+    """
     values = [torch.full((WIDE,), 0.999)] * 3
     if steps < CHOICES["sync_every"]:
         draws = [torch.Generator().manual_seed(seed) for seed in range(3)]
@@ -694,7 +814,9 @@ def test_a_run_ends_with_what_all_its_sites_hold(compression: Any, steps: int, r
 
     def kept(rank: Site) -> Any:
         fragments = rank.engine.rounds.fragments
-        return [{**own.outer.state, "memory": own.memory, "tuning": own.tuning} for own in fragments]
+        return [
+            {**own.outer.state, "memory": own.memory, "tuning": own.tuning} for own in fragments
+        ]
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, site: int, number: int) -> None:
         nn.utils.vector_to_parameters(values[site].clone(), model.parameters())
@@ -706,7 +828,11 @@ def test_a_run_ends_with_what_all_its_sites_hold(compression: Any, steps: int, r
             if rank.index == 0 and not rank.topology.group_rank:
                 rank.hub.coordinator.end()
 
-    choices = {**CHOICES, "compression": compression, "outer_optimizer": OuterOptimizer(clip_norm=0.05)}
+    choices = {
+        **CHOICES,
+        "compression": compression,
+        "outer_optimizer": OuterOptimizer(clip_norm=0.05),
+    }
     sites = train_ranked(ranks, steps + 16, wide, (1,) * len(ranks), at, step, **choices)
     for rank, held in before:
         assert rank.world.is_over
@@ -719,7 +845,9 @@ LAST, ROUNDED = [True, True], [False, False]
 
 
 def over(sites: Sequence[Site], exact: Sequence[Sequence[Sequence[bool]]]) -> None:
-    """Trains until the run is over, which is soon; asserts which contributions to its records were exact."""
+    """Trains until the run is over, which is soon; asserts which contributions to its records were
+    exact.
+    """
     for _ in range(12):
         if left := [site for site in sites if not site.world.is_over]:
             train(left, 1)
@@ -745,7 +873,9 @@ def with_teacher() -> nn.Module:
 def step_with_teacher(model: Any, optimizer: torch.optim.Optimizer, site: int, number: int) -> None:
     train_step(model, optimizer, site, number)
     with torch.no_grad():
-        for followed, trained in zip(model[0].teacher.parameters(), model[0].parameters(), strict=False):
+        for followed, trained in zip(
+            model[0].teacher.parameters(), model[0].parameters(), strict=False
+        ):
             followed.lerp_(trained, 0.1)
 
 
@@ -770,7 +900,10 @@ def test_at_the_end_all_sites_hold_the_teacher_of_the_first_one(mean: str) -> No
     assert exact == [False] * 3 + [True] * 3
     # So does one that comes after it, and is given a state.
     given, taken = (site[0].engine.rounds.fragments[0] for site in (sites[2], sites[0]))
-    assert equal([from_part(taken, to_part(given, [given.outer.state_dict()])).own["0.teacher.weight"]], [launched[0]])
+    assert equal(
+        [from_part(taken, to_part(given, [given.outer.state_dict()])).own["0.teacher.weight"]],
+        [launched[0]],
+    )
 
 
 @pytest.mark.parametrize(
@@ -799,7 +932,9 @@ def test_a_site_that_binds_what_it_keeps_in_another_shape_or_dtype_keeps_it_to_t
             model[0].queue = bound.clone()
 
     choices = {**CHOICES, "rounds": 2, "untrained": {"*.queue": "own"}}
-    sites = train_ranked((1, 2, 1), 40, queued, (4, 2, 4), lambda rank, number: None, step, **choices)
+    sites = train_ranked(
+        (1, 2, 1), 40, queued, (4, 2, 4), lambda rank, number: None, step, **choices
+    )
     ranks = [rank for site in sites for rank in site]
     assert all(rank.world.is_over for rank in ranks)
     at_once(lambda rank: rank.engine.finish(), ranks)
@@ -828,7 +963,10 @@ def test_a_run_of_three_rounds_becomes_one_of_five_and_every_step_counts() -> No
         sites[1].die()
         sites[1] = Site(hub, 1, **choices, rounds=rounds)
         sites[1].engine.join()
-        assert (sites[1].world.follower.terms.rounds, sites[1].world.follower.terms.grace) == (5, 2.5)
+        assert (sites[1].world.follower.terms.rounds, sites[1].world.follower.terms.grace) == (
+            5,
+            2.5,
+        )
     with pytest.raises(ValueError, match="terms.rounds is 4 here and 3 there"):
         Site(hub, 1, **choices, rounds=4)
     train(sites, 40)
@@ -838,7 +976,9 @@ def test_a_run_of_three_rounds_becomes_one_of_five_and_every_step_counts() -> No
         hub.coordinator.amend({"rounds": 9})
 
 
-def test_a_round_that_is_open_when_an_operator_ends_the_run_closes_as_any_other_though_the_hub_dies() -> None:
+def test_a_round_that_is_open_when_an_operator_ends_the_run_closes_as_any_other_though_the_hub_dies() -> (
+    None
+):
     sites = founded(2, steps=7, **CHOICES)
     sites[0].train()
     hub = sites[0].hub
@@ -883,7 +1023,9 @@ def test_a_checkpoint_of_the_last_launch_holds_the_same_bytes() -> None:
     sites[0] = Site(sites[1].hub, 0, mlp(5), **CHOICES)
     sites[0].resume(state)
     over(sites, [[LAST]] * 4)
-    assert [record.of("s0") for fragment in range(4) for record in sites[0].hub.records(fragment)] == launched
+    assert [
+        record.of("s0") for fragment in range(4) for record in sites[0].hub.records(fragment)
+    ] == launched
 
 
 # Refusals
@@ -906,7 +1048,9 @@ def test_what_a_federation_cannot_do_is_refused_by_name() -> None:
         train(sites, 1)
 
 
-def test_a_federation_refuses_when_it_is_made_what_is_out_of_range_or_cannot_lead_to_a_hub(tmp_path: Path) -> None:
+def test_a_federation_refuses_when_it_is_made_what_is_out_of_range_or_cannot_lead_to_a_hub(
+    tmp_path: Path,
+) -> None:
     init_keys(tmp_path, "run")
     bundle = add_keys(tmp_path, "b")
     of_b = {"insecure": False, "keys": bundle, "site": "b"}
@@ -915,15 +1059,37 @@ def test_a_federation_refuses_when_it_is_made_what_is_out_of_range_or_cannot_lea
     for given, told in (
         ({"lease": 0}, "lease=0 is out of range: it must be above 0"),
         ({"lease": "10"}, "lease='10' is of type str, not a number: it must be above 0"),
-        ({"patience": timedelta(hours=1)}, "is of type timedelta, not a number: it must be at least 0"),
-        ({"rounds": 2.0}, "rounds=2.0 is of type float, not a whole number: it must be a whole number of at least 1"),
+        (
+            {"patience": timedelta(hours=1)},
+            "is of type timedelta, not a number: it must be at least 0",
+        ),
+        (
+            {"rounds": 2.0},
+            "rounds=2.0 is of type float, not a whole number: it must be a whole number of at"
+            " least 1",
+        ),
         ({"hub": Path("/mnt/run")}, "is of type PosixPath, not a string: give one"),
-        ({"hub": "a.example"}, "hub='a.example' is not an address: give one with a port, such as a.example:29400"),
-        ({"hub": "a.example:1,b.example"}, "hub='b.example' is not an address: give one with a port"),
-        ({"hub": "a.example:99999"}, "hub='a.example:99999' has port 99999: a port is a number from 1 to 65535"),
-        ({"hub": "a.example:0"}, "hub='a.example:0' has port 0: a port is a number from 1 to 65535"),
+        (
+            {"hub": "a.example"},
+            "hub='a.example' is not an address: give one with a port, such as a.example:29400",
+        ),
+        (
+            {"hub": "a.example:1,b.example"},
+            "hub='b.example' is not an address: give one with a port",
+        ),
+        (
+            {"hub": "a.example:99999"},
+            "hub='a.example:99999' has port 99999: a port is a number from 1 to 65535",
+        ),
+        (
+            {"hub": "a.example:0"},
+            "hub='a.example:0' has port 0: a port is a number from 1 to 65535",
+        ),
         ({"hub": "a.example:port"}, "hub='a.example:port' is not an address"),
-        ({"hub": "/mnt/run"}, "hub='/mnt/run' is a folder or bucket, but sites meet at a hub: start one"),
+        (
+            {"hub": "/mnt/run"},
+            "hub='/mnt/run' is a folder or bucket, but sites meet at a hub: start one",
+        ),
         ({"hub": "s3://bucket/run", "sites": 2}, "hub='s3://bucket/run' is a folder or bucket"),
         ({"sites": 2}, "sites=2 cannot be set by a site, only by the hub (sdiloco hub --sites)"),
         ({"insecure": False}, "site 'a' needs either keys or insecure=True"),
@@ -933,4 +1099,6 @@ def test_a_federation_refuses_when_it_is_made_what_is_out_of_range_or_cannot_lea
         ({**of_b, "run": "other"}, "These keys are for run 'run', not for run='other'"),
     ):
         with pytest.raises(ValueError, match=re.escape(told)):
-            Federation(**{"hub": "a.example:1", "run": "run", "site": "a", "insecure": True, **given})
+            Federation(
+                **{"hub": "a.example:1", "run": "run", "site": "a", "insecure": True, **given}
+            )

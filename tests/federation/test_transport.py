@@ -1,4 +1,6 @@
-"""The way to a hub: strict messages, who is let in and who is refused, and lines that break and are found again."""
+"""The way to a hub: strict messages, who is let in and who is refused, and lines that break and
+are found again.
+"""
 
 import contextlib
 import datetime
@@ -24,7 +26,15 @@ from lightning_sdiloco.federation import client, server
 from lightning_sdiloco.federation import keys as keys_module
 from lightning_sdiloco.federation.client import HubClient, _checked_parts
 from lightning_sdiloco.federation.codec import key_of
-from lightning_sdiloco.federation.keys import MAY, ROLES, add_keys, host_of, init_keys, load, revoke_keys
+from lightning_sdiloco.federation.keys import (
+    MAY,
+    ROLES,
+    add_keys,
+    host_of,
+    init_keys,
+    load,
+    revoke_keys,
+)
 from lightning_sdiloco.federation.messages import Event, Payload
 from lightning_sdiloco.federation.remote import HubConnection
 from lightning_sdiloco.federation.server import MAX_EVENTS
@@ -57,7 +67,11 @@ def test_a_message_comes_back_and_whatever_is_none_is_refused(garbage: bytes) ->
     with contextlib.suppress(Malformed):
         unpack(garbage)
     texts = (b"[]", b"7", b"{'a': 1}", b'{"a": NaN}', b'{"a": -Infinity}', b'{"a": 1, "a": 2}')
-    texts += (b'{"a": {"b": 1, "b": 2}}', b"\xff\xfe", b'{"a": ' + b"[" * 20_000 + b"]" * 20_000 + b"}")
+    texts += (
+        b'{"a": {"b": 1, "b": 2}}',
+        b"\xff\xfe",
+        b'{"a": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+    )
     texts += (b'{"a": ' + b"9" * 20_000 + b"}", json.dumps({"a": "x" * MAX_HEADER}).encode())
     cut = (b"", b"\0\0\0", struct.pack(">I", 3) + b"{}", struct.pack(">I", 0xFFFFFFFF) + b"{}")
     for data in (*cut, *(struct.pack(">I", len(text)) + text for text in texts)):
@@ -68,7 +82,18 @@ def test_a_message_comes_back_and_whatever_is_none_is_refused(garbage: bytes) ->
         with pytest.raises(Malformed):
             pack(header, body)
     assert _checked_parts([[0, 1], [2, 3]], 3)
-    for parts in (None, {}, [1], [[0]], [[0, 0]], [[1, 0]], [[0, 4]], [[1, 2], [0, 1]], [[0, True]], [["0", 1]]):
+    for parts in (
+        None,
+        {},
+        [1],
+        [[0]],
+        [[0, 0]],
+        [[1, 0]],
+        [[0, 4]],
+        [[1, 2], [0, 1]],
+        [[0, True]],
+        [["0", 1]],
+    ):
         with pytest.raises(Malformed):
             _checked_parts(parts, 3)
 
@@ -98,7 +123,9 @@ def channel_to(port: int, authority: bytes, *own: bytes) -> Any:
     import grpc
 
     credentials = grpc.ssl_channel_credentials(authority, *own)
-    return grpc.secure_channel(f"127.0.0.1:{port}", credentials, [("grpc.ssl_target_name_override", host_of(RUN))])
+    return grpc.secure_channel(
+        f"127.0.0.1:{port}", credentials, [("grpc.ssl_target_name_override", host_of(RUN))]
+    )
 
 
 def ping(channel: Any, message: bytes | None = None) -> Any:
@@ -114,7 +141,9 @@ def claiming(served: Served, **other: str) -> HubClient:
     return site
 
 
-def test_who_has_no_certificate_of_the_authority_is_no_member_and_no_hub(served: Served, tmp_path: Path) -> None:
+def test_who_has_no_certificate_of_the_authority_is_no_member_and_no_hub(
+    served: Served, tmp_path: Path
+) -> None:
     import grpc
 
     with pytest.warns(UserWarning, match="insecure=True"):
@@ -127,7 +156,11 @@ def test_who_has_no_certificate_of_the_authority_is_no_member_and_no_hub(served:
     # Its own look at the date would refuse it before it comes to the hub.
     with patch.object(keys_module.datetime, "datetime", Mock(now=lambda zone: earlier)):
         late = served.client("forgotten", keys=expired)
-    strangers = (without_tls, None), (late, None), (served.client("site-a", keys=tmp_path / "keys"), "same authority")
+    strangers = (
+        (without_tls, None),
+        (late, None),
+        (served.client("site-a", keys=tmp_path / "keys"), "same authority"),
+    )
     for stranger, told in strangers:
         with pytest.raises(HubUnreachable, match=told):
             stranger.call("ping")
@@ -136,7 +169,10 @@ def test_who_has_no_certificate_of_the_authority_is_no_member_and_no_hub(served:
         with channel_to(served.port, authority, *certificate) as channel:
             assert refusal(lambda channel=channel: ping(channel)) == "UNAVAILABLE"
     # A site refuses who passes for the hub: one of another authority, and a site of its own.
-    with Served(tmp_path, tmp_path / "keys") as false, pytest.raises(HubUnreachable, match="same authority"):
+    with (
+        Served(tmp_path, tmp_path / "keys") as false,
+        pytest.raises(HubUnreachable, match="same authority"),
+    ):
         served.client("site-a", port=false.port).send(b"secret")
     site = load(served.keys, "site-b")
     server = grpc.server(None)
@@ -149,13 +185,23 @@ def test_who_has_no_certificate_of_the_authority_is_no_member_and_no_hub(served:
 
 
 def test_garbage_is_refused_before_it_takes_memory(served: Served, keys: Path) -> None:
-    words = [b"GET / HTTP/1.1\r\nHost: hub\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01", b""]
+    words = [
+        b"GET / HTTP/1.1\r\nHost: hub\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x16\x03\x01",
+        b"",
+    ]
     for number in range(200):
         with socket.create_connection(("127.0.0.1", served.port), timeout=5) as stranger:
             stranger.sendall(words[number % len(words)] + os.urandom(number * 20))
     # Behind a certificate.
     own = load(keys, "site-a")
-    headers = ({}, {"from": 1}, {"from": {"run": RUN}}, {"from": {"run": 1, "role": 2, "name": 3, "incarnation": 4}})
+    headers = (
+        {},
+        {"from": 1},
+        {"from": {"run": RUN}},
+        {"from": {"run": 1, "role": 2, "name": 3, "incarnation": 4}},
+    )
     with channel_to(served.port, own.authority, own.key, own.certificate) as channel:
         for message in (*map(os.urandom, range(50)), *map(pack, headers)):
             assert refusal(lambda message=message: ping(channel, message)) == "INVALID_ARGUMENT"
@@ -164,7 +210,9 @@ def test_garbage_is_refused_before_it_takes_memory(served: Served, keys: Path) -
         assert refusal(lambda: empty(iter([]), timeout=5)) == "INVALID_ARGUMENT"
 
 
-def test_a_member_speaks_for_itself_for_its_run_with_its_key_and_this_version(served: Served, tmp_path: Path) -> None:
+def test_a_member_speaks_for_itself_for_its_run_with_its_key_and_this_version(
+    served: Served, tmp_path: Path
+) -> None:
     for claim in ({"name": "site-b"}, {"role": "operator"}, {"name": "boss", "role": "operator"}):
         with pytest.raises(Denied, match="certificate of site 'site-a' is not valid for"):
             claiming(served, **claim).call("ping")
@@ -204,11 +252,16 @@ def test_a_member_speaks_for_itself_for_its_run_with_its_key_and_this_version(se
     # The hub is updated first.
     with patch.object(keys_module, "PROTOCOL", PROTOCOL + 1):
         assert served.client("site-a").call("ping", body=b"older") == ({}, b"older")
-        with patch.object(client, "PROTOCOL", PROTOCOL + 2), pytest.raises(Refused, match="a hub before its sites"):
+        with (
+            patch.object(client, "PROTOCOL", PROTOCOL + 2),
+            pytest.raises(Refused, match="a hub before its sites"),
+        ):
             served.client("site-a").call("ping")
 
 
-def test_a_name_with_a_new_line_writes_none_into_the_log(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_name_with_a_new_line_writes_none_into_the_log(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO), pytest.raises(Refused):
         served.client("site-a").call("ping\n2026-01-01 ERROR the hub was robbed")
     assert put(served.client("site-b"), b"goes on")
@@ -217,7 +270,9 @@ def test_a_name_with_a_new_line_writes_none_into_the_log(served: Served, caplog:
 
 
 def test_each_role_may_call_what_the_table_says_and_nothing_else(served: Served) -> None:
-    members = dict(zip(ROLES, map(served.client, ("second", "site-a", "boss", "viewer")), strict=True))
+    members = dict(
+        zip(ROLES, map(served.client, ("second", "site-a", "boss", "viewer")), strict=True)
+    )
     assert {member.identity.role for member in members.values()} == set(ROLES)
     acts: dict[str, Callable[[HubClient], Any]] = {
         "put": lambda member: member.send(b"blob"),
@@ -235,7 +290,9 @@ def test_each_role_may_call_what_the_table_says_and_nothing_else(served: Served)
                     act(member)
 
 
-def test_a_blob_is_refused_by_what_is_announced_and_by_other_bytes_than_that(served: Served) -> None:
+def test_a_blob_is_refused_by_what_is_announced_and_by_other_bytes_than_that(
+    served: Served,
+) -> None:
     site = served.client("site-a")
 
     def announced(blob: bytes, **wrong: Any) -> dict[str, Any]:
@@ -272,7 +329,10 @@ def test_a_blob_is_refused_by_what_is_announced_and_by_other_bytes_than_that(ser
         small.get(key, CHUNK - 1)
     assert small.get(key, CHUNK) == bytes(CHUNK)
     # Several small ones in one stream, however much of it a message takes.
-    named = [Payload(put(small, blob), len(blob)) for blob in (os.urandom(CHUNK), b"", os.urandom(CHUNK - 1), b"blob")]
+    named = [
+        Payload(put(small, blob), len(blob))
+        for blob in (os.urandom(CHUNK), b"", os.urandom(CHUNK - 1), b"blob")
+    ]
     came = small.get_small([*named, Payload(key, CHUNK)])
     assert [key_of(came[one.key]) for one in named] == [one.key for one in named]
     for size, error in ((3, "more than was asked for"), (5, "ended a stream too early")):
@@ -294,7 +354,9 @@ def test_what_is_wrong_with_the_disk_of_the_hub_is_told(served: Served) -> None:
         file.write(b"\x01")
     with pytest.raises(Altered, match=other):
         site.get(other)
-    full = patch.object(BlobStore, "begin", Mock(side_effect=NoSpace("there is no space left: nothing was stored.")))
+    full = patch.object(
+        BlobStore, "begin", Mock(side_effect=NoSpace("there is no space left: nothing was stored."))
+    )
     with full, pytest.raises(NoSpace, match="no space left"):
         site.send(b"blob")
 
@@ -303,7 +365,9 @@ def test_what_is_wrong_with_the_disk_of_the_hub_is_told(served: Served) -> None:
 
 
 @patch.object(server, "_SILENT", 3.0)
-def test_a_reader_who_opens_streams_and_says_nothing_keeps_nobody_out(hub: Served, keys: Path) -> None:
+def test_a_reader_who_opens_streams_and_says_nothing_keeps_nobody_out(
+    hub: Served, keys: Path
+) -> None:
     own, goes_on, ended = load(keys, "viewer"), threading.Event(), list[str]()
 
     def silence() -> Any:
@@ -337,8 +401,13 @@ def test_there_is_room_for_an_operator_whoever_else_calls(tmp_path: Path, keys: 
         assert served.client("boss").call("ping", body=b"in?") == ({}, b"in?")
 
 
-def test_who_is_connected_is_sent_away_when_its_certificate_is_no_longer_valid(tmp_path: Path) -> None:
-    keys, past = make_keys(tmp_path / "keys"), datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc)
+def test_who_is_connected_is_sent_away_when_its_certificate_is_no_longer_valid(
+    tmp_path: Path,
+) -> None:
+    keys, past = (
+        make_keys(tmp_path / "keys"),
+        datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc),
+    )
     with Served(tmp_path, keys) as served:
         first, second = (served.client(name).events(dict) for name in ("site-a", "site-b"))
         assert next(first).kind == next(second).kind == "welcome"
@@ -350,7 +419,9 @@ def test_who_is_connected_is_sent_away_when_its_certificate_is_no_longer_valid(t
             list(second)
 
 
-def test_a_refusal_is_not_answered_by_calls_without_end(hub: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refusal_is_not_answered_by_calls_without_end(
+    hub: Served, caplog: pytest.LogCaptureFixture
+) -> None:
     refuse = Mock(side_effect=Refused("round 3 builds on another history than this hub's"))
     hub.handler.call = refuse  # type: ignore[method-assign]
 
@@ -366,7 +437,10 @@ def test_a_refusal_is_not_answered_by_calls_without_end(hub: Served, caplog: pyt
     assert tries() <= 4
     assert len([text for text in caplog.messages if "was not taken" in text]) == 1, "one line"
     pauses = [[backoff(tries) for _ in range(200)] for tries in (0, 1, 5, 500)]
-    assert all(most / 2 <= min(own) < max(own) <= most for own, most in zip(pauses, (1, 2, 30, 30), strict=True))
+    assert all(
+        most / 2 <= min(own) < max(own) <= most
+        for own, most in zip(pauses, (1, 2, 30, 30), strict=True)
+    )
 
 
 # To which the line breaks
@@ -386,7 +460,9 @@ def quickly(call: Callable[[], object], seconds: float = 1.0) -> None:
     assert time.monotonic() - began < seconds
 
 
-def test_a_later_incarnation_takes_the_place_of_an_earlier_one_and_events_reach_whom_they_are_for(hub: Served) -> None:
+def test_a_later_incarnation_takes_the_place_of_an_earlier_one_and_events_reach_whom_they_are_for(
+    hub: Served,
+) -> None:
     with pytest.raises(Refused, match="another run config"):
         next(hub.client("site-a").events(lambda: {"refused": True}))
     with pytest.raises(Malformed):
@@ -406,7 +482,9 @@ def test_a_later_incarnation_takes_the_place_of_an_earlier_one_and_events_reach_
     with pytest.raises(Busy, match="in use by a running process"):
         earlier.send(b"from the grave")
     assert later.send(b"alive") == {"said": "open"}
-    watching = {"site-a": second} | {name: hub.client(name).events(dict) for name in ("site-b", "viewer")}
+    watching = {"site-a": second} | {
+        name: hub.client(name).events(dict) for name in ("site-b", "viewer")
+    }
     for name in ("site-b", "viewer"):
         assert next(watching[name]) == Event("welcome", {"to": name})
     hub.handler.push(Event("call", {"round": 3}), to=["site-b"])
@@ -435,7 +513,9 @@ def test_who_does_not_listen_is_sent_away_and_the_hub_keeps_nothing_for_it(hub: 
     until(lambda: [session.peer.name for session in hub.hub._sessions] == ["viewer"])
 
 
-def test_a_silent_hub_is_gone_after_some_beats_and_lines_to_nowhere_are_made_again(hub: Served, line: Line) -> None:
+def test_a_silent_hub_is_gone_after_some_beats_and_lines_to_nowhere_are_made_again(
+    hub: Served, line: Line
+) -> None:
     site = hub.client("site-a", port=line.port, timeout=30.0, channels=2)
     hears = hub.handler.hello
 
@@ -482,7 +562,9 @@ def test_a_silent_hub_is_gone_after_some_beats_and_lines_to_nowhere_are_made_aga
         site.close()
 
 
-def test_blobs_travel_at_the_same_time_and_what_has_arrived_is_not_sent_again(hub: Served, line: Line) -> None:
+def test_blobs_travel_at_the_same_time_and_what_has_arrived_is_not_sent_again(
+    hub: Served, line: Line
+) -> None:
     site = hub.client("site-a", port=line.port, channels=4)
     site.call("ping")
     blob, other = os.urandom(40 * CHUNK), os.urandom(40 * CHUNK)
@@ -498,7 +580,10 @@ def test_blobs_travel_at_the_same_time_and_what_has_arrived_is_not_sent_again(hu
     blobs = [os.urandom(5 * CHUNK + number) for number in range(6)]
     with ThreadPoolExecutor(6) as pool:
         keys = list(pool.map(lambda number: put(sites[number % 2], blobs[number]), range(6)))
-        assert list(pool.map(lambda number: sites[1 - number % 2].get(keys[number]), range(6))) == blobs
+        assert (
+            list(pool.map(lambda number: sites[1 - number % 2].get(keys[number]), range(6)))
+            == blobs
+        )
         # Both send the same.
         same = os.urandom(9 * CHUNK)
         assert list(pool.map(lambda site: put(site, same), sites)) == [key_of(same)] * 2

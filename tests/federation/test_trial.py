@@ -1,4 +1,6 @@
-"""The trial: 10,000 faults, and not one silent divergence; and where a rule is taken out, it notices."""
+"""The trial: 10,000 faults, and not one silent divergence; and where a rule is taken out, it
+notices.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -25,8 +27,12 @@ def play(seeds: Sequence[int], faults: int) -> None:
         judge = World(seed, faults).run()
         assert judge.violations == [], f"seed {seed}"
         counts += judge.counts
-    assert sum(count for name, count in counts.items() if name.startswith("fault")) == len(seeds) * faults
-    # Nearly all runs come to their end; the others stop with an error that says what an operator can do.
+    assert (
+        sum(count for name, count in counts.items() if name.startswith("fault"))
+        == len(seeds) * faults
+    )
+    # Nearly all runs come to their end; the others stop with an error that says what an operator
+    # can do.
     assert counts["the run waits for an operator"] <= len(seeds) // 20
 
 
@@ -41,8 +47,14 @@ def test_nothing_diverges_in_any_of_the_worlds(part: int) -> None:
     play(SEEDS[part::8], 50)
 
 
-# A rule is taken out of the real ledger or follower, of the site or the hub. What is changed, as it is:
-land, launches, load, landing = Follower.land, Progress.launches, Follower.load_state_dict, Progress.landing
+# A rule is taken out of the real ledger or follower, of the site or the hub. What is changed, as it
+# is:
+land, launches, load, landing = (
+    Follower.land,
+    Progress.launches,
+    Follower.load_state_dict,
+    Progress.landing,
+)
 call, durable = Ledger._call, Durable.append
 
 
@@ -64,7 +76,9 @@ def dropping(self: Progress, record: Record, site: str) -> MergeAction:
 
 
 def own_first(self: Site, record: Record) -> list[int]:
-    return sorted(range(len(record.counted)), key=lambda index: record.counted[index].site != self.name)
+    return sorted(
+        range(len(record.counted)), key=lambda index: record.counted[index].site != self.name
+    )
 
 
 def waits(self: Follower, step: int, now: float) -> float:
@@ -84,18 +98,33 @@ def learn(self: Progress, record: Record) -> None:
 
 def finished(self: Follower) -> bool:
     over = all(own.ended for own in self.fragments)
-    return over or (self._finishing and not any(own.steps for own in self.fragments if not own.ended))
+    return over or (
+        self._finishing and not any(own.steps for own in self.fragments if not own.ended)
+    )
 
 
-# Each with a seed whose world notices it. Where the worlds change another one may: look among the first thirty.
+# Each with a seed whose world notices it. Where the worlds change another one may: look among the
+# first thirty.
 MUTANTS: list[tuple[str, int, Any, str, Any]] = [
     ("a record is told before it is durable", 2, Durable, "append", hasty),
-    ("rounds wait for all, without a grace", 0, Ledger, "_closes", lambda _, p, at, sites, now: {*sites} <= {*at.here}),
+    (
+        "rounds wait for all, without a grace",
+        0,
+        Ledger,
+        "_closes",
+        lambda _, p, at, sites, now: {*sites} <= {*at.here},
+    ),
     ("rounds close with fewer than the quorum", 1, All, "fewest", lambda self, sites: 1),
     ("a site adds up its own first", 0, Site, "in_order", own_first),
     ("what does not count is mixed and dropped", 1, Progress, "landing", dropping),
     ("training waits until its flight has landed", 1, Follower, "waits", waits),
-    ("a state carries all that is held", 4, Progress, "passed", lambda self, round, site: MergeAction.CARRY),
+    (
+        "a state carries all that is held",
+        4,
+        Progress,
+        "passed",
+        lambda self, round, site: MergeAction.CARRY,
+    ),
     ("a new incarnation hears of no launch", 230, Progress, "meet", lambda self, standing: False),
     ("what is not held is taken", 37, Progress, "_is_apart", lambda self, mine: False),
     ("nobody answers a call", 1, Follower, "hear", lambda self, call: None),
@@ -120,14 +149,30 @@ MUTANTS: list[tuple[str, int, Any, str, Any]] = [
     ("a site believes any hub", 19, Progress, "learn", learn),
     ("a site leaves as soon as it has launched", 2, Follower, "finished", property(finished)),
     ("a last round is like any other", 4, Ledger, "end", lambda self: None),
-    ("a last round takes what was rounded", 0, Ledger, "_call", lambda f, p: replace(call(f, p), final=f._ending)),
-    ("a site that has come is there for ever", 2, Ledger, "present", lambda self, now: sorted(self.members)),
+    (
+        "a last round takes what was rounded",
+        0,
+        Ledger,
+        "_call",
+        lambda f, p: replace(call(f, p), final=f._ending),
+    ),
+    (
+        "a site that has come is there for ever",
+        2,
+        Ledger,
+        "present",
+        lambda self, now: sorted(self.members),
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("seed", "owner", "name", "change"), [own[1:] for own in MUTANTS], ids=[own[0] for own in MUTANTS]
+    ("seed", "owner", "name", "change"),
+    [own[1:] for own in MUTANTS],
+    ids=[own[0] for own in MUTANTS],
 )
-def test_the_trial_notices(seed: int, owner: Any, name: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_notices(
+    seed: int, owner: Any, name: str, change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(owner, name, change)
     assert World(seed, 15).run().violations

@@ -1,9 +1,11 @@
-"""The trial: a hub and four sites in virtual time, a network that loses and delays, faults by a seed, and a judge.
+"""The trial: a hub and four sites in virtual time, a network that loses and delays, faults by a
+seed, and a judge.
 
-Coordinator, ledger, journal and follower are the real ones; around them are arithmetic on a few float32 values, and
-messages that come and go. The judge shares no code with the rules, and writes down what must not be: it knows of every
-trained step whose it is, and of all outer values the key of the last record that made them (`lineage`), whatever sites
-believe. Bit flips and wrong arithmetic change values, never the lineage.
+Coordinator, ledger, journal and follower are the real ones; around them are arithmetic on a few
+float32 values, and messages that come and go. The judge shares no code with the rules, and writes
+down what must not be: it knows of every trained step whose it is, and of all outer values the key
+of the last record that made them (`lineage`), whatever sites believe. Bit flips and wrong
+arithmetic change values, never the lineage.
 """
 
 import heapq
@@ -133,7 +135,9 @@ class Site(ScriptedSite, Process):
         world, self.incarnations = self.world, self.incarnations + 1
         incarnation = f"{int(self.name[1:]):04x}{self.incarnations:012x}"
         first = [first_values(p, world.run_config.key) for p in range(world.terms.fragments)]
-        ScriptedSite.__init__(self, Connection(self, incarnation), world.run_config, first, world.late)
+        ScriptedSite.__init__(
+            self, Connection(self, incarnation), world.run_config, first, world.late
+        )
         self.incarnation, self.alive, self.stopped, self.was_wrong, self.does_wrong = (
             incarnation,
             True,
@@ -241,7 +245,9 @@ class Site(ScriptedSite, Process):
                 if self.world.flips_now("flip_state"):
                     index = self.world.random.randrange(len(came))
                     came[index] = came[index]._replace(outer=self.world.flipped(came[index].outer))
-                heard = StateArrived(heard.header, tuple(pickle.dumps(tuple(own)) for own in came), heard.source)
+                heard = StateArrived(
+                    heard.header, tuple(pickle.dumps(tuple(own)) for own in came), heard.source
+                )
         except Missing:
             if isinstance(heard, StateOffered):
                 return
@@ -259,10 +265,13 @@ class Site(ScriptedSite, Process):
         self.world.judge.begins_again(self, p, dict(welcome.standing)[p])
 
     def can_give(self) -> bool:
-        return super().can_give() and self.digests() == [own.digest for own in self.follower.fragments]
+        return super().can_give() and self.digests() == [
+            own.digest for own in self.follower.fragments
+        ]
 
     def takes_over(self, header: StateHeader, came: list[Values], source: str) -> None:
-        # Wrong values: until all has landed again, a checkpoint does not say what was launched before.
+        # Wrong values: until all has landed again, a checkpoint does not say what was launched
+        # before.
         self.forgot = self.joined
         try:
             super().takes_over(header, came, source)
@@ -287,7 +296,11 @@ class Site(ScriptedSite, Process):
             return
         follower, world = self.follower, self.world
         self.forgot = self.forgot and follower.lag > 0
-        joins = follower.reachable and follower.follows and all(own.has_joined for own in follower.fragments)
+        joins = (
+            follower.reachable
+            and follower.follows
+            and all(own.has_joined for own in follower.fragments)
+        )
         self.joined = self.joined or joins
         if self.joined and not self.waits and not self.finishing:
             self.train()
@@ -301,7 +314,10 @@ class Site(ScriptedSite, Process):
         self.waits = follower.waits(self.at, world.now) > 0.0
         if not self.waits:
             waited = world.now - self.waited_since
-            world.judge.deny(waited > world.terms.longest_wait + 0.3, f"{self.name} did not train for {waited:.1f} s")
+            world.judge.deny(
+                waited > world.terms.longest_wait + 0.3,
+                f"{self.name} did not train for {waited:.1f} s",
+            )
             if self.at % 20 == 0:
                 self.save()
         if follower.finished:
@@ -333,7 +349,9 @@ class Site(ScriptedSite, Process):
 
 
 class Disk:
-    """What is durable: a journal and a store; for the judge also which trained steps its records have counted."""
+    """What is durable: a journal and a store; for the judge also which trained steps its records
+    have counted.
+    """
 
     def __init__(self, store: InMemoryStore, is_real: bool = True) -> None:
         self.journal, self.store, self.is_real = Durable(MEMORY), store, is_real
@@ -349,7 +367,9 @@ class Disk:
             if seq <= self.journal.last - number:
                 backup.journal.append(seq, text)
                 for own in said("record", text).record.counted:
-                    backup.counted[own.site, own.fragment].update(dict.fromkeys(steps[own].ids, own.round))
+                    backup.counted[own.site, own.fragment].update(
+                        dict.fromkeys(steps[own].ids, own.round)
+                    )
         return backup
 
 
@@ -372,13 +392,16 @@ class Hub(Process):
         super().__init__()
         self.world, self.disk, self.started = world, disk, world.now
         self.sessions: dict[str, str] = {}
-        # For the judge: when a site has beaten, which incarnation, whether it follows, and what it has applied.
+        # For the judge: when a site has beaten, which incarnation, whether it follows, and what it
+        # has applied.
         self.heartbeats: dict[str, tuple[float, str, bool, tuple[int, ...]]] = {}
         self.overdue: dict[int, int] = defaultdict(int)
         disk.journal.hub = self
         self.coordinator = Coordinator(RUN, disk.journal, disk.store, clock=lambda: world.now)
         self.coordinator.start(self.tell)
-        self.acknowledged = {(p, own.site): own for p, at in self.ledger.open.items() for own in at.here.values()}
+        self.acknowledged = {
+            (p, own.site): own for p, at in self.ledger.open.items() for own in at.here.values()
+        }
         world.after(TICK, self.ticks)
 
     @property
@@ -416,26 +439,40 @@ class Hub(Process):
         self.close()
 
     def on_hello(self, site: str, incarnation: str, hello: Hello) -> None:
-        told = list(self.coordinator.hello(Peer("site", site, incarnation), {"hello": plain(hello)}))
+        told = list(
+            self.coordinator.hello(Peer("site", site, incarnation), {"hello": plain(hello)})
+        )
         self.sessions[site] = incarnation
         _, before, follows, _ = self.heartbeats.get(site, (0, "", False, ()))
         applied = tuple(own.round for own in hello.applied)
-        self.heartbeats[site] = (self.world.now, incarnation, follows and before == incarnation, applied)
-        # Who hears from a hub that does not know all may lose what it trains until it hears from another one.
+        self.heartbeats[site] = (
+            self.world.now,
+            incarnation,
+            follows and before == incarnation,
+            applied,
+        )
+        # Who hears from a hub that does not know all may lose what it trains until it hears from
+        # another one.
         self.world.sites[site].misled |= self is not self.world.hub or not self.disk.is_real
         self.world.tell(site, incarnation, *(event for event in told if event.kind != "record"))
-        self.world.tell(site, incarnation, *(event for event in told if event.kind == "record"), reliably=True)
+        self.world.tell(
+            site, incarnation, *(event for event in told if event.kind == "record"), reliably=True
+        )
 
     def on_heartbeat(self, site: str, incarnation: str, heartbeat: Heartbeat) -> None:
         self.coordinator.heartbeat(Peer("site", site, incarnation), {"heartbeat": plain(heartbeat)})
         self.heartbeats[site] = (self.world.now, incarnation, heartbeat.follows, heartbeat.applied)
         self.world.tell(site, incarnation, Event("heard", {}))
 
-    def on_contribute(self, site: str, incarnation: str, own: Contribution, blobs: dict[str, bytes]) -> None:
+    def on_contribute(
+        self, site: str, incarnation: str, own: Contribution, blobs: dict[str, bytes]
+    ) -> None:
         for blob in blobs.values():
             about = {"kind": "payload"}
             self.coordinator.admit(Peer("site", site, incarnation), about, key_of(blob), len(blob))
-            self.coordinator.stored(Peer("site", site, incarnation), about, self.disk.store.put(blob), len(blob))
+            self.coordinator.stored(
+                Peer("site", site, incarnation), about, self.disk.store.put(blob), len(blob)
+            )
         if self.coordinator.contribute(own, incarnation) == "open":
             self.acknowledged[own.fragment, own.site] = own
             if own.incarnation == incarnation:
@@ -453,9 +490,13 @@ class Hub(Process):
             self.sessions.pop(site, None)
 
     def on_ask(self, site: str, incarnation: str, without: tuple[str, ...]) -> None:
-        self.coordinator.call(Peer("site", site, incarnation), "state", {"without": list(without)}, b"")
+        self.coordinator.call(
+            Peer("site", site, incarnation), "state", {"without": list(without)}, b""
+        )
 
-    def on_give(self, site: str, incarnation: str, request: str, header: StateHeader, parts: list[bytes]) -> None:
+    def on_give(
+        self, site: str, incarnation: str, request: str, header: StateHeader, parts: list[bytes]
+    ) -> None:
         named = [Payload(self.disk.store.put(part), len(part)) for part in parts]
         self.coordinator.give(site, request, header, named)
 
@@ -469,7 +510,12 @@ class World:
         self.now, self.numbers = 0.0, count()
         self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.judge = Judge()
-        self.left_faults, self.slow_until, self.share_not_finite, self.trouble = faults, 0.0, 0.0, False
+        self.left_faults, self.slow_until, self.share_not_finite, self.trouble = (
+            faults,
+            0.0,
+            0.0,
+            False,
+        )
         self.ending = False
         self.flips: set[str] = set()
         grace = random.choice([0.3, 0.6, 1.5])
@@ -485,13 +531,23 @@ class World:
         self.quiet_records: list[Record] | None = None
         self.disk = Disk(InMemoryStore())
         first = [first_values(p, self.run_config.key) for p in range(self.terms.fragments)]
-        parts = [(self.disk.store.put(blob), len(blob)) for blob in (pickle.dumps(tuple(own)) for own in first)]
-        header = StateHeader((Position(0, self.run_config.key),) * len(first), tuple(own.digest for own in first))
+        parts = [
+            (self.disk.store.put(blob), len(blob))
+            for blob in (pickle.dumps(tuple(own)) for own in first)
+        ]
+        header = StateHeader(
+            (Position(0, self.run_config.key),) * len(first), tuple(own.digest for own in first)
+        )
         snapshot = encoded(plain(Snapshot(header, tuple(Payload(*part) for part in parts))))
-        self.disk.journal.note({"run_config": self.run_config.to_bytes(), "snapshot/000000": snapshot})
+        self.disk.journal.note(
+            {"run_config": self.run_config.to_bytes(), "snapshot/000000": snapshot}
+        )
         self.hub = Hub(self, self.disk)
         speeds = [0.15, 0.15, 0.3, random.choice([0.15, 0.6])]
-        self.sites = {f"s{i}": Site(self, f"s{i}", speed, random.choice([1, 2, 4])) for i, speed in enumerate(speeds)}
+        self.sites = {
+            f"s{i}": Site(self, f"s{i}", speed, random.choice([1, 2, 4]))
+            for i, speed in enumerate(speeds)
+        }
         for site in self.sites.values():
             self.after(random.random(), site.start)
         self.after(5.0, self.fault)
@@ -530,7 +586,10 @@ class World:
     def send(self, site: Site, what: str, *arguments: Any) -> None:
         """From a site to the hub."""
         if what == "contribute" and self.flips_now("flip_payload"):
-            arguments = (arguments[0], {key: self.flipped(blob) for key, blob in arguments[1].items()})
+            arguments = (
+                arguments[0],
+                {key: self.flipped(blob) for key, blob in arguments[1].items()},
+            )
         delays = [] if site.cut_up else self.delays()
         site.broken |= not delays
         for delay in delays:
@@ -560,8 +619,16 @@ class World:
             return
         self.left_faults -= 1
         kind, site = self.random.choice(FAULTS), self.random.choice(list(self.sites.values()))
-        others = [own for own in self.sites.values() if own is not site and own.is_well and own.follower.follows]
-        if kind in ("old_checkpoint", "lost_disk", "flip_outer", "flip_checkpoint", "wrong_arithmetic") and not others:
+        others = [
+            own
+            for own in self.sites.values()
+            if own is not site and own.is_well and own.follower.follows
+        ]
+        if (
+            kind
+            in ("old_checkpoint", "lost_disk", "flip_outer", "flip_checkpoint", "wrong_arithmetic")
+            and not others
+        ):
             kind = "kill"
         self.judge.counts[f"fault {kind}"] += 1
         self.trouble |= kind in ("flip_outer", "wrong_arithmetic", "not_finite")
@@ -597,7 +664,8 @@ class World:
                 hub.stopped = hub.alive
                 self.within(0.1, 8, hub.go_on)
             case "old_ledger":
-                # The hub is started with a backup; after a while somebody notices and starts it with the real ledger.
+                # The hub is started with a backup; after a while somebody notices and starts it
+                # with the real ledger.
                 hub.alive = False
                 lost = min(self.random.randint(1, 12), self.disk.journal.last + 1)
                 self.hub = Hub(self, self.disk.without_the_last(lost, self.judge.sent))
@@ -633,7 +701,9 @@ class World:
     def left(self, site: Site) -> None:
         """A site has trained all it had to, and all of it is counted; some come back."""
         ended = [own.ended for own in site.follower.fragments]
-        uncounted = [part.steps for part, own_ended in zip(site.parts, ended, strict=True) if not own_ended]
+        uncounted = [
+            part.steps for part, own_ended in zip(site.parts, ended, strict=True) if not own_ended
+        ]
         self.judge.deny(any(uncounted), f"{site.name} left before its steps were counted")
         site.save()
         site.die()
@@ -654,26 +724,46 @@ class World:
             right = made if made in held else next(iter(held), None)
             for wrong in [own.site for own in round.here.values() if own.digest != right]:
                 hub.coordinator.call(Peer("operator", "boss", ""), "evict", {"who": wrong}, b"")
-                hub.acknowledged = {key: own for key, own in hub.acknowledged.items() if key[1] != wrong}
+                hub.acknowledged = {
+                    key: own for key, own in hub.acknowledged.items() if key[1] != wrong
+                }
 
     def operator_rolls_back(self) -> None:
-        """What the next round was measured against is gone with those who made it, and nobody can follow."""
-        able = [site for site in self.sites.values() if site.alive and site.follower.follows and not site.follower.lag]
+        """What the next round was measured against is gone with those who made it, and nobody can
+        follow.
+        """
+        able = [
+            site
+            for site in self.sites.values()
+            if site.alive and site.follower.follows and not site.follower.lag
+        ]
         if able or not (self.hub.alive and self.hub.disk.is_real):
             return
         hub, disk = self.hub, self.hub.disk
-        firsts = [own.next_round for site in self.sites.values() for own in site.follower.fragments if own.refused]
+        firsts = [
+            own.next_round
+            for site in self.sites.values()
+            for own in site.follower.fragments
+            if own.refused
+        ]
         with suppress(Refused):
-            hub.coordinator.call(Peer("operator", "boss", ""), "rollback", {"round": min(firsts) - 1}, b"")
+            hub.coordinator.call(
+                Peer("operator", "boss", ""), "rollback", {"round": min(firsts) - 1}, b""
+            )
             self.judge.counts["rolled back"] += 1
             hub.acknowledged.clear()
-            # A record that is gone may still land where it has arrived before: what it has counted, it has.
+            # A record that is gone may still land where it has arrived before: what it has counted,
+            # it has.
             before = Disk(disk.store)
             before.counted, disk.counted = disk.counted, defaultdict(dict)
             for (site, p), rounds in before.counted.items():
                 last = hub.ledger.closed[p].round
-                disk.counted[site, p] = {step: round for step, round in rounds.items() if round <= last}
-            self.judge.disks |= {key: before for key, own in self.judge.disks.items() if own is disk}
+                disk.counted[site, p] = {
+                    step: round for step, round in rounds.items() if round <= last
+                }
+            self.judge.disks |= {
+                key: before for key, own in self.judge.disks.items() if own is disk
+            }
 
     # The run
 
@@ -683,9 +773,18 @@ class World:
             what(*arguments)
 
     def run(self) -> "Judge":
-        """Runs all faults, then a quiet time in which everything has to be as it was, then the end of the run."""
-        patches = mock.patch.multiple(coordinator, **SHORT), mock.patch.object(ledger, "SNAPSHOT_EVERY", 20)
-        with patches[0], patches[1], mock.patch.object(Record, "from_bytes", lru_cache(1 << 12)(Record.from_bytes)):
+        """Runs all faults, then a quiet time in which everything has to be as it was, then the end
+        of the run.
+        """
+        patches = (
+            mock.patch.multiple(coordinator, **SHORT),
+            mock.patch.object(ledger, "SNAPSHOT_EVERY", 20),
+        )
+        with (
+            patches[0],
+            patches[1],
+            mock.patch.object(Record, "from_bytes", lru_cache(1 << 12)(Record.from_bytes)),
+        ):
             self.run_until(lambda: not self.left_faults)
             self.slow_until = self.share_not_finite = 0.0
             self.flips.clear()
@@ -701,17 +800,24 @@ class World:
                 site.start()
             until = self.now + QUIET
             self.run_until(lambda: self.now > until)
-            # Nobody may have a state from which the run can go on, and hub or sites have said so to people.
+            # Nobody may have a state from which the run can go on, and hub or sites have said so to
+            # people.
             told = self.judge.counts["no site has a state"]
             donor = isinstance(self.hub.ledger.source("nobody", self.now), str)
-            if told and not donor and not any(site.alive and site.follower.follows for site in self.sites.values()):
+            if (
+                told
+                and not donor
+                and not any(site.alive and site.follower.follows for site in self.sites.values())
+            ):
                 self.judge.counts["the run waits for an operator"] += 1
                 return self.judge
             self.judge.quiet(self)
             self.ending = True
             self.hub.coordinator.end()
             end = self.now + ENDING
-            self.run_until(lambda: self.now > end or all(site.gone_for_good for site in self.sites.values()))
+            self.run_until(
+                lambda: self.now > end or all(site.gone_for_good for site in self.sites.values())
+            )
             self.judge.ended(self)
         return self.judge
 
@@ -744,10 +850,17 @@ class Judge:
     def launched(self, site: Site, own: Contribution, part: Part) -> None:
         ids, values = part.held, part.values
         self.sent[own] = Sent(list(ids), values.lineage, values.digest, part.local.copy())
-        self.deny(own.weight != len(ids) * site.samples, f"{site.name} weighs {own.weight} for {len(ids)} steps")
+        self.deny(
+            own.weight != len(ids) * site.samples,
+            f"{site.name} weighs {own.weight} for {len(ids)} steps",
+        )
         call = site.follower.fragments[own.fragment].call
         is_last = call is not None and call.final
-        early = len(ids) < site.world.terms.least_steps(own.round) and not site.finishing and not is_last
+        early = (
+            len(ids) < site.world.terms.least_steps(own.round)
+            and not site.finishing
+            and not is_last
+        )
         self.deny(early, f"{site.name} launched after {len(ids)} steps")
 
     def lands(self, site: Site, record: Record, landing: MergeAction, new: Values) -> None:
@@ -762,24 +875,37 @@ class Judge:
             deny(old.digest == record.digest, f"{where}: refused what was right")
             deny(is_other, f"{where}: nearly landed a record of another history")
             return
-        deny(is_other or old.digest != record.digest, f"silent divergence: {where} has another history or values")
+        deny(
+            is_other or old.digest != record.digest,
+            f"silent divergence: {where} has another history or values",
+        )
         if not site.was_wrong:
             made = self.made.setdefault(record.key, new.digest)
-            deny(made != new.digest, f"silent divergence: {where} made other values of the same record")
+            deny(
+                made != new.digest,
+                f"silent divergence: {where} made other values of the same record",
+            )
         if landing is MergeAction.MIX:
             mine = record.of(site.name)
             # Who has trained nothing takes part in a round that was to be the last one.
             nothing = not flight and (mine is None or mine.weight)
-            deny(nothing or not set(flight) <= counted, f"{where}: lost a flight that nobody counted")
+            deny(
+                nothing or not set(flight) <= counted, f"{where}: lost a flight that nobody counted"
+            )
         if landing is MergeAction.DROP:
-            deny(not flight or counted & set(flight), f"{where}: drops what was counted, or nothing")
+            deny(
+                not flight or counted & set(flight), f"{where}: drops what was counted, or nothing"
+            )
         if landing is MergeAction.CARRY:
             deny(counted, f"{where}: carries {len(counted)} steps that were counted")
         if record.final:
             mean = np.mean([self.sent[own].local for own in record.counted], axis=0)
             # An outer parameter that a flipped bit has made huge leaves little of a float32.
             lost = 2.0**-20 * np.abs(old.outer)
-            deny(not (np.abs(new.outer - mean) <= 2.0**-8 * np.abs(mean) + lost).all(), f"{where}: no exact mean")
+            deny(
+                not (np.abs(new.outer - mean) <= 2.0**-8 * np.abs(mean) + lost).all(),
+                f"{where}: no exact mean",
+            )
         elif landing is MergeAction.TAKE and part.finite:
             mine = record.of(site.name)
             if mine is None or self.sent[mine].ids == part.flight:
@@ -790,20 +916,34 @@ class Judge:
     def begins_again(self, site: Site, p: int, incarnation: str) -> None:
         """Looks at what is dropped because an earlier incarnation has launched it, before it is."""
         launches = [
-            own for own in self.sent if (own.fragment, own.site, own.incarnation) == (p, site.name, incarnation)
+            own
+            for own in self.sent
+            if (own.fragment, own.site, own.incarnation) == (p, site.name, incarnation)
         ]
-        self.loses(site, p, max(launches, key=lambda own: own.round), f"{site.name}, a new incarnation")
+        self.loses(
+            site, p, max(launches, key=lambda own: own.round), f"{site.name}, a new incarnation"
+        )
 
     def loses(self, site: Site, p: int, launch: Contribution, where: str) -> None:
-        """What is dropped because a launch counts, and was trained after it, is not in it, and is lost."""
-        after = [step for step in site.parts[p].steps if step > max(self.sent[launch].ids, default=0)]
-        self.deny(after and site.world.sites_join and not site.misled, f"{where}: loses {len(after)} steps of {p}")
+        """What is dropped because a launch counts, and was trained after it, is not in it, and is
+        lost.
+        """
+        after = [
+            step for step in site.parts[p].steps if step > max(self.sent[launch].ids, default=0)
+        ]
+        self.deny(
+            after and site.world.sites_join and not site.misled,
+            f"{where}: loses {len(after)} steps of {p}",
+        )
 
     def weighs(self, site: Site) -> None:
         """Compares what the rules say that a site holds with what it does hold."""
         for own, part in zip(site.follower.fragments, site.parts, strict=True):
             steps = own.steps + (own.flight.steps if own.flight else 0)
-            self.deny(steps != len(part.steps), f"{site.name} holds {len(part.steps)} steps, and says {steps}")
+            self.deny(
+                steps != len(part.steps),
+                f"{site.name} holds {len(part.steps)} steps, and says {steps}",
+            )
 
     def recorded(self, hub: Hub, record: Record) -> None:
         disk = hub.disk
@@ -839,7 +979,9 @@ class Judge:
             if follows
             and site in hub.ledger.members
             and time + lease > now
-            and all(last.round - own <= RETENTION for last, own in zip(closed, applied, strict=True))
+            and all(
+                last.round - own <= RETENTION for last, own in zip(closed, applied, strict=True)
+            )
         ]
 
     def fewest(self, hub: Hub) -> int:
@@ -852,22 +994,34 @@ class Judge:
         now, ledger, terms = hub.world.now, hub.ledger, hub.world.terms
         for p, round in ledger.open.items():
             able = [own for own in round.here.values() if not own.reason]
-            if not able or len(round.here) < self.fewest(hub) or len({own.digest for own in able}) > 1:
+            if (
+                not able
+                or len(round.here) < self.fewest(hub)
+                or len({own.digest for own in able}) > 1
+            ):
                 continue
-            # For the time of a lease a hub that was started waits for those before, also to know how many there are.
+            # For the time of a lease a hub that was started waits for those before, also to know
+            # how many there are.
             settled = now > hub.started + terms.lease
-            is_last = hub.world.ending and all(own.exact or own.reason for own in round.here.values())
+            is_last = hub.world.ending and all(
+                own.exact or own.reason for own in round.here.values()
+            )
             over = not is_last and now > min(round.arrived.values()) + terms.grace
             over = over and (settled or isinstance(terms.quorum, int))
             alone = settled and all(site in round.arrived for site in self.living(hub))
             # What has just changed is seen by the next tick.
             hub.overdue[p] = hub.overdue[p] + 1 if over or alone else 0
             why = "beyond the grace" if over else "for somebody who is not there"
-            self.deny(hub.overdue[p] > 2, f"round {ledger.closed[p].round + 1} of {p} is open {why}")
+            self.deny(
+                hub.overdue[p] > 2, f"round {ledger.closed[p].round + 1} of {p} is open {why}"
+            )
 
     def quiet(self, world: World) -> None:
         records, fragments = world.quiet_records or [], world.terms.fragments
-        self.deny(len(records) / fragments < QUIET / 6, f"only {len(records)} records while nothing was wrong")
+        self.deny(
+            len(records) / fragments < QUIET / 6,
+            f"only {len(records)} records while nothing was wrong",
+        )
         later = records[len(records) // 2 :]
         alive = [site for site in world.sites.values() if site.alive]
         for site in alive:
@@ -876,15 +1030,23 @@ class Judge:
             self.deny(behind > 2, f"{site.name} is {behind} rounds behind")
             self.deny(not site.follower.follows, f"{site.name} does not follow at the end")
             # Who can answer a call within the grace counts, also at half the speed of the others.
-            prompt = site.calm_since < world.now - QUIET + 1 and site.speed <= 0.3 and world.terms.grace >= 0.65
+            prompt = (
+                site.calm_since < world.now - QUIET + 1
+                and site.speed <= 0.3
+                and world.terms.grace >= 0.65
+            )
             share = sum(own.of(site.name) is not None for own in later) / max(1, len(later))
-            self.deny(prompt and not site.finishing and share < 0.75, f"{site.name} counts in {share:.0%}")
+            self.deny(
+                prompt and not site.finishing and share < 0.75, f"{site.name} counts in {share:.0%}"
+            )
         held: dict[str, bytes] = {}
         for site in alive:
             for own, part in zip(site.follower.fragments, site.parts, strict=True):
                 values = part.values.outer.tobytes()
                 same = held.setdefault(f"{own.fragment} {own.applied.key}", values) == values
-                self.deny(not same, f"silent divergence: {site.name} holds other values of {own.fragment}")
+                self.deny(
+                    not same, f"silent divergence: {site.name} holds other values of {own.fragment}"
+                )
 
     def ended(self, world: World) -> None:
         if self.violations:
@@ -893,5 +1055,10 @@ class Judge:
         self.deny(left, f"{left} have not come to the end of the run")
         for p in range(world.terms.fragments):
             ends = {site.parts[p].values.outer.tobytes() for site in world.sites.values()}
-            self.deny(len(ends) > 1, f"silent divergence: the run ended with {len(ends)} values of fragment {p}")
-            self.deny(not world.hub.ledger.has_ended(p), f"the last record of fragment {p} is not final")
+            self.deny(
+                len(ends) > 1,
+                f"silent divergence: the run ended with {len(ends)} values of fragment {p}",
+            )
+            self.deny(
+                not world.hub.ledger.has_ended(p), f"the last record of fragment {p} is not final"
+            )

@@ -1,7 +1,9 @@
-"""Projects that nobody here wrote, with the one-line change: what they do with DDP they do with worker groups.
+"""Projects that nobody here wrote, with the one-line change: what they do with DDP they do with
+worker groups.
 
-What is built on torchvision lies in a folder of its own. Its compiled part may need CUDA libraries, which a torch for
-CPUs does not have, and torchmetrics, which imports torchvision wherever it is, would fail with it.
+What is built on torchvision lies in a folder of its own. Its compiled part may need CUDA libraries,
+which a torch for CPUs does not have, and torchmetrics, which imports torchvision wherever it is,
+would fail with it.
 """
 
 import importlib.util

@@ -1,6 +1,8 @@
-"""Projects that nobody here wrote: how their users fit, validate and predict, in the projects' own words.
+"""Projects that nobody here wrote: how their users fit, validate and predict, in the projects' own
+words.
 
-Each is imported by its own function: one that is not installed keeps none of the others from running.
+Each is imported by its own function: one that is not installed keeps none of the others from
+running.
 """
 
 import copy
@@ -38,14 +40,19 @@ class Trial:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Trial":
         return self  # some projects copy their callbacks, and what those find is wanted here
 
-    def trainer(self, distribution: Any, monitor: str, half: int = 2, sign: int = 1) -> dict[str, Any]:
-        """The arguments that every Trainer gets: a callback writes down the fit, and the losses of its validations by
-        name, a reward with the sign -1; it saves a checkpoint at the end of one of these, counted from 1."""
+    def trainer(
+        self, distribution: Any, monitor: str, half: int = 2, sign: int = 1
+    ) -> dict[str, Any]:
+        """The arguments that every Trainer gets: a callback writes down the fit, and the losses of
+        its validations by name, a reward with the sign -1; it saves a checkpoint at the end of one
+        of these, counted from 1."""
         return {
             "accelerator": "cpu",
             "devices": 2,
             "strategy": self.strategy,
-            "callbacks": [type("Probe", (_Probe, distribution.Callback), {})(self, monitor, half, sign)],
+            "callbacks": [
+                type("Probe", (_Probe, distribution.Callback), {})(self, monitor, half, sign)
+            ],
             "enable_progress_bar": False,
             "enable_model_summary": False,
             "default_root_dir": str(self.folder),
@@ -57,18 +64,27 @@ class Trial:
         trainer.fit(model, train, held_out, ckpt_path=self.resume, weights_only=False)
         self.found["validated"] = sorted(trainer.validate(model, held_out)[0])
         batches = trainer.predict(model, held_out)
-        self.found["predictions"] = sum(len(each) if isinstance(each, Tensor) else len(each[0]) for each in batches)
+        self.found["predictions"] = sum(
+            len(each) if isinstance(each, Tensor) else len(each[0]) for each in batches
+        )
 
 
 class _Probe:
     def __init__(self, trial: Trial, monitor: str, half: int, sign: int) -> None:
-        self.trial, self.monitor, self.half, self.sign, self.validations = trial, monitor, half, sign, 0
+        self.trial, self.monitor, self.half, self.sign, self.validations = (
+            trial,
+            monitor,
+            half,
+            sign,
+            0,
+        )
         self.losses: list[float] = []
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         if self.monitor in trainer.callback_metrics:
             self.losses.append(self.sign * float(trainer.callback_metrics[self.monitor]))
-        # Where ModelCheckpoint saves. Elsewhere Lightning itself may go on with another epoch's data, with DDP too.
+        # Where ModelCheckpoint saves. Elsewhere Lightning itself may go on with another epoch's
+        # data, with DDP too.
         self.validations += not trainer.sanity_checking
         if self.validations == self.half and self.trial.resume is None:
             trainer.save_checkpoint(self.trial.folder / HALF)
@@ -124,10 +140,16 @@ def pytorch_forecasting(trial: Trial) -> None:
     )
     held_out = TimeSeriesDataSet.from_dataset(train, data, predict=True, stop_randomization=True)
     loaders = [
-        part.to_dataloader(train=i == 0, batch_size=8, num_workers=0) for i, part in enumerate((train, held_out))
+        part.to_dataloader(train=i == 0, batch_size=8, num_workers=0)
+        for i, part in enumerate((train, held_out))
     ]
     model = TemporalFusionTransformer.from_dataset(
-        train, learning_rate=0.01, hidden_size=48, attention_head_size=2, dropout=0.1, loss=QuantileLoss()
+        train,
+        learning_rate=0.01,
+        hidden_size=48,
+        attention_head_size=2,
+        dropout=0.1,
+        loss=QuantileLoss(),
     )
     choices = trial.trainer(new, "val_loss")
     trainer = new.Trainer(**choices, max_epochs=3, limit_train_batches=24, gradient_clip_val=0.1)
@@ -138,29 +160,45 @@ def pytorch_forecasting(trial: Trial) -> None:
 
 
 def chemprop(trial: Trial) -> None:
-    """A message passing network over molecules, with BatchNorm and torchmetrics in the hyperparameters."""
+    """A message passing network over molecules, with BatchNorm and torchmetrics in the
+    hyperparameters.
+    """
     from chemprop import data, featurizers, models
     from chemprop import nn as layers
 
     def molecules(count: int, seed: int) -> Any:
         """Chains of known pieces; the target is their number of carbon atoms."""
-        generator, atoms = np.random.default_rng(seed), ("C", "CC", "CCO", "c1ccccc1", "C(=O)O", "CN", "C1CCCCC1")
-        smiles = ["".join(generator.choice(atoms, size=generator.integers(2, 5))) for _ in range(count)]
-        points = [data.MoleculeDatapoint.from_smi(text, np.array([text.upper().count("C") / 10.0])) for text in smiles]
+        generator, atoms = (
+            np.random.default_rng(seed),
+            ("C", "CC", "CCO", "c1ccccc1", "C(=O)O", "CN", "C1CCCCC1"),
+        )
+        smiles = [
+            "".join(generator.choice(atoms, size=generator.integers(2, 5))) for _ in range(count)
+        ]
+        points = [
+            data.MoleculeDatapoint.from_smi(text, np.array([text.upper().count("C") / 10.0]))
+            for text in smiles
+        ]
         part = data.MoleculeDataset(points, featurizers.SimpleMoleculeMolGraphFeaturizer())
         return data.build_dataloader(part, batch_size=8, num_workers=0, shuffle=seed == 0)
 
     new.seed_everything(0)
     metrics, regression = [layers.metrics.RMSE(), layers.metrics.MAE()], layers.RegressionFFN()
     model = models.MPNN(
-        layers.BondMessagePassing(), layers.MeanAggregation(), regression, batch_norm=True, metrics=metrics
+        layers.BondMessagePassing(),
+        layers.MeanAggregation(),
+        regression,
+        batch_norm=True,
+        metrics=metrics,
     )
     trainer = new.Trainer(**trial.trainer(new, "val_loss"), max_epochs=4)
     trial.run(trainer, model, molecules(320, 0), molecules(64, 1))
 
 
 def darts(trial: Trial, with_metrics: bool = False) -> None:
-    """N-BEATS, which deep-copies its modules and makes its own Trainer; metrics go into the hyperparameters."""
+    """N-BEATS, which deep-copies its modules and makes its own Trainer; metrics go into the
+    hyperparameters.
+    """
     from darts import TimeSeries
     from darts.models import NBEATSModel
     from torchmetrics import MeanAbsoluteError, MetricCollection
@@ -185,10 +223,11 @@ def darts(trial: Trial, with_metrics: bool = False) -> None:
 
 
 class Series(list[dict[str, Any]]):
-    """Series of which each pass draws the same windows, others on each rank, and makes one batch of them.
+    """Series of which each pass draws the same windows, others on each rank, and makes one batch of
+    them.
 
-    Lightning draws a batch that nobody trains on when it resumes at the end of an epoch, with DDP too, and a loader
-    without a length cannot be told where to go on.
+    Lightning draws a batch that nobody trains on when it resumes at the end of an epoch, with DDP
+    too, and a loader without a length cannot be told where to go on.
     """
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -204,7 +243,9 @@ def gluonts(trial: Trial) -> None:
 
     new.seed_everything(0)
     targets = sines(200, 16)["value"].reshape(16, 200)
-    data = Series(ListDataset([{"start": "2024-01-01", "target": target} for target in targets], freq="h"))
+    data = Series(
+        ListDataset([{"start": "2024-01-01", "target": target} for target in targets], freq="h")
+    )
     estimator = DeepAREstimator(
         freq="h",
         prediction_length=12,
@@ -220,7 +261,9 @@ def gluonts(trial: Trial) -> None:
 
 
 def rl4co(trial: Trial) -> None:
-    """A policy of tours, whose baseline is replaced by a copy of the policy after an epoch in which that got better."""
+    """A policy of tours, whose baseline is replaced by a copy of the policy after an epoch in
+    which that got better.
+    """
     from rl4co.envs import TSPEnv
     from rl4co.models import AttentionModel
     from rl4co.utils import RL4COTrainer
@@ -242,7 +285,11 @@ def rl4co(trial: Trial) -> None:
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             saved, rollout = checkpoint["baseline"], self.baseline.baseline
             self.baseline.alpha = saved["alpha"]
-            rollout.bl_vals, rollout.mean, rollout.dataset.data = saved["values"], saved["mean"], saved["tours"]
+            rollout.bl_vals, rollout.mean, rollout.dataset.data = (
+                saved["values"],
+                saved["mean"],
+                saved["tours"],
+            )
 
     new.seed_everything(0)
     env = TSPEnv(generator_params={"num_loc": 10})
@@ -265,7 +312,9 @@ def rl4co(trial: Trial) -> None:
     with patch.object(new.Trainer, "fit", fit):
         trainer.fit(model, ckpt_path=trial.resume)
     if trial.strategy != "ddp" and trainer.is_global_zero:
-        assert any(text.startswith("The model is cut again") for text in said), "no baseline was replaced"
+        assert any(text.startswith("The model is cut again") for text in said), (
+            "no baseline was replaced"
+        )
         assert not any(text.startswith("No inner optimizer") for text in said)
     trial.found["validated"] = sorted(trainer.test(model)[0])
     with torch.no_grad():
@@ -274,7 +323,9 @@ def rl4co(trial: Trial) -> None:
 
 
 def scvi(trial: Trial) -> None:
-    """A variational autoencoder of counts, which makes its own Trainer and looks for "ddp" in the name."""
+    """A variational autoencoder of counts, which makes its own Trainer and looks for "ddp" in the
+    name.
+    """
     import anndata
     import scvi
 
@@ -285,10 +336,17 @@ def scvi(trial: Trial) -> None:
     scvi.model.SCVI.setup_anndata(data)
     model = scvi.model.SCVI(data, n_hidden=128)
     trainer = trial.trainer(new, "validation_loss")
-    trainer["strategy"] = trial.strategy.removesuffix("_of_short_rounds") + "_find_unused_parameters_true"
+    trainer["strategy"] = (
+        trial.strategy.removesuffix("_of_short_rounds") + "_find_unused_parameters_true"
+    )
     del trainer["default_root_dir"]
     model.train(
-        max_epochs=4, batch_size=16, train_size=0.8, check_val_every_n_epoch=1, ckpt_path=trial.resume, **trainer
+        max_epochs=4,
+        batch_size=16,
+        train_size=0.8,
+        check_val_every_n_epoch=1,
+        ckpt_path=trial.resume,
+        **trainer,
     )
     trial.found["predictions"] = len(model.get_latent_representation())
 
@@ -356,7 +414,11 @@ def language(
         generator = torch.Generator().manual_seed(seed)
         starts = torch.randint(256, (windows, 1), generator=generator)
         steps = torch.randint(1, 4, (windows, 1), generator=generator)
-        return DataLoader(TensorDataset((starts + steps * torch.arange(32)) % 256), batch_size=4, shuffle=seed == 0)
+        return DataLoader(
+            TensorDataset((starts + steps * torch.arange(32)) % 256),
+            batch_size=4,
+            shuffle=seed == 0,
+        )
 
     new.seed_everything(0)
     trainer = new.Trainer(**trial.trainer(new, "val_loss"), max_epochs=max_epochs, **choices)
@@ -384,16 +446,25 @@ class ScheduleFree(Language):
 def gpt2(width: int = 96) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=64, n_embd=width, n_layer=3, n_head=4))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=256, n_positions=64, n_embd=width, n_layer=3, n_head=4)
+    )
 
 
 def llama() -> nn.Module:
     """Its embeddings are tied."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 96,
+        "intermediate_size": 192,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
     places = {"vocab_size": 256, "max_position_embeddings": 64}
-    net = LlamaForCausalLM(LlamaConfig(**sizes, **places, tie_word_embeddings=True, use_cache=False))
+    net = LlamaForCausalLM(
+        LlamaConfig(**sizes, **places, tie_word_embeddings=True, use_cache=False)
+    )
     net.gradient_checkpointing_enable()
     return net
 
@@ -436,21 +507,29 @@ class TwoViews(new.LightningModule):
 def lightly(trial: Trial, make: Callable[[], TwoViews]) -> TwoViews:
     from lightly.transforms import SimCLRTransform
 
-    transform = SimCLRTransform(input_size=16, cj_prob=0.0, random_gray_scale=0.0, gaussian_blur=0.0)
+    transform = SimCLRTransform(
+        input_size=16, cj_prob=0.0, random_gray_scale=0.0, gaussian_blur=0.0
+    )
 
     def batches(images: Tensor, **choices: Any) -> DataLoader[Any]:
-        views = lambda batch: [torch.stack(each) for each in zip(*map(transform, batch), strict=True)]  # noqa: E731
+        views = lambda batch: [  # noqa: E731
+            torch.stack(each) for each in zip(*map(transform, batch), strict=True)
+        ]
         return DataLoader(images, batch_size=16, collate_fn=views, **choices)
 
     new.seed_everything(0)
     trainer = new.Trainer(**trial.trainer(new, "val_loss_ssl"), max_epochs=4)
     model = make()
-    trial.run(trainer, model, batches(pictures(320, 24, 0), shuffle=True), batches(pictures(64, 24, 1)))
+    trial.run(
+        trainer, model, batches(pictures(320, 24, 0), shuffle=True), batches(pictures(64, 24, 1))
+    )
     return model
 
 
 def simclr(trial: Trial) -> None:
-    """A loss that gathers its negatives over all ranks: all groups wait for each other in every batch."""
+    """A loss that gathers its negatives over all ranks: all groups wait for each other in every
+    batch.
+    """
     from lightly.loss import NTXentLoss
     from lightly.models.modules import SimCLRProjectionHead
 
@@ -496,7 +575,9 @@ def byol(trial: Trial) -> None:
             return predicted
 
         def forward_momentum(self, images: Tensor) -> Tensor:
-            projected: Tensor = self.projection_head_momentum(self.backbone_momentum(images).flatten(start_dim=1))
+            projected: Tensor = self.projection_head_momentum(
+                self.backbone_momentum(images).flatten(start_dim=1)
+            )
             return projected.detach()
 
         def loss(self, first: Tensor, second: Tensor) -> Tensor:
@@ -519,7 +600,9 @@ def byol(trial: Trial) -> None:
     new.seed_everything(0)
     nets = (BYOL().backbone, model.backbone, model.backbone_momentum)
     initial, student, teacher = (nn.utils.parameters_to_vector(net.parameters()) for net in nets)
-    assert (student - teacher).norm() < 0.5 * (student - initial).norm(), "the teacher does not follow"
+    assert (student - teacher).norm() < 0.5 * (student - initial).norm(), (
+        "the teacher does not follow"
+    )
 
 
 def anomalib(trial: Trial) -> None:
@@ -547,22 +630,31 @@ def anomalib(trial: Trial) -> None:
     )
     choices = trial.trainer(new, "generator_loss")
     if trial.strategy == "ddp":
-        choices["strategy"] = "ddp_find_unused_parameters_true"  # and groups find them by themselves
+        choices["strategy"] = (
+            "ddp_find_unused_parameters_true"  # and groups find them by themselves
+        )
     engine = Engine(**choices, max_epochs=3, logger=False)
     engine.fit(model, datamodule=folder, ckpt_path=trial.resume)
     trial.found["validated"] = sorted(engine.test(model, datamodule=folder)[0])
-    trial.found["predictions"] = sum(len(batch.image) for batch in engine.predict(model, datamodule=folder))
+    trial.found["predictions"] = sum(
+        len(batch.image) for batch in engine.predict(model, datamodule=folder)
+    )
 
 
 def nequip(trial: Trial) -> None:
-    """An equivariant potential, whose loss holds derivatives and is a metric that is multiplied by the world size."""
+    """An equivariant potential, whose loss holds derivatives and is a metric that is multiplied by
+    the world size.
+    """
     from nequip.data.datamodule import NequIPDataModule
     from nequip.train import NequIPLightningModule
     from nequip.utils.global_state import set_global_state
 
     def frames(count: int, seed: int) -> dict[str, Any]:
         """Shaken crystals of copper, with a potential that is computed here."""
-        types = {"_target_": "nequip.data.transforms.ChemicalSpeciesToAtomTypeMapper", "model_type_names": ["Cu"]}
+        types = {
+            "_target_": "nequip.data.transforms.ChemicalSpeciesToAtomTypeMapper",
+            "model_type_names": ["Cu"],
+        }
         neighbours = {"_target_": "nequip.data.transforms.NeighborListTransform", "r_max": 3.5}
         target = "nequip.data.dataset.EMTTestDataset"
         shape = {"supercell": [2, 2, 1], "num_frames": count, "seed": seed}
@@ -579,7 +671,13 @@ def nequip(trial: Trial) -> None:
         val_dataloader={"batch_size": 4},
         predict_dataloader={"batch_size": 4},
     )
-    about = {"seed": 0, "model_dtype": "float32", "type_names": ["Cu"], "r_max": 3.5, "avg_num_neighbors": 12.0}
+    about = {
+        "seed": 0,
+        "model_dtype": "float32",
+        "type_names": ["Cu"],
+        "r_max": 3.5,
+        "avg_num_neighbors": 12.0,
+    }
     sizes = {"num_layers": 2, "l_max": 1, "num_features": 48, "radial_mlp_width": 128}
     energies = {"per_type_energy_scales": 1.0, "per_type_energy_shifts": 0.0}
     module = NequIPLightningModule(
@@ -590,18 +688,24 @@ def nequip(trial: Trial) -> None:
         train_metrics={"_target_": "nequip.train.EnergyForceMetrics"},
         val_metrics={"_target_": "nequip.train.EnergyForceMetrics"},
     )
-    trainer = new.Trainer(**trial.trainer(new, "val0_epoch/weighted_sum"), max_epochs=4, inference_mode=False)
+    trainer = new.Trainer(
+        **trial.trainer(new, "val0_epoch/weighted_sum"), max_epochs=4, inference_mode=False
+    )
     module.world_size = trainer.world_size  # as its own command does
     said = said_by("lightning_sdiloco")
     trainer.fit(module, datamodule=data, ckpt_path=trial.resume, weights_only=False)
     trial.found["validated"] = sorted(trainer.validate(module, datamodule=data)[0])
-    trial.found["predictions"] = sum(len(batch["total_energy"]) for batch in trainer.predict(module, datamodule=data))
+    trial.found["predictions"] = sum(
+        len(batch["total_energy"]) for batch in trainer.predict(module, datamodule=data)
+    )
     warned = [text for text in said if text.startswith("The module keeps world_size: 2")]
     assert len(warned) == (trial.strategy != "ddp" and trainer.is_global_zero)
 
 
 def pina(trial: Trial) -> None:
-    """A physics-informed network, whose loss holds second derivatives, with a Trainer of its own class."""
+    """A physics-informed network, whose loss holds second derivatives, with a Trainer of its own
+    class.
+    """
     from pina import Trainer
     from pina.model import FeedForward
     from pina.optim import TorchOptimizer
@@ -614,7 +718,9 @@ def pina(trial: Trial) -> None:
     net = FeedForward(2, 1, inner_size=256, n_layers=3)
     solver = PINN(problem, net, optimizer=TorchOptimizer(torch.optim.AdamW, lr=1e-3))
     choices = trial.trainer(new, "val_loss")
-    trainer = Trainer(solver, batch_size=20, train_size=0.8, val_size=0.1, test_size=0.1, max_epochs=4, **choices)
+    trainer = Trainer(
+        solver, batch_size=20, train_size=0.8, val_size=0.1, test_size=0.1, max_epochs=4, **choices
+    )
     trainer.train(ckpt_path=trial.resume, weights_only=False)
     trial.found["validated"] = sorted(trainer.test()[0])
 
@@ -632,9 +738,14 @@ def pytorch_tabular(trial: Trial) -> None:
     callbacks = choices.pop("callbacks")
     tabular = TabularModel(
         data_config=config.DataConfig(
-            target=["target"], continuous_cols=list("abcd"), categorical_cols=["kind"], num_workers=0
+            target=["target"],
+            continuous_cols=list("abcd"),
+            categorical_cols=["kind"],
+            num_workers=0,
         ),
-        model_config=models.CategoryEmbeddingModelConfig(task="regression", layers="512-256-64", learning_rate=2e-3),
+        model_config=models.CategoryEmbeddingModelConfig(
+            task="regression", layers="512-256-64", learning_rate=2e-3
+        ),
         optimizer_config=config.OptimizerConfig(),
         trainer_config=config.TrainerConfig(
             batch_size=16,
@@ -669,7 +780,9 @@ def torch_geometric(trial: Trial) -> None:
             self.gnn = GIN(8, 128, num_layers=5, out_channels=1, norm="batch_norm")
 
         def forward(self, graphs: Any) -> Tensor:
-            pooled: Tensor = global_add_pool(self.gnn(graphs.x, graphs.edge_index), graphs.batch, graphs.num_graphs)
+            pooled: Tensor = global_add_pool(
+                self.gnn(graphs.x, graphs.edge_index), graphs.batch, graphs.num_graphs
+            )
             return pooled.squeeze(1)
 
         def training_step(self, graphs: Any, index: int) -> Tensor:
@@ -689,12 +802,18 @@ def torch_geometric(trial: Trial) -> None:
     def graphs(count: int) -> list[Any]:
         edges = [erdos_renyi_graph(6 + i % 12, 0.3) for i in range(count)]
         return [
-            Data(x=torch.randn(6 + i % 12, 8), edge_index=pairs, y=torch.tensor([pairs.shape[1] / 20]))
+            Data(
+                x=torch.randn(6 + i % 12, 8),
+                edge_index=pairs,
+                y=torch.tensor([pairs.shape[1] / 20]),
+            )
             for i, pairs in enumerate(edges)
         ]
 
     new.seed_everything(0)
-    data = LightningDataset(graphs(320), graphs(64), pred_dataset=graphs(64), batch_size=8, pin_memory=False)
+    data = LightningDataset(
+        graphs(320), graphs(64), pred_dataset=graphs(64), batch_size=8, pin_memory=False
+    )
     trainer = new.Trainer(**trial.trainer(new, "val_loss"), max_epochs=4)
     model = Graphs()
     trainer.fit(model, datamodule=data, ckpt_path=trial.resume, weights_only=False)
@@ -703,7 +822,9 @@ def torch_geometric(trial: Trial) -> None:
 
 
 def torchgeo(trial: Trial) -> None:
-    """Segmentation of images with a fully convolutional network, whose metrics are logged as modules."""
+    """Segmentation of images with a fully convolutional network, whose metrics are logged as
+    modules.
+    """
     from torchgeo.trainers import SemanticSegmentationTask
 
     def batches(count: int, seed: int) -> DataLoader[Any]:
@@ -712,7 +833,9 @@ def torchgeo(trial: Trial) -> None:
         return DataLoader(tiles, batch_size=4, shuffle=seed == 0)
 
     new.seed_everything(0)
-    task = SemanticSegmentationTask(model="fcn", task="multiclass", num_classes=3, num_filters=64, lr=2e-3)
+    task = SemanticSegmentationTask(
+        model="fcn", task="multiclass", num_classes=3, num_filters=64, lr=2e-3
+    )
     trainer = new.Trainer(**trial.trainer(new, "val_loss"), max_epochs=3)
     trial.run(trainer, task, batches(160, 0), batches(32, 1))
 
@@ -736,6 +859,8 @@ PROJECTS: dict[str, Callable[[Trial], None]] = {
     "scvi": scvi,
     "torch_geometric": torch_geometric,
     "torchgeo": torchgeo,
-    "transformers: gpt2": partial(language, make=gpt2, precision="bf16-mixed", accumulate_grad_batches=2),
+    "transformers: gpt2": partial(
+        language, make=gpt2, precision="bf16-mixed", accumulate_grad_batches=2
+    ),
     "transformers: llama": partial(language, make=llama, max_epochs=3),
 }

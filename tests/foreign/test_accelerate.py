@@ -1,4 +1,6 @@
-"""Loops of accelerate, and the Trainer of transformers: the examples train, and go on where they were stopped."""
+"""Loops of accelerate, and the Trainer of transformers: the examples train, and go on where they
+were stopped.
+"""
 
 import importlib.util
 import sys
@@ -17,7 +19,9 @@ EXAMPLES = ROOT / "examples" / "accelerate"
 
 pytestmark = [
     pytest.mark.foreign,
-    pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="is not installed: make foreign"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("accelerate") is None, reason="is not installed: make foreign"
+    ),
 ]
 
 
@@ -44,7 +48,9 @@ def test_what_accelerate_would_quietly_do_is_refused(rank: int, tmp_path: Path) 
     wrapped = refusal(StreamingDiLoCo, accelerator.prepare(torch.nn.Linear(3, 4)))
     assert "DistributedDataParallel over ranks 0 and 1" in wrapped
     torch.manual_seed(rank)
-    engine = StreamingDiLoCo(accelerator.prepare_model(torch.nn.Linear(300, 400), evaluation_mode=True))
+    engine = StreamingDiLoCo(
+        accelerator.prepare_model(torch.nn.Linear(300, 400), evaluation_mode=True)
+    )
     accelerator.register_for_checkpointing(engine)
     accelerator.save_state(tmp_path)
     accelerator.wait_for_everyone()
@@ -56,7 +62,9 @@ def test_what_accelerate_would_quietly_do_is_refused(rank: int, tmp_path: Path) 
 
 
 @in_ranks(2, timeout=200.0)
-def test_the_trainer_of_transformers_trains_worker_groups_and_resumes(rank: int, tmp_path: Path) -> None:
+def test_the_trainer_of_transformers_trains_worker_groups_and_resumes(
+    rank: int, tmp_path: Path
+) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
     sys.path.append(str(EXAMPLES))
@@ -64,17 +72,32 @@ def test_the_trainer_of_transformers_trains_worker_groups_and_resumes(rank: int,
 
     def train(name: str, resume: str | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
         torch.manual_seed(0)
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=32, n_embd=64, n_layer=3, n_head=4))
+        model = GPT2LMHeadModel(
+            GPT2Config(vocab_size=300, n_positions=32, n_embd=64, n_layer=3, n_head=4)
+        )
         assert sum(p.numel() for p in model.parameters()) > 100_000
-        tokens = torch.randint(0, 300, (256, 1), generator=torch.Generator().manual_seed(1)) + torch.arange(32)
+        tokens = torch.randint(
+            0, 300, (256, 1), generator=torch.Generator().manual_seed(1)
+        ) + torch.arange(32)
         data = [{"input_ids": row % 300, "labels": row % 300} for row in tokens]
-        often: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 8, "save_steps": 8, "max_steps": 24}
+        often: dict[str, Any] = {
+            "eval_strategy": "steps",
+            "eval_steps": 8,
+            "save_steps": 8,
+            "max_steps": 24,
+        }
         quiet: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
         arguments = TrainingArguments(
-            output_dir=str(tmp_path / name), per_device_train_batch_size=4, learning_rate=1e-3, **often, **quiet
+            output_dir=str(tmp_path / name),
+            per_device_train_batch_size=4,
+            learning_rate=1e-3,
+            **often,
+            **quiet,
         )
         trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:32])
-        callback = StreamingDiLoCoCallback(trainer, resume, sync_every=6, overlap_steps=3, fragments="strided:1")
+        callback = StreamingDiLoCoCallback(
+            trainer, resume, sync_every=6, overlap_steps=3, fragments="strided:1"
+        )
         trainer.add_callback(callback)
         trainer.train(resume_from_checkpoint=resume)
         assert (callback.engine.topology.num_groups, trainer.state.global_step) == (2, 24)
@@ -90,7 +113,10 @@ def test_the_trainer_of_transformers_trains_worker_groups_and_resumes(rank: int,
     assert [name for name, values in model.items() if not torch.equal(values, resumed[name])] == []
 
 
-@pytest.mark.skipif(importlib.util.find_spec("sentence_transformers") is None, reason="is not installed: make foreign")
+@pytest.mark.skipif(
+    importlib.util.find_spec("sentence_transformers") is None,
+    reason="is not installed: make foreign",
+)
 @in_ranks(2, timeout=200.0)
 def test_the_trainer_of_sentence_transformers_trains_worker_groups_and_resumes(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -118,34 +144,61 @@ def test_the_trainer_of_sentence_transformers_trains_worker_groups_and_resumes(
         """A BERT as it would be downloaded, of so many words."""
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
+        )
         fast.save_pretrained(folder)
-        sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+        sizes = {
+            "hidden_size": 64,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
         torch.manual_seed(0)
-        BertModel(BertConfig(vocab_size=len(vocabulary), max_position_embeddings=32, **sizes)).save_pretrained(folder)
+        BertModel(
+            BertConfig(vocab_size=len(vocabulary), max_position_embeddings=32, **sizes)
+        ).save_pretrained(folder)
 
     def pairs(count: int, seed: int) -> Dataset:
         """Sentences, and others with half of their words."""
-        chosen = torch.randint(len(words), (count, 8), generator=torch.Generator().manual_seed(seed))
+        chosen = torch.randint(
+            len(words), (count, 8), generator=torch.Generator().manual_seed(seed)
+        )
         sentences = [[words[word] for word in row] for row in chosen.tolist()]
-        columns = {"anchor": [" ".join(of) for of in sentences], "positive": [" ".join(of[::2]) for of in sentences]}
+        columns = {
+            "anchor": [" ".join(of) for of in sentences],
+            "positive": [" ".join(of[::2]) for of in sentences],
+        }
         return Dataset.from_dict(columns)
 
-    def make(name: str, resume: str | None, make_loss: Any) -> tuple[SentenceTransformerTrainer, Any]:
+    def make(
+        name: str, resume: str | None, make_loss: Any
+    ) -> tuple[SentenceTransformerTrainer, Any]:
         torch.manual_seed(0)
         transformer = Transformer(str(tmp_path / f"bert-{rank}"), max_seq_length=16)
         model = SentenceTransformer(
             modules=[transformer, Pooling(transformer.get_word_embedding_dimension())], device="cpu"
         )
         assert sum(p.numel() for p in model.parameters()) > 100_000
-        often: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 8, "save_steps": 8, "max_steps": 24}
+        often: dict[str, Any] = {
+            "eval_strategy": "steps",
+            "eval_steps": 8,
+            "save_steps": 8,
+            "max_steps": 24,
+        }
         quiet: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
         arguments = SentenceTransformerTrainingArguments(
-            output_dir=str(tmp_path / name), per_device_train_batch_size=8, learning_rate=1e-3, **often, **quiet
+            output_dir=str(tmp_path / name),
+            per_device_train_batch_size=8,
+            learning_rate=1e-3,
+            **often,
+            **quiet,
         )
         loss = make_loss(model)
         trainer = SentenceTransformerTrainer(model, arguments, pairs(384, 1), pairs(64, 2), loss)
-        callback = StreamingDiLoCoCallback(trainer, resume, sync_every=6, overlap_steps=3, fragments="strided:1")
+        callback = StreamingDiLoCoCallback(
+            trainer, resume, sync_every=6, overlap_steps=3, fragments="strided:1"
+        )
         trainer.add_callback(callback)
         return trainer, callback
 
@@ -167,11 +220,15 @@ def test_the_trainer_of_sentence_transformers_trains_worker_groups_and_resumes(
     assert again == losses
     assert [name for name, values in model.items() if not torch.equal(values, resumed[name])] == []
     with_head, _ = make("head", None, lambda model: SoftmaxLoss(model, 64, 3))
-    assert refusal(with_head.train).startswith("The optimizer steps 2 parameters that are not the model's")
+    assert refusal(with_head.train).startswith(
+        "The optimizer steps 2 parameters that are not the model's"
+    )
 
 
 @in_ranks(2, timeout=200.0)
-def test_the_best_model_stays_and_a_loss_that_gathers_couples_no_groups(rank: int, tmp_path: Path) -> None:
+def test_the_best_model_stays_and_a_loss_that_gathers_couples_no_groups(
+    rank: int, tmp_path: Path
+) -> None:
     """The best is that of the first evaluation here; the loss gathers as those of TRL do."""
     from safetensors.torch import load_file
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -190,11 +247,24 @@ def test_the_best_model_stays_and_a_loss_that_gathers_couples_no_groups(rank: in
 
     said = said_by("lightning_sdiloco")
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=2, n_head=2))
-    rows = torch.randint(0, 50, (64, 1), generator=torch.Generator().manual_seed(1)) + torch.arange(16)
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=2, n_head=2)
+    )
+    rows = torch.randint(0, 50, (64, 1), generator=torch.Generator().manual_seed(1)) + torch.arange(
+        16
+    )
     data = [{"input_ids": row % 50, "labels": row % 50} for row in rows]
-    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
-    often: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4, "max_steps": 12}
+    best: dict[str, Any] = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,
+    }
+    often: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "save_steps": 4,
+        "max_steps": 12,
+    }
     arguments = TrainingArguments(
         output_dir=str(tmp_path),
         per_device_train_batch_size=4,
@@ -206,7 +276,9 @@ def test_the_best_model_stays_and_a_loss_that_gathers_couples_no_groups(rank: in
         **often,
     )
     trainer = Gathering(model=model, args=arguments, train_dataset=data, eval_dataset=data[:16])
-    callback = StreamingDiLoCoCallback(trainer, sync_every=3, overlap_steps=1, fragments="strided:1")
+    callback = StreamingDiLoCoCallback(
+        trainer, sync_every=3, overlap_steps=1, fragments="strided:1"
+    )
     trainer.add_callback(callback)
     trainer.train()
     assert gathered == [8] * 12, "of this rank alone"
@@ -215,4 +287,6 @@ def test_the_best_model_stays_and_a_loss_that_gathers_couples_no_groups(rank: in
     assert str(trainer.state.best_model_checkpoint).endswith("checkpoint-4")
     loaded = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
     assert agreed({name: values.clone() for name, values in model.state_dict().items()})
-    assert [name for name, values in loaded.items() if not torch.equal(values, model.state_dict()[name])] == []
+    assert [
+        name for name, values in loaded.items() if not torch.equal(values, model.state_dict()[name])
+    ] == []

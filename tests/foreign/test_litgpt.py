@@ -26,7 +26,9 @@ def windows() -> list[torch.Tensor]:
     """Windows of the sources of Python's standard library, as bytes."""
     library = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(library.glob("*.py"))[:60])
-    return list(torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, WINDOW + 1, WINDOW).int())
+    return list(
+        torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, WINDOW + 1, WINDOW).int()
+    )
 
 
 class HeldOut(IterableDataset[torch.Tensor]):
@@ -37,12 +39,20 @@ class HeldOut(IterableDataset[torch.Tensor]):
 
 
 @pytest.mark.foreign
-@pytest.mark.skipif(importlib.util.find_spec("litgpt") is None, reason="litgpt is not installed: make foreign")
+@pytest.mark.skipif(
+    importlib.util.find_spec("litgpt") is None, reason="litgpt is not installed: make foreign"
+)
 @in_ranks(2, timeout=280.0)
-def test_the_files_of_a_loop_that_never_finishes_are_as_good_as_it_says(rank: int, tmp_path: Path) -> None:
-    """64 steps, in which nothing launches: the last file held the initial model, whose loss is 5.5."""
+def test_the_files_of_a_loop_that_never_finishes_are_as_good_as_it_says(
+    rank: int, tmp_path: Path
+) -> None:
+    """64 steps, in which nothing launches: the last file held the initial model, whose loss is
+    5.5.
+    """
     sys.argv[1:] = ["small"]  # litgpt saves how it was called, with the name of a model
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # litgpt compiles the model, which is not asked about here
+    os.environ["TORCHDYNAMO_DISABLE"] = (
+        "1"  # litgpt compiles the model, which is not asked about here
+    )
     from litgpt import GPT, Config
     from litgpt.args import EvalArgs, TrainArgs
     from litgpt.data import DataModule
@@ -66,10 +76,14 @@ def test_the_files_of_a_loop_that_never_finishes_are_as_good_as_it_says(rank: in
         model.load_state_dict(torch.load(file, weights_only=False)["model"])
         loader = DataLoader(HeldOut(), batch_size=MICRO_BATCH)
         with torch.no_grad():
-            losses = [chunked_cross_entropy(model(batch[:, :-1]), batch[:, 1:].long()) for batch in loader]
+            losses = [
+                chunked_cross_entropy(model(batch[:, :-1]), batch[:, 1:].long()) for batch in loader
+            ]
         return torch.stack(losses).mean().item()
 
-    config = Config(name="small", block_size=WINDOW, padded_vocab_size=256, n_layer=2, n_head=4, n_embd=128)
+    config = Config(
+        name="small", block_size=WINDOW, padded_vocab_size=256, n_layer=2, n_head=4, n_embd=128
+    )
     fabric = Fabric(accelerator="cpu", devices=2, strategy="streaming_diloco")
     fabric.launch()
     train = TrainArgs(
@@ -82,7 +96,12 @@ def test_the_files_of_a_loop_that_never_finishes_are_as_good_as_it_says(rank: in
         max_norm=1.0,
         min_lr=1e-4,
     )
-    own = {"initial_checkpoint_dir": None, "resume": False, "tokenizer_dir": None, "tokenizer": None}
+    own = {
+        "initial_checkpoint_dir": None,
+        "resume": False,
+        "tokenizer_dir": None,
+        "tokenizer": None,
+    }
     optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 3e-3}}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         main(

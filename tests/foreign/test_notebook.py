@@ -1,4 +1,6 @@
-"""A notebook with two devices and a model of five million parameters, executed from its first cell to its last."""
+"""A notebook with two devices and a model of five million parameters, executed from its first cell
+to its last.
+"""
 
 import pytest
 
@@ -39,5 +41,7 @@ def test_a_notebook_trains_on_two_devices() -> None:
     nbformat = pytest.importorskip("nbformat", reason="nbconvert is not installed: make foreign")
     preprocessors = pytest.importorskip("nbconvert.preprocessors")
     again = FIT.replace("max_epochs=2", "max_epochs=1")
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in (MODEL, FIT, READ, again)])
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(text) for text in (MODEL, FIT, READ, again)]
+    )
     preprocessors.ExecutePreprocessor(timeout=200, kernel_name="python3").preprocess(notebook)

@@ -1,4 +1,6 @@
-"""Foreign projects beside DDP: what the one-line change leaves as it was, and what a resumed run ends with."""
+"""Foreign projects beside DDP: what the one-line change leaves as it was, and what a resumed run
+ends with.
+"""
 
 import importlib.util
 import os
@@ -16,7 +18,8 @@ from tests.foreign.projects import HALF, PROJECTS, Trial
 from tests.ranks import agreed, run_processes
 
 PACKAGES = {project: project.partition(":")[0] for project in PROJECTS}
-# By name, for projects that give one strategy to several Trainers, which Lightning takes only by name.
+# By name, for projects that give one strategy to several Trainers, which Lightning takes only by
+# name.
 NAME = "streaming_diloco_ddp_of_short_rounds"
 # Several rounds in the fit, and a fragment in flight where the checkpoint is saved.
 ROUNDS = {"sync_every": 10, "overlap_steps": 3}
@@ -46,8 +49,13 @@ def test_a_project_does_what_it_does_with_ddp(project: str, tmp_path: Path) -> N
         os.chdir(tmp_path)
         os.environ |= {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg"}
         # As users register names of their own.
-        for edition, distribution in ((lightning_pytorch, lightning.pytorch), (pytorch_lightning, pl)):
-            distribution.strategies.StrategyRegistry.register(NAME, edition.StreamingDiLoCoStrategy, **ROUNDS)
+        for edition, distribution in (
+            (lightning_pytorch, lightning.pytorch),
+            (pytorch_lightning, pl),
+        ):
+            distribution.strategies.StrategyRegistry.register(
+                NAME, edition.StreamingDiLoCoStrategy, **ROUNDS
+            )
 
         def fitted(kind: str, strategy: str, resume: Path | None = None) -> dict[str, Any]:
             trial = Trial(strategy, tmp_path / kind, resume)

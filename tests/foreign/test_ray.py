@@ -1,4 +1,6 @@
-"""The strategy under Ray Train: the example with two workers and four, one of them killed, and tuned."""
+"""The strategy under Ray Train: the example with two workers and four, one of them killed, and
+tuned.
+"""
 
 import contextlib
 import importlib.util
@@ -19,7 +21,9 @@ from tests.scripts import ROOT, run_python
 pytestmark = [
     pytest.mark.foreign,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="is not installed: make foreign"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="is not installed: make foreign"
+    ),
 ]
 
 MARK = "OF_THIS_TEST"
@@ -30,16 +34,23 @@ def example(folder: Path, *arguments: Any) -> str:
     folder.mkdir()
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", MARK: str(folder)}
     more = ("--cpus", 0.1, "--storage", folder)
-    return run_python(ROOT / "examples/ray/train.py", *arguments, *more, folder=folder, seconds=600, **quiet)
+    return run_python(
+        ROOT / "examples/ray/train.py", *arguments, *more, folder=folder, seconds=600, **quiet
+    )
 
 
 def workers(folder: Path) -> list[int]:
-    """The processes in which Ray trains for a run of the example: children of its daemon, which has our environment."""
+    """The processes in which Ray trains for a run of the example: children of its daemon, which
+    has our environment.
+    """
     daemons, found = set[int](), list[tuple[int, int]]()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it may have ended
             name = (process / "cmdline").read_bytes()
-            if b"/raylet\0" in name and f"{MARK}={folder}\0".encode() in (process / "environ").read_bytes():
+            if (
+                b"/raylet\0" in name
+                and f"{MARK}={folder}\0".encode() in (process / "environ").read_bytes()
+            ):
                 daemons.add(int(process.name))
             if name.startswith(b"ray::") and b"TrainWorker" in name:
                 parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
@@ -50,7 +61,9 @@ def workers(folder: Path) -> list[int]:
 def kills_one(folder: Path, ended: threading.Event) -> bool:
     """Kills a worker once Ray knows of a checkpoint."""
     while not ended.wait(0.05):
-        if (folder / "gpt" / "checkpoint_manager_snapshot.json").exists() and (pids := workers(folder)):
+        if (folder / "gpt" / "checkpoint_manager_snapshot.json").exists() and (
+            pids := workers(folder)
+        ):
             os.kill(pids[-1], signal.SIGKILL)
             return True
     return False
@@ -61,7 +74,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(newest / "checkpoint.ckpt", weights_only=False)["state_dict"]
 
 
-def test_a_killed_worker_is_started_again_and_the_fit_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_killed_worker_is_started_again_and_the_fit_ends_with_the_same_bits(
+    tmp_path: Path,
+) -> None:
     short = ("--epochs", 3, "--steps", 30, "--sync-every", 10)
     unbroken = example(tmp_path / "unbroken", *short)
     ended, killed = threading.Event(), list[bool]()
@@ -80,7 +95,9 @@ def test_a_killed_worker_is_started_again_and_the_fit_ends_with_the_same_bits(tm
     assert same(weights(tmp_path / "unbroken"), weights(tmp_path / "killed"))
 
 
-def test_ray_tune_chooses_among_numbers_of_inner_steps_with_four_workers_in_two_groups(tmp_path: Path) -> None:
+def test_ray_tune_chooses_among_numbers_of_inner_steps_with_four_workers_in_two_groups(
+    tmp_path: Path,
+) -> None:
     chosen = ("--workers", 4, "--groups", 2, "--epochs", 1, "--steps", 30, "--tune", 10, 15)
     printed = example(tmp_path / "tuned", *chosen)
     losses = dict(re.findall(r"sync_every (\d+): validation loss (\d\.\d+)", printed))
@@ -90,7 +107,8 @@ def test_ray_tune_chooses_among_numbers_of_inner_steps_with_four_workers_in_two_
 
 
 @pytest.mark.parametrize(
-    ("workers_of_nodes", "nodes"), [((4,), 1), ((2, 2), 2), ((1, 1, 1), 3), ((3, 1), None), ((2, 4), None)]
+    ("workers_of_nodes", "nodes"),
+    [((4,), 1), ((2, 2), 2), ((1, 1, 1), 3), ((3, 1), None), ((2, 4), None)],
 )
 def test_the_workers_of_a_node_are_a_group_unless_nodes_have_different_numbers(
     workers_of_nodes: tuple[int, ...], nodes: int | None, monkeypatch: pytest.MonkeyPatch
@@ -102,7 +120,12 @@ def test_the_workers_of_a_node_are_a_group_unless_nodes_have_different_numbers(
     counted, refused, rank = set[int](), 0, 0
     for node, here in enumerate(workers_of_nodes):
         for local in range(here):
-            where = {"world_size": sum(workers_of_nodes), "world_rank": rank, "node_rank": node, "local_rank": local}
+            where = {
+                "world_size": sum(workers_of_nodes),
+                "world_rank": rank,
+                "node_rank": node,
+                "local_rank": local,
+            }
             context = Mock(**{f"get_{name}.return_value": number for name, number in where.items()})
             context.get_local_world_size.return_value = here
             monkeypatch.setattr(ray.train, "get_context", lambda context=context: context)

@@ -1,6 +1,8 @@
-"""What a device must show, without Lightning: the bits of the CPU, no race, no wait of the training thread, no leak.
+"""What a device must show, without Lightning: the bits of the CPU, no race, no wait of the training
+thread, no leak.
 
-Each check runs on a CUDA device, and as far as that tells anything on the pretended one and on a CPU too.
+Each check runs on a CUDA device, and as far as that tells anything on the pretended one and on a
+CPU too.
 """
 
 import os
@@ -24,7 +26,14 @@ from lightning_sdiloco import DenseBeginning, OuterOptimizer, StreamingDiLoCo
 from lightning_sdiloco.algorithm.direction import equalised
 from lightning_sdiloco.comm.exchange import DeviceBackend, nccl_on
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
-from lightning_sdiloco.compression import COMPRESSIONS, Compression, ErrorFeedback, RandomBlock, RandomK, TopK
+from lightning_sdiloco.compression import (
+    COMPRESSIONS,
+    Compression,
+    ErrorFeedback,
+    RandomBlock,
+    RandomK,
+    TopK,
+)
 from lightning_sdiloco.compression.fp4 import FP4, passes_on
 from lightning_sdiloco.engine.flight import ThreadBackground
 from lightning_sdiloco.engine.shards import digest
@@ -64,8 +73,14 @@ def bits(name: str, place: Place, rank: int, world_size: int) -> Found:
 
 
 def difference(one: Seen, other: Seen) -> Found:
-    """How many values of two trajectories differ in a bit, and by how much at most, where both are finite."""
-    pairs = [(a, b) for left, right in zip(one, other, strict=True) for a, b in zip(left, right, strict=True)]
+    """How many values of two trajectories differ in a bit, and by how much at most, where both are
+    finite.
+    """
+    pairs = [
+        (a, b)
+        for left, right in zip(one, other, strict=True)
+        for a, b in zip(left, right, strict=True)
+    ]
     apart = [(a - b).abs().nan_to_num(0.0, 0.0, 0.0) for a, b in pairs]
     return {
         "values": sum(a.numel() for a, _ in pairs),
@@ -88,7 +103,10 @@ CODECS: dict[str, Compression] = {
 def hard_values(numel: int) -> Tensor:
     """Values of many magnitudes, subnormal and huge ones, and zeros of both signs."""
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(numel, generator=generator) * (4 * torch.randn(numel, generator=generator)).exp()
+    values = (
+        torch.randn(numel, generator=generator)
+        * (4 * torch.randn(numel, generator=generator)).exp()
+    )
     special = torch.tensor([0.0, -0.0, 1e-45, -1e-39, torch.finfo(torch.float32).max])
     return torch.cat((values, special))
 
@@ -97,7 +115,9 @@ def codecs(place: Place, rank: int, world_size: int) -> Found:
     values = hard_values(20_000 if place.quick else 20_000_000 + 5)
     there = values.to(place.device)
     assert not place.is_cuda or passes_on("cuda") is not None, "fp4 is not encoded in one pass"
-    assert digest(there, start=3) == digest(values, start=3), "the digest differs from that of the CPU"
+    assert digest(there, start=3) == digest(values, start=3), (
+        "the digest differs from that of the CPU"
+    )
     for name, codec in CODECS.items():
         payload = codec.encode(values)
         assert_same(codec.encode(there), payload, f"{name}: the payload of the device differs")
@@ -108,19 +128,31 @@ def codecs(place: Place, rank: int, world_size: int) -> Found:
         payloads = [payload, codec.encode(values.flip(0)), codec.encode(-3 * values)]
         for factors in ((1.0, 1.0, 1.0), (0.7, 1.3, 1.0)):
             codec.mean(list(zip(payloads, factors, strict=True)), expected)
-            codec.mean([(each.to(place.device), factor) for each, factor in zip(payloads, factors, strict=True)], out)
+            codec.mean(
+                [
+                    (each.to(place.device), factor)
+                    for each, factor in zip(payloads, factors, strict=True)
+                ],
+                out,
+            )
             assert_same(out, expected, f"{name}: the mean of the device differs")
     return {"values": values.numel()}
 
 
 def directions(place: Place, rank: int, world_size: int) -> Found:
-    shapes = [(1, 48, 192), (3, 17, 5)] if place.quick else [(1, 48, 192), (3, 17, 5), (2, 1024, 4096), (1, 32768, 512)]
+    shapes = (
+        [(1, 48, 192), (3, 17, 5)]
+        if place.quick
+        else [(1, 48, 192), (3, 17, 5), (2, 1024, 4096), (1, 32768, 512)]
+    )
     generator = torch.Generator().manual_seed(0)
     for shape in shapes:
         matrices = torch.randn(shape, generator=generator)
         matrices[0, 0] = 0.0
         directed = equalised(matrices.to(place.device))
-        assert_same(directed, equalised(matrices), f"matrices of shape {shape}: those of the device differ")
+        assert_same(
+            directed, equalised(matrices), f"matrices of shape {shape}: those of the device differ"
+        )
     return {"shapes": len(shapes)}
 
 
@@ -172,9 +204,13 @@ def slow_streams(place: Place, rank: int, world_size: int) -> Found:
 
 
 def sanitized(place: Place, rank: int, world_size: int) -> Found:
-    """torch's own sanitizer sees every operation of all threads, and no two that no event orders."""
+    """torch's own sanitizer sees every operation of all threads, and no two that no event
+    orders.
+    """
     if not place.is_cuda:
-        raise NotHere("torch's sanitizer of streams is for CUDA; the pretended device finds races by itself")
+        raise NotHere(
+            "torch's sanitizer of streams is for CUDA; the pretended device finds races by itself"
+        )
     from torch.cuda import _sanitizer
 
     lock = threading.RLock()
@@ -203,7 +239,9 @@ def sanitized(place: Place, rank: int, world_size: int) -> Found:
 
 
 def extra_memory(layers: int, offload: bool, device: str) -> int:
-    """Bytes of the device that an engine takes at most, in fragments of equal size of which one is in flight."""
+    """Bytes of the device that an engine takes at most, in fragments of equal size of which one is
+    in flight.
+    """
     module = torch.get_device_module(device)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(layers))).to(device)
     before = module.memory_allocated()
@@ -229,7 +267,10 @@ def memory(place: Place, rank: int, world_size: int) -> Found:
     if place.device == "cpu":
         raise NotHere("memory of the host is not counted by torch")
     cases = [(layers, offload) for layers in (4, 8) for offload in (False, True)]
-    found = {f"{layers} layers, offload={own}": extra_memory(layers, own, place.device) for layers, own in cases}
+    found = {
+        f"{layers} layers, offload={own}": extra_memory(layers, own, place.device)
+        for layers, own in cases
+    }
     assert found["8 layers, offload=False"] > found["4 layers, offload=False"], found
     assert found["8 layers, offload=True"] == found["4 layers, offload=True"], found
     statistics = place.module.memory_stats() if place.is_cuda else {}
@@ -267,7 +308,9 @@ def waits_on(place: Place) -> Iterator[list[str]]:
         warnings.simplefilter("always")
         warnings.showwarning = noted
         owners = [torch.cuda.Stream, torch.cuda.Event]
-        patches = [patch.object(owner, "synchronize", waiting(owner.synchronize)) for owner in owners]
+        patches = [
+            patch.object(owner, "synchronize", waiting(owner.synchronize)) for owner in owners
+        ]
         torch.cuda.set_sync_debug_mode("warn")
         try:
             with patches[0], patches[1]:
@@ -301,7 +344,9 @@ def resumed(name: str, place: Place, rank: int, world_size: int) -> Found:
 
 
 def between_devices(name: str, place: Place, rank: int, world_size: int) -> Found:
-    topology = Topology.of_world(GroupLayout(2, 2), timedelta(seconds=40), on_device=backend_on(place, rank))
+    topology = Topology.of_world(
+        GroupLayout(2, 2), timedelta(seconds=40), on_device=backend_on(place, rank)
+    )
     runs, counts = [], []
     for one in (topology, Topology.of_world(GroupLayout(2, 2), timedelta(seconds=40))):
         training = Training(place.device, rank, topology=one, **CHOICES[name])
@@ -329,7 +374,9 @@ def backend_on(place: Place, rank: int) -> DeviceBackend:
         torch.distributed.all_reduce(values, group=trial)
         assert values.sum().item() == 1000
     except (RuntimeError, ValueError) as error:
-        raise NotHere(f"NCCL does not join two processes on one device here: {str(error).splitlines()[0]}") from None
+        raise NotHere(
+            f"NCCL does not join two processes on one device here: {str(error).splitlines()[0]}"
+        ) from None
     return own
 
 
@@ -355,22 +402,34 @@ def recorded(place: Place, rank: int, world_size: int) -> Found:
 
 # What tells most first.
 CHECKS: dict[str, Task] = {
-    "codecs": Task("encoding, the mean and the digest have the bits of the CPU", codecs, seconds=150),
-    "directions": Task("the direction of matrices has the bits of the CPU", directions, seconds=100),
+    "codecs": Task(
+        "encoding, the mean and the digest have the bits of the CPU", codecs, seconds=150
+    ),
+    "directions": Task(
+        "the direction of matrices has the bits of the CPU", directions, seconds=100
+    ),
     **{
-        f"bits, {name}": Task("a run of two groups has the bits of the CPU", partial(bits, name), 2, seconds=100)
+        f"bits, {name}": Task(
+            "a run of two groups has the bits of the CPU", partial(bits, name), 2, seconds=100
+        )
         for name in CHOICES
     },
     "slow streams": Task("no bit depends on which stream is behind", slow_streams, seconds=60),
     "sanitizer": Task("torch's sanitizer of streams finds no race", sanitized, seconds=60),
-    "memory": Task("the device holds what is in flight, whatever the size of the model", memory, seconds=60),
+    "memory": Task(
+        "the device holds what is in flight, whatever the size of the model", memory, seconds=60
+    ),
     "waits": Task("the training thread does not wait for the device", waits, seconds=60),
     **{
-        f"resume, {name}": Task("a run goes on in flight, bit for bit", partial(resumed, name), 2, seconds=60)
+        f"resume, {name}": Task(
+            "a run goes on in flight, bit for bit", partial(resumed, name), 2, seconds=60
+        )
         for name in ("error feedback", "random, two shots, offloaded")
     },
     **{
-        f"NCCL, {name}": Task("over NCCL a run has the bits of gloo", partial(between_devices, name), 2, seconds=60)
+        f"NCCL, {name}": Task(
+            "over NCCL a run has the bits of gloo", partial(between_devices, name), 2, seconds=60
+        )
         for name in ("fp4", "fp32, two shots", "random, two shots, offloaded")
     },
     "recorded": Task("steps that are replayed have the bits of others", recorded, seconds=60),

@@ -1,7 +1,9 @@
-"""What a Trainer must show on a device: every precision, a compiled model, resuming, and no wait inside a step.
+"""What a Trainer must show on a device: every precision, a compiled model, resuming, and no wait
+inside a step.
 
-Two worker groups are two processes on one device, each a node with one rank; Lightning and the exchange use gloo, since
-NCCL refuses two ranks of one host on one device. Where models are sharded each rank has a host of its own for NCCL.
+Two worker groups are two processes on one device, each a node with one rank; Lightning and the
+exchange use gloo, since NCCL refuses two ranks of one host on one device. Where models are sharded
+each rank has a host of its own for NCCL.
 """
 
 import gzip
@@ -61,7 +63,10 @@ class Regression(LightningModule):
     def __init__(self, compiler: str | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        blocks = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.02)) for _ in range(3)]
+        blocks = [
+            nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.02))
+            for _ in range(3)
+        ]
         self.net = nn.Sequential(*blocks, nn.Linear(64, 8))
         if compiler:
             self.net.compile(backend=compiler)
@@ -113,7 +118,9 @@ def fitted(
     return strategy, trainer
 
 
-def trained(precision: str, compiler: str | None, place: Place, rank: int, world_size: int) -> Found:
+def trained(
+    precision: str, compiler: str | None, place: Place, rank: int, world_size: int
+) -> Found:
     if precision.startswith("16") and not place.is_cuda:
         raise NotHere(f"Lightning has precision={precision!r} on accelerators only")
     module = Regression(compiler if place.is_cuda or compiler is None else "aot_eager")
@@ -130,11 +137,17 @@ def trained(precision: str, compiler: str | None, place: Place, rank: int, world
 
 
 def resumed(place: Place, rank: int, world_size: int) -> Found:
-    kept = ModelCheckpoint(place.folder / "fit", "kept", every_n_train_steps=SAVED_AT, save_top_k=-1)
+    kept = ModelCheckpoint(
+        place.folder / "fit", "kept", every_n_train_steps=SAVED_AT, save_top_k=-1
+    )
     through, _ = fitted(place, rank, Regression(), [kept])
     again, _ = fitted(place, rank, Regression(), checkpoint=place.folder / "fit" / "kept.ckpt")
     expected = through.outer_state_dict()
-    different = [name for name, values in again.outer_state_dict().items() if not torch.equal(values, expected[name])]
+    different = [
+        name
+        for name, values in again.outer_state_dict().items()
+        if not torch.equal(values, expected[name])
+    ]
     assert different == [], "the outer model differs after resuming"
     return {"steps": STEPS}
 
@@ -152,7 +165,11 @@ class Sharded(Regression):
 def sharded(choices: dict[str, Any], place: Place, rank: int, world_size: int) -> Found:
     if place.device == "pretend":
         raise NotHere("nothing gathers shards of the pretended device")
-    own = {"process_group_backend": "gloo", "kind": StreamingDiLoCoModelParallelStrategy, "nodes": world_size}
+    own = {
+        "process_group_backend": "gloo",
+        "kind": StreamingDiLoCoModelParallelStrategy,
+        "nodes": world_size,
+    }
     own |= {"worker_groups": 2, "data_parallel_size": world_size // 2, "tensor_parallel_size": 1}
     if place.is_cuda and world_size > 2:
         os.environ |= hosts_of_their_own(rank)
@@ -173,17 +190,25 @@ class Traced(Callback):
 
     def __init__(self, first: int, last: int, path: Path, with_device: bool) -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if with_device else [])]
-        self._profile, self._steps, self._path = profile(activities=activities), range(first, last), path
+        self._profile, self._steps, self._path = (
+            profile(activities=activities),
+            range(first, last),
+            path,
+        )
         self._open: Any = None
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == self._steps.start:
             self._profile.start()
         if batch_idx in self._steps:
             self._open = record_function(STEP)
             self._open.__enter__()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None
@@ -193,9 +218,19 @@ class Traced(Callback):
 
 
 def waits_in(events: Sequence[dict[str, Any]], ranges: Sequence[str]) -> list[Found]:
-    """The calls of a trace in which the thread of some ranges waits for a device inside one of them."""
-    spans = [event for event in events if event.get("name") in ranges and event.get("cat") == "user_annotation"]
-    calls = [event for event in events if event.get("cat") == "cuda_runtime" and event.get("name") in WAITING]
+    """The calls of a trace in which the thread of some ranges waits for a device inside one of
+    them.
+    """
+    spans = [
+        event
+        for event in events
+        if event.get("name") in ranges and event.get("cat") == "user_annotation"
+    ]
+    calls = [
+        event
+        for event in events
+        if event.get("cat") == "cuda_runtime" and event.get("name") in WAITING
+    ]
     return [
         {"call": call["name"], "range": span["name"], "microseconds": call["dur"]}
         for call in calls
@@ -219,9 +254,16 @@ def traced(place: Place, rank: int, world_size: int) -> Found:
     steps = waits_in(events, [STEP])
     assert not ours, ours
     runtime = sum(event.get("cat") == "cuda_runtime" for event in events)
-    assert runtime or not place.is_cuda, "the trace holds no call of CUDA: the profiler saw no device"
+    assert runtime or not place.is_cuda, (
+        "the trace holds no call of CUDA: the profiler saw no device"
+    )
     assert not steps, steps
-    return {"launches": launches, "landings": landings, "calls of CUDA": runtime, "waits": len(steps)}
+    return {
+        "launches": launches,
+        "landings": landings,
+        "calls of CUDA": runtime,
+        "waits": len(steps),
+    }
 
 
 def _fit(about: str, run: Any) -> Task:
@@ -237,8 +279,12 @@ FITS: dict[str, Task] = {
     "16-mixed": _fit(_LEARNS, partial(trained, "16-mixed", None)),
     "compile": _fit(_LEARNS, partial(trained, "32-true", "inductor")),
     "bf16-true": _fit(_LEARNS, partial(trained, "bf16-true", None)),
-    "resume, fit": _fit("a fit goes on from a checkpoint, bit for bit, random numbers included", resumed),
+    "resume, fit": _fit(
+        "a fit goes on from a checkpoint, bit for bit, random numbers included", resumed
+    ),
     "FSDP2, one rank a group": _fit(_LEARNS, partial(sharded, {})),
     "FSDP2, two ranks a group": replace(_fit(_LEARNS, partial(sharded, {})), ranks=4),
-    "FSDP2, from device to device": replace(_fit(_LEARNS, partial(sharded, {"exchange": "auto:nccl"})), ranks=4),
+    "FSDP2, from device to device": replace(
+        _fit(_LEARNS, partial(sharded, {"exchange": "auto:nccl"})), ranks=4
+    ),
 }

@@ -1,7 +1,9 @@
-"""A piece of work on a device, in processes of its own: what goes wrong in one, or hangs, spoils no other.
+"""A piece of work on a device, in processes of its own: what goes wrong in one, or hangs, spoils no
+other.
 
-The process that starts them never asks CUDA for anything, not even whether there is a device: after that no forked
-process could use one. It needs torch and Lightning and nothing else, since a machine with a GPU may have nothing else.
+The process that starts them never asks CUDA for anything, not even whether there is a device: after
+that no forked process could use one. It needs torch and Lightning and nothing else, since a machine
+with a GPU may have nothing else.
 """
 
 import faulthandler
@@ -50,7 +52,9 @@ class Task:
     """A piece of work; `run` raises `NotHere` or an error, or returns what it has found."""
 
     about: str  # what it shows
-    run: Callable[[Place, int, int], Found]  # with a place, rank and number of ranks, in every process
+    run: Callable[
+        [Place, int, int], Found
+    ]  # with a place, rank and number of ranks, in every process
     ranks: int = 1
     connected: bool = True  # over gloo; if not, each has the environment of a node with one rank
     seconds: float = 60.0
@@ -67,11 +71,17 @@ class Outcome(NamedTuple):
 
 
 def do(task: Task, place: Place, log: Path) -> Outcome:
-    """Does a piece of work in processes of its own, whose output goes to a file; the shorter time limit holds."""
+    """Does a piece of work in processes of its own, whose output goes to a file; the shorter time
+    limit holds.
+    """
     began, limit = time.monotonic(), min(place.seconds, task.seconds)
-    start = run_ranks if task.connected and task.ranks > 1 else partial(run_processes, ranks_per_node=1)
+    start = (
+        run_ranks if task.connected and task.ranks > 1 else partial(run_processes, ranks_per_node=1)
+    )
     try:
-        every = start(partial(_in_rank, task, place._replace(seconds=limit), log), task.ranks, timeout=limit)
+        every = start(
+            partial(_in_rank, task, place._replace(seconds=limit), log), task.ranks, timeout=limit
+        )
         reasons = [reason for found in every if (reason := found.get(_NOT_HERE))]
         if reasons:
             return Outcome(_NOT_HERE, time.monotonic() - began, {}, reasons[0])
@@ -81,7 +91,9 @@ def do(task: Task, place: Place, log: Path) -> Outcome:
         return Outcome("timed out", time.monotonic() - began, {}, reason, str(error))
     except RankError as error:
         trace = "\n".join(error.errors.values())
-        return Outcome("failed", time.monotonic() - began, {}, trace.strip().splitlines()[-1][:300], trace)
+        return Outcome(
+            "failed", time.monotonic() - began, {}, trace.strip().splitlines()[-1][:300], trace
+        )
 
 
 def _in_rank(task: Task, place: Place, log: Path, rank: int, world_size: int) -> Found:
@@ -119,7 +131,8 @@ def prepare(device: str) -> None:
 def hosts_of_their_own(rank: int) -> dict[str, str]:
     """What the environment of a rank must say so that NCCL takes several ranks on one device.
 
-    It refuses two ranks of one host on one device, so each has a host of its own, and sockets between them.
+    It refuses two ranks of one host on one device, so each has a host of its own, and sockets
+    between them.
     """
     return {"NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
@@ -135,7 +148,9 @@ def described(place: Place, rank: int, world_size: int) -> Found:
         "memory": properties.total_memory,
         "devices": torch.cuda.device_count(),
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version()))
+        if torch.distributed.is_nccl_available()
+        else None,
     }
 
 

@@ -1,4 +1,5 @@
-"""What a CUDA device must show, where there is one; on a pretended device and a CPU, that all of it runs.
+"""What a CUDA device must show, where there is one; on a pretended device and a CPU, that all of it
+runs.
 
 ``make gpu`` does the same without pytest.
 """
@@ -43,8 +44,9 @@ def test_on_a_cuda_device(name: str, tmp_path: Path) -> None:
 
 # Without one
 
-# Whoever asks CUDA for anything in the process that forks makes a device useless for those that it forks. Others may
-# import what they find, we nothing but torch and Lightning, apart from what pretends to be a device.
+# Whoever asks CUDA for anything in the process that forks makes a device useless for those that it
+# forks. Others may import what they find, we nothing but torch and Lightning, apart from what
+# pretends to be a device.
 SCRIPT = """
 import builtins, os, sys, torch
 
@@ -82,16 +84,27 @@ def test_the_script_runs_on_a_pretended_device_with_torch_and_lightning_alone_an
     assert done.returncode == 0, done.stderr
     assert ": kept" not in done.stderr
     found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*/*.json")}
-    assert {"codecs", "waits", "bf16-mixed", "passes", "overhead_125M", "two_groups"} <= found.keys()
+    assert {
+        "codecs",
+        "waits",
+        "bf16-mixed",
+        "passes",
+        "overhead_125M",
+        "two_groups",
+    } <= found.keys()
     ended = json.loads((tmp_path / "summary.json").read_text())
     assert {each["status"] for each in ended["ended"].values()} == {"done"}
     assert len(ended["headline"]) >= 12
-    rows = {name: row for name, row in found["overhead_125M"]["found"].items() if isinstance(row, dict)}
+    rows = {
+        name: row for name, row in found["overhead_125M"]["found"].items() if isinstance(row, dict)
+    }
     assert rows.keys() == {"offload=True", "DDP"}
     assert all(row["extra_bytes_a_parameter"] > 0 for row in rows.values())
     # Another device is another result.
     for device, kept in (("pretend", 1), ("another", 0)):
-        monkeypatch.setattr(script, "do", lambda *_, device=device: Outcome("done", 0.0, {"device": device}))
+        monkeypatch.setattr(
+            script, "do", lambda *_, device=device: Outcome("done", 0.0, {"device": device})
+        )
         script.main([*arguments, "--only", "codecs"])
         assert capsys.readouterr().err.count(": kept") == kept
 
@@ -123,7 +136,9 @@ def test_what_fails_hangs_or_cannot_be_had_is_told_and_spoils_nothing(tmp_path: 
         (hanging, "timed out", "not over within 1 s"),
         (wanting, "not here", "there is none of these"),
     ):
-        outcome = do(Task("a trial", run), Place("cpu", tmp_path, quick=True, seconds=1), tmp_path / "log")
+        outcome = do(
+            Task("a trial", run), Place("cpu", tmp_path, quick=True, seconds=1), tmp_path / "log"
+        )
         assert (outcome.status, outcome.reason) == (status, reason)
 
 
@@ -138,4 +153,6 @@ def test_a_wait_is_found_in_a_trace_by_the_thread_and_the_time_of_a_step() -> No
         event("cudaStreamSynchronize", "cuda_runtime", 7, 160, 5),  # between two steps
         event("cudaLaunchKernel", "cuda_runtime", 7, 130, 5),
     ]
-    assert waits_in(events, [STEP]) == [{"call": "cudaStreamSynchronize", "range": STEP, "microseconds": 5}]
+    assert waits_in(events, [STEP]) == [
+        {"call": "cudaStreamSynchronize", "range": STEP, "microseconds": 5}
+    ]

@@ -1,4 +1,6 @@
-"""Models of real sizes: 100,000 parameters and more, 1,000 tensors with long names, more than 64 buffers."""
+"""Models of real sizes: 100,000 parameters and more, 1,000 tensors with long names, more than 64
+buffers.
+"""
 
 from collections import OrderedDict
 from typing import Any
@@ -15,7 +17,9 @@ FEATURES, TARGETS = 16, 4
 
 
 class Block(nn.Module):
-    """A layer with a long name; without its residual a batch of BatchNorm would make rounding grow with depth."""
+    """A layer with a long name; without its residual a batch of BatchNorm would make rounding grow
+    with depth.
+    """
 
     def __init__(self, width: int, norm: nn.Module) -> None:
         super().__init__()
@@ -26,7 +30,9 @@ class Block(nn.Module):
 
 
 def perceptron(*widths: int) -> nn.Module:
-    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(widths, widths[1:], strict=False)]
+    layers = [
+        nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(widths, widths[1:], strict=False)
+    ]
     return nn.Sequential(*layers)
 
 
@@ -42,7 +48,11 @@ def big() -> nn.Module:
 
 def deep() -> nn.Module:
     """136,000 parameters in 1,002 tensors with long names, in modules inside modules."""
-    encoder = OrderedDict(residual_layers_of_the_encoder=nn.Sequential(*(Block(16, nn.Identity()) for _ in range(500))))
+    encoder = OrderedDict(
+        residual_layers_of_the_encoder=nn.Sequential(
+            *(Block(16, nn.Identity()) for _ in range(500))
+        )
+    )
     return nn.Sequential(nn.Sequential(encoder), nn.Linear(16, TARGETS))
 
 
@@ -62,8 +72,12 @@ def made(kind: str, seed: int = 0) -> nn.Module:
 
 
 def batch(group: int, step: int) -> tuple[Tensor, Tensor]:
-    """A batch of a group, of a task that can be learnt; group -1 has those that nobody trains on."""
-    x = torch.randn(64, FEATURES, generator=torch.Generator().manual_seed(10_000 * (group + 1) + step))
+    """A batch of a group, of a task that can be learnt; group -1 has those that nobody trains
+    on.
+    """
+    x = torch.randn(
+        64, FEATURES, generator=torch.Generator().manual_seed(10_000 * (group + 1) + step)
+    )
     return x, x[:, :TARGETS] + x[:, TARGETS : 2 * TARGETS]
 
 
@@ -87,7 +101,12 @@ class Large(pl.LightningModule):
     def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
         loss = nn.functional.mse_loss(self.net(parts[0]), parts[1])
         self.log("loss", loss)
-        self.log_dict({f"metric of a name that is not short {number}": loss + number for number in range(self.metrics)})
+        self.log_dict(
+            {
+                f"metric of a name that is not short {number}": loss + number
+                for number in range(self.metrics)
+            }
+        )
         return loss
 
     def validation_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
@@ -98,7 +117,9 @@ class Large(pl.LightningModule):
 
 
 def sharded(self: Any) -> None:
-    """The hook `configure_model` of a module whose parameters are sharded over the ranks of a group."""
+    """The hook `configure_model` of a module whose parameters are sharded over the ranks of a
+    group.
+    """
     if not any(hasattr(p, "placements") for p in self.parameters()):
         mesh = self.device_mesh["data_parallel"]
         fully_shard(self.net[0], mesh=mesh)

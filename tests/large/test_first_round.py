@@ -1,4 +1,6 @@
-"""Until every fragment has landed once, with the defaults 100 steps and more: files and validations are trained."""
+"""Until every fragment has landed once, with the defaults 100 steps and more: files and
+validations are trained.
+"""
 
 import os
 import signal
@@ -68,7 +70,9 @@ class Seen(pl.LightningModule):
     def validation_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
         self.seen.append(held(self))
         if self.trainer.validating:
-            self.log("val_loss", nn.functional.mse_loss(self.net(parts[0]), parts[1]), sync_dist=True)
+            self.log(
+                "val_loss", nn.functional.mse_loss(self.net(parts[0]), parts[1]), sync_dist=True
+            )
 
     test_step = predict_step = validation_step
 
@@ -76,18 +80,29 @@ class Seen(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=2e-3)
 
 
-def fit(rank: int, model: Any, strategy: Any, resume: Any = None, size: int = 1, **choices: Any) -> Any:
+def fit(
+    rank: int, model: Any, strategy: Any, resume: Any = None, size: int = 1, **choices: Any
+) -> Any:
     """Fits in this rank, one of those of two groups."""
     loader, validation = choices.pop("loader", Batches(rank, size)), choices.pop("validation", None)
-    choices["enable_checkpointing"] = any("Checkpoint" in type(c).__name__ for c in choices.get("callbacks", ()))
-    places = {"strategy": strategy, "devices": 2 * size, "limit_val_batches": 1.0 if validation else 0}
+    choices["enable_checkpointing"] = any(
+        "Checkpoint" in type(c).__name__ for c in choices.get("callbacks", ())
+    )
+    places = {
+        "strategy": strategy,
+        "devices": 2 * size,
+        "limit_val_batches": 1.0 if validation else 0,
+    }
     trainer = fits.trainer(**{**places, **choices})
     trainer.fit(model, loader, validation, ckpt_path=resume)
     return trainer
 
 
 def saved(folder: Path) -> dict[str, dict[str, Tensor]]:
-    return {path.name: torch.load(path, weights_only=True)["state_dict"] for path in sorted(folder.glob("*.ckpt"))}
+    return {
+        path.name: torch.load(path, weights_only=True)["state_dict"]
+        for path in sorted(folder.glob("*.ckpt"))
+    }
 
 
 # Checkpoints
@@ -97,9 +112,13 @@ def saved(folder: Path) -> dict[str, dict[str, Tensor]]:
 def test_all_files_and_the_end_of_a_short_fit_are_as_good_as_ddps_and_go_on_with_other_groups(
     rank: int, tmp_path: Path
 ) -> None:
-    """With the defaults nothing launches for 100 steps: every file held the initial model, without a word."""
+    """With the defaults nothing launches for 100 steps: every file held the initial model, without
+    a word.
+    """
 
-    def run(name: str, strategy: Any, resume: Path | None = None, steps: int = 70) -> dict[str, Tensor]:
+    def run(
+        name: str, strategy: Any, resume: Path | None = None, steps: int = 70
+    ) -> dict[str, Tensor]:
         model = Seen(rank)
         save = saving(tmp_path / name, every_n_train_steps=20, save_last=True)
         fit(rank, model, strategy, resume, 2, max_steps=steps, callbacks=[save])
@@ -110,9 +129,19 @@ def test_all_files_and_the_end_of_a_short_fit_are_as_good_as_ddps_and_go_on_with
     assert agreed(ours)
     assert error_of(ours) <= 1.1 * error_of(ddp) + 1e-3
     mine, theirs = saved(tmp_path / "ours"), saved(tmp_path / "ddp")
-    assert list(mine) == list(theirs) == ["last.ckpt", "step=20.ckpt", "step=40.ckpt", "step=60.ckpt"]
-    assert {name for name, state in mine.items() if error_of(state) > 1.1 * error_of(theirs[name]) + 1e-3} == set()
-    told = ["Until every fragment" in line for line in said if "validation and checkpoints use the mean" in line]
+    assert (
+        list(mine) == list(theirs) == ["last.ckpt", "step=20.ckpt", "step=40.ckpt", "step=60.ckpt"]
+    )
+    assert {
+        name
+        for name, state in mine.items()
+        if error_of(state) > 1.1 * error_of(theirs[name]) + 1e-3
+    } == set()
+    told = [
+        "Until every fragment" in line
+        for line in said
+        if "validation and checkpoints use the mean" in line
+    ]
     assert told == [True] * (rank == 0)
     # A restart took the outer parameters that nobody had trained.
     four = fits.strategy(worker_groups=4)
@@ -140,7 +169,9 @@ def test_an_average_that_has_not_begun_is_no_checkpoint(rank: int, tmp_path: Pat
 
 @in_ranks(2)
 def test_a_signal_leaves_no_time_for_an_exchange(rank: int, tmp_path: Path) -> None:
-    """The file holds what the group that saves it has trained, and a warning says so; it resumes exactly."""
+    """The file holds what the group that saves it has trained, and a warning says so; it resumes
+    exactly.
+    """
 
     def run(resume: Path | None = None) -> list[dict[str, Tensor]]:
         local: list[dict[str, Tensor]] = []
@@ -193,7 +224,9 @@ def test_one_rank_alone_and_one_that_fails_save_their_own_values_say_so_and_wait
     alone, told, failed = seen
     assert same(alone, told)
     assert [line for line in said if "this group's local values" in line]
-    engine = torch.load(tmp_path / "on_exception.ckpt.sdiloco/exception/rank_00001.pt", weights_only=True)["engine"]
+    engine = torch.load(
+        tmp_path / "on_exception.ckpt.sdiloco/exception/rank_00001.pt", weights_only=True
+    )["engine"]
     names = [name for fragment in engine["fragments"] for name in fragment["names"]]
     assert same(dict(zip(names, engine["local"]["parameters"], strict=True)), failed)
 
@@ -207,7 +240,9 @@ def mean_over_ranks(values: Tensor) -> Tensor:
     return mean / torch.distributed.get_world_size()
 
 
-def test_a_loop_of_ones_own_saves_the_mean_and_what_is_frozen_keeps_the_mean_of_what_it_learnt(tmp_path: Path) -> None:
+def test_a_loop_of_ones_own_saves_the_mean_and_what_is_frozen_keeps_the_mean_of_what_it_learnt(
+    tmp_path: Path,
+) -> None:
     def run(rank: int, world_size: int) -> None:
         here = Groups(joined=WorkerGroups("auto"), net=partial(made, "wide"), loss=loss_of)
         here.until(40)
@@ -225,7 +260,9 @@ def test_a_loop_of_ones_own_saves_the_mean_and_what_is_frozen_keeps_the_mean_of_
 
 
 @in_ranks(4)
-def test_a_loop_of_fabric_that_never_finishes_saves_what_it_has_trained(rank: int, tmp_path: Path) -> None:
+def test_a_loop_of_fabric_that_never_finishes_saves_what_it_has_trained(
+    rank: int, tmp_path: Path
+) -> None:
     """On an exception a rank saves its own values, and waits for nobody."""
     told: list[str] = []
     fabric_room.rank_zero_info = told.append
@@ -255,7 +292,11 @@ def test_a_loop_of_fabric_that_never_finishes_saves_what_it_has_trained(rank: in
     assert error_of(file["first"]) < 0.5 * INITIAL
     assert same(file["landed"], fabric.strategy.outer_state_dict())
     if rank == 0:
-        assert ["holds the mean of the worker groups" in line for line in told] == [True, True, False]
+        assert ["holds the mean of the worker groups" in line for line in told] == [
+            True,
+            True,
+            False,
+        ]
         assert "Before you save the last checkpoint, call fabric.strategy.finish()" in told[2]
 
 
@@ -293,20 +334,30 @@ SWAPS = [
     ("on_validation_epoch_start", "on_validation_epoch_end"),
     ("on_validation_model_eval", "on_validation_model_train"),
 ]
-OWNERS = [("callback", SWAPS[0]), ("callback", SWAPS[1]), ("callbacks", SWAPS[0])] + [("module", own) for own in SWAPS]
+OWNERS = [("callback", SWAPS[0]), ("callback", SWAPS[1]), ("callbacks", SWAPS[0])] + [
+    ("module", own) for own in SWAPS
+]
 
 
 @in_ranks(2)
-def test_validation_sees_weights_that_are_swapped_in_and_training_goes_on_from_the_local_ones(rank: int) -> None:
+def test_validation_sees_weights_that_are_swapped_in_and_training_goes_on_from_the_local_ones(
+    rank: int,
+) -> None:
     def fitted(owner: str, swap: tuple[str, ...] = (), validation: Any = None) -> Any:
         model = Seen()
         average = Average(model)
-        # They put back in the order in which they swapped in: the second puts back what the first had put in.
+        # They put back in the order in which they swapped in: the second puts back what the first
+        # had put in.
         before = [callback(**Average(model, 0.5).hooks(*swap))] if owner == "callbacks" else []
         own = [callback(**average.hooks(*swap))] if owner.startswith("callback") else []
         if owner == "module":
             vars(model).update(average.hooks(*swap))
-        choices = {"max_steps": 11, "val_check_interval": 2, "num_sanity_val_steps": 1, "validation": validation}
+        choices = {
+            "max_steps": 11,
+            "val_check_interval": 2,
+            "num_sanity_val_steps": 1,
+            "validation": validation,
+        }
         fit(rank, model, fits.strategy(**SHORT), callbacks=before + own, **choices)
         return model, average.expected
 
@@ -314,11 +365,15 @@ def test_validation_sees_weights_that_are_swapped_in_and_training_goes_on_from_t
     for owner in OWNERS:
         model, expected = fitted(*owner, validation=Again())
         assert len(model.trained) == 11
-        assert all(same(one, other) for one, other in zip(model.trained, plain.trained, strict=True)), owner
+        assert all(
+            same(one, other) for one, other in zip(model.trained, plain.trained, strict=True)
+        ), owner
         assert same(held(model), held(plain)), owner
         # The sanity check comes before there is an average.
         assert len(model.seen) == 11
-        assert all(same(one, other) for one, other in zip(model.seen[1:], expected, strict=True)), owner
+        assert all(same(one, other) for one, other in zip(model.seen[1:], expected, strict=True)), (
+            owner
+        )
 
 
 @in_ranks(2)
@@ -343,12 +398,18 @@ def test_testing_prediction_and_an_exception_in_the_midst_of_a_fit_see_the_outer
 
     for which in ("test", "predict", "validate"):
         model, local = Seen(rank), list[dict[str, Tensor]]()
-        choices: dict[str, Any] = {"max_steps": 11, "callbacks": [callback(on_train_batch_end=evaluate)]}
+        choices: dict[str, Any] = {
+            "max_steps": 11,
+            "callbacks": [callback(on_train_batch_end=evaluate)],
+        }
         if which == "validate":
             vars(model).update(Average(model).hooks(*SWAPS[0]))
             choices["callbacks"].append(callback(on_validation_batch_end=fail))
             choices |= {"val_check_interval": 6, "validation": Again()}
-        assert refusal(fit, rank, model, fits.strategy(**SHORT), kind=ArithmeticError, **choices) == "enough"
+        assert (
+            refusal(fit, rank, model, fits.strategy(**SHORT), kind=ArithmeticError, **choices)
+            == "enough"
+        )
     assert same(held(model), local[0])
     assert len(model.trained) == 6
 
@@ -357,30 +418,59 @@ def test_testing_prediction_and_an_exception_in_the_midst_of_a_fit_see_the_outer
 def test_means_of_the_first_round_change_no_bit_of_training_and_are_in_the_best_checkpoint(
     size: int, compression: str, tmp_path: Path
 ) -> None:
-    """Checkpoints during the first round, at the end of validations and between them; they resume exactly."""
+    """Checkpoints during the first round, at the end of validations and between them; they resume
+    exactly.
+    """
     steps = 13
-    sizes = {"data_parallel_size": size, "tensor_parallel_size": 1, "save_distributed_checkpoint": False}
+    sizes = {
+        "data_parallel_size": size,
+        "tensor_parallel_size": 1,
+        "save_distributed_checkpoint": False,
+    }
 
-    def run(rank: int, name: str, resume: Path | None = None) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    def run(
+        rank: int, name: str, resume: Path | None = None
+    ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
         validates, folder = name != "plain", tmp_path / name
         by_loss = {"monitor": "val_loss", "save_on_train_epoch_end": False}
-        callbacks = [saving(folder, every_n_train_steps=1)] + validates * [saving(folder / "best", **by_loss)]
+        callbacks = [saving(folder, every_n_train_steps=1)] + validates * [
+            saving(folder / "best", **by_loss)
+        ]
         model, groups = Seen(rank // size), {"worker_groups": 2, "compression": compression}
         strategy = fits.strategy(**groups, **SHORT, **(sizes if size > 1 else {}))
         if size > 1:
             model.configure_model = lambda: sharded(model)
         pl.seed_everything(rank, verbose=False)
-        choices = {"max_steps": steps, "val_check_interval": 1, "num_sanity_val_steps": 0, "callbacks": callbacks}
-        fit(rank, model, strategy, resume, size, validation=Again(length=1) if validates else None, **choices)
+        choices = {
+            "max_steps": steps,
+            "val_check_interval": 1,
+            "num_sanity_val_steps": 0,
+            "callbacks": callbacks,
+        }
+        fit(
+            rank,
+            model,
+            strategy,
+            resume,
+            size,
+            validation=Again(length=1) if validates else None,
+            **choices,
+        )
         assert strategy.schedule.first_round < steps - 1
         assert all(map(agreed, model.seen))
         return model.seen, strategy.outer_state_dict()
 
     def files_of(path: Path) -> dict[str, Any]:
         """What every rank has beside a checkpoint, without the metrics of validations."""
-        states = {file.name: torch.load(file, weights_only=True) for file in Path(f"{path}.sdiloco").rglob("rank_*.pt")}
+        states = {
+            file.name: torch.load(file, weights_only=True)
+            for file in Path(f"{path}.sdiloco").rglob("rank_*.pt")
+        }
         assert len(states) == 2 * size
-        return {name: {key: state[key] for key in state.keys() - {"metrics"}} for name, state in states.items()}
+        return {
+            name: {key: state[key] for key in state.keys() - {"metrics"}}
+            for name, state in states.items()
+        }
 
     @in_ranks(2 * size)
     def play(rank: int) -> None:
@@ -388,13 +478,21 @@ def test_means_of_the_first_round_change_no_bit_of_training_and_are_in_the_best_
         assert same(outer, other)
         assert len(seen) == steps
         for step in range(1, steps):
-            paths = [tmp_path / name / f"step={step}.ckpt" for name in ("plain", "validated", "validated/best")]
+            paths = [
+                tmp_path / name / f"step={step}.ckpt"
+                for name in ("plain", "validated", "validated/best")
+            ]
             own, theirs, best = map(files_of, paths)
             assert same_states(own, theirs)
             assert same_states(own, best)
-            assert all(same(torch.load(path, weights_only=True)["state_dict"], seen[step - 1]) for path in paths)
+            assert all(
+                same(torch.load(path, weights_only=True)["state_dict"], seen[step - 1])
+                for path in paths
+            )
         for step in (2, 5):
-            then, ended = run(rank, f"from {step}", tmp_path / "validated" / "best" / f"step={step}.ckpt")
+            then, ended = run(
+                rank, f"from {step}", tmp_path / "validated" / "best" / f"step={step}.ckpt"
+            )
             assert same(ended, other)
             assert all(same(one, two) for one, two in zip(then, seen[step:], strict=True))
 
@@ -409,13 +507,21 @@ def test_early_stopping_and_the_best_checkpoint_go_beside_ddp_from_the_first_ste
 
     def run(name: str, strategy: Any) -> list[float]:
         losses: list[float] = []
-        keep = callback(on_validation_end=lambda trainer, _: losses.append(float(trainer.callback_metrics["val_loss"])))
+        keep = callback(
+            on_validation_end=lambda trainer, _: losses.append(
+                float(trainer.callback_metrics["val_loss"])
+            )
+        )
         stop = pl.callbacks.EarlyStopping("val_loss", patience=2)
         best = saving(tmp_path / name, monitor="val_loss", save_top_k=1)
         model = Seen()
         model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.02)
         choices = {"max_steps": 150, "val_check_interval": 25, "check_val_every_n_epoch": None}
-        loaders = {"loader": Again(rank, 60), "validation": Again(rank, 60), "num_sanity_val_steps": 0}
+        loaders = {
+            "loader": Again(rank, 60),
+            "validation": Again(rank, 60),
+            "num_sanity_val_steps": 0,
+        }
         trainer = fit(rank, model, strategy, callbacks=[keep, stop, best], **choices, **loaders)
         assert trainer.global_step == 150
         assert Path(best.best_model_path).name == "step=150.ckpt"
@@ -444,10 +550,17 @@ def test_groups_that_do_not_all_validate_see_the_outer_model_and_wait_for_nobody
         model = Seen(rank)
         model.log = lambda *args, **kwargs: None
         model.allow_zero_length_dataloader_with_multiple_devices = True
-        choices = {"max_steps": 11, "val_check_interval": 2, "num_sanity_val_steps": 0, "limit_val_batches": 1.0}
+        choices = {
+            "max_steps": 11,
+            "val_check_interval": 2,
+            "num_sanity_val_steps": 0,
+            "limit_val_batches": 1.0,
+        }
         callbacks = [callback(on_train_batch_end=validate)]
         loaders = {"validation": Again(length=length)}
-        trainer = fit(rank, model, fits.strategy(**SHORT), callbacks=callbacks, **choices, **loaders)
+        trainer = fit(
+            rank, model, fits.strategy(**SHORT), callbacks=callbacks, **choices, **loaders
+        )
         assert trainer.global_step == 11
         return [same(values, held(Seen())) for values in model.seen]
 
@@ -458,7 +571,9 @@ def test_groups_that_do_not_all_validate_see_the_outer_model_and_wait_for_nobody
     # After steps 2, 3 by itself, 4, 5 by itself and 6, with two batches each.
     of_both = run(2, (3, 5) if rank == 1 else ())
     by_itself = [True] * 2 * rank
-    assert of_both[: 6 + 4 * rank] == [False] * 2 + by_itself + [False] * 2 + by_itself + [False] * 2
+    assert (
+        of_both[: 6 + 4 * rank] == [False] * 2 + by_itself + [False] * 2 + by_itself + [False] * 2
+    )
 
 
 @pytest.mark.parametrize("evaluate", ["outer", "mean"])
@@ -474,10 +589,20 @@ def test_what_is_validated_at_the_end_of_an_epoch_is_in_the_checkpoint_that_foll
             means.append(engine.steps_in_rounds < engine.schedule.first_round)
 
     model = Seen(rank)
-    callbacks = [callback(on_validation_start=look), saving(tmp_path, monitor="val_loss", filename="{epoch}")]
-    choices = {"max_epochs": 5, "limit_train_batches": 3, "num_sanity_val_steps": 0, "validation": Again()}
+    callbacks = [
+        callback(on_validation_start=look),
+        saving(tmp_path, monitor="val_loss", filename="{epoch}"),
+    ]
+    choices = {
+        "max_epochs": 5,
+        "limit_train_batches": 3,
+        "num_sanity_val_steps": 0,
+        "validation": Again(),
+    }
     fit(rank, model, fits.strategy(evaluate=evaluate, **SHORT), callbacks=callbacks, **choices)
     assert means == [True] * 3 + [False]
     assert all(map(agreed, model.seen))
     files = saved(tmp_path)
-    assert [same(files[f"epoch={epoch}.ckpt"], model.seen[2 * epoch]) for epoch in range(5)] == [True] * 5
+    assert [same(files[f"epoch={epoch}.ckpt"], model.seen[2 * epoch]) for epoch in range(5)] == [
+        True
+    ] * 5

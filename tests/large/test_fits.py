@@ -1,4 +1,6 @@
-"""Fits of large models: exact resume with flights in the air, restart with other groups, and contrastive losses."""
+"""Fits of large models: exact resume with flights in the air, restart with other groups, and
+contrastive losses.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,18 @@ STEPS, SAVED = 15, 10
 SHARDED = {"data_parallel_size": 2, "tensor_parallel_size": 1}
 
 
-def fit(rank: int, kind: str, groups: int, folder: Path, resume: bool = False, **choices: Any) -> dict[str, Any]:
+def fit(
+    rank: int, kind: str, groups: int, folder: Path, resume: bool = False, **choices: Any
+) -> dict[str, Any]:
     """Fits, saving in the midst of it or resuming from there."""
     size, found = 4 // groups, dict[str, Any]()
 
     def look(trainer: Any, *_: Any) -> None:
         if trainer.global_step == SAVED:
-            found.update(seen=trainer.strategy.outer_state_dict(), in_flight=trainer.strategy.engine.in_flight)
+            found.update(
+                seen=trainer.strategy.outer_state_dict(),
+                in_flight=trainer.strategy.engine.in_flight,
+            )
 
     def inspect(trainer: Any, module: Any) -> dict[str, Tensor]:
         return {name: values.clone() for name, values in module.named_buffers()}
@@ -38,7 +45,11 @@ def fit(rank: int, kind: str, groups: int, folder: Path, resume: bool = False, *
         model.configure_model = lambda: sharded(model)
     callbacks = [pl.callbacks.LambdaCallback(on_train_batch_start=look)]
     callbacks += [] if resume else saving(LIGHTNING, folder, every_n_train_steps=SAVED)
-    own: dict[str, Any] = {"make": lambda *_, seed: model, "loader": Batches(rank, size), "inspect": inspect}
+    own: dict[str, Any] = {
+        "make": lambda *_, seed: model,
+        "loader": Batches(rank, size),
+        "inspect": inspect,
+    }
     own |= {"trainer_choices": {"callbacks": callbacks, "enable_checkpointing": not resume}}
     own |= {"resume": folder / f"step={SAVED}.ckpt" if resume else None}
     choices = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:100", **choices}
@@ -63,9 +74,15 @@ def fit(rank: int, kind: str, groups: int, folder: Path, resume: bool = False, *
 def test_a_fit_resumed_in_flight_gives_the_same_bits_and_other_groups_go_on_from_there(
     rank: int, kind: str, groups: int, choices: dict[str, Any], tmp_path: Path
 ) -> None:
-    through, resumed = (fit(rank, kind, groups, tmp_path, again, **choices) for again in (False, True))
+    through, resumed = (
+        fit(rank, kind, groups, tmp_path, again, **choices) for again in (False, True)
+    )
     assert resumed["in_flight"] == through["in_flight"] != ()
-    assert [name for name in ("seen", "outer", "model", "inspected") if not same(resumed[name], through[name])] == []
+    assert [
+        name
+        for name in ("seen", "outer", "model", "inspected")
+        if not same(resumed[name], through[name])
+    ] == []
     for name in ("inner_steps", "launches", "landings", "bytes_sent"):
         assert resumed["report"][name] == through["report"][name]
     if choices.keys() >= SHARDED.keys():
@@ -92,7 +109,11 @@ def keep_gradients(self: Any, optimizer: torch.optim.Optimizer) -> None:
 
 def test_the_gradients_of_a_contrastive_loss_are_those_of_ddp_over_the_ranks_of_the_group() -> None:
     def gradients(rank: int, world_size: int, strategy: Any, group: int) -> list[list[Tensor]]:
-        hooks = {"training_step": contrastive, "on_before_optimizer_step": keep_gradients, "gradients": []}
+        hooks = {
+            "training_step": contrastive,
+            "on_before_optimizer_step": keep_gradients,
+            "gradients": [],
+        }
         module = fits.module(inner="adamw", net=made("wide"), **hooks)
         steps = [tuple(part.chunk(2)[rank % 2] for part in batch(group, n)) for n in (1, 2)]
         trainer = fits.trainer(strategy=strategy, devices=world_size, max_steps=2)
@@ -105,7 +126,11 @@ def test_the_gradients_of_a_contrastive_loss_are_those_of_ddp_over_the_ranks_of_
         for step, its in zip(steps, expected[rank // 2][rank % 2], strict=True):
             assert all(torch.equal(a, b) for a, b in zip(step, its, strict=True))
             assert sum(gradient.abs().sum() for gradient in step) > 0
-        told = ["over the ranks of the worker group (here 2)" in text for text in said if "all_gather" in text]
+        told = [
+            "over the ranks of the worker group (here 2)" in text
+            for text in said
+            if "all_gather" in text
+        ]
         assert told == [True] * (rank == 0)
 
     expected = [run_processes(gradients, 2, "ddp", group) for group in (0, 1)]

@@ -1,4 +1,5 @@
-"""Large models through every way to start processes: what comes back to the script is what rank 0 had.
+"""Large models through every way to start processes: what comes back to the script is what rank 0
+had.
 
 The script is this file. Its ranks keep what can be read of a fit, and where they are.
 """
@@ -23,9 +24,17 @@ pytestmark = pytest.mark.large
 def readable(trainer: Any) -> tuple[list[dict[str, Any]], list[Any]]:
     """What users read of a fit: tensors, and plain containers."""
     strategy, steps = trainer.strategy, range(20)
-    tensors = [strategy.outer_state_dict(), held(trainer.lightning_module), dict(trainer.callback_metrics)]
+    tensors = [
+        strategy.outer_state_dict(),
+        held(trainer.lightning_module),
+        dict(trainer.callback_metrics),
+    ]
     fragments = [[list(fragment.names), list(fragment.sizes)] for fragment in strategy.fragments]
-    return tensors, [strategy.report(), fragments, [list(strategy.schedule.launches(step)) for step in steps]]
+    return tensors, [
+        strategy.report(),
+        fragments,
+        [list(strategy.schedule.launches(step)) for step in steps],
+    ]
 
 
 class Keep(pl.Callback):
@@ -37,7 +46,12 @@ def main() -> None:
     folder, start_method, kind, metrics, groups, devices = sys.argv[1:]
     torch.set_num_threads(1)
     pl.seed_everything(0)
-    rounds = {"sync_every": 4, "overlap_steps": 2, "fragments": "balanced", "start_method": start_method}
+    rounds = {
+        "sync_every": 4,
+        "overlap_steps": 2,
+        "fragments": "balanced",
+        "start_method": start_method,
+    }
     strategy = fits.strategy(worker_groups=int(groups), **rounds)
     trainer = fits.trainer(strategy=strategy, devices=int(devices), max_steps=9, callbacks=[Keep()])
     trainer.fit(Large(kind, int(metrics)), Data())
@@ -59,7 +73,13 @@ def main() -> None:
     ],
 )
 def test_the_script_reads_what_its_rank_had(
-    launcher: tuple[str, ...], start_method: str, kind: str, metrics: int, groups: int, devices: int, tmp_path: Path
+    launcher: tuple[str, ...],
+    start_method: str,
+    kind: str,
+    metrics: int,
+    groups: int,
+    devices: int,
+    tmp_path: Path,
 ) -> None:
     script = (*launcher, "-m", "tests.large.test_large_launchers")
     told = (tmp_path, start_method, kind, metrics, groups, devices)

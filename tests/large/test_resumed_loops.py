@@ -1,4 +1,6 @@
-"""A loop of one's own, stopped with fragments in flight and resumed from files, in groups of one and two ranks."""
+"""A loop of one's own, stopped with fragments in flight and resumed from files, in groups of one
+and two ranks.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -55,7 +57,9 @@ def loop(rank: int, groups: int, folder: Path, resume: bool) -> dict[str, Tensor
 def fabric_loop(rank: int, groups: int, folder: Path, resume: bool) -> dict[str, Tensor]:
     """The same with Fabric, and with a validation on the way."""
     fabric = fabric_of(4, worker_groups=groups, **CHOICES)
-    model, optimizer = fabric.setup(net := made("normed", seed=rank), torch.optim.AdamW(net.parameters(), lr=0.01))
+    model, optimizer = fabric.setup(
+        net := made("normed", seed=rank), torch.optim.AdamW(net.parameters(), lr=0.01)
+    )
     torch.manual_seed(100 + rank)
     state = {"model": model, "optimizer": optimizer, "step": 0}
     if resume:
@@ -83,18 +87,24 @@ def test_a_loop_goes_on_bit_for_bit_with_fragments_in_flight(tmp_path: Path) -> 
     run_ranks(lambda rank, world_size: require_resumed(rank, loop, tmp_path), 4)
     files = {path.name for path in (tmp_path / "2" / "loop.ckpt.sdiloco").rglob("*.*")}
     assert files == {"manifest.json", *(f"rank_{rank:05d}.pt" for rank in range(4))}
-    made("wide").load_state_dict(torch.load(tmp_path / "2" / "loop.ckpt", weights_only=True)["state_dict"])
+    made("wide").load_state_dict(
+        torch.load(tmp_path / "2" / "loop.ckpt", weights_only=True)["state_dict"]
+    )
 
 
 @in_ranks(4)
-def test_a_loop_of_fabric_goes_on_bit_for_bit_with_fragments_in_flight(rank: int, tmp_path: Path) -> None:
+def test_a_loop_of_fabric_goes_on_bit_for_bit_with_fragments_in_flight(
+    rank: int, tmp_path: Path
+) -> None:
     require_resumed(rank, fabric_loop, tmp_path)
 
 
 def test_the_example_of_fabric_resumes_to_the_same_loss(tmp_path: Path) -> None:
     def losses(steps: int, *arguments: str) -> list[str]:
         told = ["--save-every=22", "--accumulate=2", f"--steps={steps}", *arguments]
-        printed = run_python(ROOT / "examples" / "fabric" / "pretrain.py", *told, folder=tmp_path, seconds=110)
+        printed = run_python(
+            ROOT / "examples" / "fabric" / "pretrain.py", *told, folder=tmp_path, seconds=110
+        )
         return [line for line in printed.splitlines() if "validation loss" in line]
 
     whole = losses(30)

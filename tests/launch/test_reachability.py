@@ -1,4 +1,6 @@
-"""Ranks that cannot reach each other are named before training starts, and interfaces can be chosen."""
+"""Ranks that cannot reach each other are named before training starts, and interfaces can be
+chosen.
+"""
 
 import os
 import re
@@ -15,7 +17,12 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_sdiloco.launch import reachability, rendezvous
-from lightning_sdiloco.launch.reachability import exchange_address, for_exchange, group_address, require_reachable
+from lightning_sdiloco.launch.reachability import (
+    exchange_address,
+    for_exchange,
+    group_address,
+    require_reachable,
+)
 from lightning_sdiloco.launch.rendezvous import Rendezvous, rendezvous_at, wait_for_store
 from tests.fits import fit, refusal, said_by
 from tests.namespaces import add_interface, enter, lose_packets, two_sites
@@ -50,10 +57,17 @@ def test_ranks_meet_and_what_cannot_be_reached_is_named_on_all_of_them(rank: int
     with pytest.MonkeyPatch.context() as patch:
         listen = reachability.Listener.__init__
         if rank == 2:  # its port is closed; it reaches the others
-            patch.setattr(reachability.Listener, "__init__", lambda self, *its: listen(self, *its) or self.close())
+            patch.setattr(
+                reachability.Listener,
+                "__init__",
+                lambda self, *its: listen(self, *its) or self.close(),
+            )
         closed = refusal(require_reachable, case("closed"), rank, loopback, loopback)
     assert closed.startswith("2 of 6 connections")
-    assert f"rank 0 (worker group 0, {host}) -> rank 2 (worker group 2, {host}) at 127.0.0.1:" in closed
+    assert (
+        f"rank 0 (worker group 0, {host}) -> rank 2 (worker group 2, {host}) at 127.0.0.1:"
+        in closed
+    )
     assert closed.count("connection refused; the other direction works") == 2
     if rank == 1:
         os.environ["SDILOCO_EXCHANGE_INTERFACE"] = "no-such"
@@ -63,33 +77,50 @@ def test_ranks_meet_and_what_cannot_be_reached_is_named_on_all_of_them(rank: int
         assert words in deaf
     if rank != 2:
         absent = refusal(rendezvous_of(rank, 3, 1.0).all_gather, "places", None)
-        assert re.search("Rank 2 did not come to 127.0.0.1:.* within 1 s .*3 ranks are expected", absent)
+        assert re.search(
+            "Rank 2 did not come to 127.0.0.1:.* within 1 s .*3 ranks are expected", absent
+        )
     met.all_gather("end", None)  # the store ends with rank 0
 
 
-def test_a_store_is_waited_for_and_an_address_without_one_given_up_long_before_the_timeout() -> None:
+def test_a_store_is_waited_for_and_an_address_without_one_given_up_long_before_the_timeout() -> (
+    None
+):
     # What docs/launching.md promises.
     assert (rendezvous.SECONDS_UNREACHABLE, reachability.SECONDS) == (30, 10)
     told = refusal(wait_for_store, "no-such-host.invalid", 29500, 3, HOUR, patience=0.2)
-    assert re.search("Rank 3 on .* cannot reach rank 0 at no-such-host.invalid:29500.*MASTER_ADDR", told)
+    assert re.search(
+        "Rank 3 on .* cannot reach rank 0 at no-such-host.invalid:29500.*MASTER_ADDR", told
+    )
     for program in ("silent", "closing"):
         with listening(program) as port:
             told = refusal(wait_for_store, "127.0.0.1", port, 1, HOUR, patience=0.2)
-            assert f"127.0.0.1:{port} answers, but is not a torch TCPStore (it says nothing)" in told
+            assert (
+                f"127.0.0.1:{port} answers, but is not a torch TCPStore (it says nothing)" in told
+            )
     for use_libuv in (True, False):
         with socket.socket() as closed:
             closed.bind(("127.0.0.1", 0))
             port = closed.getsockname()[1]
-            told = refusal(wait_for_store, "127.0.0.1", port, 1, timedelta(seconds=0.2), patience=0.1)
+            told = refusal(
+                wait_for_store, "127.0.0.1", port, 1, timedelta(seconds=0.2), patience=0.1
+            )
             assert "nothing listened there within 0.2 s" in told
-        choices = {"is_master": True, "timeout": HOUR, "wait_for_workers": False, "use_libuv": use_libuv}
+        choices = {
+            "is_master": True,
+            "timeout": HOUR,
+            "wait_for_workers": False,
+            "use_libuv": use_libuv,
+        }
         with ThreadPoolExecutor(1) as pool:
             store = pool.submit(lambda: time.sleep(0.3) or TCPStore("127.0.0.1", port, **choices))  # noqa: B023
             wait_for_store("127.0.0.1", port, 1, timedelta(seconds=10), patience=0.1)
             assert store.result().num_keys() == 0
 
 
-def test_a_program_that_is_no_store_of_this_training_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_is_no_store_of_this_training_is_named_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(rendezvous, "_SECONDS_PER_ATTEMPT", 0.5)
     another = "is not a torch TCPStore (it says {}): another program listens there"
     http, ssh = another.format("'<!DOCTYPE HTML>'"), another.format("'SSH-2.0-OpenSSH_9.6'")
@@ -111,11 +142,15 @@ def test_a_program_that_is_no_store_of_this_training_is_named_at_once(monkeypatc
             assert text in told
         assert (program == "store") == ("another NODE_RANK" in told)
         if (program, rank) == ("http", 0):
-            told = told.replace(f"127.0.0.1:{port}", "node0:8000").replace(socket.gethostname(), "node0")
+            told = told.replace(f"127.0.0.1:{port}", "node0:8000").replace(
+                socket.gethostname(), "node0"
+            )
             assert f"ValueError: {told}\n" in PAGE
 
 
-def test_the_page_shows_what_is_said_of_a_connection_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_shows_what_is_said_of_a_connection_that_cannot_be_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     broken = [reachability.BrokenConnection(0, 1, "10.80.0.2:44213", "no answer within 10 s")]
     ranks = [reachability.Endpoints(f"node{rank}", rank, "", ("", 0), ("", 0)) for rank in range(2)]
     monkeypatch.setattr(reachability, "find_broken_connections", lambda *_: (ranks, broken))
@@ -136,13 +171,17 @@ def test_the_exchange_may_have_an_interface_of_its_own(monkeypatch: pytest.Monke
     with for_exchange():
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert "GLOO_SOCKET_IFNAME" not in os.environ
-    text = reachability.advice([reachability.BrokenConnection(0, 1, "127.0.1.1:2", "connection refused")])
+    text = reachability.advice(
+        [reachability.BrokenConnection(0, 1, "127.0.1.1:2", "connection refused")]
+    )
     assert "Rank 1 listens on a loopback address" in text
     assert "GLOO_SOCKET_IFNAME" in text
 
 
 def warned_while_waiting(rank: int, **environment: str) -> list[str]:
-    """What is warned of until nobody has come, where a node is started by hand with this environment."""
+    """What is warned of until nobody has come, where a node is started by hand with this
+    environment.
+    """
     assert rendezvous._SECONDS_TO_FIRST_WARNING == 10
     rendezvous._SECONDS_TO_FIRST_WARNING = 0.2
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE"):
@@ -161,9 +200,14 @@ def test_a_node_that_waits_names_what_was_not_set_after_ten_seconds() -> None:
 
     for node, said in enumerate(run_processes(run, 2, ranks_per_node=1)):
         first = said[0]
-        assert f"This node was started as node {node}. On every node set NODE_RANK to its number, from 0" in first
+        assert (
+            f"This node was started as node {node}. On every node set NODE_RANK to its number,"
+            " from 0" in first
+        )
         assert "MASTER_ADDR and MASTER_PORT to those of node 0" in first
-        assert ("cannot reach rank 0 at 127.0.0.1" if node else "Still waiting for Rank 1 at 127.0.0.1") in first
+        assert (
+            "cannot reach rank 0 at 127.0.0.1" if node else "Still waiting for Rank 1 at 127.0.0.1"
+        ) in first
 
 
 @pytest.mark.network
@@ -183,12 +227,21 @@ def test_two_nodes_that_are_both_started_as_the_first_are_told_so() -> None:
 @pytest.mark.network
 def test_groups_train_within_one_network_and_exchange_over_another() -> None:
     """Inside a group gloo listens on the loopback, where no other group could reach it."""
-    choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 1, "fragments": [["*"]], "compression": "fp4"}
+    choices: dict[str, Any] = {
+        "sync_every": 4,
+        "overlap_steps": 1,
+        "fragments": [["*"]],
+        "compression": "fp4",
+    }
 
     def run(rank: int, world_size: int, sites: list[str], exchange: str) -> dict[str, torch.Tensor]:
         enter(sites[2 * rank // world_size])
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "SDILOCO_EXCHANGE_INTERFACE": exchange}
-        return dict(fit(rank, world_size, 2, 10, choices, trainer_choices={"num_nodes": 2, "devices": 2})["outer"])
+        return dict(
+            fit(rank, world_size, 2, 10, choices, trainer_choices={"num_nodes": 2, "devices": 2})[
+                "outer"
+            ]
+        )
 
     with two_sites() as sites:
         refused = run_processes(partial(refusal, run), 4, sites, "", ranks_per_node=2)
@@ -208,7 +261,8 @@ def test_what_is_closed_between_machines_is_told_with_its_direction() -> None:
         return refusal(require_reachable, met, rank, exchange_address, group_address)
 
     def store(process: int, world_size: int, sites: list[str]) -> list[str]:
-        # Rank 1 on the second machine; rank 0 on the first, where the address of the store is the second's.
+        # Rank 1 on the second machine; rank 0 on the first, where the address of the store is the
+        # second's.
         enter(sites[1 - process])
         if process == 0:
             return [refusal(wait_for_store, "10.80.0.1", 29500, 1, HOUR, patience=1.0)]
@@ -223,7 +277,9 @@ def test_what_is_closed_between_machines_is_told_with_its_direction() -> None:
         (unanswered,), (elsewhere,) = run_processes(store, 2, sites)
     for texts, why in ((unreachable, "network is unreachable"), (lost, "no answer within 1 s")):
         for text in texts:
-            assert re.search(r"1 of 2 connections .*\n.* -> rank 1 \(worker group 1, .* at 10\.80\.0\.2:", text), text
+            assert re.search(
+                r"1 of 2 connections .*\n.* -> rank 1 \(worker group 1, .* at 10\.80\.0\.2:", text
+            ), text
             assert f"{why}; the other direction works" in text
     assert re.search("cannot reach rank 0 at 10.80.0.1:29500: no answer", unanswered)
     assert re.search("Rank 0 on .* cannot reach rank 0 at 10.79.0.2:29500.*MASTER_ADDR", elsewhere)

@@ -9,5 +9,7 @@ from tests.fits import LIGHTNING
 
 @pytest.fixture
 def distribution(request: pytest.FixtureRequest) -> str:
-    """One of the two distributions of Lightning, which share all of our code: each test has one of them, in turn."""
+    """One of the two distributions of Lightning, which share all of our code: each test has one of
+    them, in turn.
+    """
     return (LIGHTNING, "pytorch_lightning")[zlib.crc32(request.node.name.encode()) % 2]

@@ -1,4 +1,6 @@
-"""Ranks of sites as processes of their own: they train a small model, and write down what they know after each step."""
+"""Ranks of sites as processes of their own: they train a small model, and write down what they
+know after each step.
+"""
 
 import hashlib
 import os
@@ -18,7 +20,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import lightning_sdiloco
-from tests.chaos.processes import BATCH, SETTINGS, Net, Notes, Place, federation_of, samples_of, trainer_of
+from tests.chaos.processes import (
+    BATCH,
+    SETTINGS,
+    Net,
+    Notes,
+    Place,
+    federation_of,
+    samples_of,
+    trainer_of,
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,8 @@ class Rank(Place):
     ranks: int = 1
     is_sharded: bool = False
     validates: int = 0  # after so many steps, and saves the best model; 0: it saves every 25 steps
-    budget: Any = None  # of seconds, beyond which it leaves out micro-batches, of two samples each and four in a step
+    # of seconds, beyond which it leaves out micro-batches, of two samples each and four in a step
+    budget: Any = None
 
     @property
     def name(self) -> str:
@@ -43,7 +55,9 @@ class RankNet(Net):
         self.place = place
 
     def configure_model(self) -> None:
-        if self.place.is_sharded and not any(hasattr(parameter, "placements") for parameter in self.parameters()):
+        if self.place.is_sharded and not any(
+            hasattr(parameter, "placements") for parameter in self.parameters()
+        ):
             mesh = self.device_mesh["data_parallel"]
             for layer in (*self.net, self.net):
                 fully_shard(layer, mesh=mesh)
@@ -70,41 +84,68 @@ def train(place: Rank) -> None:
     pl.seed_everything(0)
     notebook, folder = place.enter(place.name), place.folder / place.site
     last, given = folder / "last.ckpt", {"federation": federation_of(place.site, place), **SETTINGS}
-    sharded = partial(lightning_sdiloco.StreamingDiLoCoModelParallelStrategy, data_parallel_size=place.ranks)
+    sharded = partial(
+        lightning_sdiloco.StreamingDiLoCoModelParallelStrategy, data_parallel_size=place.ranks
+    )
     strategy = (sharded if place.is_sharded else lightning_sdiloco.StreamingDiLoCoStrategy)(**given)
-    saves: dict[str, Any] = {"monitor": "seen"} if place.validates else {"every_n_train_steps": 25, "save_top_k": 0}
-    monitor = lightning_sdiloco.StreamingDiLoCoMonitor(folder=f"{folder}.records", diagnostics=False)
+    saves: dict[str, Any] = (
+        {"monitor": "seen"} if place.validates else {"every_n_train_steps": 25, "save_top_k": 0}
+    )
+    monitor = lightning_sdiloco.StreamingDiLoCoMonitor(
+        folder=f"{folder}.records", diagnostics=False
+    )
     callbacks = [Notes(notebook), monitor, ModelCheckpoint(dirpath=folder, save_last=True, **saves)]
     choices = {"devices": place.ranks, "accumulate_grad_batches": 4 if place.budget else 1}
-    choices |= {"val_check_interval": place.validates or None, "limit_val_batches": 2 if place.validates else 0}
+    choices |= {
+        "val_check_interval": place.validates or None,
+        "limit_val_batches": 2 if place.validates else 0,
+    }
     trainer = trainer_of(place, folder, strategy, callbacks, **choices)
     loader: Any = samples_of(place.site, 2 if place.budget else BATCH)
     if place.budget:
         loader = lightning_sdiloco.DropCompute(4, place.budget, most_dropped=0.3)(loader)
     net, ends = RankNet(place), dict[str, Any]()
     try:
-        trainer.fit(net, loader, loader if place.validates else None, ckpt_path=str(last) if last.exists() else None)
+        trainer.fit(
+            net,
+            loader,
+            loader if place.validates else None,
+            ckpt_path=str(last) if last.exists() else None,
+        )
     except SIGTERMException:
         ends["terminated"] = True
     if place.budget:
-        ends |= {"dropped": loader.dropped, "samples": 2 * (place.steps * 4 - loader.dropped), "budget": loader.budget}
+        ends |= {
+            "dropped": loader.dropped,
+            "samples": 2 * (place.steps * 4 - loader.dropped),
+            "budget": loader.budget,
+        }
         ends["same"] = [float(parameter.detach().double().sum()) for parameter in net.parameters()]
     ends["metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
     digest, made = hashlib.sha256(), trainer.strategy
     for values in ({} if "terminated" in ends else made.outer_state_dict()).values():
         digest.update(values.numpy().tobytes())
     applied = [list(own.applied) for own in made.engine.loop.follower.fragments]
-    notebook.write("ended", **ends, report=made.report(), digest=digest.hexdigest(), applied=applied)
+    notebook.write(
+        "ended", **ends, report=made.report(), digest=digest.hexdigest(), applied=applied
+    )
 
 
 def train_under_torchrun(place: Rank) -> None:
-    """Launches a site as a user does on its machine: torchrun starts the ranks, and starts them again when one dies."""
+    """Launches a site as a user does on its machine: torchrun starts the ranks, and starts them
+    again when one dies.
+    """
     place.enter(place.name)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     # Otherwise ranks that are started again read where those before them listened.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     meets = ["--nproc-per-node", str(place.ranks), "--rdzv-backend", "c10d"]
-    meets += ["--rdzv-endpoint", f"127.0.0.1:{place.port}", "--local-addr=127.0.0.1", "--max-restarts=1"]
+    meets += [
+        "--rdzv-endpoint",
+        f"127.0.0.1:{place.port}",
+        "--local-addr=127.0.0.1",
+        "--max-restarts=1",
+    ]
     told = place.folder / f"{place.site}.told"
     told.write_bytes(pickle.dumps(place))
     torch.distributed.run.main([*meets, "-m", __name__, str(told)])

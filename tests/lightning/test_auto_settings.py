@@ -1,4 +1,6 @@
-"""``"auto"``: what the planner chooses from measured numbers, the same in all ranks, saved and taken up again."""
+"""``"auto"``: what the planner chooses from measured numbers, the same in all ranks, saved and
+taken up again.
+"""
 
 import csv
 from dataclasses import replace
@@ -47,7 +49,9 @@ def told(trainer: Any, model: Any) -> dict[str, Any]:
 
 def of_planner(measured: Measured, *candidates: Settings) -> dict[str, Any]:
     groups = Groups(measured.step_time, groups=2, memory_rate=1e10)
-    own = recommend(Model.of_parameters(trainable(net())), groups, measured.link, *candidates).settings
+    own = recommend(
+        Model.of_parameters(trainable(net())), groups, measured.link, *candidates
+    ).settings
     return {name: getattr(own, name) for name in AUTO}
 
 
@@ -57,10 +61,19 @@ def chosen(link: Link, *names: str, **given: Any) -> dict[str, Any]:
 
 @in_ranks(2)
 def test_all_ranks_take_what_the_planner_recommends_for_the_measured_numbers(rank: int) -> None:
-    trained = fit(rank, 2, 2, 40, {**AUTO, "compression": "fp32"}, inspect=told, make=partial(module, net=net()))
+    trained = fit(
+        rank,
+        2,
+        2,
+        40,
+        {**AUTO, "compression": "fp32"},
+        inspect=told,
+        make=partial(module, net=net()),
+    )
     settings, measured, sent, _ = trained["inspected"].values()
     assert agreed([settings, measured])
-    # All candidates with the compression that was given, which the first that suffices has too on a fast link.
+    # All candidates with the compression that was given, which the first that suffices has too on a
+    # fast link.
     assert {name: settings[name] for name in AUTO} == of_planner(measured)
     assert all(0 < seconds < 1 for seconds in (measured.step_time, measured.link.round_trip))
     assert measured.link.gbit_s > 0.01
@@ -72,10 +85,17 @@ def test_all_ranks_take_what_the_planner_recommends_for_the_measured_numbers(ran
     assert alone["settings"]["sync_every"] == 30
 
 
-def test_the_compression_is_the_most_exact_one_for_which_the_link_suffices_and_what_is_given_is_kept() -> None:
+def test_the_compression_is_the_most_exact_one_for_which_the_link_suffices_and_what_is_given_is_kept() -> (
+    None
+):
     by_link = [chosen(Link(gbit_s), "compression")["compression"] for gbit_s in (10.0, 1e-5, 1e-6)]
     assert by_link == ["fp32", "bf16", "fp4"]
-    given = {"sync_every": 60, "overlap_steps": 7, "fragments": "sequential:2", "compression": "bf16"}
+    given = {
+        "sync_every": 60,
+        "overlap_steps": 7,
+        "fragments": "sequential:2",
+        "compression": "bf16",
+    }
     for name in AUTO:
         taken = chosen(SLOW, name, **given)
         assert set(taken) == {name}
@@ -84,11 +104,28 @@ def test_the_compression_is_the_most_exact_one_for_which_the_link_suffices_and_w
 
 
 @in_ranks(2)
-def test_what_a_slow_link_gets_is_told_resumed_and_the_same_as_if_it_was_given(rank: int, tmp_path: Path) -> None:
+def test_what_a_slow_link_gets_is_told_resumed_and_the_same_as_if_it_was_given(
+    rank: int, tmp_path: Path
+) -> None:
     def run(choices: dict[str, Any], resume: Path | None = None, **more: Any) -> Any:
         torch.manual_seed(rank)
-        given: dict[str, Any] = {"loader": Announced((rank, 0, 1), 200), "resume": resume, "trainer_choices": more}
-        return fit(rank, 2, 2, 100, choices, LIGHTNING, "adamw", told, make=partial(module, net=net()), **given)
+        given: dict[str, Any] = {
+            "loader": Announced((rank, 0, 1), 200),
+            "resume": resume,
+            "trainer_choices": more,
+        }
+        return fit(
+            rank,
+            2,
+            2,
+            100,
+            choices,
+            LIGHTNING,
+            "adamw",
+            told,
+            make=partial(module, net=net()),
+            **given,
+        )
 
     # Before the choice and after it.
     files = {step: tmp_path / f"{step}.ckpt" for step in (5, 40)}
@@ -121,23 +158,30 @@ def test_what_a_slow_link_gets_is_told_resumed_and_the_same_as_if_it_was_given(r
         chosen_so = "Chosen: sync_every={sync_every}, overlap_steps={overlap_steps}, fragments={fragments!r}"
         assert chosen_so.format(**slow) in told_of_it
         assert (
-            "the measured inner step takes 0.05 s and the link carries 5 kbit/s with a round trip of 50 ms"
-            in told_of_it
+            "the measured inner step takes 0.05 s and the link carries 5 kbit/s with a round"
+            " trip of 50 ms" in told_of_it
         )
         with (tmp_path / "metrics.csv").open() as file:
             row = next(row for row in csv.DictReader(file) if row["sdiloco/sync_every"])
         logged = [
-            float(row[f"sdiloco/{name}"]) for name in ("sync_every", "overlap_steps", "fragments", "measured_gbit_s")
+            float(row[f"sdiloco/{name}"])
+            for name in ("sync_every", "overlap_steps", "fragments", "measured_gbit_s")
         ]
         assert logged == [slow["sync_every"], slow["overlap_steps"], 2, 5e-6]
 
 
 @in_ranks(2)
-def test_fits_of_few_rounds_step_elementwise_and_those_whose_length_is_not_known_map_matrices(rank: int) -> None:
+def test_fits_of_few_rounds_step_elementwise_and_those_whose_length_is_not_known_map_matrices(
+    rank: int,
+) -> None:
     def direction(**choices: Any) -> Any:
         strategy = StreamingDiLoCoStrategy(2, sync_every=4, overlap_steps=1)
-        stop = LambdaCallback(on_train_batch_end=lambda trainer, *_: setattr(trainer, "should_stop", True))
-        runner = trainer(strategy=strategy, devices=2, callbacks=[stop], **{"max_steps": -1, **choices})
+        stop = LambdaCallback(
+            on_train_batch_end=lambda trainer, *_: setattr(trainer, "should_stop", True)
+        )
+        runner = trainer(
+            strategy=strategy, devices=2, callbacks=[stop], **{"max_steps": -1, **choices}
+        )
         runner.fit(module(), SomeBatches(rank, 2))
         return strategy.engine.settings.outer.direction
 
@@ -147,15 +191,25 @@ def test_fits_of_few_rounds_step_elementwise_and_those_whose_length_is_not_known
 
 
 @in_ranks(2)
-def test_what_a_checkpoint_holds_is_taken_up_and_forgotten_with_its_fit(rank: int, tmp_path: Path) -> None:
+def test_what_a_checkpoint_holds_is_taken_up_and_forgotten_with_its_fit(
+    rank: int, tmp_path: Path
+) -> None:
     """By as many groups and by others; a fit after it chooses anew."""
     saved = {"outer_lr": 0.625, "outer_momentum": 0.5, "mixing": 0.375}
-    of_two_rounds, of_four = (recommended(least=rounds, direction="elementwise")._asdict() for rounds in (2, 4))
+    of_two_rounds, of_four = (
+        recommended(least=rounds, direction="elementwise")._asdict() for rounds in (2, 4)
+    )
     path = tmp_path / "given.ckpt"
 
-    def numbers(groups: int, *starts: Path | None, callbacks: Any = (), **choices: Any) -> list[Any]:
+    def numbers(
+        groups: int, *starts: Path | None, callbacks: Any = (), **choices: Any
+    ) -> list[Any]:
         strategy = StreamingDiLoCoStrategy(groups, sync_every=4, overlap_steps=1, **choices)
-        runner, model, seen = trainer(strategy=strategy, devices=2, max_steps=0, callbacks=callbacks), module(), []
+        runner, model, seen = (
+            trainer(strategy=strategy, devices=2, max_steps=0, callbacks=callbacks),
+            module(),
+            [],
+        )
         for start in starts:
             runner.fit_loop.epoch_loop.max_steps += 8
             runner.fit(model, SomeBatches(rank, 20), ckpt_path=start)
@@ -168,7 +222,9 @@ def test_what_a_checkpoint_holds_is_taken_up_and_forgotten_with_its_fit(rank: in
 
 
 @in_ranks(2)
-def test_a_default_overlap_follows_the_interval_that_a_checkpoint_holds(rank: int, tmp_path: Path) -> None:
+def test_a_default_overlap_follows_the_interval_that_a_checkpoint_holds(
+    rank: int, tmp_path: Path
+) -> None:
     path = tmp_path / "short.ckpt"
 
     def schedule(sync_every: Any, start: Path | None = None, **choices: Any) -> Any:
@@ -193,8 +249,13 @@ def test_links_are_measured_for_two_shots_whose_parts_suit_them(rank: int) -> No
     assert trained["inspected"]["settings"]["exchange"] == TwoShot(links=(2.0, 2.0, 1.0))
     assert agreed(trained["outer"])
     # Until they are measured, and from a checkpoint, they have the backend that was asked for.
-    options = StreamingDiLoCoStrategy(3, **{**choices, "exchange": TwoShot(backend="nccl")})._options
+    options = StreamingDiLoCoStrategy(
+        3, **{**choices, "exchange": TwoShot(backend="nccl")}
+    )._options
     assert kind_and_backend(options.settings.exchange) == ("two_shot", "nccl")
     options.restore({"exchange": repr(TwoShot(links=(2.0, 1.0))), "fragments": "'strided:3'"})
     assert options.settings.fragments == "strided:3", "what the default was when the run began"
-    assert (options.settings.exchange, options.auto) == (TwoShot(links=(2.0, 1.0), backend="nccl"), ())
+    assert (options.settings.exchange, options.auto) == (
+        TwoShot(links=(2.0, 1.0), backend="nccl"),
+        (),
+    )

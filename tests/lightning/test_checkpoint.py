@@ -1,4 +1,6 @@
-"""Checkpoints of real fits: resume to the same bits, what is written where and when, and what is refused."""
+"""Checkpoints of real fits: resume to the same bits, what is written where and when, and what is
+refused.
+"""
 
 import importlib
 import json
@@ -30,7 +32,20 @@ from lightning_sdiloco import DenseBeginning, OuterOptimizer
 from lightning_sdiloco.algorithm.config import recommended
 from lightning_sdiloco.engine import checkpoint as files
 from tests import fits
-from tests.fits import LIGHTNING, OTHER, Act, Announced, Trained, assert_same, at, refusal, save, saving, since, unequal
+from tests.fits import (
+    LIGHTNING,
+    OTHER,
+    Act,
+    Announced,
+    Trained,
+    assert_same,
+    at,
+    refusal,
+    save,
+    saving,
+    since,
+    unequal,
+)
 from tests.ranks import agreed, in_ranks, run_processes
 from tests.training import inner_optimizer, mlp
 
@@ -51,13 +66,27 @@ def held_by(module: Any) -> dict[str, Tensor]:
     held = {**module.state_dict(), "batches that stepped": torch.tensor(stepped)}
     for index, state in enumerate(module.trainer.optimizers[0].state.values()):
         held |= {f"{index} {key}": values for key, values in state.items()}
-    local = {name: values.to_local() if hasattr(values, "to_local") else values for name, values in held.items()}
-    outer = {f"outer {name}": values for name, values in module.trainer.strategy.outer_state_dict().items()}
+    local = {
+        name: values.to_local() if hasattr(values, "to_local") else values
+        for name, values in held.items()
+    }
+    outer = {
+        f"outer {name}": values
+        for name, values in module.trainer.strategy.outer_state_dict().items()
+    }
     return {name: values.detach().clone() for name, values in local.items()} | outer
 
 
-def traced(distribution: str = LIGHTNING, seed: int = 0, inner: str = "adamw", net: Any = None, **members: Any) -> Any:
-    """A module that keeps what it holds after every step, with dropout and BatchNorm unless another is given."""
+def traced(
+    distribution: str = LIGHTNING,
+    seed: int = 0,
+    inner: str = "adamw",
+    net: Any = None,
+    **members: Any,
+) -> Any:
+    """A module that keeps what it holds after every step, with dropout and BatchNorm unless
+    another is given.
+    """
 
     def on_train_batch_start(self: Any, *args: Any) -> None:
         # Before the next step, so after all that happens at the end of the one before.
@@ -65,7 +94,15 @@ def traced(distribution: str = LIGHTNING, seed: int = 0, inner: str = "adamw", n
 
     torch.manual_seed(seed)
     made = nn.Sequential(*mlp(seed), nn.Dropout(0.2), nn.BatchNorm1d(3)) if net is None else net()
-    return fits.module(distribution, inner, seed, made, on_train_batch_start=on_train_batch_start, trace={}, **members)
+    return fits.module(
+        distribution,
+        inner,
+        seed,
+        made,
+        on_train_batch_start=on_train_batch_start,
+        trace={},
+        **members,
+    )
 
 
 def run_fit(
@@ -83,21 +120,39 @@ def run_fit(
     inspect: Callable[[Any], Any] = lambda trainer: None,
     **choices: Any,
 ) -> Trained:
-    """Fits in this rank, at a place in the data: its group, its number in the group, and how many share a batch."""
+    """Fits in this rank, at a place in the data: its group, its number in the group, and how many
+    share a batch.
+    """
     size = world_size // groups
     model = make(distribution, rank)
-    own = CHOICES if {"outer_optimizer", "route", "sync_every"} & choices.keys() else {**CHOICES, **MOMENTUM}
+    own = (
+        CHOICES
+        if {"outer_optimizer", "route", "sync_every"} & choices.keys()
+        else {**CHOICES, **MOMENTUM}
+    )
     strategy = fits.strategy(distribution, **{"worker_groups": groups, **own, **choices})
     saves = any("Checkpoint" in type(callback).__name__ for callback in callbacks)
-    common: dict[str, Any] = {"max_steps": steps, "callbacks": list(callbacks), "enable_checkpointing": saves}
+    common: dict[str, Any] = {
+        "max_steps": steps,
+        "callbacks": list(callbacks),
+        "enable_checkpointing": saves,
+    }
     common |= {"devices": world_size, "limit_val_batches": 0}
     trainer = fits.trainer(distribution, strategy=strategy, **common | (trainer_choices or {}))
     torch.manual_seed(100 + rank)
     loader = Announced(place or (rank // size, rank % size, size), 100)
     more = {} if weights_only is None else {"weights_only": weights_only}
     trainer.fit(model, loader, ckpt_path=path and str(path), **more)
-    held = {name: getattr(values, "full_tensor", values.clone)() for name, values in model.state_dict().items()}
-    kept = {"trace": model.trace, "outer": strategy.outer_state_dict(), "report": strategy.report(), "model": held}
+    held = {
+        name: getattr(values, "full_tensor", values.clone)()
+        for name, values in model.state_dict().items()
+    }
+    kept = {
+        "trace": model.trace,
+        "outer": strategy.outer_state_dict(),
+        "report": strategy.report(),
+        "model": held,
+    }
     return {**kept, "inspected": inspect(trainer)}
 
 
@@ -112,12 +167,16 @@ def names_in(folder: Path, pattern: str = "*") -> list[str]:
 
 def outer_of(rank: Trained, step: int) -> dict[str, Tensor]:
     trace = rank["trace"][step].items()
-    return {name.removeprefix("outer "): values for name, values in trace if name.startswith("outer ")}
+    return {
+        name.removeprefix("outer "): values for name, values in trace if name.startswith("outer ")
+    }
 
 
 def assert_resumed(one: Trained, other: Trained, step: int, end: int | None = None) -> None:
     assert sorted(one["trace"]) == list(range(step, end or max(other["trace"]) + 1))
-    assert {at: wrong for at in one["trace"] if (wrong := unequal(one["trace"][at], other["trace"][at]))} == {}
+    assert {
+        at: wrong for at in one["trace"] if (wrong := unequal(one["trace"][at], other["trace"][at]))
+    } == {}
     if end is None:
         assert_same(one["outer"], other["outer"])
         counted = ("inner_steps", "launches", "landings")
@@ -136,8 +195,12 @@ def uninterrupted() -> list[Trained]:
 
 
 @in_ranks(2)
-def test_a_fit_resumed_at_any_step_has_the_same_bits(rank: int, tmp_path: Path, uninterrupted: list[Trained]) -> None:
-    """Also with the other distribution. A file takes its place in one step, wherever temporary files lie."""
+def test_a_fit_resumed_at_any_step_has_the_same_bits(
+    rank: int, tmp_path: Path, uninterrupted: list[Trained]
+) -> None:
+    """Also with the other distribution. A file takes its place in one step, wherever temporary
+    files lie.
+    """
     plain, fit = uninterrupted[rank], partial(run_fit, rank, 2)
     moved: list[str] = []
 
@@ -145,27 +208,38 @@ def test_a_fit_resumed_at_any_step_has_the_same_bits(rank: int, tmp_path: Path, 
         moved.append(self.path)
         original(self)
 
-    # Lightning writes to the temporary folder and moves, which is a copy if that is another file system.
+    # Lightning writes to the temporary folder and moves, which is a copy if that is another file
+    # system.
     original, LocalFileOpener.commit = LocalFileOpener.commit, commit
     # 5: before any flight; 11: two fragments in flight; 13: just landed; 16: launched again.
     steps = (5, 11, 13, 16)
     saved = fit(callbacks=[at({step: save(tmp_path / f"{step}.ckpt") for step in steps})])
     assert_resumed(saved, plain, 0)
     written = [f"{tmp_path}/{step}.ckpt.sdiloco/" for step in steps] if rank == 0 else []
-    assert [path.startswith(folder) for path, folder in zip(moved, written, strict=True)] == [True] * len(written)
+    assert [path.startswith(folder) for path, folder in zip(moved, written, strict=True)] == [
+        True
+    ] * len(written)
     resumed = [fit(path=tmp_path / f"{step}.ckpt") for step in steps]
     for step, one in zip(steps, resumed, strict=True):
         assert_resumed(one, plain, step)
     assert_resumed(fit(distribution=OTHER, path=tmp_path / "11.ckpt"), plain, 11)
-    # Until all have landed, after inner step 19, each file holds the mean of the groups, which they exchange.
-    of_means = [one["report"]["bytes_sent"] - plain["report"]["bytes_sent"] for one in (*resumed, saved)]
+    # Until all have landed, after inner step 19, each file holds the mean of the groups, which they
+    # exchange.
+    of_means = [
+        one["report"]["bytes_sent"] - plain["report"]["bytes_sent"] for one in (*resumed, saved)
+    ]
     assert of_means == [of_means[0] * files_before for files_before in (1, 2, 3, 4, 4)]
     assert of_means[0] > 0
 
 
 @in_ranks(2)
-def test_only_the_newest_checkpoint_may_be_resumable(rank: int, tmp_path: Path, uninterrupted: list[Trained]) -> None:
-    fit, keep = partial(run_fit, rank, 2), saving(LIGHTNING, tmp_path, every_n_train_steps=7, save_last="link")
+def test_only_the_newest_checkpoint_may_be_resumable(
+    rank: int, tmp_path: Path, uninterrupted: list[Trained]
+) -> None:
+    fit, keep = (
+        partial(run_fit, rank, 2),
+        saving(LIGHTNING, tmp_path, every_n_train_steps=7, save_last="link"),
+    )
     shorter = fit(steps=14, callbacks=keep, resume="exact:newest")
     assert_resumed(shorter, uninterrupted[rank], 0, end=14)
     longer = fit(path=tmp_path / "last.ckpt", resume="exact:newest")
@@ -174,7 +248,10 @@ def test_only_the_newest_checkpoint_may_be_resumable(rank: int, tmp_path: Path, 
     assert "step=7" in older
     assert "resume='exact:newest'" in older
     assert names_in(tmp_path, "*.sdiloco") == ["step=14.ckpt.sdiloco"]
-    states = [torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)["state_dict"] for step in (7, 14)]
+    states = [
+        torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)["state_dict"]
+        for step in (7, 14)
+    ]
     assert states[0].keys() == states[1].keys(), "an ordinary file"
     assert_same({name: states[1][name] for name in shorter["outer"]}, shorter["outer"])
 
@@ -193,7 +270,9 @@ class Tokens(nn.Module):
 
 
 @in_ranks(4)
-def test_a_bfloat16_transformer_with_muon_resumes_through_a_link_to_the_newest_file(rank: int, tmp_path: Path) -> None:
+def test_a_bfloat16_transformer_with_muon_resumes_through_a_link_to_the_newest_file(
+    rank: int, tmp_path: Path
+) -> None:
     def fit(rounds: int = 5, **more: Any) -> Trained:
         schedule = partial(CosineAnnealingLR, T_max=rounds)
         outer = OuterOptimizer(lr_schedule=schedule, clip_norm=0.05, outlier_guard=1.02)
@@ -210,13 +289,21 @@ def test_a_bfloat16_transformer_with_muon_resumes_through_a_link_to_the_newest_f
     assert_resumed(fit(callbacks=[*keep, at({9: save(tmp_path / "9")}, OTHER)]), plain, 0)
     # It keeps the dense beginning that it had.
     assert_resumed(fit(path=tmp_path / "9", dense_beginning="auto"), plain, 9)
-    assert "dense_beginning was DenseBeginning(rounds=2" in refusal(fit, path=last, dense_beginning=None)
+    assert "dense_beginning was DenseBeginning(rounds=2" in refusal(
+        fit, path=last, dense_beginning=None
+    )
     assert_resumed(fit(path=last), plain, 12)
-    assert "another outer_optimizer.lr_schedule: it was CosineAnnealingLR" in refusal(fit, 6, path=last)
-    # The file holds the outer model in the dtypes of its parameters, and the folder the float32 values.
+    assert "another outer_optimizer.lr_schedule: it was CosineAnnealingLR" in refusal(
+        fit, 6, path=last
+    )
+    # The file holds the outer model in the dtypes of its parameters, and the folder the float32
+    # values.
     state, outer = torch.load(last, weights_only=True)["state_dict"], outer_of(plain, 12)
     assert {values.dtype for values in outer.values()} == {torch.float32}
-    assert_same({name: state[name] for name in outer}, {name: values.bfloat16() for name, values in outer.items()})
+    assert_same(
+        {name: state[name] for name in outer},
+        {name: values.bfloat16() for name, values in outer.items()},
+    )
     assert unequal({name: state[name].float() for name in outer}, outer), "something is rounded"
     # There is a file for every rank, and removing a checkpoint removes its folder.
     beside = ["9", "9.sdiloco", "last.ckpt", "step=12.ckpt", "step=12.ckpt.sdiloco", "weights"]
@@ -230,11 +317,20 @@ def test_a_bfloat16_transformer_with_muon_resumes_through_a_link_to_the_newest_f
 
 
 @in_ranks(3)
-def test_a_resumed_group_of_three_adds_gradients_in_the_same_order_or_says_so(rank: int, tmp_path: Path) -> None:
+def test_a_resumed_group_of_three_adds_gradients_in_the_same_order_or_says_so(
+    rank: int, tmp_path: Path
+) -> None:
     said = fits.said_by("lightning_sdiloco")
-    ways: list[dict[str, Any]] = [{}, {"find_unused_parameters": True, "bucket_cap_mb": 0.0005}, {"static_graph": True}]
+    ways: list[dict[str, Any]] = [
+        {},
+        {"find_unused_parameters": True, "bucket_cap_mb": 0.0005},
+        {"static_graph": True},
+    ]
     for way, ddp_kwargs in enumerate(ways):
-        fit, path = partial(run_fit, rank, 3, steps=12, groups=1, ddp_kwargs=ddp_kwargs), tmp_path / str(way)
+        fit, path = (
+            partial(run_fit, rank, 3, steps=12, groups=1, ddp_kwargs=ddp_kwargs),
+            tmp_path / str(way),
+        )
         plain = fit(callbacks=[at({9: save(path)})])
         assert not any("may round differently" in text for text in said)
         resumed = fit(path=path)
@@ -281,14 +377,22 @@ def logging_module(distribution: str, seed: int) -> Any:
         self.log("val", self.loss(parts) + torch.rand(()), sync_dist=True)
 
     def on_train_epoch_end(self: Any) -> None:
-        self.ended[self.trainer.current_epoch] = {k: v.clone() for k, v in self.trainer.callback_metrics.items()}
+        self.ended[self.trainer.current_epoch] = {
+            k: v.clone() for k, v in self.trainer.callback_metrics.items()
+        }
 
     def configure_optimizers(self: Any) -> Any:
         optimizer = inner_optimizer("adamw", self.net)
         # Nothing is good enough for them.
         none_is = {"patience": 0, "threshold": 10.0, "factor": 0.9}
-        watched = ({"monitor": "loss_epoch"}, {"monitor": "loss", "interval": "step"}, {"monitor": "val"})
-        return [optimizer], [{"scheduler": ReduceLROnPlateau(optimizer, **none_is), **by} for by in watched]
+        watched = (
+            {"monitor": "loss_epoch"},
+            {"monitor": "loss", "interval": "step"},
+            {"monitor": "val"},
+        )
+        return [optimizer], [
+            {"scheduler": ReduceLROnPlateau(optimizer, **none_is), **by} for by in watched
+        ]
 
     hooks = (training_step, validation_step, on_train_epoch_end, configure_optimizers)
     model = traced(distribution, seed, ended={}, **{hook.__name__: hook for hook in hooks})
@@ -297,7 +401,9 @@ def logging_module(distribution: str, seed: int) -> Any:
 
 
 @in_ranks(2)
-def test_metrics_of_a_resumed_epoch_are_those_of_all_its_batches(rank: int, distribution: str, tmp_path: Path) -> None:
+def test_metrics_of_a_resumed_epoch_are_those_of_all_its_batches(
+    rank: int, distribution: str, tmp_path: Path
+) -> None:
     callbacks = importlib.import_module(distribution).callbacks
 
     def run(bound: dict[str, int], resume: str | None = None) -> Trained:
@@ -312,7 +418,12 @@ def test_metrics_of_a_resumed_epoch_are_those_of_all_its_batches(rank: int, dist
         trainer = fits.trainer(distribution, strategy=strategy, callbacks=watching, **given)
         torch.manual_seed(100 + rank)
         seen = DataLoader([(torch.ones(1, 5), torch.ones(1, 3))], batch_size=None)  # type: ignore[arg-type]
-        trainer.fit(model, EveryEpoch((rank, 0, 1), 4), seen, ckpt_path=resume and str(folder / f"{resume}.ckpt"))
+        trainer.fit(
+            model,
+            EveryEpoch((rank, 0, 1), 4),
+            seen,
+            ckpt_path=resume and str(folder / f"{resume}.ckpt"),
+        )
         stopped, rate = stopping.state_dict(), trainer.optimizers[0].param_groups[0]["lr"]
         rests = (rate, stopped["wait_count"], stopped["best_score"], best.best_model_score)
         return {"trace": model.trace, "ended": model.ended, "rests": rests}
@@ -320,20 +431,32 @@ def test_metrics_of_a_resumed_epoch_are_those_of_all_its_batches(rank: int, dist
     for bound in ({"max_epochs": 3}, {"max_steps": 12}):
         plain = run(bound)
         assert plain["rests"][0] < 0.01
-        # Within an epoch; after its last batch, before validation and end; then after the end; in the last epoch.
-        for name, step, epoch in (("step=2", 2, 0), ("step=4", 4, 0), ("epoch=0", 4, 1), ("step=9", 9, 2)):
+        # Within an epoch; after its last batch, before validation and end; then after the end; in
+        # the last epoch.
+        for name, step, epoch in (
+            ("step=2", 2, 0),
+            ("step=4", 4, 0),
+            ("epoch=0", 4, 1),
+            ("step=9", 9, 2),
+        ):
             resumed = run(bound, name)
             assert_resumed(resumed, plain, step, end=12)
             assert list(resumed["ended"]) == list(range(epoch, 3)), name
-            assert {at for at, values in resumed["ended"].items() if unequal(values, plain["ended"][at])} == set()
+            assert {
+                at for at, values in resumed["ended"].items() if unequal(values, plain["ended"][at])
+            } == set()
             assert resumed["rests"] == plain["rests"]
 
 
 @in_ranks(4)
-def test_lightnings_models_work_and_are_read_without_the_package(rank: int, tmp_path: Path, distribution: str) -> None:
+def test_lightnings_models_work_and_are_read_without_the_package(
+    rank: int, tmp_path: Path, distribution: str
+) -> None:
     classes = importlib.import_module(f"{distribution}.demos.boring_classes")
     for module, groups in ((classes.BoringDataModule(), 4), (classes.BoringDataModuleNoLen(), 2)):
-        strategy = fits.strategy(distribution, **{"worker_groups": groups, **CHOICES, "sync_every": 6})
+        strategy = fits.strategy(
+            distribution, **{"worker_groups": groups, **CHOICES, "sync_every": 6}
+        )
         chosen: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 6, "limit_val_batches": 3}
         trainer = fits.trainer(distribution, strategy=strategy, devices=4, **chosen)
         trainer.fit(model := classes.BoringModel(), module)
@@ -346,9 +469,13 @@ def test_lightnings_models_work_and_are_read_without_the_package(rank: int, tmp_
         assert len(trainer.predict(model, module)) > 0
         assert_same(dict(model.state_dict()), weights)
     # From here on whatever imports the package fails.
-    sys.modules.update(dict.fromkeys([name for name in sys.modules if name.startswith("lightning_sdiloco")]))
+    sys.modules.update(
+        dict.fromkeys([name for name in sys.modules if name.startswith("lightning_sdiloco")])
+    )
     assert_same(torch.load(tmp_path / "boring.ckpt", weights_only=True)["state_dict"], weights)
-    assert_same(classes.BoringModel.load_from_checkpoint(tmp_path / "boring.ckpt").state_dict(), weights)
+    assert_same(
+        classes.BoringModel.load_from_checkpoint(tmp_path / "boring.ckpt").state_dict(), weights
+    )
 
 
 def test_damaged_folders_and_other_settings_are_refused_by_name(tmp_path: Path) -> None:
@@ -363,10 +490,21 @@ def test_damaged_folders_and_other_settings_are_refused_by_name(tmp_path: Path) 
         path.with_name("step=5.ckpt.sdiloco").rename(f"{path}.sdiloco")
 
     saved = tmp_path / "saved"
-    run_processes(partial(run_fit, steps=10, callbacks=[at({n: save(saved / f"step={n}.ckpt") for n in (5, 9)})]), 2)
+    run_processes(
+        partial(
+            run_fit, steps=10, callbacks=[at({n: save(saved / f"step={n}.ckpt") for n in (5, 9)})]
+        ),
+        2,
+    )
     damages: list[tuple[str, Callable[[Path], Any]]] = [
-        ("rank_00001.pt, which is missing", lambda path: (save_folder(path) / "rank_00001.pt").unlink()),
-        ("manifest.json, which is missing", lambda path: (save_folder(path) / "manifest.json").unlink()),
+        (
+            "rank_00001.pt, which is missing",
+            lambda path: (save_folder(path) / "rank_00001.pt").unlink(),
+        ),
+        (
+            "manifest.json, which is missing",
+            lambda path: (save_folder(path) / "manifest.json").unlink(),
+        ),
         ("move or copy both", lambda path: shutil.rmtree(f"{path}.sdiloco")),
         ("is not what was saved", alter),
         ("which is missing. The folder", of_another_checkpoint),
@@ -380,12 +518,17 @@ def test_damaged_folders_and_other_settings_are_refused_by_name(tmp_path: Path) 
     for index, (words, damage) in enumerate(damages):
         cases[words] = {"path": Path(shutil.copytree(saved, tmp_path / str(index))) / "step=9.ckpt"}
         damage(cases[words]["path"])
-    refused = {words: run_processes(partial(run_fit, **case), 2, expect_failure=True) for words, case in cases.items()}
+    refused = {
+        words: run_processes(partial(run_fit, **case), 2, expect_failure=True)
+        for words, case in cases.items()
+    }
     told = {words: errors[1].splitlines()[-1] for words, errors in refused.items()}
     assert {words: text for words, text in told.items() if words not in text} == {}
 
 
-def test_ranks_that_do_not_resume_from_one_checkpoint_are_refused_before_they_train(tmp_path: Path) -> None:
+def test_ranks_that_do_not_resume_from_one_checkpoint_are_refused_before_they_train(
+    tmp_path: Path,
+) -> None:
     """As where each machine has a disk of its own, with an older copy on it, or none."""
 
     def resumed(rank: int, world_size: int, steps: Sequence[int | None]) -> str:
@@ -393,13 +536,22 @@ def test_ranks_that_do_not_resume_from_one_checkpoint_are_refused_before_they_tr
         return refusal(run_fit, rank, world_size, path=path)
 
     run_processes(
-        partial(run_fit, steps=12, callbacks=[at({n: save(tmp_path / f"step={n}.ckpt") for n in (8, 12)})]), 2
+        partial(
+            run_fit,
+            steps=12,
+            callbacks=[at({n: save(tmp_path / f"step={n}.ckpt") for n in (8, 12)})],
+        ),
+        2,
     )
     for steps, words in (
         ((8, 12), r"inner step 8 \(save .*\) on rank 0, inner step 12 \(save .*\) on rank 1"),
         ((8, None), "a new run on rank 1"),
     ):
-        assert [told for told in run_processes(resumed, 2, steps, timeout=60) if not re.search(words, told)] == []
+        assert [
+            told
+            for told in run_processes(resumed, 2, steps, timeout=60)
+            if not re.search(words, told)
+        ] == []
 
 
 def fail(rank: int, trainer: Any) -> None:
@@ -409,9 +561,18 @@ def fail(rank: int, trainer: Any) -> None:
 
 @not_in_the_oldest
 @in_ranks(4, timeout=30)
-def test_after_an_exception_ranks_keep_their_own_state_and_no_rank_waits(rank: int, tmp_path: Path) -> None:
+def test_after_an_exception_ranks_keep_their_own_state_and_no_rank_waits(
+    rank: int, tmp_path: Path
+) -> None:
     said = fits.said_by("lightning_sdiloco")
-    keep = saving(LIGHTNING, tmp_path, every_n_train_steps=6, save_on_exception=True, save_last=True, save_top_k=1)
+    keep = saving(
+        LIGHTNING,
+        tmp_path,
+        every_n_train_steps=6,
+        save_on_exception=True,
+        save_last=True,
+        save_top_k=1,
+    )
     keep += [at({14: partial(fail, 3)}), pl.callbacks.OnExceptionCheckpoint(tmp_path / "alone")]
     error = refusal(run_fit, rank, 4, callbacks=keep, kind=Exception)
     assert (error == "the user's own") == (rank == 3)
@@ -427,23 +588,34 @@ def test_after_an_exception_ranks_keep_their_own_state_and_no_rank_waits(rank: i
 
 
 @in_ranks(2)
-def test_after_an_exception_a_standing_checkpoint_is_named_and_the_strategy_works(rank: int, tmp_path: Path) -> None:
+def test_after_an_exception_a_standing_checkpoint_is_named_and_the_strategy_works(
+    rank: int, tmp_path: Path
+) -> None:
     acts = {5: save(tmp_path / "a.ckpt"), 6: save(tmp_path / "b.ckpt")}
     acts[7] = lambda trainer: trainer.strategy.remove_checkpoint(f"{tmp_path}/b.ckpt")
-    linked = saving(LIGHTNING, tmp_path / "kept", every_n_train_steps=6, save_last="link", save_top_k=1)
+    linked = saving(
+        LIGHTNING, tmp_path / "kept", every_n_train_steps=6, save_last="link", save_top_k=1
+    )
     said = fits.said_by("lightning_sdiloco")
-    # A run that has saved one that stands, one that was resumed and has saved none, and one that links to the last.
+    # A run that has saved one that stands, one that was resumed and has saved none, and one that
+    # links to the last.
     for named, resume, callbacks in (
         ("a.ckpt", None, [at(acts)]),
         ("a.ckpt", tmp_path / "a.ckpt", [at(acts)]),
         ("kept/step=12.ckpt", None, linked),
     ):
         said.clear()
-        keep = [*callbacks, pl.callbacks.OnExceptionCheckpoint(tmp_path), at({14: partial(fail, rank)})]
+        keep = [
+            *callbacks,
+            pl.callbacks.OnExceptionCheckpoint(tmp_path),
+            at({14: partial(fail, rank)}),
+        ]
         refusal(run_fit, rank, 2, callbacks=keep, path=resume, kind=ArithmeticError)
         assert f"Resume from {tmp_path}/{named}." in "".join(said)
     strategy = fits.strategy(**CHOICES)
-    trainer = fits.trainer(strategy=strategy, devices=2, max_steps=16, callbacks=[at({14: partial(fail, rank)})])
+    trainer = fits.trainer(
+        strategy=strategy, devices=2, max_steps=16, callbacks=[at({14: partial(fail, rank)})]
+    )
     fit = partial(trainer.fit, train_dataloaders=Announced((rank, 0, 1), 100))
     refusal(fit, traced(LIGHTNING, rank), kind=ArithmeticError)
     trainer.callbacks = []
@@ -463,8 +635,12 @@ def test_a_single_rank_saves_a_whole_checkpoint_on_an_exception(rank: int, tmp_p
 
 
 @in_ranks(2)
-def test_a_full_disk_ends_all_ranks_with_one_error_and_leaves_nothing(rank: int, tmp_path: Path) -> None:
-    """One rank cannot write a file of more than some bytes: its own, or the checkpoint file, which is rank 0's."""
+def test_a_full_disk_ends_all_ranks_with_one_error_and_leaves_nothing(
+    rank: int, tmp_path: Path
+) -> None:
+    """One rank cannot write a file of more than some bytes: its own, or the checkpoint file, which
+    is rank 0's.
+    """
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit() -> None:
@@ -481,7 +657,10 @@ def test_a_full_disk_ends_all_ranks_with_one_error_and_leaves_nothing(rank: int,
         acts: dict[int, Act] = {12: fill} if rank == limited else {}
         told = refusal(run_fit, rank, 2, callbacks=[at(acts), *keep], kind=OSError)
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-        assert f"The checkpoint {folder}/step=12.ckpt could not be saved: rank {limited}: OSError" in told
+        assert (
+            f"The checkpoint {folder}/step=12.ckpt could not be saved: rank {limited}: OSError"
+            in told
+        )
         assert f"Nothing is left of it. Resume from {folder}/step=6.ckpt" in told
         assert names_in(folder) == ["step=6.ckpt", "step=6.ckpt.sdiloco"]
         assert not list(folder.rglob("*.part"))
@@ -500,8 +679,11 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_can_be_resumed(tmp_path: 
 
     overwriting = at({**dict.fromkeys(range(1, 1000), save(tmp_path / "only.ckpt")), 9: arm})
     keep = saving(LIGHTNING, tmp_path, every_n_train_steps=1, **{**NEWEST, "save_last": "link"})
-    # Once in a while gloo does not notice that a peer is gone; then the timeout ends the other rank.
-    run = partial(run_fit, steps=1000, callbacks=[overwriting, *keep], timeout=timedelta(seconds=20))
+    # Once in a while gloo does not notice that a peer is gone; then the timeout ends the other
+    # rank.
+    run = partial(
+        run_fit, steps=1000, callbacks=[overwriting, *keep], timeout=timedelta(seconds=20)
+    )
     run_processes(run, 2, expect_failure=True)
     step = torch.load(tmp_path / "only.ckpt", weights_only=True)["global_step"]
     assert step >= 7
@@ -526,11 +708,15 @@ class Gated(TorchCheckpointIO):  # type: ignore[misc, valid-type]
 
 
 @in_ranks(2)
-def test_what_is_removed_early_is_not_written_late(rank: int, tmp_path: Path, uninterrupted: list[Trained]) -> None:
+def test_what_is_removed_early_is_not_written_late(
+    rank: int, tmp_path: Path, uninterrupted: list[Trained]
+) -> None:
     io = Gated()
     gates = at({2: lambda trainer: io.gate.clear(), 6: lambda trainer: io.gate.set()})
     keep = [gates, *saving(LIGHTNING, tmp_path, every_n_train_steps=1, **NEWEST)]
-    late = run_fit(rank, 2, steps=8, callbacks=keep, trainer_choices={"plugins": [AsyncCheckpointIO(io)]})
+    late = run_fit(
+        rank, 2, steps=8, callbacks=keep, trainer_choices={"plugins": [AsyncCheckpointIO(io)]}
+    )
     assert_resumed(late, uninterrupted[rank], 0, end=8)
     assert "save_checkpoint" not in vars(io)
     if rank == 0:
@@ -539,7 +725,9 @@ def test_what_is_removed_early_is_not_written_late(rank: int, tmp_path: Path, un
         assert_whole(tmp_path / "step=8.ckpt")
 
 
-def test_an_older_folder_stays_until_a_later_file_stands(tmp_path: Path, uninterrupted: list[Trained]) -> None:
+def test_an_older_folder_stays_until_a_later_file_stands(
+    tmp_path: Path, uninterrupted: list[Trained]
+) -> None:
     path = tmp_path / "only.ckpt"
 
     def stands(saves: int) -> bool:
@@ -558,13 +746,20 @@ def test_an_older_folder_stays_until_a_later_file_stands(tmp_path: Path, uninter
                 os.kill(os.getpid(), signal.SIGKILL)
 
         acts = at({10: save(path), 12: hold_back})
-        run_fit(rank, world_size, steps=14, callbacks=[acts], trainer_choices={"plugins": [AsyncCheckpointIO(io)]})
+        run_fit(
+            rank,
+            world_size,
+            steps=14,
+            callbacks=[acts],
+            trainer_choices={"plugins": [AsyncCheckpointIO(io)]},
+        )
 
     def resumed(rank: int, world_size: int) -> None:
         late: dict[str, Any] = {"callbacks": [at({13: save(path)})], "trainer_choices": LATE}
         assert_resumed(run_fit(rank, world_size, path=path, **late), uninterrupted[rank], 10)
 
-    # Killed with two saves waiting: the file that stands there still has its folder, and the next save tidies up.
+    # Killed with two saves waiting: the file that stands there still has its folder, and the next
+    # save tidies up.
     assert "exit code -9" in run_processes(killed, 2, expect_failure=True)[0]
     assert torch.load(path, weights_only=True)["global_step"] == 10
     run_processes(resumed, 2)
@@ -599,7 +794,9 @@ class Thing(pl.Callback):  # type: ignore[misc, name-defined]
 
 
 class Elsewhere(LocalFileSystem):
-    """A protocol of its own, on a folder that all ranks see. Like an object store it keeps listings."""
+    """A protocol of its own, on a folder that all ranks see. Like an object store it keeps
+    listings.
+    """
 
     protocol = "elsewhere"
     cachable = True
@@ -617,7 +814,9 @@ class Elsewhere(LocalFileSystem):
 
 @not_in_the_oldest
 @in_ranks(2)
-def test_files_of_any_format_and_place_can_be_resumed(rank: int, tmp_path: Path, uninterrupted: list[Trained]) -> None:
+def test_files_of_any_format_and_place_can_be_resumed(
+    rank: int, tmp_path: Path, uninterrupted: list[Trained]
+) -> None:
     fsspec.register_implementation("elsewhere", Elsewhere, clobber=True)
     link, copies, boxed = tmp_path / "link.ckpt", tmp_path / "copies", tmp_path / "boxed"
 
@@ -652,7 +851,11 @@ def test_files_of_any_format_and_place_can_be_resumed(rank: int, tmp_path: Path,
         fit(0, callbacks=[at({step: save(f"{url}/only.ckpt") for step in (7, 9)}), *keep], **more)
         fit(9, path=f"{url}/only.ckpt")
         fit(24, path=f"{url}/last.ckpt")
-    for folder, own in ((copies, 16), (tmp_path / "elsewhere/now", 18), (tmp_path / "elsewhere/late", 18)):
+    for folder, own in (
+        (copies, 16),
+        (tmp_path / "elsewhere/now", 18),
+        (tmp_path / "elsewhere/late", 18),
+    ):
         stands = ["last.ckpt", f"step={own}.ckpt", "step=24.ckpt"]
         assert names_in(folder, "[ls]*") == sorted(stands + [f"{name}.sdiloco" for name in stands])
         for name in stands if folder == copies else [*stands, "only.ckpt"]:

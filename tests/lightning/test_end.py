@@ -18,7 +18,9 @@ FIT = "lightning_sdiloco.lightning.fit"
 
 
 class WithTeacher(nn.Module):
-    """A model with a frozen copy that follows it, a buffer, and a buffer that belongs to a rank alone."""
+    """A model with a frozen copy that follows it, a buffer, and a buffer that belongs to a rank
+    alone.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -38,16 +40,25 @@ class WithTeacher(nn.Module):
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    return {
+        name: tensor.detach().clone()
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
 
 
 @in_ranks(4)
-def test_what_ranks_write_differently_in_on_train_end_is_rank_0s_with_a_warning(rank: int, distribution: str) -> None:
+def test_what_ranks_write_differently_in_on_train_end_is_rank_0s_with_a_warning(
+    rank: int, distribution: str
+) -> None:
     written, said = dict[str, Tensor](), said_by(FIT)
 
     def average(trainer: Any, module: Any) -> None:
         with torch.no_grad():
-            for tensor in (module.net.student[0].weight, module.net.teacher[0].bias, module.net.threshold):
+            for tensor in (
+                module.net.student[0].weight,
+                module.net.teacher[0].bias,
+                module.net.threshold,
+            ):
                 tensor.add_(1.0 + rank)
             module.net.seen += rank
         written.update(tensors(module))
@@ -56,12 +67,16 @@ def test_what_ranks_write_differently_in_on_train_end_is_rank_0s_with_a_warning(
     choices = {"callbacks": [on(distribution, on_train_end=average)]}
 
     def make(*args: Any, **kwargs: Any) -> Any:
-        return fits.module(distribution, net=net, on_train_batch_end=lambda self, *_: net.follow(rank))
+        return fits.module(
+            distribution, net=net, on_train_batch_end=lambda self, *_: net.follow(rank)
+        )
 
     def inspect(trainer: Any, module: Any) -> tuple[Any, Any]:
         return trainer.strategy.outer_state_dict(), tensors(module)
 
-    trained = fits.fit(rank, 4, 2, 9, SHORT, distribution, inspect=inspect, trainer_choices=choices, make=make)
+    trained = fits.fit(
+        rank, 4, 2, 9, SHORT, distribution, inspect=inspect, trainer_choices=choices, make=make
+    )
     outer, model = trained["inspected"]
     assert rank or same(model, written)
     assert int(model.pop("net.seen")) == int(written["net.seen"]), "it belongs to this rank alone"
@@ -88,7 +103,9 @@ def test_what_all_ranks_write_alike_in_on_train_end_stays_without_a_warning(rank
     callbacks = {"callbacks": [on(on_train_end=average)]}
     trained = fits.fit(rank, 2, 2, 9, SHORT, trainer_choices=callbacks)
     assert bool((trained["model"]["0.weight"] == 0.25).all())
-    assert not bool((trained["outer"]["0.weight"] == 0.25).any()), "the outer model can still be read"
+    assert not bool((trained["outer"]["0.weight"] == 0.25).any()), (
+        "the outer model can still be read"
+    )
     assert not [text for text in said if "differ between ranks" in text]
 
 
@@ -118,10 +135,15 @@ def test_sharded_parameters_that_groups_write_differently_are_those_of_group_0(r
 
     choices = {**SHORT, "data_parallel_size": 2, "tensor_parallel_size": 1}
     callbacks = {"callbacks": [on(on_train_end=average)], "limit_val_batches": 0}
-    trained = fits.fit(rank, 4, 2, 9, choices, trainer_choices=callbacks, make=make, loader=fits.batches(rank // 2))
+    trained = fits.fit(
+        rank, 4, 2, 9, choices, trainer_choices=callbacks, make=make, loader=fits.batches(rank // 2)
+    )
     assert agreed(trained["model"])
     assert same(trained["model"], trained["outer"]), "group 0 added nothing"
-    assert rank or "After training 1 tensors of the model differ between ranks: 'net.0.weight'." in said[-1]
+    assert (
+        rank
+        or "After training 1 tensors of the model differ between ranks: 'net.0.weight'." in said[-1]
+    )
 
 
 def test_the_caller_of_forked_ranks_gets_back_what_rank_0_wrote_at_the_end() -> None:
@@ -130,7 +152,9 @@ def test_the_caller_of_forked_ranks_gets_back_what_rank_0_wrote_at_the_end() -> 
             module.net[0].weight.fill_(1.0 + trainer.global_rank)
 
     model, chosen = fits.module(net=mlp(0)), fits.strategy(start_method="fork", **SHORT)
-    trainer = fits.trainer(strategy=chosen, devices=2, max_steps=9, callbacks=[on(on_train_end=average)])
+    trainer = fits.trainer(
+        strategy=chosen, devices=2, max_steps=9, callbacks=[on(on_train_end=average)]
+    )
     before, loader = tensors(model), fits.batches(0)
     trainer.fit(model, loader)
     assert bool((model.net[0].weight == 1.0).all())
@@ -195,7 +219,9 @@ def test_what_does_not_travel_is_group_0s_after_finish_in_a_plain_loop(ranks: in
             from lightning_sdiloco import WorkerGroups
 
             groups = WorkerGroups(2)
-            wrapped = DistributedDataParallel(net, process_group=groups.process_group, broadcast_buffers=False)
+            wrapped = DistributedDataParallel(
+                net, process_group=groups.process_group, broadcast_buffers=False
+            )
             engine = StreamingDiLoCo(wrapped, worker_groups=groups, **SHORT)
         for step in range(9):
             optimizer.zero_grad()

@@ -1,4 +1,6 @@
-"""Which weights are evaluated, averaged and saved: all ranks agree on them, and training goes on as it was."""
+"""Which weights are evaluated, averaged and saved: all ranks agree on them, and training goes on
+as it was.
+"""
 
 import importlib
 from functools import partial
@@ -12,8 +14,27 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from tests import fits
-from tests.fits import LIGHTNING, SomeBatches, Trained, assert_same, at, on, refusal, save, saving, unequal
-from tests.lightning.test_checkpoint import CHOICES, MOMENTUM, STEPS, assert_resumed, outer_of, run_fit, traced
+from tests.fits import (
+    LIGHTNING,
+    SomeBatches,
+    Trained,
+    assert_same,
+    at,
+    on,
+    refusal,
+    save,
+    saving,
+    unequal,
+)
+from tests.lightning.test_checkpoint import (
+    CHOICES,
+    MOMENTUM,
+    STEPS,
+    assert_resumed,
+    outer_of,
+    run_fit,
+    traced,
+)
 from tests.ranks import agreed, in_ranks
 from tests.training import mlp
 
@@ -21,11 +42,17 @@ SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "stri
 
 
 def net_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: values.clone() for name, values in model.state_dict().items() if name.startswith("net.")}
+    return {
+        name: values.clone()
+        for name, values in model.state_dict().items()
+        if name.startswith("net.")
+    }
 
 
 def evaluated(distribution: str = LIGHTNING, seed: int = 0) -> Any:
-    """A traced module that keeps what it holds in each step of an evaluation, and logs in three ways."""
+    """A traced module that keeps what it holds in each step of an evaluation, and logs in three
+    ways.
+    """
 
     def validation_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
         self.seen.append(net_of(self))
@@ -38,22 +65,36 @@ def evaluated(distribution: str = LIGHTNING, seed: int = 0) -> Any:
         self.seen.append(net_of(self))
         return torch.as_tensor(self.net(parts[0]))
 
-    steps = {"validation_step": validation_step, "test_step": validation_step, "predict_step": predict_step}
+    steps = {
+        "validation_step": validation_step,
+        "test_step": validation_step,
+        "predict_step": predict_step,
+    }
     model = traced(distribution, seed, seen=[], **steps)
     model.metric = MeanMetric()
     return model
 
 
 @in_ranks(4)
-def test_validation_changes_nothing_and_agrees_everywhere(rank: int, distribution: str, tmp_path: Path) -> None:
-    """Local parameters, statistics of BatchNorm and inner optimizer state, before every step; so does an average."""
+def test_validation_changes_nothing_and_agrees_everywhere(
+    rank: int, distribution: str, tmp_path: Path
+) -> None:
+    """Local parameters, statistics of BatchNorm and inner optimizer state, before every step; so
+    does an average.
+    """
     callbacks = importlib.import_module(distribution).callbacks
     loader, average = SomeBatches(rank, 2), callbacks.EMAWeightAveraging(decay=0.6)
 
     class Reader(callbacks.Callback):
         def on_validation_start(self, trainer: Any, module: Any) -> None:
-            in_flight.append(len(trainer.strategy.engine.in_flight) if trainer.strategy.engine else 0)
-            averaged = average in trainer.callbacks and trainer.state.fn == "fit" and not trainer.sanity_checking
+            in_flight.append(
+                len(trainer.strategy.engine.in_flight) if trainer.strategy.engine else 0
+            )
+            averaged = (
+                average in trainer.callbacks
+                and trainer.state.fn == "fit"
+                and not trainer.sanity_checking
+            )
             averages.extend([net_of(average._average_model.module)] if averaged else [])
 
         def on_validation_end(self, trainer: Any, module: Any) -> None:
@@ -72,16 +113,27 @@ def test_validation_changes_nothing_and_agrees_everywhere(rank: int, distributio
     plain = fit(limit_val_batches=0)[1].trace
     assert any(name.startswith("outer ") for name in plain[13])
     for more in ([], [average]):
-        in_flight, numbers, averages = list[int](), list[dict[str, float]](), list[dict[str, Tensor]]()
+        in_flight, numbers, averages = (
+            list[int](),
+            list[dict[str, float]](),
+            list[dict[str, Tensor]](),
+        )
         folder = tmp_path / str(len(more))
         save = saving(distribution, folder, every_n_train_steps=7, save_last=True)
-        fitted, model = fit(val_check_interval=1, callbacks=[Reader(), *save, *more], enable_checkpointing=True)
-        assert {at: wrong for at, its in plain.items() if (wrong := unequal(model.trace[at], its))} == {}
+        fitted, model = fit(
+            val_check_interval=1, callbacks=[Reader(), *save, *more], enable_checkpointing=True
+        )
+        assert {
+            at: wrong for at, its in plain.items() if (wrong := unequal(model.trace[at], its))
+        } == {}
         assert max(in_flight) > 1
         assert len(model.seen) == 30
         assert all(map(agreed, model.seen))
-        assert [unequal(*both) for both in zip(averages, model.seen[2::2], strict=False)] == [[]] * 14 * len(more)
-        # In the fit after the last step, after the fit, and from its last checkpoint, elsewhere too.
+        assert [unequal(*both) for both in zip(averages, model.seen[2::2], strict=False)] == [
+            []
+        ] * 14 * len(more)
+        # In the fit after the last step, after the fit, and from its last checkpoint, elsewhere
+        # too.
         last = str(folder / "last.ckpt")
         elsewhere = trainer(), evaluated(distribution, seed=7), last
         for one, its, path in ((fitted, model, None), (fitted, model, last), elsewhere):
@@ -92,7 +144,9 @@ def test_validation_changes_nothing_and_agrees_everywhere(rank: int, distributio
 
 
 @in_ranks(2)
-def test_evaluate_local_validates_groups_and_saves_outer_models(rank: int, distribution: str, tmp_path: Path) -> None:
+def test_evaluate_local_validates_groups_and_saves_outer_models(
+    rank: int, distribution: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=r"evaluate='inner' is unknown: .*Choose one of them"):
         fits.strategy(distribution, evaluate="inner")
     local: list[dict[str, Tensor]] = []
@@ -104,15 +158,24 @@ def test_evaluate_local_validates_groups_and_saves_outer_models(rank: int, distr
 
     (save,) = saving(distribution, tmp_path, monitor="loss")
     model = evaluated(distribution, seed=rank)
-    often: dict[str, Any] = {"val_check_interval": 3, "num_sanity_val_steps": 0, "enable_checkpointing": True}
+    often: dict[str, Any] = {
+        "val_check_interval": 3,
+        "num_sanity_val_steps": 0,
+        "enable_checkpointing": True,
+    }
     often |= {"callbacks": [on(distribution, on_train_batch_end=note), save]}
     strategy = fits.strategy(distribution, evaluate="local", **{**SHORT, "fragments": [["*"]]})
     trainer = fits.trainer(distribution, strategy=strategy, devices=2, max_steps=12, **often)
     trainer.fit(model, SomeBatches(rank, 20), SomeBatches(rank, 1))
-    assert [unequal(seen, local[step]) for seen, step in zip(model.seen, (2, 5, 8, 11), strict=True)] == [[]] * 4
+    assert [
+        unequal(seen, local[step]) for seen, step in zip(model.seen, (2, 5, 8, 11), strict=True)
+    ] == [[]] * 4
     assert [agreed(seen) for seen in model.seen] == [False, False, False, True]
     assert agreed(save.best_model_path)
-    saved = [torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)["state_dict"] for step in (3, 6, 9)]
+    saved = [
+        torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)["state_dict"]
+        for step in (3, 6, 9)
+    ]
     # The first landing follows inner step 7; until then files hold the mean of the groups.
     for values, mine in zip(saved[:2], model.seen, strict=False):
         for name in outer[8]:
@@ -123,19 +186,29 @@ def test_evaluate_local_validates_groups_and_saves_outer_models(rank: int, distr
 
 
 @in_ranks(2)
-def test_evaluating_around_fits_overwrites_nothing_and_predicts(rank: int, distribution: str, tmp_path: Path) -> None:
+def test_evaluating_around_fits_overwrites_nothing_and_predicts(
+    rank: int, distribution: str, tmp_path: Path
+) -> None:
     written: dict[str, list[Tensor]] = {"batches": [], "epoch": []}
 
     class Writer(importlib.import_module(distribution).callbacks.BasePredictionWriter):
-        def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, *args: Any) -> None:
+        def write_on_batch_end(
+            self, trainer: Any, module: Any, prediction: Any, *args: Any
+        ) -> None:
             written["batches"].append(prediction)
 
-        def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        def write_on_epoch_end(
+            self, trainer: Any, module: Any, predictions: Any, indices: Any
+        ) -> None:
             written["epoch"] = predictions
 
     model, loader = evaluated(distribution), SomeBatches(rank, 2)
     strategy = fits.strategy(distribution, **SHORT)
-    quiet = {"num_sanity_val_steps": 0, "limit_val_batches": 0, "callbacks": [Writer("batch_and_epoch")]}
+    quiet = {
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0,
+        "callbacks": [Writer("batch_and_epoch")],
+    }
     trainer = fits.trainer(distribution, strategy=strategy, devices=2, max_steps=6, **quiet)
     losses = []
     for steps in (0, 6, 13):
@@ -146,7 +219,10 @@ def test_evaluating_around_fits_overwrites_nothing_and_predicts(rank: int, distr
         model.seen.clear()
         written["batches"].clear()
         trainer.limit_val_batches = 1.0
-        told = [evaluate(model, loader, verbose=False)[0]["loss"] for evaluate in (trainer.validate, trainer.test)]
+        told = [
+            evaluate(model, loader, verbose=False)[0]["loss"]
+            for evaluate in (trainer.validate, trainer.test)
+        ]
         assert told[0] == told[1]
         assert len(trainer.predict(model, loader)) == 2
         trainer.limit_val_batches = 0
@@ -163,27 +239,43 @@ def test_evaluating_around_fits_overwrites_nothing_and_predicts(rank: int, distr
     model.eval()
     with torch.no_grad():
         expected = [model.net(parts[0]) for parts in loader]
-    assert [list(map(torch.equal, expected, predictions)) for predictions in written.values()] == [[True] * 2] * 2
+    assert [list(map(torch.equal, expected, predictions)) for predictions in written.values()] == [
+        [True] * 2
+    ] * 2
 
 
 DECAY = 0.6
-HOOKS = {"should_update", "on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_train_epoch_start"}
+HOOKS = {
+    "should_update",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_train_epoch_start",
+}
 
 
 def averaging(distribution: str = LIGHTNING, **choices: Any) -> Any:
-    return importlib.import_module(distribution).callbacks.EMAWeightAveraging(decay=DECAY, **choices)
+    return importlib.import_module(distribution).callbacks.EMAWeightAveraging(
+        decay=DECAY, **choices
+    )
 
 
 def stochastic(distribution: str = LIGHTNING) -> Any:
     """With a learning rate that changes the steps, from the third epoch on."""
-    return importlib.import_module(distribution).callbacks.StochasticWeightAveraging(0.2, swa_epoch_start=3)
+    return importlib.import_module(distribution).callbacks.StochasticWeightAveraging(
+        0.2, swa_epoch_start=3
+    )
 
 
 def landed(fitted: Trained) -> dict[int, dict[str, Tensor]]:
     """The outer parameters at each landing, the last of which is the end."""
     steps = sorted(fitted["trace"])
     outer = {step: outer_of(fitted, step) for step in steps} | {steps[-1] + 1: fitted["outer"]}
-    return {step: outer[step] for step in [*steps[1:], steps[-1] + 1] if unequal(outer[step - 1], outer[step])}
+    return {
+        step: outer[step]
+        for step in [*steps[1:], steps[-1] + 1]
+        if unequal(outer[step - 1], outer[step])
+    }
 
 
 def expected_average(outer: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -198,7 +290,11 @@ def among(values: dict[str, Tensor], names: dict[str, Tensor]) -> dict[str, Tens
 
 
 def fit(
-    place: tuple[int, int], distribution: str = LIGHTNING, every: int = 3, then: Any = (), **choices: Any
+    place: tuple[int, int],
+    distribution: str = LIGHTNING,
+    every: int = 3,
+    then: Any = (),
+    **choices: Any,
 ) -> Trained:
     average = averaging(distribution, update_every_n_steps=every)
     averages: dict[int, dict[str, Tensor]] = {}
@@ -214,10 +310,14 @@ def fit(
 
 
 @in_ranks(2)
-def test_averages_by_step_are_of_outer_parameters_and_resume(rank: int, distribution: str, tmp_path: Path) -> None:
+def test_averages_by_step_are_of_outer_parameters_and_resume(
+    rank: int, distribution: str, tmp_path: Path
+) -> None:
     place = rank, 2
     plain = run_fit(*place, distribution=distribution)
-    saved = fit(place, distribution, then={step: save(tmp_path / str(step)) for step in (16, STEPS)})
+    saved = fit(
+        place, distribution, then={step: save(tmp_path / str(step)) for step in (16, STEPS)}
+    )
     landings, outer = landed(saved), saved["outer"]
     assert_same(outer, plain["outer"])
     assert_resumed(saved, plain, 0)
@@ -230,23 +330,32 @@ def test_averages_by_step_are_of_outer_parameters_and_resume(rank: int, distribu
     file = torch.load(tmp_path / str(STEPS), weights_only=True)
     assert_same(among(file["state_dict"], outer), expected)
     assert_same(among(file["current_model_state"], outer), outer)
-    # 15: something landed and no update was wanted; 16: one was wanted and nothing landed; 13: both.
+    # 15: something landed and no update was wanted; 16: one was wanted and nothing landed; 13:
+    # both.
     for end in (13, 15, 16):
         fit(place, distribution, steps=end, then={end: save(tmp_path / f"finished {end}")})
     for name, step in (("16", 16), ("finished 13", 13), ("finished 15", 15), ("finished 16", 16)):
         resumed = fit(place, distribution, path=tmp_path / name)
         assert_resumed(resumed, saved, step)
         assert_same(resumed["model"], saved["model"])
-        assert [n for n, values in resumed["averages"].items() if unequal(values, saved["averages"][n])] == []
+        assert [
+            n for n, values in resumed["averages"].items() if unequal(values, saved["averages"][n])
+        ] == []
     stop = {16: lambda trainer: setattr(trainer, "should_stop", True)}
     stopped = fit(place, distribution, every=1, steps=1000, then=stop)
-    assert sorted(landed(stopped)) == [13, 15, 16]  # step 16 wanted an update too, and the end is a landing
+    assert sorted(landed(stopped)) == [
+        13,
+        15,
+        16,
+    ]  # step 16 wanted an update too, and the end is a landing
     expected = expected_average([*landed(stopped).values()])
     assert_same(among(stopped["model"], expected), expected)
 
 
 @in_ranks(3)
-def test_with_another_number_of_groups_all_start_from_the_outer_parameters(rank: int, tmp_path: Path) -> None:
+def test_with_another_number_of_groups_all_start_from_the_outer_parameters(
+    rank: int, tmp_path: Path
+) -> None:
     of = partial(fit, (rank, 3), every=1, steps=18, overlap_steps=0)
     of(groups=1, then={16: save(tmp_path / "of one")})
     outer = torch.load(tmp_path / "of one", weights_only=True)["current_model_state"]
@@ -256,7 +365,9 @@ def test_with_another_number_of_groups_all_start_from_the_outer_parameters(rank:
 
 
 @in_ranks(2)
-def test_averages_of_epochs_are_of_outer_parameters_and_resume(rank: int, distribution: str, tmp_path: Path) -> None:
+def test_averages_of_epochs_are_of_outer_parameters_and_resume(
+    rank: int, distribution: str, tmp_path: Path
+) -> None:
     def at_end(trainer: Any, module: Any) -> None:
         outer = trainer.strategy.outer_state_dict().items()
         ends.append({name.removeprefix("net."): values for name, values in outer})
@@ -264,12 +375,18 @@ def test_averages_of_epochs_are_of_outer_parameters_and_resume(rank: int, distri
     def fit(average: Any, epochs: int, folder: str = "", resume: str = "") -> Trained:
         saves = [] if resume else saving(distribution, tmp_path / folder, filename="{epoch}")
         saves += [on(distribution, on_train_epoch_end=at_end)]
-        more = {"max_epochs": epochs, "callbacks": [average, *saves], "enable_checkpointing": not resume}
+        more = {
+            "max_epochs": epochs,
+            "callbacks": [average, *saves],
+            "enable_checkpointing": not resume,
+        }
         given: dict[str, Any] = {"trainer_choices": more, "loader": SomeBatches(rank, 9)}
         given["resume"] = tmp_path / resume if resume else None
         ends.clear()
         own = {**CHOICES, **MOMENTUM}
-        trained = fits.fit(rank, 2, 2, 40 if epochs < 0 else -1, own, distribution, inspect=rate, **given)
+        trained = fits.fit(
+            rank, 2, 2, 40 if epochs < 0 else -1, own, distribution, inspect=rate, **given
+        )
         assert not set(vars(average)) & HOOKS, "hooks are put back"
         assert agreed(trained["model"])
         return trained
@@ -299,7 +416,9 @@ def test_averages_of_epochs_are_of_outer_parameters_and_resume(rank: int, distri
 
 
 @in_ranks(2)
-def test_an_average_in_another_precision_in_a_second_fit_and_with_own_buffers(rank: int, tmp_path: Path) -> None:
+def test_an_average_in_another_precision_in_a_second_fit_and_with_own_buffers(
+    rank: int, tmp_path: Path
+) -> None:
     for precision in ("64-true", "bf16-true", "bf16-mixed"):
         choices = {"callbacks": [averaging()], "trainer_choices": {"precision": precision}}
         assert agreed(run_fit(rank, 2, steps=15, **choices)["model"]), precision
@@ -315,7 +434,9 @@ def test_an_average_in_another_precision_in_a_second_fit_and_with_own_buffers(ra
     assert_same(dict(model.state_dict()), expected_average(list(landed(second).values())))
 
     def count_on(net: Any, inputs: Any) -> None:
-        """In every rank at another pace, as the counter of BatchNorm does where groups have other batches."""
+        """In every rank at another pace, as the counter of BatchNorm does where groups have other
+        batches.
+        """
         net.count += rank + 1
 
     def made(*_: Any, **__: Any) -> Any:
@@ -329,10 +450,15 @@ def test_an_average_in_another_precision_in_a_second_fit_and_with_own_buffers(ra
         average = averaging(update_every_n_steps=100, update_starting_at_step=5)
         average.should_update = lambda step_idx=None, epoch_idx=None: step_idx == 5
         saves = [] if path else [at({18: save(tmp_path / "18")})]
-        given: dict[str, Any] = {"trainer_choices": {"callbacks": [average, *saves]}, "resume": path}
+        given: dict[str, Any] = {
+            "trainer_choices": {"callbacks": [average, *saves]},
+            "resume": path,
+        }
         given |= {"make": made, "loader": SomeBatches(rank, 30)}
         torch.manual_seed(0)
-        trained = fits.fit(rank, 2, 2, 20, CHOICES, inspect=lambda trainer, module: int(module.net.count), **given)
+        trained = fits.fit(
+            rank, 2, 2, 20, CHOICES, inspect=lambda trainer, module: int(module.net.count), **given
+        )
         return int(trained["inspected"])
 
     count = counted()
@@ -355,12 +481,18 @@ def test_callbacks_that_cannot_work_are_refused(rank: int) -> None:
     refused: list[tuple[str, list[Any], dict[str, Any]]] = [
         ("Several callbacks average weights", [averaging(), callbacks.WeightAveraging()], {}),
         ("StochasticWeightAveraging, EMAWeightAveraging", [stochastic(), averaging()], {}),
-        ("StochasticWeightAveraging does not work with a model that has BatchNorm", [stochastic()], {}),
+        (
+            "StochasticWeightAveraging does not work with a model that has BatchNorm",
+            [stochastic()],
+            {},
+        ),
         ("ModelPruning prunes by the local", [callbacks.ModelPruning("l1_unstructured")], {}),
         ("SpikeDetection asks all ranks after every batch", [spikes()], {}),
         ("val_check_interval is a time, 600 s: ", [], {"val_check_interval": "00:00:10:00"}),
     ]
     for words, chosen, choices in refused:
         model = fits.module(net=nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)))
-        trainer = fits.trainer(strategy=fits.strategy(**CHOICES), devices=2, max_epochs=2, callbacks=chosen, **choices)
+        trainer = fits.trainer(
+            strategy=fits.strategy(**CHOICES), devices=2, max_epochs=2, callbacks=chosen, **choices
+        )
         assert words in refusal(trainer.fit, model, SomeBatches(rank, 4))

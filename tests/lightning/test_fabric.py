@@ -1,4 +1,6 @@
-"""Loops of Fabric: the bits of the engine in a plain loop, DDP inside the group only, outer checkpoints."""
+"""Loops of Fabric: the bits of the engine in a plain loop, DDP inside the group only, outer
+checkpoints.
+"""
 
 import gc
 import importlib
@@ -12,7 +14,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sdiloco import DenseBeginning, Federation, StreamingDiLoCo, StreamingDiLoCoFabricStrategy, WorkerGroups
+from lightning_sdiloco import (
+    DenseBeginning,
+    Federation,
+    StreamingDiLoCo,
+    StreamingDiLoCoFabricStrategy,
+    WorkerGroups,
+)
 from lightning_sdiloco import pytorch_lightning as other_distribution
 from lightning_sdiloco.federation.memory import InProcessHub
 from lightning_sdiloco.federation.messages import Record
@@ -37,7 +45,9 @@ STRATEGIES = {
 def fabric_of(world_size: int, distribution: str = "lightning.fabric", **choices: Any) -> Any:
     """A Fabric that is launched, of two worker groups."""
     strategy = STRATEGIES[distribution](**{"worker_groups": 2, **CHOICES, **choices})
-    fabric = importlib.import_module(distribution).Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
+    fabric = importlib.import_module(distribution).Fabric(
+        accelerator="cpu", devices=world_size, strategy=strategy
+    )
     fabric.launch()
     return fabric
 
@@ -50,12 +60,16 @@ def train(fabric: Any, optimizer: Any, loss: Tensor) -> None:
 
 
 def halves(rank: int, world_size: int, step: int) -> Any:
-    """What a rank sees of the batch of its group, in two micro-batches; nothing where its group is idle."""
+    """What a rank sees of the batch of its group, in two micro-batches; nothing where its group is
+    idle.
+    """
     size = world_size // 2
     if rank // size == 1 and step % 5 == 0:
         return []
     x, y = batch(rank // size, step)
-    return list(zip(x.chunk(size)[rank % size].chunk(2), y.chunk(size)[rank % size].chunk(2), strict=True))
+    return list(
+        zip(x.chunk(size)[rank % size].chunk(2), y.chunk(size)[rank % size].chunk(2), strict=True)
+    )
 
 
 def in_fabric(
@@ -83,7 +97,9 @@ def in_fabric(
         fabric.save(path, state)
     fabric.strategy.finish()
     assert fabric.strategy.finish() == []
-    assert [name for fragment in fabric.strategy.fragments for name in fragment.names] == list(model.state_dict())
+    assert [name for fragment in fabric.strategy.fragments for name in fragment.names] == list(
+        model.state_dict()
+    )
     assert fabric.strategy.report()["inner_steps"] == steps.stop - 1
     return {name: values.clone() for name, values in model.state_dict().items()}
 
@@ -112,14 +128,20 @@ def in_plain_loop(rank: int, world_size: int) -> dict[str, Tensor]:
     return {name: values.clone() for name, values in net.state_dict().items()}
 
 
-@pytest.mark.parametrize(("ranks", "distribution"), [(2, "lightning_fabric"), (4, "lightning.fabric")])
-def test_a_loop_of_fabric_gives_the_bits_of_a_plain_one(ranks: int, distribution: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "distribution"), [(2, "lightning_fabric"), (4, "lightning.fabric")]
+)
+def test_a_loop_of_fabric_gives_the_bits_of_a_plain_one(
+    ranks: int, distribution: str, tmp_path: Path
+) -> None:
     """Also where it is resumed in a dense beginning."""
     loop = partial(in_fabric, distribution=distribution, path=tmp_path / "a.ckpt")
     resumed = partial(loop, steps=range(3, STEPS + 1))
     cases = {"whole": loop, "saved": partial(loop, steps=range(1, 3)), "resumed": resumed}
     played, (expected, *_) = play(ranks, cases), run_ranks(in_plain_loop, ranks)
-    assert [same(actual, expected) for name in ("whole", "resumed") for actual in played[name]] == [True] * 2 * ranks
+    assert [same(actual, expected) for name in ("whole", "resumed") for actual in played[name]] == [
+        True
+    ] * 2 * ranks
 
 
 def with_a_critic(
@@ -128,7 +150,9 @@ def with_a_critic(
     """A loop whose first optimizer steps in every batch, and whose last one in every third."""
     fabric = fabric_of(world_size, fragments=4)
     net = nn.ModuleDict({"critic": mlp(rank), "generator": mlp(rank + 2)})
-    model, critic, generator = fabric.setup(net, *(inner_optimizer("adamw", part) for part in net.values()))
+    model, critic, generator = fabric.setup(
+        net, *(inner_optimizer("adamw", part) for part in net.values())
+    )
     state = {"model": model, "critic": critic, "generator": generator}
     if steps.start > 1:
         fabric.load(path, state)
@@ -140,7 +164,9 @@ def with_a_critic(
         if step == 4:
             fabric.save(path, state)
     fabric.strategy.finish()
-    return fabric.strategy.report()["inner_steps"], {name: values.clone() for name, values in net.state_dict().items()}
+    return fabric.strategy.report()["inner_steps"], {
+        name: values.clone() for name, values in net.state_dict().items()
+    }
 
 
 def test_a_batch_counts_once_whichever_optimizers_step_in_it(tmp_path: Path) -> None:
@@ -170,7 +196,11 @@ def test_a_loop_of_fabric_is_a_site_that_counts_by_what_goes_through_its_model(r
             model(half)
     fabric.strategy.finish()
     records = [Record.from_bytes(text) for _, text in hub.journal.read()]
-    assert [record.counted[0].weight for record in records if record.fragment == 0] == [4 * 8, 4 * 8, 3 * 8]
+    assert [record.counted[0].weight for record in records if record.fragment == 0] == [
+        4 * 8,
+        4 * 8,
+        3 * 8,
+    ]
 
 
 @in_ranks(4)
@@ -200,18 +230,27 @@ def test_what_goes_over_all_ranks_and_what_stays_in_the_group_and_what_a_checkpo
     other = fabric_of(4, sync_every=5)  # whatever its settings
     fresh = other.setup(mlp(5))
     assert other.load(tmp_path / "a.ckpt", {"model": fresh}).keys() == {"optimizer", "step"}
-    with_optimizer = {"model": fresh, "optimizer": other.setup_optimizers(inner_optimizer("adamw", fresh))}
+    with_optimizer = {
+        "model": fresh,
+        "optimizer": other.setup_optimizers(inner_optimizer("adamw", fresh)),
+    }
     told = refusal(other.load, tmp_path / "a.ckpt", with_optimizer)
     assert "other settings: sync_every was 4, now it is 5" in told
-    stored, alone = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("a", "weights"))
+    stored, alone = (
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("a", "weights")
+    )
     assert (alone.keys(), stored["step"]) == ({"model"}, 10)
-    assert all(same(outer, held) for held in (stored["model"], alone["model"], dict(fresh.state_dict())))
+    assert all(
+        same(outer, held) for held in (stored["model"], alone["model"], dict(fresh.state_dict()))
+    )
     assert agreed(outer)
     assert not (tmp_path / "weights.ckpt.sdiloco").exists()
 
 
 @in_ranks(2)
-def test_what_one_strategy_cannot_train_is_refused(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_one_strategy_cannot_train_is_refused(
+    rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
     def trained() -> Any:
         fabric = fabric_of(2)
         model, optimizer = fabric.setup(net := mlp(), inner_optimizer("sgd", net))
@@ -221,7 +260,9 @@ def test_what_one_strategy_cannot_train_is_refused(rank: int, caplog: pytest.Log
     fabric = fabric_of(2)
     fabric.strategy.finish()
     assert "no optimizer from fabric.setup" in caplog.text
-    for model, optimizer in [fabric.setup(net, inner_optimizer("sgd", net)) for net in (mlp(0), mlp(1))]:
+    for model, optimizer in [
+        fabric.setup(net, inner_optimizer("sgd", net)) for net in (mlp(0), mlp(1))
+    ]:
         fabric.backward(model(torch.ones(2, 5)).sum())
         told = refusal(optimizer.step)
         assert "One strategy trains one model" in told
@@ -238,11 +279,15 @@ def test_what_one_strategy_cannot_train_is_refused(rank: int, caplog: pytest.Log
     caplog.clear()
     trained()
     gc.collect()  # it was dropped, as at the end of a script
-    assert ("ended after 1 inner steps without fabric.strategy.finish()" in caplog.text) == (rank == 0)
+    assert ("ended after 1 inner steps without fabric.strategy.finish()" in caplog.text) == (
+        rank == 0
+    )
 
 
 @in_ranks(2)
-def test_arguments_of_the_base_class_arrive_and_groups_are_the_processes_that_an_environment_knows(rank: int) -> None:
+def test_arguments_of_the_base_class_arrive_and_groups_are_the_processes_that_an_environment_knows(
+    rank: int,
+) -> None:
     for distribution, kind in STRATEGIES.items():
         plugins = importlib.import_module(f"{distribution}.plugins")
         given = {
@@ -260,7 +305,11 @@ def test_arguments_of_the_base_class_arrive_and_groups_are_the_processes_that_an
         fabric = make(accelerator="cpu", devices="auto", strategy=kind(), plugins=plugins)
         fabric.launch()
         loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.arange(8)), batch_size=1))
-        assert (fabric.world_size, fabric.global_rank, fabric.strategy.topology.num_groups) == (2, rank, 2)
+        assert (fabric.world_size, fabric.global_rank, fabric.strategy.topology.num_groups) == (
+            2,
+            rank,
+            2,
+        )
         assert sorted(int(value) for (value,) in loader) == list(range(rank, 8, 2))
         fabric.barrier()  # the store, in rank 0, is there until both have made their process groups
 
@@ -281,7 +330,8 @@ def main(fabric):
         optimizer.step()
     fabric.strategy.finish()
     one, other = fabric.all_gather(net.weight.detach().sum())
-    sys.stdout.write(f"{one == other} {fabric.strategy.topology.num_groups}\\n")  # at once, since both ranks write
+    # at once, since both ranks write
+    sys.stdout.write(f"{one == other} {fabric.strategy.topology.num_groups}\\n")
     fabric.barrier()
 
 
@@ -297,7 +347,11 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     "name",
-    ["streaming_diloco", "streaming_diloco_fork", pytest.param("streaming_diloco_spawn", marks=pytest.mark.large)],
+    [
+        "streaming_diloco",
+        "streaming_diloco_fork",
+        pytest.param("streaming_diloco_spawn", marks=pytest.mark.large),
+    ],
 )
 def test_processes_start_by_the_name_of_the_strategy(name: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -317,7 +371,9 @@ def with_another_head(rank: int, world_size: int) -> dict[str, Tensor]:
             assert not fabric.strategy.engine.in_flight
             assert agreed({"head": net[6].weight.detach()})
             assert not agreed({"body": body})
-            assert not agreed({"body": net[0].weight.detach()}), "groups keep what they have trained"
+            assert not agreed({"body": net[0].weight.detach()}), (
+                "groups keep what they have trained"
+            )
         size = world_size // 2
         x, y = batch(rank // size, step)
         train(fabric, optimizer, nn.functional.mse_loss(model(x)[:, :3], y))
@@ -356,7 +412,10 @@ def test_two_models_of_two_fabrics_train_together_as_each_does_alone() -> None:
                 train(fabric, optimizer, nn.functional.mse_loss(model(x), y))
         for fabric in fabrics:
             fabric.strategy.finish()
-        return [{name: values.clone() for name, values in model.state_dict().items()} for model in models]
+        return [
+            {name: values.clone() for name, values in model.state_dict().items()}
+            for model in models
+        ]
 
     cases = {str(seeds): partial(trained, seeds=seeds) for seeds in ((1,), (2,), (1, 2))}
     played = play(2, cases)

@@ -1,4 +1,6 @@
-"""Sites as real processes with the Trainer, over gRPC: of one rank and of several, and some of them fail."""
+"""Sites as real processes with the Trainer, over gRPC: of one rank and of several, and some of
+them fail.
+"""
 
 import os
 import signal
@@ -37,20 +39,43 @@ def test_a_strategy_refuses_by_name_what_a_federation_cannot_do() -> None:
         assert f"{name}={value!r} does not work with a federation" in told
 
 
-def test_a_federation_is_given_in_yaml_by_its_class_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_federation_is_given_in_yaml_by_its_class_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     init_keys("keys", "llm-7b")
     add_keys("keys", "site-b").rename("site-b.bundle")
-    chosen: dict[str, Any] = {"hub": "a.example:29400", "run": "llm-7b", "site": "site-b", "keys": "site-b.bundle"}
+    chosen: dict[str, Any] = {
+        "hub": "a.example:29400",
+        "run": "llm-7b",
+        "site": "site-b",
+        "keys": "site-b.bundle",
+    }
     for quorum, made in (
         (3, 3),
-        ({"class_path": "lightning_sdiloco.DynamicBackup", "init_args": {"least": 0.25}}, DynamicBackup(0.25)),
-        ({"class_path": "tests.own_quorum.Core", "init_args": {"core": ["site-a"]}}, Core(["site-a"])),
+        (
+            {"class_path": "lightning_sdiloco.DynamicBackup", "init_args": {"least": 0.25}},
+            DynamicBackup(0.25),
+        ),
+        (
+            {"class_path": "tests.own_quorum.Core", "init_args": {"core": ["site-a"]}},
+            Core(["site-a"]),
+        ),
     ):
-        own = {"class_path": "lightning_sdiloco.Federation", "init_args": {**chosen, "lease": 5, "quorum": quorum}}
-        strategy = {"class_path": "lightning_sdiloco.StreamingDiLoCoStrategy", "init_args": {"federation": own}}
-        Path("config.yaml").write_text(yaml.safe_dump({"trainer": {"accelerator": "cpu", "strategy": strategy}}))
-        cli = LightningCLI(BoringModel, run=False, args=["--config", "config.yaml"], save_config_callback=None)
+        own = {
+            "class_path": "lightning_sdiloco.Federation",
+            "init_args": {**chosen, "lease": 5, "quorum": quorum},
+        }
+        strategy = {
+            "class_path": "lightning_sdiloco.StreamingDiLoCoStrategy",
+            "init_args": {"federation": own},
+        }
+        Path("config.yaml").write_text(
+            yaml.safe_dump({"trainer": {"accelerator": "cpu", "strategy": strategy}})
+        )
+        cli = LightningCLI(
+            BoringModel, run=False, args=["--config", "config.yaml"], save_config_callback=None
+        )
         federation = cli.trainer.strategy._options.federation
         assert (federation.site, federation.lease, federation.grace) == ("site-b", 5, "auto")
         assert federation.quorum == made
@@ -68,17 +93,30 @@ def test_sites_fail_the_others_go_on_at_their_pace_and_all_return(tmp_path: Path
     assert found["problems"] == []
     for span, others in zip(told.spans(), ({"a", "b"}, {"a", "c"}), strict=True):
         # The rounds that closed without it until it was heard of again count both others.
-        heard = [note["at"] for note in told.hub if note.get("site") == span.victim and note["at"] > span.ended]
+        heard = [
+            note["at"]
+            for note in told.hub
+            if note.get("site") == span.victim and note["at"] > span.ended
+        ]
         until = min(heard, default=span.ended)
-        closed = [note for note in told.hub if note["what"] == "append" and span.began < note["at"] < until]
+        closed = [
+            note
+            for note in told.hub
+            if note["what"] == "append" and span.began < note["at"] < until
+        ]
         counted = [{site for site, *_ in note["counted"]} for note in closed]
         assert set().union(*(sites for sites in counted if span.victim not in sites)) == others
-    starts = {site: [note["step"] for note in told.sites[site] if note["what"] == "training"] for site in "bc"}
+    starts = {
+        site: [note["step"] for note in told.sites[site] if note["what"] == "training"]
+        for site in "bc"
+    }
     assert starts["c"] == [0], "it was not started again"
     first, second = starts["b"]
     # It went on from its own checkpoint.
     killed = told.spans()[1].ended
-    assert first == 0 < second <= max(note["step"] for note in told.steps("b") if note["at"] < killed)
+    assert (
+        first == 0 < second <= max(note["step"] for note in told.steps("b") if note["at"] < killed)
+    )
 
 
 # Sites of several ranks
@@ -90,7 +128,9 @@ class Federation(World):
     def __init__(self, folder: Path) -> None:
         # However slow this machine is, every sample counts.
         super().__init__(folder, "ab", seconds=0.02, late="carry")
-        self.hub = HubService(RUN, folder / "hub.sqlite", sites=2, listen=self.hubs[0], keys=folder / "keys")
+        self.hub = HubService(
+            RUN, folder / "hub.sqlite", sites=2, listen=self.hubs[0], keys=folder / "keys"
+        )
         self.hub.start()
 
     def train(self, site: str, ranks: int = 1, **choices: Any) -> None:
@@ -117,19 +157,28 @@ class Federation(World):
 
     def counted(self, site: str, fragment: int) -> int:
         """How many samples of a site count."""
-        of_site = [own for record in self.records() if record.fragment == fragment and (own := record.of(site))]
+        of_site = [
+            own
+            for record in self.records()
+            if record.fragment == fragment and (own := record.of(site))
+        ]
         return sum(own.weight for own in of_site)
 
     def until(self, what: str, holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 400.0
         while not holds():
             assert not self.dead(), f"{what}: { {name: self.said(name) for name in self.dead()} }"
-            assert time.monotonic() < deadline, f"{what} did not happen: {self.hub.coordinator.status()}"
+            assert time.monotonic() < deadline, (
+                f"{what} did not happen: {self.hub.coordinator.status()}"
+            )
             time.sleep(0.05)
 
     def ends(self, *names: str) -> list[dict[str, Any]]:
         """What ranks write when they have ended, for which it waits."""
-        self.until(f"{names} end", lambda: all((self.notes(name) or [{}])[-1].get("what") == "ended" for name in names))
+        self.until(
+            f"{names} end",
+            lambda: all((self.notes(name) or [{}])[-1].get("what") == "ended" for name in names),
+        )
         return [self.notes(name)[-1] for name in names]
 
 
@@ -143,31 +192,42 @@ def federation(tmp_path: Path) -> Iterator[Federation]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_site_of_two_ranks_validates_alone_and_a_signal_to_one_of_them_ends_it(federation: Federation) -> None:
+def test_a_site_of_two_ranks_validates_alone_and_a_signal_to_one_of_them_ends_it(
+    federation: Federation,
+) -> None:
     federation.train("a", ranks=2, validates=6)
     federation.train("b")
     federation.until("both have landed a round", lambda: min(map(federation.round, "ab")) >= 1)
     os.kill(federation.processes["a1"].pid, signal.SIGTERM)
     first, second = federation.ends("a", "a1")
     steps = federation.notes("a")[-2]["step"]
-    assert (federation.notes("a1")[-2]["step"], second["terminated"], first["terminated"]) == (steps, True, True)
+    assert (federation.notes("a1")[-2]["step"], second["terminated"], first["terminated"]) == (
+        steps,
+        True,
+        True,
+    )
     # What both had trained when they left counts.
     assert {federation.counted("a", fragment) for fragment in range(2)} == {steps * 8 * 2}
     assert first["report"]["bytes_sent"] == pytest.approx(second["report"]["bytes_sent"], rel=0.02)
     assert first["metrics"]["seen"] == second["metrics"]["seen"]
     assert min(first["metrics"]["trained"], second["metrics"]["trained"]) > 0
-    assert any(path.name.startswith("terminated") for path in (federation.folder / "a").glob("*.ckpt"))
+    assert any(
+        path.name.startswith("terminated") for path in (federation.folder / "a").glob("*.ckpt")
+    )
     there = federation.round("b")
     federation.until("the other one goes on", lambda: federation.round("b") > there + 1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_ranks_of_a_site_leave_out_micro_batches_and_it_counts_what_all_have_trained(federation: Federation) -> None:
+def test_ranks_of_a_site_leave_out_micro_batches_and_it_counts_what_all_have_trained(
+    federation: Federation,
+) -> None:
     federation.train("a", 2, steps=60, seconds=0.05, budget="auto")
     federation.train("b", steps=60, seconds=0.05, budget=60.0)
     first, second, other = federation.ends("a", "a1", "b")
-    # Ranks that have trained unequal numbers agree on budget and model, and the site counts as much as both trained.
+    # Ranks that have trained unequal numbers agree on budget and model, and the site counts as much
+    # as both trained.
     assert (first["budget"], first["same"]) == (second["budget"], second["same"])
     assert first["budget"] < 0.2
     assert second["dropped"] > first["dropped"]
@@ -180,7 +240,9 @@ def test_ranks_of_a_site_leave_out_micro_batches_and_it_counts_what_all_have_tra
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_torchrun_of_four_ranks_sends_as_much_as_one_and_goes_on_after_a_kill(federation: Federation) -> None:
+def test_a_torchrun_of_four_ranks_sends_as_much_as_one_and_goes_on_after_a_kill(
+    federation: Federation,
+) -> None:
     names = ["a", "a1", "a2", "a3", "b"]
     federation.train("b")
     agent = federation.run(train_under_torchrun, "a", ranks=4)
@@ -210,7 +272,9 @@ def test_a_torchrun_of_four_ranks_sends_as_much_as_one_and_goes_on_after_a_kill(
     for name in names[:4]:
         steps = [note["step"] for note in federation.notes(name) if "took" in note]
         # It went on from its checkpoint.
-        (began,) = [after for before, after in zip(steps, steps[1:], strict=False) if after <= before]
+        (began,) = [
+            after for before, after in zip(steps, steps[1:], strict=False) if after <= before
+        ]
         assert began % 25 == 1
         assert began > 1
     # What the other one noted: its absence, and its return.
@@ -238,4 +302,6 @@ def test_of_sites_with_sharded_models_one_returns(federation: Federation) -> Non
     assert all(len(shards) == 2 for shards in run_config.shards)
     assert len({(end["digest"], str(end["applied"])) for end in ends}) == 1
     assert federation.incarnations("b") == 2
-    assert ends[0]["report"]["bytes_sent"] == pytest.approx(ends[1]["report"]["bytes_sent"], rel=0.02)
+    assert ends[0]["report"]["bytes_sent"] == pytest.approx(
+        ends[1]["report"]["bytes_sent"], rel=0.02
+    )

@@ -1,4 +1,6 @@
-"""How processes start and end, by signals too, and what follows in the same ones: further fits, other groups."""
+"""How processes start and end, by signals too, and what follows in the same ones: further fits,
+other groups.
+"""
 
 import contextlib
 import itertools
@@ -101,17 +103,24 @@ def test_a_script_gets_back_the_same_bits_however_processes_are_started(tmp_path
     fitted = {}
     for start_method in ("fork", "popen", "spawn", "forkserver"):
         script = written(tmp_path, distribution=OTHER if start_method == "spawn" else LIGHTNING)
-        # While they import, a port that the kernel gave away before may be another's: this one is none of those.
-        with main_process(script, start_method, MASTER_PORT=str(random.randrange(10_000, 30_000))) as main:
+        # While they import, a port that the kernel gave away before may be another's: this one is
+        # none of those.
+        with main_process(
+            script, start_method, MASTER_PORT=str(random.randrange(10_000, 30_000))
+        ) as main:
             main.join(timeout=250)
         assert main.exitcode == 0, (tmp_path / "stderr").read_text()
         (fitted[start_method],) = re.findall("fitted (.*)", (tmp_path / "stdout").read_text())
-    assert re.fullmatch(r"True 9 2 \S+ True", fitted["fork"]), "the last: callback_metrics came back"
+    assert re.fullmatch(r"True 9 2 \S+ True", fitted["fork"]), (
+        "the last: callback_metrics came back"
+    )
     assert len({*fitted.values()}) == 1, fitted
 
 
 def test_a_notebook_trains_in_forked_processes(tmp_path: Path) -> None:
-    """An interactive interpreter, one cell after the other, in which the classes are in ``__main__``."""
+    """An interactive interpreter, one cell after the other, in which the classes are in
+    ``__main__``.
+    """
     cells = [
         f"exec(open({str(written(tmp_path))!r}).read())",
         "net = Net()",
@@ -121,10 +130,16 @@ def test_a_notebook_trains_in_forked_processes(tmp_path: Path) -> None:
         "try: Trainer(strategy='streaming_diloco', accelerator='cpu', devices=2)",
         "except Exception as error: print('refused', error)",
         "",
-        "strategy = Trainer(strategy='streaming_diloco_notebook', accelerator='cpu', devices=2).strategy",
+        "strategy = Trainer(strategy='streaming_diloco_notebook', accelerator='cpu',"
+        " devices=2).strategy",
         "print('taken', strategy.launcher.is_interactive_compatible)",
     ]
-    about: dict[str, Any] = {"cwd": tmp_path, "env": unlaunched(), "capture_output": True, "text": True}
+    about: dict[str, Any] = {
+        "cwd": tmp_path,
+        "env": unlaunched(),
+        "capture_output": True,
+        "text": True,
+    }
     typed = "".join(f"{cell}\n" for cell in cells)
     done = subprocess.run([sys.executable, "-i", "-q"], input=typed, timeout=PATIENCE, **about)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -132,7 +147,10 @@ def test_a_notebook_trains_in_forked_processes(tmp_path: Path) -> None:
     assert first.startswith("True")
     assert first != second, "the second fit starts with the weights of the first"
     (refused,) = re.findall("refused (.*)", done.stdout)
-    assert "Write strategy='streaming_diloco_notebook', or give the strategy start_method='fork'." in refused
+    assert (
+        "Write strategy='streaming_diloco_notebook', or give the strategy start_method='fork'."
+        in refused
+    )
     assert "taken True" in done.stdout
 
 
@@ -173,10 +191,16 @@ def in_session(session: int | None) -> list[str]:
     ("start_method", "end"),
     [("popen", "Ctrl-C"), ("fork", "SIGINT"), ("fork", "SIGTERM"), ("fork", "exception in rank 1")],
 )
-def test_however_a_training_ends_no_process_is_left(start_method: str, end: str, tmp_path: Path) -> None:
-    """Ctrl-C goes to all processes, other signals to the main one, which saves what a termination ends."""
+def test_however_a_training_ends_no_process_is_left(
+    start_method: str, end: str, tmp_path: Path
+) -> None:
+    """Ctrl-C goes to all processes, other signals to the main one, which saves what a termination
+    ends.
+    """
     with main_process(written(tmp_path), start_method, end) as main:
-        assert until(lambda: len(list(tmp_path.glob("*.trains"))) == 2, 90), (tmp_path / "stderr").read_text()
+        assert until(lambda: len(list(tmp_path.glob("*.trains"))) == 2, 90), (
+            tmp_path / "stderr"
+        ).read_text()
         if "exception" not in end:
             number = signal.SIGTERM if end == "SIGTERM" else signal.SIGINT
             (os.killpg if end == "Ctrl-C" else os.kill)(main.pid, number)
@@ -193,12 +217,19 @@ def test_however_a_training_ends_no_process_is_left(start_method: str, end: str,
 
 
 def test_a_port_that_is_taken_is_named_and_ends_all_processes(tmp_path: Path) -> None:
-    with listening("store") as port, main_process(written(tmp_path), "fork", MASTER_PORT=str(port)) as main:
+    with (
+        listening("store") as port,
+        main_process(written(tmp_path), "fork", MASTER_PORT=str(port)) as main,
+    ):
         main.join(timeout=PATIENCE)
     output = (tmp_path / "stderr").read_text()
     assert main.exitcode == 1
     # Each rank sees a stranger, whichever looks first.
-    for text in (r"ValueError: Rank [01] on", f"127.0.0.1:{port} is taken by another", "Choose another MASTER_PORT"):
+    for text in (
+        r"ValueError: Rank [01] on",
+        f"127.0.0.1:{port} is taken by another",
+        "Choose another MASTER_PORT",
+    ):
         assert re.search(text, output), output
 
 
@@ -222,9 +253,16 @@ def signalling(rank: int, signalled: Signalled, distribution: str = LIGHTNING) -
 
         return call
 
-    told = {"training_step": "", "on_train_end": "", "on_train_epoch_end": "epoch end", "on_save_checkpoint": "save"}
+    told = {
+        "training_step": "",
+        "on_train_end": "",
+        "on_train_epoch_end": "epoch end",
+        "on_save_checkpoint": "save",
+    }
     told["validation_step"] = "validation batch {1}"
-    return traced(distribution, rank, said=[], **{name: hook(name, what) for name, what in told.items()})
+    return traced(
+        distribution, rank, said=[], **{name: hook(name, what) for name, what in told.items()}
+    )
 
 
 def run(
@@ -242,7 +280,9 @@ def run(
     given = {"max_steps": STEPS, "num_sanity_val_steps": 0, "enable_checkpointing": True, **choices}
     given = {"callbacks": saving(distribution, folder / "checkpoints", save_top_k=0), **given}
     strategy = fits.strategy(distribution, worker_groups=2, **CHOICES)
-    trainer = fits.trainer(distribution, strategy=strategy, devices=world_size, default_root_dir=folder, **given)
+    trainer = fits.trainer(
+        distribution, strategy=strategy, devices=world_size, default_root_dir=folder, **given
+    )
     loader, ended = Announced((rank // size, rank % size, size), length), ""
     torch.manual_seed(100 + rank)
     try:
@@ -284,7 +324,11 @@ def test_what_is_due_where_a_fit_ends_is_done_once(rank: int, tmp_path: Path) ->
     in_the_middle = {"val_check_interval": 19, "check_val_every_n_epoch": None}
     cases: dict[str, dict[str, Any]] = {
         "the end of an epoch with its validation": {"length": 19, **by_epochs},
-        "the end of an epoch without validation": {"length": 19, **by_steps, "limit_val_batches": 0},
+        "the end of an epoch without validation": {
+            "length": 19,
+            **by_steps,
+            "limit_val_batches": 0,
+        },
         "a validation in the middle": {"length": 8, **by_epochs, **in_the_middle},
         "in the middle of an epoch": {"length": 8, **by_steps, "check_val_every_n_epoch": 2},
     }
@@ -293,18 +337,28 @@ def test_what_is_due_where_a_fit_ends_is_done_once(rank: int, tmp_path: Path) ->
 
 
 @in_ranks(2)
-def test_whenever_signals_come_all_ranks_end_together_with_one_save(rank: int, tmp_path: Path) -> None:
+def test_whenever_signals_come_all_ranks_end_together_with_one_save(
+    rank: int, tmp_path: Path
+) -> None:
     """None where the Trainer saves no checkpoints."""
     many = [signal.SIGTERM, signal.SIGTERM]
     whenever: list[tuple[Signalled, int]] = [
-        ({**TERMINATED, **{(0, "training_step", SIGNALLED + later): many for later in (1, 3)}}, ENDED),
+        (
+            {**TERMINATED, **{(0, "training_step", SIGNALLED + later): many for later in (1, 3)}},
+            ENDED,
+        ),
         ({(1, "validation_step", 0): many}, 13),  # the sanity check
         ({(1, "validation_step", 12): many}, 19),
         ({**TERMINATED, (0, "on_save_checkpoint", ENDED): many}, ENDED),
         ({(1, "training_step", STEPS): many}, STEPS),
         ({(of_rank, "on_train_end", STEPS): many for of_rank in range(2)}, STEPS),
     ]
-    of = {"validates": True, "num_sanity_val_steps": 1, "val_check_interval": 12, "check_val_every_n_epoch": None}
+    of = {
+        "validates": True,
+        "num_sanity_val_steps": 1,
+        "val_check_interval": 12,
+        "check_val_every_n_epoch": None,
+    }
     for number, (signalled, step) in enumerate(whenever):
         ended = run(rank, 2, tmp_path / str(number), signalled, **of)
         assert ended["ended"] == (TERMINATION, step), number
@@ -319,17 +373,29 @@ def test_whenever_signals_come_all_ranks_end_together_with_one_save(rank: int, t
 
 
 @in_ranks(2)
-def test_other_checkpoints_of_a_terminated_fit_do_not_end_the_resumed_one(rank: int, tmp_path: Path) -> None:
-    """One that was saved while the signal waited, and one that a callback saved on the exception, on all ranks."""
+def test_other_checkpoints_of_a_terminated_fit_do_not_end_the_resumed_one(
+    rank: int, tmp_path: Path
+) -> None:
+    """One that was saved while the signal waited, and one that a callback saved on the exception,
+    on all ranks.
+    """
     for step, saves in ((16, {"every_n_train_steps": 16}), (ENDED, {"save_on_exception": True})):
-        ended = run(rank, 2, tmp_path, TERMINATED, callbacks=saving(LIGHTNING, tmp_path, save_top_k=1, **saves))
+        ended = run(
+            rank,
+            2,
+            tmp_path,
+            TERMINATED,
+            callbacks=saving(LIGHTNING, tmp_path, save_top_k=1, **saves),
+        )
         resumed = run(rank, 2, tmp_path, resume=tmp_path / f"step={step}.ckpt")
         assert (ended["ended"], resumed["ended"]) == ((TERMINATION, ENDED), ("", STEPS))
         assert min(resumed["trace"]) == step
 
 
 def test_a_signal_may_come_while_those_before_it_are_read() -> None:
-    alone: Any = SimpleNamespace(topology=SimpleNamespace(world=SimpleNamespace(all_gather_object=lambda own: [0])))
+    alone: Any = SimpleNamespace(
+        topology=SimpleNamespace(world=SimpleNamespace(all_gather_object=lambda own: [0]))
+    )
     signals, came = Signals(SimpleNamespace(trainer=None, groups=alone)), itertools.count()
 
     def interrupt(frame: Any, event: str, argument: Any) -> Any:
@@ -347,13 +413,22 @@ def test_a_signal_may_come_while_those_before_it_are_read() -> None:
 
 
 def of_job(rank: int, world_size: int) -> dict[str, str]:
-    job = {"JOB_ID": 123, "JOB_NAME": "test", "NNODES": 1, "NODEID": 0, "PROCID": rank, "LOCALID": rank}
+    job = {
+        "JOB_ID": 123,
+        "JOB_NAME": "test",
+        "NNODES": 1,
+        "NODEID": 0,
+        "PROCID": rank,
+        "LOCALID": rank,
+    }
     job |= dict.fromkeys(("NTASKS", "NTASKS_PER_NODE"), world_size)
     return {f"SLURM_{name}": str(value) for name, value in job.items()}
 
 
 def as_job(rank: int, world_size: int, folder: Path, function: Callable[[], Any]) -> Any:
-    """Calls a function in a job of SLURM, whose `scontrol` notes what it is told and signals its caller in turn."""
+    """Calls a function in a job of SLURM, whose `scontrol` notes what it is told and signals its
+    caller in turn.
+    """
     scontrol = folder / f"bin.{rank}" / "scontrol"
     scontrol.parent.mkdir(exist_ok=True)
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/told\nkill -TERM $PPID\n')
@@ -364,8 +439,12 @@ def as_job(rank: int, world_size: int, folder: Path, function: Callable[[], Any]
 
 
 @in_ranks(2)
-def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(rank: int, tmp_path: Path) -> None:
-    requeued: Signalled = {(1, "training_step", SIGNALLED + later): [signal.SIGUSR1] for later in (0, 3)}
+def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(
+    rank: int, tmp_path: Path
+) -> None:
+    requeued: Signalled = {
+        (1, "training_step", SIGNALLED + later): [signal.SIGUSR1] for later in (0, 3)
+    }
     # Launched after 28, landed after 33 it would be: the fit ends before, and with it the request.
     after: Signalled = {(rank, "training_step", ENDED + 6): [signal.SIGUSR1] for rank in range(2)}
     newest = tmp_path / "run" / "hpc_ckpt_2.ckpt"
@@ -373,7 +452,10 @@ def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(rank: int,
     def fit(signalled: Signalled) -> dict[str, Any]:
         return dict(as_job(rank, 2, tmp_path, partial(run, rank, 2, tmp_path / "run", signalled)))
 
-    plain, (first, second, third) = run(rank, 2, tmp_path / "plain"), map(fit, (requeued, after, {}))
+    plain, (first, second, third) = (
+        run(rank, 2, tmp_path / "plain"),
+        map(fit, (requeued, after, {})),
+    )
     assert [first["ended"], second["ended"]] == [(TERMINATION, ENDED), (TERMINATION, STEPS)]
     assert third["ended"] == ("", STEPS)
     assert_resumed(second, plain, ENDED, end=STEPS)
@@ -390,7 +472,9 @@ def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(rank: int,
 
 
 @in_ranks(2)
-def test_a_signal_that_would_wait_long_is_warned_of_and_outside_a_fit_hangs_no_rank(rank: int, tmp_path: Path) -> None:
+def test_a_signal_that_would_wait_long_is_warned_of_and_outside_a_fit_hangs_no_rank(
+    rank: int, tmp_path: Path
+) -> None:
     # Launches are two steps apart, and land five steps later. Only the first steps are measured.
     told = r"up to 7 inner steps, about 70 s \(10 s each\)"
     said = said_by("lightning_sdiloco.lightning.monitor")
@@ -401,18 +485,24 @@ def test_a_signal_that_would_wait_long_is_warned_of_and_outside_a_fit_hangs_no_r
         (10.0, True, f"{told}. Use sbatch --signal=USR1@130"),
     ):
         clock, said[:] = itertools.count(step=step_seconds), []
-        monitor.time = SimpleNamespace(monotonic=partial(next, clock), perf_counter=time.perf_counter)
+        monitor.time = SimpleNamespace(
+            monotonic=partial(next, clock), perf_counter=time.perf_counter
+        )
         fit = partial(run, rank, 2, tmp_path, max_steps=15)
         as_job(rank, 2, tmp_path, fit) if in_slurm else fit()
         warned = [words for words in said if "termination signal" in words]
-        assert [re.search(enough, words) is not None for words in warned] == [True] * bool(enough and rank == 0)
+        assert [re.search(enough, words) is not None for words in warned] == [True] * bool(
+            enough and rank == 0
+        )
         assert round(next(clock) / step_seconds) == (10 if rank == 0 else 0)
 
     def validate(number: int) -> str:
         strategy = fits.strategy(worker_groups=2, timeout=timedelta(seconds=20), **CHOICES)
         trainer = fits.trainer(strategy=strategy, devices=2, default_root_dir=tmp_path)
         try:
-            trainer.validate(signalling(rank, {(1, "validation_step", 0): [number]}), Announced((rank, 0, 1), 3))
+            trainer.validate(
+                signalling(rank, {(1, "validation_step", 0): [number]}), Announced((rank, 0, 1), 3)
+            )
         except BaseException as error:
             return type(error).__name__
         return "validated"
@@ -424,16 +514,26 @@ def test_a_signal_that_would_wait_long_is_warned_of_and_outside_a_fit_hangs_no_r
 
 
 @pytest.mark.parametrize(("distribution", "size"), [(OTHER, 1), (LIGHTNING, 2)])
-def test_groups_are_made_of_the_processes_that_an_environment_knows(distribution: str, size: int) -> None:
+def test_groups_are_made_of_the_processes_that_an_environment_knows(
+    distribution: str, size: int
+) -> None:
     """Of one rank each, on as many nodes, and of sharded models."""
-    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 1} if size == 2 else {"worker_groups": "auto"}
+    sizes = (
+        {"data_parallel_size": 2, "tensor_parallel_size": 1}
+        if size == 2
+        else {"worker_groups": "auto"}
+    )
 
     def make(kind: str, inner: str, seed: int) -> Any:
         return sharded.sharded(kind, seed) if size == 2 else fits.module(kind, seed=seed)
 
     def inspect(trainer: Any, module: Any) -> Any:
         numbers = trainer.world_size, trainer.global_rank, trainer.strategy.topology.num_groups
-        return numbers, trainer.strategy.distributed_sampler_kwargs, getattr(trainer.strategy.launcher, "procs", [])
+        return (
+            numbers,
+            trainer.strategy.distributed_sampler_kwargs,
+            getattr(trainer.strategy.launcher, "procs", []),
+        )
 
     def run(rank: int, world_size: int) -> Any:
         known = {"devices": "auto", "plugins": [fits.environment_that_knows(distribution)]}
@@ -441,7 +541,10 @@ def test_groups_are_made_of_the_processes_that_an_environment_knows(distribution
         return fits.fit(rank, world_size, 2, 6, {**SHORT, **sizes}, distribution, **more)
 
     ranks = run_processes(run, 2 * size, ranks_per_node=size**2)
-    expected = [((2 * size, rank, 2), {"num_replicas": 2 * size, "rank": rank}, []) for rank in range(2 * size)]
+    expected = [
+        ((2 * size, rank, 2), {"num_replicas": 2 * size, "rank": rank}, [])
+        for rank in range(2 * size)
+    ]
     assert [own["inspected"] for own in ranks] == expected
     assert all(same(own["outer"], ranks[0]["outer"]) for own in ranks)
 
@@ -464,27 +567,42 @@ def test_numbers_that_an_environment_refuses_are_refused() -> None:
             assert message in refusal(lambda: make().fit(fits.module(), batches))  # noqa: B023  it is called here
 
     def run(rank: int, world_size: int) -> str:
-        return refusal(fits.trainer(strategy=fits.strategy(), devices=1).fit, fits.module(), batches)
+        return refusal(
+            fits.trainer(strategy=fits.strategy(), devices=1).fit, fits.module(), batches
+        )
 
     for told in run_ranks(run, 2):
         assert re.search("2 processes are connected .* but the worker groups are made for 1", told)
 
 
 def test_each_of_several_fits_in_the_same_processes_is_as_in_processes_of_its_own() -> None:
-    """Of other groups, another model, and one that was trained before; what a callback changes is then rank 0's."""
+    """Of other groups, another model, and one that was trained before; what a callback changes is
+    then rank 0's.
+    """
     numbers, started = (2, 4, 1, 2), []
 
     def made(number: int) -> Any:
         torch.manual_seed(7)
         net = nn.Linear(5, 3) if number == 2 else None
-        return fits.module(inner="adamw", net=net, on_train_start=lambda self: started.append(held_by(self)))
+        return fits.module(
+            inner="adamw", net=net, on_train_start=lambda self: started.append(held_by(self))
+        )
 
     def held_by(model: Any) -> dict[str, Tensor]:
         return {name: values.clone() for name, values in model.net.state_dict().items()}
 
     def fit(rank: int, model: Any, groups: int) -> Any:
         more, own = {"max_epochs": 1, "limit_train_batches": 7}, {"make": lambda *_, **__: model}
-        return fits.fit(rank, 4, groups, -1, SHORT, trainer_choices=more, **own, inspect=lambda trainer, _: trainer)
+        return fits.fit(
+            rank,
+            4,
+            groups,
+            -1,
+            SHORT,
+            trainer_choices=more,
+            **own,
+            inspect=lambda trainer, _: trainer,
+        )
 
     def run(rank: int, world_size: int) -> Any:
         models, fitted, threads = [made(0), made(1), made(2)], [], []
@@ -520,4 +638,6 @@ def test_each_of_several_fits_in_the_same_processes_is_as_in_processes_of_its_ow
 
     for number, ranks in enumerate(zip(*run_processes(run, 4), strict=True)):
         expected = run_processes(alone, 4, number, [held for held, _ in ranks])
-        assert all(same(outer, expected[0]) for outer in (*expected, *(outer for _, outer in ranks))), number
+        assert all(
+            same(outer, expected[0]) for outer in (*expected, *(outer for _, outer in ranks))
+        ), number

@@ -1,4 +1,6 @@
-"""What lands is in the rows that Lightning logs, for every logger; and a report becomes an artifact of a run."""
+"""What lands is in the rows that Lightning logs, for every logger; and a report becomes an
+artifact of a run.
+"""
 
 import csv
 import importlib
@@ -25,12 +27,16 @@ from tests import fits
 from tests.fits import LIGHTNING, SHORT, SomeBatches, at, fit, refusal, said_by
 from tests.ranks import run_processes
 
-Rows = list[tuple[int, dict[str, float]]]  # the step and the values of each, without those that say when it was
+Rows = list[
+    tuple[int, dict[str, float]]
+]  # the step and the values of each, without those that say when it was
 WHEN = ("step", "epoch", "trainer/global_step")
 
 
 def row(step: Any, values: Any) -> tuple[int, dict[str, float]]:
-    kept = {name: float(value) for name, value in values.items() if value != "" and name not in WHEN}
+    kept = {
+        name: float(value) for name, value in values.items() if value != "" and name not in WHEN
+    }
     return int(step), {name: value for name, value in kept.items() if name[0] != "_"}
 
 
@@ -54,7 +60,13 @@ def by_step(points: list[tuple[int, str, float]]) -> Rows:
 def of_tensorboard(folder: Path) -> Rows:
     events = EventAccumulator(str(folder))
     events.Reload()
-    return by_step([(one.step, tag, one.value) for tag in events.Tags()["scalars"] for one in events.Scalars(tag)])
+    return by_step(
+        [
+            (one.step, tag, one.value)
+            for tag in events.Tags()["scalars"]
+            for one in events.Scalars(tag)
+        ]
+    )
 
 
 def of_mlflow(folder: Path) -> Rows:
@@ -72,29 +84,48 @@ def records_of_wandb(folder: Path) -> Iterator[Any]:
         position += 7 + length
         position += room if (room := -position % (1 << 15)) < 7 else 0
         if kind in (1, 4):  # a whole record, or the last part of one
-            yield importlib.import_module("wandb.proto.wandb_internal_pb2").Record.FromString(record)
+            yield importlib.import_module("wandb.proto.wandb_internal_pb2").Record.FromString(
+                record
+            )
             record = b""
 
 
 def of_wandb(folder: Path) -> Rows:
     told = [record.history.item for record in records_of_wandb(folder) if record.history.item]
-    rows = [{item.key or item.nested_key[0]: json.loads(item.value_json) for item in items} for items in told]
+    rows = [
+        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in items}
+        for items in told
+    ]
     return [row(values["trainer/global_step"], values) for values in rows]
 
 
 LOGGERS: dict[str, tuple[str | None, Callable[[Path], dict[str, Any]], Callable[[Path], Rows]]] = {
     "CSVLogger": (None, lambda folder: {"save_dir": folder, "name": "", "version": ""}, of_csv),
-    "TensorBoardLogger": (None, lambda folder: {"save_dir": folder, "name": "", "version": ""}, of_tensorboard),
-    "MLFlowLogger": ("mlflow", lambda folder: {"tracking_uri": f"sqlite:///{folder}/mlflow.db"}, of_mlflow),
+    "TensorBoardLogger": (
+        None,
+        lambda folder: {"save_dir": folder, "name": "", "version": ""},
+        of_tensorboard,
+    ),
+    "MLFlowLogger": (
+        "mlflow",
+        lambda folder: {"tracking_uri": f"sqlite:///{folder}/mlflow.db"},
+        of_mlflow,
+    ),
     "WandbLogger": ("wandb", lambda folder: {"save_dir": folder, "offline": True}, of_wandb),
 }
 
 
-def fitted(name: str, folder: Path, *callbacks: Any, logs: bool = True, **choices: Any) -> tuple[int, int]:
-    """A fit of two ranks with such a logger: the landings of rank 0, and the bytes that it sent for them."""
+def fitted(
+    name: str, folder: Path, *callbacks: Any, logs: bool = True, **choices: Any
+) -> tuple[int, int]:
+    """A fit of two ranks with such a logger: the landings of rank 0, and the bytes that it sent
+    for them.
+    """
     if (package := LOGGERS[name][0]) is not None:
         pytest.importorskip(package, reason=f"{package} is not installed")
-    make = partial(getattr(importlib.import_module(f"{LIGHTNING}.loggers"), name), **LOGGERS[name][1](folder))
+    make = partial(
+        getattr(importlib.import_module(f"{LIGHTNING}.loggers"), name), **LOGGERS[name][1](folder)
+    )
     if package == "mlflow":
         make()  # All ranks of a fit would make the tables at once.
 
@@ -103,21 +134,30 @@ def fitted(name: str, folder: Path, *callbacks: Any, logs: bool = True, **choice
         return loss
 
     def run(rank: int, world_size: int) -> Any:
-        members = {"training_step": training_step, "validation_step": lambda self, *_: self.log("val", 1.0)}
+        members = {
+            "training_step": training_step,
+            "validation_step": lambda self, *_: self.log("val", 1.0),
+        }
         members = members if logs else {}
         more = {"logger": make(), "log_every_n_steps": 5, "callbacks": [*callbacks], **choices}
         own = {"trainer_choices": more, "make": partial(fits.module, **members)}
         data = {"loader": SomeBatches(rank, 24), "validation": SomeBatches(0, 1)}
-        told = fit(rank, world_size, 2, -1, SHORT, inspect=lambda trainer, _: trainer, **own, **data)
+        told = fit(
+            rank, world_size, 2, -1, SHORT, inspect=lambda trainer, _: trainer, **own, **data
+        )
         if package == "wandb" and rank == 0:
             told["inspected"].logger.experiment.finish()
-        last = sum(landing.bytes_sent for landing in told["inspected"].strategy.engine.final_landings)
+        last = sum(
+            landing.bytes_sent for landing in told["inspected"].strategy.engine.final_landings
+        )
         return told["report"]["landings"], told["report"]["bytes_sent"] - last
 
     return run_processes(run, 2)[0]
 
 
-ALL = [pytest.param(name, marks=pytest.mark.foreign if own[0] else ()) for name, own in LOGGERS.items()]
+ALL = [
+    pytest.param(name, marks=pytest.mark.foreign if own[0] else ()) for name, own in LOGGERS.items()
+]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -127,10 +167,13 @@ def test_what_lands_is_in_the_rows_that_lightning_logs_and_nothing_is_lost(
 ) -> None:
     landings, sent = fitted(name, tmp_path, accumulate_grad_batches=accumulated, max_epochs=2)
     rows = LOGGERS[name][2](tmp_path)
-    # Every fifth inner step, and the end of each epoch where something landed after: beside what Lightning logs there.
+    # Every fifth inner step, and the end of each epoch where something landed after: beside what
+    # Lightning logs there.
     steps = 24 // accumulated
     landed = [(step, values) for step, values in rows if "sdiloco/bytes_sent" in values]
-    assert [step for step, _ in landed] == sorted({*range(9, 2 * steps, 5), steps - 1, 2 * steps - 1})
+    assert [step for step, _ in landed] == sorted(
+        {*range(9, 2 * steps, 5), steps - 1, 2 * steps - 1}
+    )
     assert all(values.keys() & {"train_step", "train_epoch"} for _, values in landed)
     if name in ("CSVLogger", "WandbLogger"):  # which have rows, where others have points
         assert not any("val" in values for _, values in landed)
@@ -152,7 +195,9 @@ def test_the_report_is_an_artifact_of_the_run_and_its_records_are_in_a_folder_of
     assert (records.name, len(read_run(records).ranks)) == ("sdiloco", 2)
     page, run = (records / "report" / "report.html").read_text(), records.parent.name
     if name == "WandbLogger":
-        (artifact,) = [record.artifact for record in records_of_wandb(tmp_path) if record.HasField("artifact")]
+        (artifact,) = [
+            record.artifact for record in records_of_wandb(tmp_path) if record.HasField("artifact")
+        ]
         assert (artifact.type, artifact.name) == ("report", f"sdiloco-report-{run}")
         (kept,) = [Path(own.local_path) for own in artifact.manifest.contents]
     else:
@@ -160,7 +205,9 @@ def test_the_report_is_an_artifact_of_the_run_and_its_records_are_in_a_folder_of
     assert kept.read_text() == page
 
 
-def test_a_row_waits_for_a_logged_step_the_end_or_a_signal_where_nothing_else_is_logged(tmp_path: Path) -> None:
+def test_a_row_waits_for_a_logged_step_the_end_or_a_signal_where_nothing_else_is_logged(
+    tmp_path: Path,
+) -> None:
     landings, _ = fitted("CSVLogger", tmp_path, logs=False, max_epochs=2)
     rows = of_csv(tmp_path)
     assert [step for step, _ in rows] == [*range(9, 48, 5), 47]
@@ -182,10 +229,13 @@ def test_a_report_that_cannot_be_attached_leaves_the_run_as_it_is() -> None:
     def refuse(*args: Any, **choices: Any) -> None:
         raise ConnectionError("the server is away.")
 
-    logger: Any = type("WandbLogger", (), {"experiment": SimpleNamespace(log_artifact=refuse), "version": "a"})()
+    logger: Any = type(
+        "WandbLogger", (), {"experiment": SimpleNamespace(log_artifact=refuse), "version": "a"}
+    )()
     monitor, said = StreamingDiLoCoMonitor(folder="runs"), said_by("lightning_sdiloco")
     monitor._report = lambda folder: ""  # type: ignore[method-assign]
     monitor._attach(logger)
     assert said == [
-        "The report is not an artifact of the run of WandbLogger: the server is away. `sdiloco report runs` makes it."
+        "The report is not an artifact of the run of WandbLogger: the server is away. `sdiloco"
+        " report runs` makes it."
     ]

@@ -26,7 +26,12 @@ from tests.training import batch, mlp
 
 pl = importlib.import_module(LIGHTNING)
 BATCHES = 10
-SHORT: dict[str, Any] = {"sync_every": 3, "overlap_steps": 2, "fragments": [["*"]], "compression": "fp32"}
+SHORT: dict[str, Any] = {
+    "sync_every": 3,
+    "overlap_steps": 2,
+    "fragments": [["*"]],
+    "compression": "fp32",
+}
 
 Make = Callable[[], Any]
 Trace = list[dict[str, Tensor]]
@@ -42,19 +47,27 @@ def made(
     apply: Callable[[nn.Module, Tensor], Tensor] = lambda net, x: net(x),
     **members: Any,
 ) -> Make:
-    """A maker of modules with a network, an optimizer of its parameters, and methods of their own."""
+    """A maker of modules with a network, an optimizer of its parameters, and methods of their
+    own.
+    """
 
     def loss(self: Any, parts: tuple[Tensor, Tensor]) -> Tensor:
-        return nn.functional.mse_loss(apply(self.net, parts[0].to(self.dtype)), parts[1].to(self.dtype))
+        return nn.functional.mse_loss(
+            apply(self.net, parts[0].to(self.dtype)), parts[1].to(self.dtype)
+        )
 
     own = {"loss": loss, "configure_optimizers": lambda self: optimize(self.parameters())}
     return lambda: fits.module(net=net(), **{**own, **members})
 
 
 def manual(
-    every: Callable[[Any, int], int] = lambda module, index: 1, wrapped: bool = True, returned: Any = None
+    every: Callable[[Any, int], int] = lambda module, index: 1,
+    wrapped: bool = True,
+    returned: Any = None,
 ) -> Make:
-    """Manual optimization that steps after every so many batches, perhaps not with Lightning's wrapper."""
+    """Manual optimization that steps after every so many batches, perhaps not with Lightning's
+    wrapper.
+    """
 
     def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Any:
         self.manual_backward(self.loss(parts))
@@ -68,7 +81,9 @@ def manual(
 
 
 def with_own_optimizer(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
-    """Manual optimization with an optimizer that nobody returned, beside one of a model outside of the module."""
+    """Manual optimization with an optimizer that nobody returned, beside one of a model outside of
+    the module.
+    """
     if index % 4 == 0:  # Another one takes the place of the first, in the midst of the epoch.
         self.__dict__["own"], self.__dict__["outside"] = sgd(self.parameters()), nn.Linear(2, 2)
     others = sgd(self.outside.parameters())
@@ -81,7 +96,9 @@ def with_own_optimizer(self: Any, parts: tuple[Tensor, Tensor], index: int) -> N
 
 
 def of_gan(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
-    """Two optimizers, each with its own part of the batch; the second rests in every third batch."""
+    """Two optimizers, each with its own part of the batch; the second rests in every third
+    batch.
+    """
     for number, optimizer in enumerate(self.optimizers()[: 1 if index % 3 == 2 else 2]):
         self.toggle_optimizer(optimizer)
         fake = self.net(parts[0]).mean()
@@ -96,7 +113,10 @@ gan = made(
     lambda: nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1)),
     automatic_optimization=False,
     training_step=of_gan,
-    configure_optimizers=lambda self: [sgd(self.net[0].parameters()), torch.optim.Adam(self.net[1].parameters())],
+    configure_optimizers=lambda self: [
+        sgd(self.net[0].parameters()),
+        torch.optim.Adam(self.net[1].parameters()),
+    ],
 )
 
 
@@ -110,10 +130,16 @@ def clamp(self: Any, optimizer: Any) -> None:
 
 
 HOOKS: dict[str, Any] = {
-    "optimizer_step": lambda self, epoch, index, optimizer, closure=None: optimizer.step(closure=closure),
-    "optimizer_zero_grad": lambda self, epoch, index, optimizer: optimizer.zero_grad(set_to_none=False),
+    "optimizer_step": lambda self, epoch, index, optimizer, closure=None: optimizer.step(
+        closure=closure
+    ),
+    "optimizer_zero_grad": lambda self, epoch, index, optimizer: optimizer.zero_grad(
+        set_to_none=False
+    ),
     "on_before_zero_grad": clamp,
-    "configure_gradient_clipping": lambda self, optimizer, *_, **__: self.clip_gradients(optimizer, 0.5, "norm"),
+    "configure_gradient_clipping": lambda self, optimizer, *_, **__: self.clip_gradients(
+        optimizer, 0.5, "norm"
+    ),
 }
 
 
@@ -123,7 +149,9 @@ def in_every_other(self: Any, epoch: int, index: int, optimizer: Any, closure: A
 
 def overflowing(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
     """Gradients that are not finite in two batches of the second group."""
-    return self.loss(parts) * (float("inf") if any(torch.equal(parts[0], batch(1, step)[0]) for step in (5, 6)) else 1)
+    return self.loss(parts) * (
+        float("inf") if any(torch.equal(parts[0], batch(1, step)[0]) for step in (5, 6)) else 1
+    )
 
 
 def scheduled(interval: str, parameters: Any) -> Any:
@@ -137,8 +165,13 @@ def normalised() -> nn.Module:
 
 
 def tied_frozen_and_parametrized() -> nn.Module:
-    first, last = parametrizations.weight_norm(nn.Linear(5, 6)), parametrizations.spectral_norm(nn.Linear(6, 3))
-    net = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), first, last)
+    first, last = (
+        parametrizations.weight_norm(nn.Linear(5, 6)),
+        parametrizations.spectral_norm(nn.Linear(6, 3)),
+    )
+    net = nn.Sequential(
+        nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), first, last
+    )
     net[2].weight = net[0].weight
     net[4].requires_grad_(False)
     return net
@@ -152,7 +185,9 @@ def lazy(has_seen_a_batch: bool = False) -> nn.Module:
 
 
 compiled = partial(torch.compile, backend="aot_eager")
-scaling = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**8))
+scaling = pl.plugins.MixedPrecision(
+    "16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**8)
+)
 
 
 class Loop(NamedTuple):
@@ -168,20 +203,31 @@ UNUSED = {"find_unused_parameters": True}
 LOOPS = {
     "automatic": Loop(made()),
     "manual": Loop(manual()),
-    "manual, not in every batch": Loop(manual(every=lambda module, index: 3), inner_steps=BATCHES // 3),
+    "manual, not in every batch": Loop(
+        manual(every=lambda module, index: 3), inner_steps=BATCHES // 3
+    ),
     "manual without a loss returned": Loop(manual(returned={"index": 0})),
     "manual, unwrapped": Loop(manual(wrapped=False)),
     "manual, with an optimizer made late": Loop(
-        made(automatic_optimization=False, training_step=with_own_optimizer, configure_optimizers=lambda self: None),
+        made(
+            automatic_optimization=False,
+            training_step=with_own_optimizer,
+            configure_optimizers=lambda self: None,
+        ),
         inner_steps=BATCHES - BATCHES // 3,
     ),
     "gan": Loop(gan, ddp_kwargs=UNUSED),
     "accumulation": Loop(made(), {"accumulate_grad_batches": 3}, inner_steps=4),
     "accumulation by scheduler": Loop(
-        made(), EPOCHS, 4 + 2 + 2, callbacks=lambda: [pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})]
+        made(),
+        EPOCHS,
+        4 + 2 + 2,
+        callbacks=lambda: [pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})],
     ),
     "clipping by norm": Loop(made(), {"gradient_clip_val": 0.1}),
-    "clipping by value": Loop(made(), {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "clipping by value": Loop(
+        made(), {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    ),
     "16-mixed": Loop(made(training_step=overflowing), {"plugins": [scaling]}),
     "bf16-mixed": Loop(made(), {"precision": "bf16-mixed"}),
     "bf16-true": Loop(made(), {"precision": "bf16-true"}),
@@ -190,9 +236,13 @@ LOOPS = {
     "configure_model": Loop(made(nn.Identity, configure_model=made_late)),
     "batch norm": Loop(made(normalised)),
     "tied, frozen, parametrized": Loop(made(tied_frozen_and_parametrized)),
-    "gradient checkpointing": Loop(made(apply=lambda net, x: checkpoint_sequential(net, 7, x, use_reentrant=False))),
+    "gradient checkpointing": Loop(
+        made(apply=lambda net, x: checkpoint_sequential(net, 7, x, use_reentrant=False))
+    ),
     "hooks overridden": Loop(made(**HOOKS)),
-    "hooks overridden, not in every batch": Loop(made(optimizer_step=in_every_other), inner_steps=BATCHES // 2),
+    "hooks overridden, not in every batch": Loop(
+        made(optimizer_step=in_every_other), inner_steps=BATCHES // 2
+    ),
     "scheduler per step": Loop(made(optimize=partial(scheduled, "step")), EPOCHS, inner_steps=12),
     "scheduler per epoch": Loop(made(optimize=partial(scheduled, "epoch")), EPOCHS, inner_steps=12),
     "fused": Loop(made(optimize=partial(adamw, fused=True))),
@@ -205,7 +255,9 @@ LOOPS = {
             apply=lambda net, x: net(x[:, 0].clamp(-3, 3).add(4).long()),
         )
     ),
-    "find_unused_parameters": Loop(made(apply=lambda net, x: net[:-1](x)[:, :3]), ddp_kwargs=UNUSED),
+    "find_unused_parameters": Loop(
+        made(apply=lambda net, x: net[:-1](x)[:, :3]), ddp_kwargs=UNUSED
+    ),
     "static_graph": Loop(made(), ddp_kwargs={"static_graph": True}),
     "compiled inside": Loop(made(lambda: nn.Sequential(mlp(), compiled(nn.Linear(3, 3))))),
     "lazy and has seen a batch": Loop(made(partial(lazy, has_seen_a_batch=True))),
@@ -218,20 +270,33 @@ def compilers() -> None:
     compiled(torch.sin)(torch.zeros(1, requires_grad=True))
 
 
-def run_loop(loop: Loop, strategy: Any, devices: int, loader: Any, **choices: Any) -> tuple[Any, Any, Trace]:
-    """Fits in this rank. Returns the trainer, the module, and what it held after every batch, with learning rates."""
+def run_loop(
+    loop: Loop, strategy: Any, devices: int, loader: Any, **choices: Any
+) -> tuple[Any, Any, Trace]:
+    """Fits in this rank. Returns the trainer, the module, and what it held after every batch, with
+    learning rates.
+    """
     torch.manual_seed(0)
     model, trace = loop.make(), []
 
     def keep(trainer: Any, module: Any, *args: Any) -> None:
-        rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        rates = [
+            group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups
+        ]
         held = {name: values.detach().clone() for name, values in module.state_dict().items()}
         trace.append({**held, "rates": torch.tensor(rates)})
 
-    length = {} if "max_epochs" in loop.trainer else {"max_epochs": 1, "limit_train_batches": BATCHES}
+    length = (
+        {} if "max_epochs" in loop.trainer else {"max_epochs": 1, "limit_train_batches": BATCHES}
+    )
     watching = [*loop.callbacks(), on(on_train_batch_end=keep), *choices.pop("callbacks", [])]
     resume = choices.pop("resume", None)
-    chosen = {"strategy": strategy, "devices": devices, "num_sanity_val_steps": 0, "callbacks": watching}
+    chosen = {
+        "strategy": strategy,
+        "devices": devices,
+        "num_sanity_val_steps": 0,
+        "callbacks": watching,
+    }
     trainer = fits.trainer(**{**chosen, **length, **loop.trainer, **choices})
     trainer.fit(model, loader, ckpt_path=resume)
     return trainer, model, trace
@@ -249,22 +314,33 @@ def differing(trace: Trace, other: Trace) -> list[int]:
 
 @in_ranks(2, timeout=300.0)
 def test_all_groups_agree(rank: int) -> None:
-    """And with mixing=1, where landings change nothing, each group has the bits of a plain Trainer of its own."""
+    """And with mixing=1, where landings change nothing, each group has the bits of a plain Trainer
+    of its own.
+    """
     for name, loop in LOOPS.items():
         torch.compiler.reset()
         plain = run_loop(loop, "auto", 1, batches(rank))[2]
         trainer, _, trace = run_loop(loop, of_ours(loop, mixing=1.0), 2, batches(rank))
         report = trainer.strategy.report()
         assert differing(trace, plain) == [], name
-        assert [report["inner_steps"], report["launches"]] == [loop.inner_steps, loop.inner_steps // 3], name
+        assert [report["inner_steps"], report["launches"]] == [
+            loop.inner_steps,
+            loop.inner_steps // 3,
+        ], name
         if name == "16-mixed":
             # The scaler skips steps of the second group.
-            skipped = [index for index in range(1, BATCHES - 1) if same(trace[index], trace[index - 1])]
+            skipped = [
+                index for index in range(1, BATCHES - 1) if same(trace[index], trace[index - 1])
+            ]
             assert skipped == [4, 5] * rank
 
         trainer, model, trace = run_loop(loop, of_ours(loop), 2, batches(rank))
         outer = trainer.strategy.outer_state_dict()
-        held = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters() if p.requires_grad}
+        held = {
+            name.replace("_orig_mod.", ""): p
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
         assert held.keys() == outer.keys(), name
         assert all(torch.equal(p, outer[n].to(p.dtype)) for n, p in held.items()), name
         assert {values.dtype for values in outer.values()} == {torch.float32}, name
@@ -275,9 +351,24 @@ def test_all_groups_agree(rank: int) -> None:
 
 @in_ranks(2, timeout=300.0)
 def test_a_group_of_two_ranks_trains_as_ddp_does(rank: int) -> None:
-    # Those in which DistributedDataParallel has no part of its own, and nothing happens between two steps.
-    alike = ("accumulation by scheduler", "automatic", "bf16-mixed", "16-true", "clipping by value", "compiled")
-    alike += ("compiled inside", "configure_model", "foreach", "fused", "gradient checkpointing", "manual")
+    # Those in which DistributedDataParallel has no part of its own, and nothing happens between two
+    # steps.
+    alike = (
+        "accumulation by scheduler",
+        "automatic",
+        "bf16-mixed",
+        "16-true",
+        "clipping by value",
+        "compiled",
+    )
+    alike += (
+        "compiled inside",
+        "configure_model",
+        "foreach",
+        "fused",
+        "gradient checkpointing",
+        "manual",
+    )
     alike += ("lazy and has seen a batch", "manual without a loss returned")
     alike += ("scheduler per epoch", "scheduler per step")
     for name, loop in LOOPS.items():
@@ -291,13 +382,31 @@ def test_a_group_of_two_ranks_trains_as_ddp_does(rank: int) -> None:
 
 @in_ranks(3)
 def test_a_single_group_of_three_ranks_trains_as_ddp_does(rank: int) -> None:
-    """Three ranks add gradients in the order of DDP's buckets, whose layout is fixed before the first step."""
-    names = ("automatic", "gan", "accumulation", "bf16-true", "find_unused_parameters", "sparse gradients")
+    """Three ranks add gradients in the order of DDP's buckets, whose layout is fixed before the
+    first step.
+    """
+    names = (
+        "automatic",
+        "gan",
+        "accumulation",
+        "bf16-true",
+        "find_unused_parameters",
+        "sparse gradients",
+    )
     names += ("static_graph", "tied, frozen, parametrized")
     for loop in (Loop(made(normalised, sgd)), *(LOOPS[name] for name in names)):
-        strategies = pl.strategies.DDPStrategy(**loop.ddp_kwargs), of_ours(loop, mixing=1.0, worker_groups=1)
-        traces = [run_loop(loop, strategy, 3, batches(0, rank, 3))[2][:-1] for strategy in strategies]
-        loose = {"rtol": 0.1, "atol": 0.05} if loop is LOOPS["bf16-true"] else {"rtol": 1e-3, "atol": 1e-3}
+        strategies = (
+            pl.strategies.DDPStrategy(**loop.ddp_kwargs),
+            of_ours(loop, mixing=1.0, worker_groups=1),
+        )
+        traces = [
+            run_loop(loop, strategy, 3, batches(0, rank, 3))[2][:-1] for strategy in strategies
+        ]
+        loose = (
+            {"rtol": 0.1, "atol": 0.05}
+            if loop is LOOPS["bf16-true"]
+            else {"rtol": 1e-3, "atol": 1e-3}
+        )
         torch.testing.assert_close(*traces, **loose)
 
 
@@ -309,8 +418,22 @@ def test_a_loop_goes_on_with_the_same_bits(rank: int, tmp_path: Path) -> None:
         if (trainer.current_epoch, index) == (0, 2):
             trainer.save_checkpoint(tmp_path / "3.ckpt")
 
-    names = ("accumulation", "batch norm", "compiled", "gan", "lbfgs", "manual, not in every batch", "16-true")
-    names += ("16-mixed", "configure_model", "tied, frozen, parametrized", "scheduler per step", "scheduler per epoch")
+    names = (
+        "accumulation",
+        "batch norm",
+        "compiled",
+        "gan",
+        "lbfgs",
+        "manual, not in every batch",
+        "16-true",
+    )
+    names += (
+        "16-mixed",
+        "configure_model",
+        "tied, frozen, parametrized",
+        "scheduler per step",
+        "scheduler per epoch",
+    )
     for name in (*names, "sparse gradients"):
         torch.compiler.reset()
         saving, traces = [on(on_train_batch_end=save)], []
@@ -335,9 +458,15 @@ def test_what_cannot_train_ends_all_groups_with_an_error_that_says_why(rank: int
     for words, make in (
         ("'net.0.weight' has no shape yet.*before trainer.fit", made(lazy)),
         ("ZeroRedundancyOptimizer divides its state over all processes", made(optimize=of_zero)),
-        ("Skipping the `training_step` by returning None in distributed", made(training_step=skipping)),
+        (
+            "Skipping the `training_step` by returning None in distributed",
+            made(training_step=skipping),
+        ),
         # One group does not step in one batch.
-        ("inner step", manual(every=lambda module, index: 20 if index == 5 and module.global_rank == 1 else 1)),
+        (
+            "inner step",
+            manual(every=lambda module, index: 20 if index == 5 and module.global_rank == 1 else 1),
+        ),
     ):
         loop = Loop(make)
         told = refusal(run_loop, loop, of_ours(loop), 2, batches(rank), kind=Exception)
@@ -360,7 +489,10 @@ def test_every_epoch_without_an_inner_step_is_said(rank: int) -> None:
         else:
             self.optimizers().step()
 
-    loop = Loop(made(optimize=sgd, automatic_optimization=False, training_step=training_step), {"max_epochs": 4})
+    loop = Loop(
+        made(optimize=sgd, automatic_optimization=False, training_step=training_step),
+        {"max_epochs": 4},
+    )
     trainer = run_loop(loop, of_ours(loop), 2, batches(rank), limit_train_batches=2)[0]
     told = [re.sub(":.*", "", text) for text in said if "without an inner step" in text]
     assert told == [f"Epoch {epoch} ended without an inner step" for epoch in (1, 3)]
@@ -370,7 +502,9 @@ def test_every_epoch_without_an_inner_step_is_said(rank: int) -> None:
 
 @in_ranks(2)
 def test_only_optimizers_of_the_fit_in_its_thread_or_backward_count(rank: int) -> None:
-    """One that steps in the backward pass does, one in a thread of the user does not, and no hook is left behind."""
+    """One that steps in the backward pass does, one in a thread of the user does not, and no hook
+    is left behind.
+    """
     hooks = _global_optimizer_post_hooks
     assert not hooks
 
@@ -410,18 +544,28 @@ def test_a_loss_scaled_by_the_number_of_all_ranks_is_said_once(rank: int) -> Non
     def keep(self: Any, stage: str) -> None:
         self.world_size = self.trainer.world_size
 
-    plain: dict[str, Any] = {"training_step": scaled_by_group, "on_train_start": lambda self: self.trainer.world_size}
-    cases = [(2, {"training_step": scaled}, "A training batch reads"), (2, {"setup": keep}, "The module keeps")]
+    plain: dict[str, Any] = {
+        "training_step": scaled_by_group,
+        "on_train_start": lambda self: self.trainer.world_size,
+    }
+    cases = [
+        (2, {"training_step": scaled}, "A training batch reads"),
+        (2, {"setup": keep}, "The module keeps"),
+    ]
     for groups, members, words in (*cases, (2, plain, ""), (1, {"training_step": scaled}, "")):
         said = fits.said_by("lightning_sdiloco")
         loop = Loop(made(optimize=sgd, **members), {"limit_train_batches": 3})
         # Lightning itself reads the number in every batch, and so do its callbacks.
-        stopping = pl.callbacks.EarlyStopping("loss", verbose=True, check_on_train_epoch_end=True, strict=False)
+        stopping = pl.callbacks.EarlyStopping(
+            "loss", verbose=True, check_on_train_epoch_end=True, strict=False
+        )
         strategy = of_ours(loop, worker_groups=groups)
         run_loop(loop, strategy, 4, batches(rank // 2, rank % 2, 2), callbacks=[stopping])
         told = [text for text in said if "gradients are averaged" in text]
         assert len(told) == (1 if words and rank == 0 else 0), (groups, members)
-        assert all(text.startswith(words) and "has gradients 2 times too large" in text for text in told)
+        assert all(
+            text.startswith(words) and "has gradients 2 times too large" in text for text in told
+        )
         assert strategy.world_size == 4
 
 
@@ -437,7 +581,9 @@ def test_a_communication_hook_of_ddp_stays_in_the_group(rank: int) -> None:
 
 
 @in_ranks(1)
-def test_gradients_of_large_models_go_early_where_nobody_sees_it(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_large_models_go_early_where_nobody_sees_it(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def training_step(self: Any, parts: Any, index: int) -> Any:
         self.kept.append(any(parameter.grad is not None for parameter in self.parameters()))
         loss = self.loss(parts)
@@ -447,10 +593,16 @@ def test_gradients_of_large_models_go_early_where_nobody_sees_it(rank: int, monk
             self.optimizers().step()
         return loss
 
-    late, of_the_net, default = [False] + [True] * 5, 4 * (5 * 3 + 3), model_format._LEAST_BYTES  # late as in Lightning
+    late, of_the_net, default = (
+        [False] + [True] * 5,
+        4 * (5 * 3 + 3),
+        model_format._LEAST_BYTES,
+    )  # late as in Lightning
     zeroing: dict[str, Any] = {"optimizer_zero_grad": lambda self, *args: args[-1].zero_grad()}
     large: dict[str, Any] = {"optimize": lambda parameters: torch.optim.SGD(parameters, lr=1e-6)}
-    large["net"] = lambda: nn.Sequential(nn.Linear(5, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 3))
+    large["net"] = lambda: nn.Sequential(
+        nn.Linear(5, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 3)
+    )
     cases: dict[str, tuple[dict[str, Any], int, dict[str, Any], list[bool]]] = {
         "large enough": ({}, of_the_net, {}, [False] * 6),
         "too small": ({}, of_the_net + 1, {}, late),
@@ -466,8 +618,17 @@ def test_gradients_of_large_models_go_early_where_nobody_sees_it(rank: int, monk
     for case, (members, least, choices, kept) in cases.items():
         monkeypatch.setattr(model_format, "_LEAST_BYTES", least)
         torch.manual_seed(0)
-        model = made(**{"net": lambda: nn.Linear(5, 3), "training_step": training_step, "kept": [], **members})()
-        trainer = fits.trainer(strategy=fits.strategy(worker_groups=1, **SHORT), devices=1, max_epochs=1, **choices)
+        model = made(
+            **{
+                "net": lambda: nn.Linear(5, 3),
+                "training_step": training_step,
+                "kept": [],
+                **members,
+            }
+        )()
+        trainer = fits.trainer(
+            strategy=fits.strategy(worker_groups=1, **SHORT), devices=1, max_epochs=1, **choices
+        )
         trainer.fit(model, fits.SomeBatches(0, 6))
         wrong |= {case: model.kept} if model.kept != kept else {}
         trained[case] = list(model.parameters())

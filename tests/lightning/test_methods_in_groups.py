@@ -1,4 +1,6 @@
-"""Methods do what the simulation does: in Trainers, in loops of Fabric, and where ranks of a group share one model."""
+"""Methods do what the simulation does: in Trainers, in loops of Fabric, and where ranks of a group
+share one model.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -39,8 +41,15 @@ from tests.training import inner_optimizer, mlp
 
 GROUPS, STEPS = 4, 16
 CUT = [["*0.*", "*2.*"], ["*4.*", "*6.*"]]
-CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 1, "mixing": 0.25, "fragments": CUT, "compression": "fp32"}
-# By itself a Trainer steps elementwise in so few rounds, and the engine does not know how many there are.
+CHOICES: dict[str, Any] = {
+    "sync_every": 4,
+    "overlap_steps": 1,
+    "mixing": 0.25,
+    "fragments": CUT,
+    "compression": "fp32",
+}
+# By itself a Trainer steps elementwise in so few rounds, and the engine does not know how many
+# there are.
 EQUALISED = {"outer_optimizer": OuterOptimizer(direction="equalised")}
 PAIRS: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.5}
 ROUTES: dict[str, dict[str, Any]] = {
@@ -65,42 +74,71 @@ def held_by(models: Sequence[nn.Module], finish: Callable[[], Any]) -> list[list
     """What each model holds before the end and after it."""
     before = [[whole(parameter) for parameter in model.parameters()] for model in models]
     finish()
-    return [[*held, *map(whole, model.parameters())] for held, model in zip(before, models, strict=True)]
+    return [
+        [*held, *map(whole, model.parameters())] for held, model in zip(before, models, strict=True)
+    ]
 
 
 def simulated(
-    net: Callable[[], nn.Module], inner: str, groups: int, paced: bool = False, micro_batches: int = 1, **choices: Any
+    net: Callable[[], nn.Module],
+    inner: str,
+    groups: int,
+    paced: bool = False,
+    micro_batches: int = 1,
+    **choices: Any,
 ) -> list[list[Tensor]]:
-    """What each group holds before the end and after it; a paced one is idle in every other step."""
+    """What each group holds before the end and after it; a paced one is idle in every other
+    step.
+    """
 
     def loss(model: nn.Module, group: int, step: int, *place: int) -> Tensor:
         last = micro_batches * (step // 2 if paced and group else step)
-        losses = [regression(model, group, last - earlier, *place) for earlier in range(micro_batches)]
+        losses = [
+            regression(model, group, last - earlier, *place) for earlier in range(micro_batches)
+        ]
         return torch.stack(losses).mean()
 
     def idle(group: int, step: int) -> bool:
         return paced and group == 1 and step % 2 == 1
 
-    run = Groups(groups, inner, lambda _: net(), (), idle, lambda *_: micro_batches, loss=loss, **choices)
+    run = Groups(
+        groups, inner, lambda _: net(), (), idle, lambda *_: micro_batches, loss=loss, **choices
+    )
     run.until(STEPS)
     return held_by(run.models, run.groups.finish)
 
 
 def in_simulation(make: Callable[[int], nn.Module]) -> dict[str, list[list[Tensor]]]:
-    return {name: simulated(partial(make, 0), "sgd", GROUPS, **{**CHOICES, **METHODS[name]}) for name in METHODS}
+    return {
+        name: simulated(partial(make, 0), "sgd", GROUPS, **{**CHOICES, **METHODS[name]})
+        for name in METHODS
+    }
 
 
-def test_sharded_groups_do_what_the_simulation_does_and_on_a_route_save_the_mean(tmp_path: Path) -> None:
+def test_sharded_groups_do_what_the_simulation_does_and_on_a_route_save_the_mean(
+    tmp_path: Path,
+) -> None:
     expected = in_simulation(sharded.even)
 
     def play(rank: int, world_size: int) -> None:
-        path, more = tmp_path / "step=6.ckpt", {"save_distributed_checkpoint": False, "steps": STEPS}
+        path, more = (
+            tmp_path / "step=6.ckpt",
+            {"save_distributed_checkpoint": False, "steps": STEPS},
+        )
         for name, choices in METHODS.items():
-            fit = partial(sharded.fit, rank, world_size, GROUPS, (2, 1), **more, **{**CHOICES, **choices})
-            plain = fit(callbacks=saving(fits.LIGHTNING, tmp_path, every_n_train_steps=6) if name == "random" else [])
+            fit = partial(
+                sharded.fit, rank, world_size, GROUPS, (2, 1), **more, **{**CHOICES, **choices}
+            )
+            plain = fit(
+                callbacks=saving(fits.LIGHTNING, tmp_path, every_n_train_steps=6)
+                if name == "random"
+                else []
+            )
             own = plain["model"].values()
             # The ranks of a group add up in another order.
-            assert all(map(partial(torch.allclose, atol=1e-6), own, expected[name][rank // 2][len(own) :])), name
+            assert all(
+                map(partial(torch.allclose, atol=1e-6), own, expected[name][rank // 2][len(own) :])
+            ), name
             if name != "random":
                 continue
             every: list[Any] = [None] * world_size
@@ -108,7 +146,10 @@ def test_sharded_groups_do_what_the_simulation_does_and_on_a_route_save_the_mean
             for key, values in torch.load(path, weights_only=True)["state_dict"].items():
                 assert torch.equal(values, every[0][f"outer {key}"])
                 # The ranks of a group hold it in parts, the first of them by rows.
-                of_groups = [torch.cat([every[2 * group][key], every[2 * group + 1][key]]) for group in range(GROUPS)]
+                of_groups = [
+                    torch.cat([every[2 * group][key], every[2 * group + 1][key]])
+                    for group in range(GROUPS)
+                ]
                 assert torch.allclose(values, torch.stack(of_groups).mean(0), atol=1e-6), key
             assert_resumed(fit(path=path), plain, 6)
 
@@ -128,19 +169,34 @@ def test_loops_of_fabric_do_what_the_simulation_does(tmp_path: Path) -> None:
                 # A checkpoint holds what evaluation shows, and neither moves anything.
                 fabric.save(tmp_path / name, {"model": model, "optimizer": optimizer})
                 with fabric.strategy.evaluate():
-                    assert unequal(torch.load(tmp_path / name, weights_only=True)["model"], net.state_dict()) == []
-            assert all(map(torch.equal, held_by([net], fabric.strategy.finish)[0], expected[name][rank])), name
+                    assert (
+                        unequal(
+                            torch.load(tmp_path / name, weights_only=True)["model"],
+                            net.state_dict(),
+                        )
+                        == []
+                    )
+            assert all(
+                map(torch.equal, held_by([net], fabric.strategy.finish)[0], expected[name][rank])
+            ), name
 
     run_processes(play, GROUPS)
 
 
 # Trainers, with more than 100,000 parameters
 
-SHARED: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:2", "exchange": "gather"}
+SHARED: dict[str, Any] = {
+    "sync_every": 4,
+    "overlap_steps": 2,
+    "fragments": "strided:2",
+    "exchange": "gather",
+}
 SHARED |= EQUALISED
 POLICIES: dict[str, dict[str, Any]] = {
     **{name: choices for name, choices in METHODS.items() if name not in ROUTES},
-    "delayed nesterov": {"outer_optimizer": partial(DelayedNesterov, lr=0.7, momentum=0.9, every=2)},
+    "delayed nesterov": {
+        "outer_optimizer": partial(DelayedNesterov, lr=0.7, momentum=0.9, every=2)
+    },
     "random-k": {"compression": "random_k+memory"},
     "random block": {"compression": "random_block"},
     "two shots": {"exchange": TwoShot([0.75, 0.25])},
@@ -156,12 +212,16 @@ POLICIES: dict[str, dict[str, Any]] = {
 def net() -> nn.Module:
     """106,000 parameters."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 256), nn.Tanh(), nn.Linear(256, 400), nn.Tanh(), nn.Linear(400, 3))
+    return nn.Sequential(
+        nn.Linear(5, 256), nn.Tanh(), nn.Linear(256, 400), nn.Tanh(), nn.Linear(400, 3)
+    )
 
 
 def test_a_trainer_does_what_the_simulation_does_with_every_policy(tmp_path: Path) -> None:
     expected = {
-        name: simulated(net, "adamw", 2, name == "paced", 1 + (name == "drop compute"), **{**SHARED, **choices})
+        name: simulated(
+            net, "adamw", 2, name == "paced", 1 + (name == "drop compute"), **{**SHARED, **choices}
+        )
         for name, choices in POLICIES.items()
     }
 
@@ -176,7 +236,10 @@ def test_a_trainer_does_what_the_simulation_does_with_every_policy(tmp_path: Pat
                 loader = Paced(loader, speed=0.5 if rank else 1.0)
             if name == "drop compute":
                 loader = DropCompute(2, budget=inf)(loader)
-                more |= {"accumulate_grad_batches": 2, "callbacks": [StreamingDiLoCoMonitor(folder=str(tmp_path))]}
+                more |= {
+                    "accumulate_grad_batches": 2,
+                    "callbacks": [StreamingDiLoCoMonitor(folder=str(tmp_path))],
+                }
             given = {"make": make, "inner": "adamw", "loader": loader, "trainer_choices": more}
             own = fits.fit(rank, 2, 2, STEPS, {**SHARED, **choices}, **given)["model"].values()
             assert all(map(torch.equal, own, expected[name][rank][len(own) :])), name
@@ -195,7 +258,9 @@ def test_many_groups_begin_with_dense_rounds_as_short_as_the_link_hides(
     monkeypatch.setattr("lightning_sdiloco.algorithm.config._DENSE_SHARE", 0.1)
     # An inner step of a second, and links of which each rank measures another one.
     links = [Link(gbit_s=1.0, round_trip=0.001)]
-    monkeypatch.setattr(options_module, "measure_link", lambda *_: links[0] if rank == 0 else Link(1e-9, 0.1))
+    monkeypatch.setattr(
+        options_module, "measure_link", lambda *_: links[0] if rank == 0 else Link(1e-9, 0.1)
+    )
     monkeypatch.setattr(Options, "step_time", lambda options: 1.0)
     chosen_at, choose = list[int](), StreamingDiLoCo.choose
 
@@ -215,7 +280,9 @@ def test_many_groups_begin_with_dense_rounds_as_short_as_the_link_hides(
         trainer.fit(model, fits.batches(rank), ckpt_path=path)
         if save is not None:
             trainer.save_checkpoint(save)
-        return strategy.schedule.dense, [parameter.detach().clone() for parameter in model.parameters()]
+        return strategy.schedule.dense, [
+            parameter.detach().clone() for parameter in model.parameters()
+        ]
 
     chosen, values = fit(save=tmp_path / "dense.ckpt")
     assert chosen_at == [3], "before the first launch would be due"
@@ -224,7 +291,8 @@ def test_many_groups_begin_with_dense_rounds_as_short_as_the_link_hides(
     asked, expected = fit(dense_beginning=DenseBeginning(6))
     assert (chosen, asked) == (DenseBeginning(6), DenseBeginning(6))
     assert all(map(torch.equal, values, expected))
-    # A run that goes on has what its checkpoint has, whatever the length of the fit; a short one begins without.
+    # A run that goes on has what its checkpoint has, whatever the length of the fit; a short one
+    # begins without.
     assert fit(tmp_path / "dense.ckpt", steps=260)[0] == chosen
     assert fit(save=tmp_path / "short.ckpt", steps=80)[0] is None
     assert fit(tmp_path / "short.ckpt", steps=260)[0] is None
@@ -232,16 +300,23 @@ def test_many_groups_begin_with_dense_rounds_as_short_as_the_link_hides(
     # A slower link gets longer rounds, and one that is too slow for them none.
     links[0] = Link(gbit_s=1e-6, round_trip=0.001)
     chosen, values = fit()
-    assert (chosen, agreed({str(index): value for index, value in enumerate(values)})) == (DenseBeginning(3, 8), True)
+    assert (chosen, agreed({str(index): value for index, value in enumerate(values)})) == (
+        DenseBeginning(3, 8),
+        True,
+    )
     links[0] = Link(gbit_s=3e-7, round_trip=0.001)
     chosen, values = fit()
     _, expected = fit(dense_beginning=None)
     assert chosen is None
     assert all(map(torch.equal, values, expected))
-    assert rank or "Chosen: dense_beginning=None, because training would wait for the link" in said[-1]
+    assert (
+        rank or "Chosen: dense_beginning=None, because training would wait for the link" in said[-1]
+    )
     # What the planner chooses comes first, after more inner steps.
     links[0] = Link(gbit_s=1.0, round_trip=0.001)
     for planned in ({"compression": "auto", "sync_every": 50}, {"sync_every": "auto"}):
         chosen, _ = fit(steps=600, **planned)
         assert chosen_at[-1] == 8
-        assert chosen == (DenseBeginning(3, 16) if planned["sync_every"] == 50 else None), "rounds of 30 are too short"
+        assert chosen == (DenseBeginning(3, 16) if planned["sync_every"] == 50 else None), (
+            "rounds of 30 are too short"
+        )

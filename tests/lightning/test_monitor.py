@@ -1,4 +1,6 @@
-"""What a run tells of itself: logged scalars, the progress bar, the records of the ranks, and the timeline of them."""
+"""What a run tells of itself: logged scalars, the progress bar, the records of the ranks, and the
+timeline of them.
+"""
 
 import importlib
 import io
@@ -53,13 +55,22 @@ PAGE, CITIES = (DOCS / "monitoring.md").read_text(), (DOCS / "two-cities.md").re
 
 def landing(**told: Any) -> Landing:
     groups = dict.fromkeys(("group_norms", "counted", "left_out", "outlying"), ())
-    own: dict[str, Any] = {"diagnostics": None, "spans": {"transfer": (1.0, 1.5), "land": (9.0, 10.0)}}
-    return Landing(**{**dict.fromkeys(Landing._fields, 0), **groups, **own, "on_link_s": 0.5, **told})
+    own: dict[str, Any] = {
+        "diagnostics": None,
+        "spans": {"transfer": (1.0, 1.5), "land": (9.0, 10.0)},
+    }
+    return Landing(
+        **{**dict.fromkeys(Landing._fields, 0), **groups, **own, "on_link_s": 0.5, **told}
+    )
 
 
-def test_diagnostics_are_those_of_a_direct_computation_and_add_up_over_shards(worlds: dict[int, Any]) -> None:
+def test_diagnostics_are_those_of_a_direct_computation_and_add_up_over_shards(
+    worlds: dict[int, Any],
+) -> None:
     models = [mlp(), mlp()]
-    groups = SimulatedGroups(models, sync_every=2, overlap_steps=1, fragments=LAYERS, compression="fp4")
+    groups = SimulatedGroups(
+        models, sync_every=2, overlap_steps=1, fragments=LAYERS, compression="fp4"
+    )
     for engine in groups.engines:
         engine.diagnose()
     optimizers, codec = [inner_optimizer("sgd", model) for model in models], lightning_sdiloco.FP4()
@@ -69,20 +80,42 @@ def test_diagnostics_are_those_of_a_direct_computation_and_add_up_over_shards(wo
         for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             train_step(model, optimizer, group, step)
         if 1 in groups.engines[0].schedule.launches(step):
-            outer = flat(values for name, values in groups.outer_state_dict().items() if name.startswith("2."))
-            launched[step] = outer, [outer - flat(model[2].parameters()).detach() for model in models]
+            outer = flat(
+                values
+                for name, values in groups.outer_state_dict().items()
+                if name.startswith("2.")
+            )
+            launched[step] = (
+                outer,
+                [outer - flat(model[2].parameters()).detach() for model in models],
+            )
         for group, landings in enumerate(groups.step()):
             for landed in [landed for landed in landings if landed.fragment == 1]:
                 outer, gradients = launched[landed.launched_at]
-                decoded = [codec.decode(codec.encode(g), out := torch.empty_like(g)) or out for g in gradients]
-                mean, told, own = torch.stack(decoded).mean(dim=0), landed.diagnostics, gradients[group]
-                momentum = groups.engines[group].state_dict()["fragments"][1]["state"]["momentum_buffer"]
+                decoded = [
+                    codec.decode(codec.encode(g), out := torch.empty_like(g)) or out
+                    for g in gradients
+                ]
+                mean, told, own = (
+                    torch.stack(decoded).mean(dim=0),
+                    landed.diagnostics,
+                    gradients[group],
+                )
+                momentum = groups.engines[group].state_dict()["fragments"][1]["state"][
+                    "momentum_buffer"
+                ]
                 lost = float((decoded[group] - own).norm() / own.norm())
                 assert 0.01 < lost < 0.5
-                assert landed.group_norms == pytest.approx([float(g.norm()) for g in gradients], rel=1e-5)
-                cosines = [float(torch.cosine_similarity(gradient, mean, dim=0)) for gradient in decoded]
+                assert landed.group_norms == pytest.approx(
+                    [float(g.norm()) for g in gradients], rel=1e-5
+                )
+                cosines = [
+                    float(torch.cosine_similarity(gradient, mean, dim=0)) for gradient in decoded
+                ]
                 assert told.cosines == pytest.approx(cosines, rel=1e-5)
-                assert told.local_distance == pytest.approx(float(own.norm() / outer.norm()), rel=1e-5)
+                assert told.local_distance == pytest.approx(
+                    float(own.norm() / outer.norm()), rel=1e-5
+                )
                 assert told.outer_momentum_norm == pytest.approx(float(momentum.norm()), rel=1e-5)
                 assert told.compression_error == pytest.approx(lost, rel=1e-4)
                 compared += 1
@@ -95,7 +128,9 @@ def test_diagnostics_are_those_of_a_direct_computation_and_add_up_over_shards(wo
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, list[Any]]]:
-    """Two groups of one rank and of two: a folder with records and timeline, and what each rank saw, by ranks."""
+    """Two groups of one rank and of two: a folder with records and timeline, and what each rank
+    saw, by ranks.
+    """
     folders = {world_size: tmp_path_factory.mktemp("world") for world_size in (2, 4)}
     return {size: (folder, run_processes(fitted, size, folder)) for size, folder in folders.items()}
 
@@ -105,20 +140,33 @@ EQUALISED = {"outer_optimizer": OuterOptimizer(direction="equalised")}
 
 
 def fitted(rank: int, world_size: int, folder: Path) -> Any:
-    """Fits 14 steps, and returns what was said, the bytes of each landing, and the landings of the first fragment."""
+    """Fits 14 steps, and returns what was said, the bytes of each landing, and the landings of the
+    first fragment.
+    """
     said = said_by(LIGHTNING, OTHER)
     sent, landings = set[int](), list[Landing]()
 
     def look(trainer: Any, *_: Any) -> None:
         engine = trainer.strategy.engine
-        landed = None if engine.is_finished else engine.last_landing  # the final exchange sends more
+        landed = (
+            None if engine.is_finished else engine.last_landing
+        )  # the final exchange sends more
         if landed:
             sent.add(landed.bytes_sent)
             landings.extend([landed] if landed.fragment == 0 and landed not in landings else [])
 
-    numbers = {"outer_lr": 0.75, "outer_momentum": 0.5, "mixing": 0.25, "compression": "fp32", **EQUALISED}
+    numbers = {
+        "outer_lr": 0.75,
+        "outer_momentum": 0.5,
+        "mixing": 0.25,
+        "compression": "fp32",
+        **EQUALISED,
+    }
     own = {"timeline": str(folder / "traces" / "trace.json"), "folder": str(folder / "sdiloco")}
-    watching = [StreamingDiLoCoMonitor(diagnostics=True, **own), pl.callbacks.LambdaCallback(on_train_batch_end=look)]
+    watching = [
+        StreamingDiLoCoMonitor(diagnostics=True, **own),
+        pl.callbacks.LambdaCallback(on_train_batch_end=look),
+    ]
     choices = {"callbacks": watching, "log_every_n_steps": 2}
     fit(rank, world_size, 2, 14, {**SHORT, **numbers}, trainer_choices=choices)
     return [text for text in said if text.startswith("Streaming DiLoCo")], sorted(sent), landings
@@ -138,28 +186,45 @@ def test_a_monitor_changes_no_bit_of_training_and_aligns_clocks(rank: int, tmp_p
         watching = {"callbacks": [StreamingDiLoCoMonitor(folder=str(tmp_path / name))]}
         watched = fit(rank, 2, 2, 11, {**SHORT, **choices}, trainer_choices=watching)
         assert same(plain["outer"], watched["outer"]), name
-        assert plain["report"]["bytes_sent"] == watched["report"]["bytes_sent"], "no traffic between groups either"
+        assert plain["report"]["bytes_sent"] == watched["report"]["bytes_sent"], (
+            "no traffic between groups either"
+        )
         torch.distributed.barrier()
         ranks = read_run(tmp_path / name).ranks
-        began = json.loads((tmp_path / name / "rank_00001.jsonl").read_text().splitlines()[0])["time"]
+        began = json.loads((tmp_path / name / "rank_00001.jsonl").read_text().splitlines()[0])[
+            "time"
+        ]
         assert ranks[1].starts[0][0] == pytest.approx(began - shift, abs=5)
-        mine, theirs = ({(f.launched_at, f.fragment, f.final): f.spans for f in own.landings} for own in ranks)
+        mine, theirs = (
+            {(f.launched_at, f.fragment, f.final): f.spans for f in own.landings} for own in ranks
+        )
         assert mine.keys() == theirs.keys() != set()
         for flight, spans in mine.items():
             other = theirs[flight]
-            assert max(spans["launch"][0], other["launch"][0]) < min(spans["flight"][1], other["flight"][1]) + 1e-6
+            assert (
+                max(spans["launch"][0], other["launch"][0])
+                < min(spans["flight"][1], other["flight"][1]) + 1e-6
+            )
     settings = ranks[0].about["settings"]
     assert settings | {"mixing": "Carry()", "schedule": repr(Selective())} == settings
-    not_in_all_ranks = {"callbacks": [StreamingDiLoCoMonitor(folder=str(tmp_path), diagnostics=rank == 0)]}
+    not_in_all_ranks = {
+        "callbacks": [StreamingDiLoCoMonitor(folder=str(tmp_path), diagnostics=rank == 0)]
+    }
     assert "diagnostics" in refusal(fit, rank, 2, 2, 6, SHORT, trainer_choices=not_in_all_ranks)
-    of_ddp = fits.trainer(strategy="ddp", devices=2, callbacks=[StreamingDiLoCoMonitor()], max_steps=1)
+    of_ddp = fits.trainer(
+        strategy="ddp", devices=2, callbacks=[StreamingDiLoCoMonitor()], max_steps=1
+    )
     assert "the strategy is DDPStrategy" in refusal(of_ddp.fit, fits.module(), [0])
 
 
 OUTER_OPTIMIZERS = {
     "SGD(lr=0.001, momentum=0)": torch.optim.SGD,
-    "SGD(lr=0.4, momentum=0.8, nesterov=True)": partial(torch.optim.SGD, lr=0.4, momentum=0.8, nesterov=True),
-    "AdamW(lr=0.0625, betas=(0.9, 0.999))": OuterOptimizer(partial(torch.optim.AdamW, lr=torch.tensor(0.0625))),
+    "SGD(lr=0.4, momentum=0.8, nesterov=True)": partial(
+        torch.optim.SGD, lr=0.4, momentum=0.8, nesterov=True
+    ),
+    "AdamW(lr=0.0625, betas=(0.9, 0.999))": OuterOptimizer(
+        partial(torch.optim.AdamW, lr=torch.tensor(0.0625))
+    ),
 }
 
 
@@ -169,15 +234,21 @@ def test_the_first_line_shows_rate_and_momentum_of_any_outer_optimizer(rank: int
         choices: dict[str, Any] = {"sync_every": 2, "fragments": 1, "outer_optimizer": make}
         said = said_by(LIGHTNING, OTHER, "lightning.fabric", "lightning_sdiloco")
         strategy = StreamingDiLoCoStrategy(**choices)
-        fits.trainer(strategy=strategy, devices=2, max_steps=3).fit(fits.module(), fits.SomeBatches(rank, 4))
-        fabric = L.Fabric(accelerator="cpu", devices=2, strategy=StreamingDiLoCoFabricStrategy(**choices))
+        fits.trainer(strategy=strategy, devices=2, max_steps=3).fit(
+            fits.module(), fits.SomeBatches(rank, 4)
+        )
+        fabric = L.Fabric(
+            accelerator="cpu", devices=2, strategy=StreamingDiLoCoFabricStrategy(**choices)
+        )
         fabric.launch()
         model, optimizer = fabric.setup(net := mlp(), inner_optimizer("sgd", net))
         fabric.backward(model(torch.ones(8, 5)).square().mean())
         optimizer.step()
         fabric.strategy.finish()
         shown = [line for line in said if "the first launch follows" in line]
-        assert len([line for line in shown if f", outer_optimizer={summary};" in line]) == 2 * (rank == 0), said
+        assert len([line for line in shown if f", outer_optimizer={summary};" in line]) == 2 * (
+            rank == 0
+        ), said
         warned = [line for line in said if f"The outer optimizer is {summary}" in line]
         assert len(warned) == 2 * (rank == 0) * (make is torch.optim.SGD)
 
@@ -191,8 +262,18 @@ def test_the_first_line_shows_rate_and_momentum_of_any_outer_optimizer(rank: int
         ({"outer_lr": 0.05}, False),
         ({}, False),
         # What a schedule reaches counts.
-        ({"outer_optimizer": OuterOptimizer(lr_schedule=partial(LinearLR, start_factor=0.01))}, False),
-        ({"outer_optimizer": OuterOptimizer(lr_schedule=partial(LambdaLR, lr_lambda=lambda _: 0.01))}, True),
+        (
+            {"outer_optimizer": OuterOptimizer(lr_schedule=partial(LinearLR, start_factor=0.01))},
+            False,
+        ),
+        (
+            {
+                "outer_optimizer": OuterOptimizer(
+                    lr_schedule=partial(LambdaLR, lr_lambda=lambda _: 0.01)
+                )
+            },
+            True,
+        ),
     ],
 )
 def test_a_low_outer_rate_is_warned_of_once_in_a_loop_of_ones_own(
@@ -201,19 +282,27 @@ def test_a_low_outer_rate_is_warned_of_once_in_a_loop_of_ones_own(
     SimulatedGroups([mlp() for _ in range(3)], **choices)
     warned = [line for line in caplog.messages if "hardly follows" in line]
     assert len(warned) == is_low
-    assert all("partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)" in line for line in warned)
+    assert all(
+        "partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)" in line for line in warned
+    )
 
 
 def test_a_monitor_is_refused_when_it_is_made_with_what_is_no_path() -> None:
     for name in ("timeline", "folder"):
         told = refusal(StreamingDiLoCoMonitor, **{name: True})
-        assert told.startswith(f"{name}=True is of type bool, not a path. Give one, such as {name}='")
+        assert told.startswith(
+            f"{name}=True is of type bool, not a path. Give one, such as {name}='"
+        )
         StreamingDiLoCoMonitor(**{name: Path("somewhere")})
-    assert refusal(StreamingDiLoCoMonitor, diagnostics="no").startswith("diagnostics='no' is neither True nor False")
+    assert refusal(StreamingDiLoCoMonitor, diagnostics="no").startswith(
+        "diagnostics='no' is neither True nor False"
+    )
 
 
 @in_ranks(2)
-def test_a_record_that_finds_no_room_ends_with_a_warning_and_training_goes_on(rank: int, tmp_path: Path) -> None:
+def test_a_record_that_finds_no_room_ends_with_a_warning_and_training_goes_on(
+    rank: int, tmp_path: Path
+) -> None:
     path = tmp_path / "rank_00001.jsonl"
     unlimited, said = resource.getrlimit(resource.RLIMIT_FSIZE), said_by("lightning_sdiloco")
 
@@ -222,7 +311,9 @@ def test_a_record_that_finds_no_room_ends_with_a_warning_and_training_goes_on(ra
             room = path.stat().st_size + 20 if trainer.global_step == 6 else unlimited[0]
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, unlimited[1]))
 
-    assert "holds no records (rank_00000.jsonl and so on). Give the folder" in refusal(read_run, tmp_path)
+    assert "holds no records (rank_00000.jsonl and so on). Give the folder" in refusal(
+        read_run, tmp_path
+    )
     # The next start of the run does not suffer from half a line.
     for callbacks in ([pl.callbacks.LambdaCallback(on_train_batch_start=limit)], []):
         choices = {"callbacks": [StreamingDiLoCoMonitor(folder=str(tmp_path)), *callbacks]}
@@ -230,12 +321,19 @@ def test_a_record_that_finds_no_room_ends_with_a_warning_and_training_goes_on(ra
     assert [f"{path} " in text for text in said if "cannot be written" in text] == [True] * rank
     torch.distributed.barrier()
     ranks = read_run(tmp_path).ranks
-    assert [[step.step for step in own.steps] for own in ranks] == [[*range(1, 12)] * 2, [*range(1, 7), *range(1, 12)]]
+    assert [[step.step for step in own.steps] for own in ranks] == [
+        [*range(1, 12)] * 2,
+        [*range(1, 7), *range(1, 12)],
+    ]
     assert [len(own.starts) for own in ranks] == [2, 2]
 
 
-def test_the_link_rate_is_that_of_the_busier_direction_and_what_nobody_can_tell_is_shown_nowhere() -> None:
-    assert landing(bytes_sent=1_000_000, bytes_received=3_000_000).link_gbit_s == pytest.approx(0.048)
+def test_the_link_rate_is_that_of_the_busier_direction_and_what_nobody_can_tell_is_shown_nowhere() -> (
+    None
+):
+    assert landing(bytes_sent=1_000_000, bytes_received=3_000_000).link_gbit_s == pytest.approx(
+        0.048
+    )
     assert landing().link_gbit_s == 0
     unknown = landing(bytes_sent=1_000_000, bytes_received=1_000_000, on_link_s=math.nan)
     assert "sdiloco/link_gbit_s" not in scalars_of(unknown)
@@ -258,7 +356,10 @@ def test_the_link_rate_is_that_of_the_busier_direction_and_what_nobody_can_tell_
     assert "sdiloco/peak_gbit_s" not in ended
     interval = Interval(sync_every=10, first_step=0)
     interval._began = 0.0
-    assert interval.scalars_with(landing(landed_at=5, exposed_wait_s=1.0, bytes_sent=125_000_000)) == {}
+    assert (
+        interval.scalars_with(landing(landed_at=5, exposed_wait_s=1.0, bytes_sent=125_000_000))
+        == {}
+    )
     ended = interval.scalars_with(landing(landed_at=10, exposed_wait_s=1.5, bytes_sent=1))
     assert ended == {"sdiloco/compute_utilisation": 0.75, "sdiloco/peak_gbit_s": 2.0}
     assert interval.scalars_with(landing(landed_at=15)) == {}
@@ -270,7 +371,9 @@ def test_a_message_that_waited_for_its_receiver_tells_no_rate() -> None:
     def run(rank: int, world_size: int) -> list[float]:
         topology = Topology.of_world(GroupLayout(2, 2), timedelta(seconds=30))
         model = nn.Linear(1000, 1000)
-        engine = StreamingDiLoCo(model, topology=topology, sync_every=2, overlap_steps=1, compression="fp32")
+        engine = StreamingDiLoCo(
+            model, topology=topology, sync_every=2, overlap_steps=1, compression="fp32"
+        )
         exchange = engine.topology.exchange
         post, rates = exchange.post, []
 
@@ -289,37 +392,69 @@ def test_a_message_that_waited_for_its_receiver_tells_no_rate() -> None:
         return rates
 
     for rank, rates in enumerate(run_ranks(run, 2)):
-        # 32 Mbit in no less than their time on the link: neither what 0.2 seconds would make of it, nor no time at all.
+        # 32 Mbit in no less than their time on the link: neither what 0.2 seconds would make of it,
+        # nor no time at all.
         assert all(math.isnan(rate) or 0.2 < rate < 60 for rate in rates), rates
         assert rank == 1 or all(math.isnan(rate) for rate in rates[:2]), rates
 
 
-def test_three_groups_in_two_shots_are_logged_and_recorded_with_their_validations(tmp_path: Path) -> None:
+def test_three_groups_in_two_shots_are_logged_and_recorded_with_their_validations(
+    tmp_path: Path,
+) -> None:
     def validation_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
         self.log("val_loss", self.loss(parts), sync_dist=True)
 
     def run(rank: int, world_size: int) -> None:
         of = importlib.import_module(f"{OTHER}.loggers")
-        loggers = [kind(folder, "", "") for kind, folder in ((of.CSVLogger, tmp_path), (of.TensorBoardLogger, board))]
+        loggers = [
+            kind(folder, "", "")
+            for kind, folder in ((of.CSVLogger, tmp_path), (of.TensorBoardLogger, board))
+        ]
         watch = lightning_sdiloco.pytorch_lightning.StreamingDiLoCoMonitor(diagnostics=True)
-        more = {"callbacks": [watch], "logger": loggers, "log_every_n_steps": 2, "val_check_interval": 4}
+        more = {
+            "callbacks": [watch],
+            "logger": loggers,
+            "log_every_n_steps": 2,
+            "val_check_interval": 4,
+        }
         loaders = {"loader": fits.SomeBatches(rank, 16), "validation": fits.SomeBatches(0, 2)}
         make = partial(fits.module, validation_step=validation_step)
-        fit(rank, 3, 3, 15, {**SHORT, **EQUALISED}, OTHER, trainer_choices=more, make=make, **loaders)
+        fit(
+            rank,
+            3,
+            3,
+            15,
+            {**SHORT, **EQUALISED},
+            OTHER,
+            trainer_choices=more,
+            make=make,
+            **loaders,
+        )
 
     board = tmp_path / "board"
     run_processes(run, 3)
-    # Every scalar is in the file of the logger for every logged step with a landing, and on the page.
-    header, *rows = ([*row.split(",")] for row in (tmp_path / "metrics.csv").read_text().splitlines())
-    columns = {name: [row[number] for row in rows] for number, name in enumerate(header) if name[:8] == "sdiloco/"}
+    # Every scalar is in the file of the logger for every logged step with a landing, and on the
+    # page.
+    header, *rows = (
+        [*row.split(",")] for row in (tmp_path / "metrics.csv").read_text().splitlines()
+    )
+    columns = {
+        name: [row[number] for row in rows]
+        for number, name in enumerate(header)
+        if name[:8] == "sdiloco/"
+    }
     for name in ("sdiloco/link_gbit_s", "sdiloco/peak_gbit_s"):
         columns.pop(name, None)
     assert len(columns) == 27
-    assert [0 <= float(share) <= 1 for share in columns.pop("sdiloco/compute_utilisation") if share] == [True] * 2
+    assert [
+        0 <= float(share) <= 1 for share in columns.pop("sdiloco/compute_utilisation") if share
+    ] == [True] * 2
     assert [name for name in columns if f"| `{re.sub('_[012]$', '', name)}" not in PAGE] == []
     landed = [index for index, total in enumerate(columns["sdiloco/outer_grad_norm"]) if total]
     assert landed
-    assert [name for name, values in columns.items() if not all(values[index] for index in landed)] == []
+    assert [
+        name for name, values in columns.items() if not all(values[index] for index in landed)
+    ] == []
     # TensorBoard gets a layout of them.
     events = EventAccumulator(str(board))
     events.Reload()
@@ -343,7 +478,9 @@ def test_three_groups_in_two_shots_are_logged_and_recorded_with_their_validation
 
 
 @in_ranks(2)
-def test_progress_bars_show_rounds_flights_waits_and_the_link_in_one_line_more(rank: int, distribution: str) -> None:
+def test_progress_bars_show_rounds_flights_waits_and_the_link_in_one_line_more(
+    rank: int, distribution: str
+) -> None:
     callbacks = importlib.import_module(f"{distribution}.callbacks")
 
     def fitted(bar: Any, strategy: Any) -> tuple[list[dict[str, Any]], int]:
@@ -376,7 +513,9 @@ def test_progress_bars_show_rounds_flights_waits_and_the_link_in_one_line_more(r
     assert (of_ddp > 0) == (rank == 0)
 
 
-def test_the_intervals_of_the_training_thread_add_up_to_its_wall_time(worlds: dict[int, Any]) -> None:
+def test_the_intervals_of_the_training_thread_add_up_to_its_wall_time(
+    worlds: dict[int, Any],
+) -> None:
     run = read_run(worlds[4][0] / "sdiloco")
     assert [rank.rank for rank in run.ranks] == [0, 1, 2, 3]
     for rank in run.ranks:
@@ -385,21 +524,32 @@ def test_the_intervals_of_the_training_thread_add_up_to_its_wall_time(worlds: di
         assert {landed.final for landed in rank.landings} == {False, True}
         # What the training thread did, in order.
         pieces = [(*step.span, "step") for step in rank.steps]
-        pieces += [(*own.spans[name], name) for own in rank.landings for name in ("launch", "wait", "land")]
+        pieces += [
+            (*own.spans[name], name) for own in rank.landings for name in ("launch", "wait", "land")
+        ]
         for one, other in pairwise(sorted(pieces)):
             assert one[1] <= other[0] + 1e-5, f"{one} and {other} overlap"
         wall = rank.steps[-1].done - rank.steps[0].span[0]
-        busy = sum(ended - began for began, ended, _ in pieces if ended <= rank.steps[-1].done + 1e-6)
+        busy = sum(
+            ended - began for began, ended, _ in pieces if ended <= rank.steps[-1].done + 1e-6
+        )
         assert wall * 0.8 <= busy <= wall + 1e-4
         for landed in rank.landings:
             spans = landed.spans
-            assert spans["flight"][0] == pytest.approx(spans["launch"][1], abs=1e-5), "it starts at its launch"
+            assert spans["flight"][0] == pytest.approx(spans["launch"][1], abs=1e-5), (
+                "it starts at its launch"
+            )
             assert spans["flight"][1] <= spans["wait"][1] + 1e-4, "and ends before its landing"
-            order = [spans[name] for name in ("launch", "encode", "transfer", "decode", "outer_step", "land")]
+            order = [
+                spans[name]
+                for name in ("launch", "encode", "transfer", "decode", "outer_step", "land")
+            ]
             assert all(one[1] <= other[0] + 1e-5 for one, other in pairwise(order))
 
 
-def test_the_timeline_has_every_rank_and_every_flight_from_launch_to_landing(worlds: dict[int, Any]) -> None:
+def test_the_timeline_has_every_rank_and_every_flight_from_launch_to_landing(
+    worlds: dict[int, Any],
+) -> None:
     folder, _ = worlds[2]
     told = json.loads((folder / "traces" / "trace.json").read_text())
     run = read_run(folder / "sdiloco")
@@ -407,14 +557,22 @@ def test_the_timeline_has_every_rank_and_every_flight_from_launch_to_landing(wor
     events = told["traceEvents"]
     for rank in run.ranks:
         own = [event for event in events if event["pid"] == rank.rank]
-        assert {e["args"]["name"] for e in own if e["name"] == "process_name"} == {f"group {rank.rank}"}
+        assert {e["args"]["name"] for e in own if e["name"] == "process_name"} == {
+            f"group {rank.rank}"
+        }
         rows = {e["tid"]: e["args"]["name"] for e in own if e["name"] == "thread_name"}
-        assert rows == {0: "training", **{1 + fragment: f"fragment {fragment}" for fragment in range(4)}}
+        assert rows == {
+            0: "training",
+            **{1 + fragment: f"fragment {fragment}" for fragment in range(4)},
+        }
         assert len([e for e in own if e["name"] == "step"]) == 14
         flights = [e for e in own if e["ph"] == "X" and e["name"] == "flight"]
-        # Fragment p launches after inner steps 4 + p, 8 + p, 12 + p; what is in flight at the end lands.
+        # Fragment p launches after inner steps 4 + p, 8 + p, 12 + p; what is in flight at the end
+        # lands.
         launches = [(step, (step - 4) % 4) for step in range(4, 15)]
-        assert sorted((e["args"]["launched_at"], e["args"]["fragment"]) for e in flights) == launches
+        assert (
+            sorted((e["args"]["launched_at"], e["args"]["fragment"]) for e in flights) == launches
+        )
         assert len([e for e in own if e["name"] == "final flight"]) == 4
         arrows = {e["id"]: e["ts"] for e in own if e["ph"] == "s"}
         ends = {e["id"]: e["ts"] for e in own if e["ph"] == "f"}
@@ -426,17 +584,23 @@ def test_the_timeline_has_every_rank_and_every_flight_from_launch_to_landing(wor
     assert run.ranks[1].starts[0][0] == raw["time"]
 
 
-def test_one_line_says_what_is_active_and_another_what_the_link_has_to_carry(worlds: dict[int, Any]) -> None:
+def test_one_line_says_what_is_active_and_another_what_the_link_has_to_carry(
+    worlds: dict[int, Any],
+) -> None:
     (lines, sent, _), *others = worlds[4][1]
     assert [told for told, *_ in others] == [[]] * 3
     start, measured = lines
     assert start == (
-        "Streaming DiLoCo: 2 worker groups of 2 ranks, 4 fragments, sync_every=4, overlap_steps=2, outer_lr=0.75,"
-        f" outer_momentum=0.5, mixing=0.25, direction=equalised; each rank sends {sent[0]} bytes to {sent[-1]} bytes a"
+        "Streaming DiLoCo: 2 worker groups of 2 ranks, 4 fragments, sync_every=4,"
+        " overlap_steps=2, outer_lr=0.75,"
+        f" outer_momentum=0.5, mixing=0.25, direction=equalised; each rank sends {sent[0]} bytes"
+        f" to {sent[-1]} bytes a"
         " fragment; the first launch follows inner step 4."
     )
     seconds = float(re.findall(r"an inner step takes (\S+) s", measured)[0])
-    [(window, rate, unit)] = re.findall(r"gives the link (\S+) s .* carry (\S+) ([kM]bit/s)", measured)
+    [(window, rate, unit)] = re.findall(
+        r"gives the link (\S+) s .* carry (\S+) ([kM]bit/s)", measured
+    )
     window, rate = float(window), float(rate) * {"kbit/s": 1e3, "Mbit/s": 1e6}[unit]
     assert window == pytest.approx(2 * seconds, rel=0.02)
     # All four fragments in four steps are more than the largest in two.

@@ -1,4 +1,6 @@
-"""Fits whose hooks replace submodules between epochs: the baseline of a policy, or layers of another width."""
+"""Fits whose hooks replace submodules between epochs: the baseline of a policy, or layers of
+another width.
+"""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -93,9 +95,13 @@ def require_alike(ranks: list[tuple[Values, dict[str, float], list[str]]]) -> No
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_baseline_that_is_replaced_after_epochs_trains_saves_and_resumes_exactly(ranks: int, tmp_path: Path) -> None:
+def test_a_baseline_that_is_replaced_after_epochs_trains_saves_and_resumes_exactly(
+    ranks: int, tmp_path: Path
+) -> None:
     saves = partial(saving, LIGHTNING, tmp_path, filename="{epoch}", save_on_train_epoch_end=True)
-    whole = run_processes(partial(fitted, callbacks=saves(), on_train_epoch_end=replace_baseline), ranks)
+    whole = run_processes(
+        partial(fitted, callbacks=saves(), on_train_epoch_end=replace_baseline), ranks
+    )
     require_alike(whole)
     unsaved = run_processes(partial(fitted, on_train_epoch_end=replace_baseline), ranks)
     assert unlike(unsaved[0][0], whole[0][0]) == [], "saving changes nothing"
@@ -103,18 +109,29 @@ def test_a_baseline_that_is_replaced_after_epochs_trains_saves_and_resumes_exact
     assert (
         unlike(
             {name: own for name, own in values.items() if name.startswith("net.baseline.")},
-            {name.replace(".net.", ".baseline."): own for name, own in values.items() if name.startswith("net.net.")},
+            {
+                name.replace(".net.", ".baseline."): own
+                for name, own in values.items()
+                if name.startswith("net.net.")
+            },
         )
         == []
     )
     cuts = texts(said, "The model is cut again")
     assert len(cuts) == EPOCHS - 1
-    assert all("rounds continue: since the last cut, 8 parameters have been replaced" in cut for cut in cuts)
+    assert all(
+        "rounds continue: since the last cut, 8 parameters have been replaced" in cut
+        for cut in cuts
+    )
     assert texts(said, "No inner optimizer") == [], "none stepped the baseline before"
     for epoch in range(EPOCHS - 1):
         path = tmp_path / f"epoch={epoch}.ckpt"
-        resumed = run_processes(partial(fitted, path=path, on_train_epoch_end=replace_baseline), ranks)
-        assert [unlike(again[0], before[0]) for again, before in zip(resumed, whole, strict=True)] == [[]] * ranks
+        resumed = run_processes(
+            partial(fitted, path=path, on_train_epoch_end=replace_baseline), ranks
+        )
+        assert [
+            unlike(again[0], before[0]) for again, before in zip(resumed, whole, strict=True)
+        ] == [[]] * ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -129,7 +146,10 @@ def test_layers_of_another_width_train_in_all_ranks_alike(ranks: int) -> None:
     assert values["net.net.4.weight"].shape == (9 + EPOCHS - 1, 7)
     cuts = texts(said, "The model is cut again")
     assert len(cuts) == EPOCHS - 1
-    assert all("4 parameters have been replaced or reshaped, such as 'net.net.4.weight'" in cut for cut in cuts)
+    assert all(
+        "4 parameters have been replaced or reshaped, such as 'net.net.4.weight'" in cut
+        for cut in cuts
+    )
     assert texts(said, "No inner optimizer") == []
 
 
@@ -155,7 +175,9 @@ def test_a_baseline_that_an_optimizer_held_and_never_stepped_needs_none() -> Non
     assert texts(found[0][2], "No inner optimizer") == []
 
 
-def test_a_fit_that_stops_after_its_baseline_was_replaced_ends_with_the_same_model_everywhere() -> None:
+def test_a_fit_that_stops_after_its_baseline_was_replaced_ends_with_the_same_model_everywhere() -> (
+    None
+):
     def stop(module: Any) -> None:
         replace_baseline(module)
         module.trainer.should_stop = module.current_epoch == 1
@@ -180,7 +202,10 @@ def test_a_layer_that_one_rank_alone_widened_is_refused_on_all_with_its_name(hoo
 
     errors = run_processes(partial(fitted, **{hook: change}), 2, expect_failure=True)
     assert len(errors) == 2
-    assert all("The model differs between ranks: net.net.6.weight is (3, 9)" in error for error in errors.values())
+    assert all(
+        "The model differs between ranks: net.net.6.weight is (3, 9)" in error
+        for error in errors.values()
+    )
 
 
 @pytest.mark.parametrize("rank_alone", [False, True])
@@ -191,13 +216,18 @@ def test_what_is_replaced_in_the_midst_of_an_epoch_is_refused(rank_alone: bool) 
 
     errors = run_processes(partial(fitted, on_train_batch_end=batch_end), 2, expect_failure=True)
     told = "Since the model was cut into fragments, 8 parameters have been replaced or reshaped, such as"
-    assert any(told in error and "in on_train_epoch_start at the latest" in error for error in errors.values())
+    assert any(
+        told in error and "in on_train_epoch_start at the latest" in error
+        for error in errors.values()
+    )
 
 
 def test_a_checkpoint_of_a_validation_that_replaced_the_baseline_warns(tmp_path: Path) -> None:
     replaces: dict[str, Any] = {"on_validation_epoch_end": replace_baseline}
     replaces["validation_step"] = lambda self, batch, index: None
     callback = saving(LIGHTNING, tmp_path, filename="{epoch}", save_on_train_epoch_end=False)
-    found = run_processes(partial(fitted, callbacks=callback, validation=fits.SomeBatches(0, 2), **replaces), 2)
+    found = run_processes(
+        partial(fitted, callbacks=callback, validation=fits.SomeBatches(0, 2), **replaces), 2
+    )
     require_alike(found)
     assert texts(found[0][2], "A checkpoint is saved after parameters were replaced")

@@ -1,4 +1,6 @@
-"""Everything that is refused before the first step, each by its message: what was given, what holds, what to do."""
+"""Everything that is refused before the first step, each by its message: what was given, what
+holds, what to do.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,7 +39,8 @@ from tests.ranks import in_ranks
 from tests.training import mlp
 
 Make = Callable[..., Any]
-# What is given, and what is told, where " ... " stands for what may be between, and ^ for the beginning.
+# What is given, and what is told, where " ... " stands for what may be between, and ^ for the
+# beginning.
 Table = Sequence[tuple[dict[str, Any], str]]
 
 
@@ -56,13 +59,21 @@ EVERYWHERE: list[Make] = [*STRATEGIES, engine]
 def missing(message: str, *told: str) -> list[str]:
     """What a message does not say."""
     parts = [part for words in told for part in words.split(" ... ")]
-    said = {part: message.startswith(part[1:]) if part.startswith("^") else part in message for part in parts}
+    said = {
+        part: message.startswith(part[1:]) if part.startswith("^") else part in message
+        for part in parts
+    }
     return [f"{part!r} in {message!r}" for part in parts if not said[part]]
 
 
 def assert_refused(makes: Iterable[Make], table: Table) -> None:
     """Each of the arguments by each that takes them."""
-    assert [m for choices, told in table for make in makes for m in missing(refusal(make, **choices), told)] == []
+    assert [
+        m
+        for choices, told in table
+        for make in makes
+        for m in missing(refusal(make, **choices), told)
+    ] == []
 
 
 # Arguments
@@ -77,14 +88,26 @@ OUT_OF_RANGE: Table = [
     ({"sync_every": 7, "overlap_steps": 7}, f"^overlap_steps=7 ... {OVERLAP}7"),
     ({"sync_every": 1, "overlap_steps": 5}, f"^overlap_steps=5 ... {OVERLAP}1"),
     ({"overlap_steps": -1}, f"^overlap_steps=-1 ... {OVERLAP}100"),
-    *(({"mixing": mixing}, f"^mixing={mixing} ... it must be between 0 and 1") for mixing in (1.01, -0.01)),
+    *(
+        ({"mixing": mixing}, f"^mixing={mixing} ... it must be between 0 and 1")
+        for mixing in (1.01, -0.01)
+    ),
     *(({"sync_every": steps}, f"^sync_every={steps} ... {WHOLE}") for steps in (0, -3)),
-    *(({"worker_groups": groups}, f"^worker_groups={groups!r} ... {WHOLE}") for groups in (0, 1.5, "all")),
+    *(
+        ({"worker_groups": groups}, f"^worker_groups={groups!r} ... {WHOLE}")
+        for groups in (0, 1.5, "all")
+    ),
     ({"exchange": "gather:mpi"}, "^exchange='gather:mpi' ... 'nccl' between CUDA devices"),
     ({"outer_lr": -0.1}, "^outer_lr=-0.1 ... it must be at least 0"),
-    *(({"outer_momentum": value}, f"^outer_momentum={value} ... {MOMENTUM}") for value in (-0.1, 1.0)),
+    *(
+        ({"outer_momentum": value}, f"^outer_momentum={value} ... {MOMENTUM}")
+        for value in (-0.1, 1.0)
+    ),
     ({"timeout": timedelta(0)}, "^timeout= ... it must be a positive "),
-    *(({"compression": name}, f"^compression={name!r} ... 'fp32', 'bf16', 'fp8', ") for name in ("fp5", "FP4", None)),
+    *(
+        ({"compression": name}, f"^compression={name!r} ... 'fp32', 'bf16', 'fp8', ")
+        for name in ("fp5", "FP4", None)
+    ),
 ]
 OF_ANOTHER_TYPE: Table = [
     *(
@@ -103,56 +126,107 @@ OF_ANOTHER_TYPE: Table = [
         if (name, given) != ("overlap_steps", None)
     ),
     ({"worker_groups": "4"}, f"^worker_groups='4' is of type str, not a number: {WHOLE[:27]}"),
-    ({"worker_groups": 2.0}, f"^worker_groups=2.0 is of type float, not a whole number: {WHOLE[:27]}"),
+    (
+        {"worker_groups": 2.0},
+        f"^worker_groups=2.0 is of type float, not a whole number: {WHOLE[:27]}",
+    ),
     ({"timeout": 60}, "^timeout=60 is of type int, not timedelta: it must be a positive timedelta"),
-    ({"timeout": 30}, "Choose another timeout; datetime.timedelta(seconds=30) is that number of seconds."),
+    (
+        {"timeout": 30},
+        "Choose another timeout; datetime.timedelta(seconds=30) is that number of seconds.",
+    ),
     (
         {"warmup_steps": 10},
-        "^warmup_steps=10 is no longer an argument: a dense beginning takes its place ... DenseBeginning(rounds=",
+        "^warmup_steps=10 is no longer an argument: a dense beginning takes its place ..."
+        " DenseBeginning(rounds=",
     ),
     ({"dense_beginning": 3}, "^dense_beginning=3 is not a DenseBeginning. Give one, such as"),
     (
         {"dense_beginning": DenseBeginning(3), "sync_every": 7},
-        "^dense_beginning=DenseBeginning(rounds=3, ... sync_every=7: its own sync_every must be at most half as large",
+        "^dense_beginning=DenseBeginning(rounds=3, ... sync_every=7: its own sync_every must be"
+        " at most half as large",
     ),
-    ({"dense_beginning": DenseBeginning(3), "schedule": Selective()}, "does not work with schedule=Selective("),
-    ({"dense_beginning": DenseBeginning(3), "route": RandomPairs()}, "does not work with route=RandomPairs("),
-    *(({"exchange": name}, f"^exchange={name!r} is unknown ... 'gloo'") for name in ("glo", ":glo", "auto:glo")),
+    (
+        {"dense_beginning": DenseBeginning(3), "schedule": Selective()},
+        "does not work with schedule=Selective(",
+    ),
+    (
+        {"dense_beginning": DenseBeginning(3), "route": RandomPairs()},
+        "does not work with route=RandomPairs(",
+    ),
+    *(
+        ({"exchange": name}, f"^exchange={name!r} is unknown ... 'gloo'")
+        for name in ("glo", ":glo", "auto:glo")
+    ),
     ({"compression": FP4}, "compression=<class ... not the class itself"),
-    ({"outer_optimizer": torch.optim.SGD([torch.zeros(1)])}, f"of type SGD is already an optimizer ... {OPTIMIZER}"),
-    ({"outer_optimizer": OuterOptimizer}, "outer_optimizer is the class OuterOptimizer itself. Give an instance, "),
+    (
+        {"outer_optimizer": torch.optim.SGD([torch.zeros(1)])},
+        f"of type SGD is already an optimizer ... {OPTIMIZER}",
+    ),
+    (
+        {"outer_optimizer": OuterOptimizer},
+        "outer_optimizer is the class OuterOptimizer itself. Give an instance, ",
+    ),
     ({"outer_optimizer": "sgd"}, f"outer_optimizer of type str is not callable ... {OPTIMIZER}"),
     (
-        {"outer_optimizer": partial(torch.optim.SGD, lr=0.1), "outer_lr": 0.5, "outer_momentum": 0.5},
-        "outer_optimizer was given together with outer_lr=0.5 and outer_momentum=0.5. ... replaces ... "
+        {
+            "outer_optimizer": partial(torch.optim.SGD, lr=0.1),
+            "outer_lr": 0.5,
+            "outer_momentum": 0.5,
+        },
+        "outer_optimizer was given together with outer_lr=0.5 and outer_momentum=0.5. ..."
+        " replaces ... "
         "Leave out outer_lr and outer_momentum",
     ),
     ({"fragments": "striped"}, "fragments='striped' ... [['net.0.*'], ['net.1.*']] ... Choose one"),
 ]
 KNOWN = "which torch does not know. It knows gloo, nccl,  ... Choose one of them, leave it out"
 OF_STRATEGIES: Table = [
-    ({"ddp_kwargs": {"find_unused_parameter": 1}}, "find_unused_parameter' ... Did you mean 'find_unused_parameters'"),
+    (
+        {"ddp_kwargs": {"find_unused_parameter": 1}},
+        "find_unused_parameter' ... Did you mean 'find_unused_parameters'",
+    ),
     (
         {"ddp_kwargs": {"foo": 1}},
-        "ddp_kwargs contains 'foo', which DistributedDataParallel does not have. It has  ... static_graph",
+        "ddp_kwargs contains 'foo', which DistributedDataParallel does not have. It has  ..."
+        " static_graph",
     ),
-    ({"ddp_kwargs": "foo"}, "ddp_kwargs='foo' is of type str ... must be a dictionary ... Write ddp_kwargs="),
+    (
+        {"ddp_kwargs": "foo"},
+        "ddp_kwargs='foo' is of type str ... must be a dictionary ... Write ddp_kwargs=",
+    ),
     (
         {"ddp_kwargs": {"process_group": object()}},
-        "ddp_kwargs contains 'process_group' ... among the ranks of a worker group ... Take it out ... worker_groups",
+        "ddp_kwargs contains 'process_group' ... among the ranks of a worker group ... Take it"
+        " out ... worker_groups",
     ),
     *(
-        ({"process_group_backend": name}, f"^process_group_backend='{name}' names the backend 'glo', {KNOWN}")
+        (
+            {"process_group_backend": name},
+            f"^process_group_backend='{name}' names the backend 'glo', {KNOWN}",
+        )
         for name in ("glo", "cpu:glo,cuda:nccl")
     ),
-    ({"start_method": "Fork"}, "='Fork' is unknown ... 'popen' ... 'spawn', 'fork' or 'forkserver' ... Choose one"),
+    (
+        {"start_method": "Fork"},
+        "='Fork' is unknown ... 'popen' ... 'spawn', 'fork' or 'forkserver' ... Choose one",
+    ),
 ]
 OF_A_TRAINER: Table = [
-    ({"resume": "anyhow"}, "resume='anyhow' is unknown ... 'exact' ... 'restart' ... Choose one of them"),
+    (
+        {"resume": "anyhow"},
+        "resume='anyhow' is unknown ... 'exact' ... 'restart' ... Choose one of them",
+    ),
     ({"on_resume": "restart"}, "on_resume='restart' is called resume: give resume='restart'."),
     ({"resumable_checkpoints": "newest"}, "give resume='exact:newest' or 'restart:newest'"),
-    ({"sync_every": 8, "overlap_steps": "auto"}, "sync_every=8 leaves no time for overlap_steps='auto'"),
-    ({"sync_every": "auto", "overlap_steps": 500}, "overlap_steps=500 leaves nothing for sync_every='auto'"),
+    (
+        {"sync_every": 8, "overlap_steps": "auto"},
+        "sync_every=8 leaves no time for overlap_steps='auto'",
+    ),
+    (
+        {"sync_every": "auto", "overlap_steps": 500},
+        "overlap_steps=500 leaves nothing for sync_every='auto'",
+    ),
     ({"sync_every": "auto", "mixing": 2.0}, "mixing=2.0 is out of range"),
     ({"sync_every": "automatic"}, "sync_every='automatic' is of type str"),
     ({"outer_momentum": "given"}, "outer_momentum='given' is of type str"),
@@ -171,7 +245,10 @@ OF_THE_OUTER_OPTIMIZER: Table = [
     ({"outlier_guard": True}, f"^outlier_guard=True is of type bool, not a number: {GUARD}"),
     ({"offload": "no"}, f"^offload='no' is out of range: {OFFLOAD}"),
     ({"offload": 1}, f"^offload=1 is of type int, not bool or str: {OFFLOAD}"),
-    ({"lr_schedule": "cosine"}, "^lr_schedule='cosine' is of type str, not Callable: it must be a callable from an"),
+    (
+        {"lr_schedule": "cosine"},
+        "^lr_schedule='cosine' is of type str, not Callable: it must be a callable from an",
+    ),
 ]
 
 
@@ -184,36 +261,65 @@ def test_what_is_no_such_choice_is_refused_by_what_is_wrong_with_what_to_do() ->
     assert [told for told in without_advice if not re.search(r"\. (Choose|Set) ", told)] == []
     assert_refused([OuterOptimizer], OF_THE_OUTER_OPTIMIZER)
     for make in STRATEGIES:
-        assert make(ddp_kwargs={"find_unused_parameters": True})._ddp_kwargs["find_unused_parameters"] is True
+        assert (
+            make(ddp_kwargs={"find_unused_parameters": True})._ddp_kwargs["find_unused_parameters"]
+            is True
+        )
     most = max(OVERLAP_STEPS)
-    assert_refused([engine], [({"overlap_steps": 100}, f"the paper saw next to no loss from up to {most}.")])
+    assert_refused(
+        [engine], [({"overlap_steps": 100}, f"the paper saw next to no loss from up to {most}.")]
+    )
 
 
 # Every argument that was, by what is told
 
 WERE: Table = [
-    ({"layers_per_fragment": 2}, "layers_per_fragment=2 is part of fragments: give fragments='strided:2' or"),
-    ({"outer_lr_schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=3)}, "OuterOptimizer(lr_schedule=...)"),
-    ({"outer_clip_norm": 1.0}, "outer_clip_norm=1.0 belongs to outer_optimizer: give OuterOptimizer(clip_norm=1.0)"),
+    (
+        {"layers_per_fragment": 2},
+        "layers_per_fragment=2 is part of fragments: give fragments='strided:2' or",
+    ),
+    (
+        {"outer_lr_schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=3)},
+        "OuterOptimizer(lr_schedule=...)",
+    ),
+    (
+        {"outer_clip_norm": 1.0},
+        "outer_clip_norm=1.0 belongs to outer_optimizer: give OuterOptimizer(clip_norm=1.0)",
+    ),
     ({"outlier_guard": 5.0}, "give OuterOptimizer(outlier_guard=5.0)"),
     ({"offload": False}, "give OuterOptimizer(offload=False)"),
-    ({"final_sync": False}, "final_sync=False is not an argument: training always ends with the plain mean"),
+    (
+        {"final_sync": False},
+        "final_sync=False is not an argument: training always ends with the plain mean",
+    ),
     ({"exchange_backend": "nccl"}, "give exchange='auto:nccl', 'gather:nccl' or 'two_shot:nccl'"),
-    ({"exchange_backend": None, "outer_clip_norm": None}, "outer_clip_norm=None is not an argument: leave it out."),
+    (
+        {"exchange_backend": None, "outer_clip_norm": None},
+        "outer_clip_norm=None is not an argument: leave it out.",
+    ),
     ({"H": 50}, "H=50 is called sync_every here."),
     ({"tau": 5}, "tau=5 is called overlap_steps here."),
     ({"alpha": 0.5}, "alpha=0.5 is called mixing here."),
     ({"num_fragments": 4}, "num_fragments=4 is called fragments here."),
     ({"outer_learning_rate": 0.7}, "outer_learning_rate=0.7 is called outer_lr here."),
     *(
-        ({name: 3}, f"{name}=3 does not work with worker groups that are launched together: every launch waits for all")
+        (
+            {name: 3},
+            f"{name}=3 does not work with worker groups that are launched together: every launch"
+            " waits for all",
+        )
         for name in ("quorum", "grace")
     ),
 ]
-NO_ARGUMENT = [("overlap_step", "Did you mean overlap_steps?"), ("nonsense", " lists its arguments.")]
+NO_ARGUMENT = [
+    ("overlap_step", "Did you mean overlap_steps?"),
+    ("nonsense", " lists its arguments."),
+]
 
 
-def test_an_argument_that_was_is_refused_with_what_to_write_and_a_misspelt_one_with_the_right_name() -> None:
+def test_an_argument_that_was_is_refused_with_what_to_write_and_a_misspelt_one_with_the_right_name() -> (
+    None
+):
     ours = [*STRATEGIES, ModelParallelStrategy]
     simulated = partial(SimulatedGroups, [mlp(), mlp()])
     for make in (*ours, FabricStrategy, engine, simulated):
@@ -223,7 +329,9 @@ def test_an_argument_that_was_is_refused_with_what_to_write_and_a_misspelt_one_w
         for name, advice in unknown:
             told = refusal(make, kind=TypeError, **{name: 3})
             assert missing(told, f"has no argument '{name}'", advice) == []
-            assert make not in ours or told.startswith(make.__name__), "the name that the user chose"
+            assert make not in ours or told.startswith(make.__name__), (
+                "the name that the user chose"
+            )
 
 
 def test_a_default_overlap_gives_way_to_a_shorter_round() -> None:
@@ -240,16 +348,23 @@ def test_a_default_overlap_gives_way_to_a_shorter_round() -> None:
             left_out = chosen(make, sync_every=sync_every)
             assert left_out.overlap_steps == overlap_steps
             # A checkpoint, another rank or site, and a log cannot tell the two apart.
-            assert left_out.described() == chosen(make, sync_every=sync_every, overlap_steps=overlap_steps).described()
+            assert (
+                left_out.described()
+                == chosen(make, sync_every=sync_every, overlap_steps=overlap_steps).described()
+            )
         assert chosen(make, sync_every=4, overlap_steps=None).overlap_steps == 3
 
 
-def test_scalars_of_numpy_are_the_numbers_that_they_are_and_the_ends_of_the_ranges_are_allowed() -> None:
+def test_scalars_of_numpy_are_the_numbers_that_they_are_and_the_ends_of_the_ranges_are_allowed() -> (
+    None
+):
     numpy = pytest.importorskip("numpy")
     numbers = {"mixing": 0.25, "outer_lr": 0.5, "outer_momentum": 0.75}
     whole = {"sync_every": 40, "overlap_steps": 3, "fragments": 2}
     scalars = {name: numpy.float32(value) for name, value in numbers.items()}
-    scalars |= {name: numpy.int64(value) for name, value in whole.items()} | {"worker_groups": numpy.int64(1)}
+    scalars |= {name: numpy.int64(value) for name, value in whole.items()} | {
+        "worker_groups": numpy.int64(1)
+    }
     for make in EVERYWHERE:
         made = make(**scalars)
         settings = made.settings if make is engine else made._options.settings
@@ -302,11 +417,23 @@ HELD = " ... must hold exactly the shards ... Pass them on"
 UNFIT: list[tuple[Make, str]] = [
     *((partial(Changed, change), HALVES) for change in (clip(1.0), clip(30.0), mix)),
     (partial(torch.optim.Adafactor, lr=0.1), HALVES),
-    *((partial(kind, lr=0.1), FLAT) for kind in (torch.optim.LBFGS, getattr(torch.optim, "Muon", torch.optim.LBFGS))),
+    *(
+        (partial(kind, lr=0.1), FLAT)
+        for kind in (torch.optim.LBFGS, getattr(torch.optim, "Muon", torch.optim.LBFGS))
+    ),
     (list, FLAT),
-    (lambda shards: sgd(list(shards)[:-1]), "over 1 tensors that leaves out the shards [1] of 2" + HELD),
-    (lambda shards: sgd([nn.Parameter(own.detach().clone()) for own in shards]), "the shards [0, 1] of 2" + HELD),
-    (lambda shards: sgd([*shards, nn.Parameter(torch.zeros(3))]), "outer_optimizer ... must hold exactly"),
+    (
+        lambda shards: sgd(list(shards)[:-1]),
+        "over 1 tensors that leaves out the shards [1] of 2" + HELD,
+    ),
+    (
+        lambda shards: sgd([nn.Parameter(own.detach().clone()) for own in shards]),
+        "the shards [0, 1] of 2" + HELD,
+    ),
+    (
+        lambda shards: sgd([*shards, nn.Parameter(torch.zeros(3))]),
+        "outer_optimizer ... must hold exactly",
+    ),
 ]
 
 
@@ -315,7 +442,9 @@ def test_an_outer_optimizer_works_elementwise_or_is_refused() -> None:
     assert_refused([layered], [({"outer_optimizer": make}, told) for make, told in UNFIT])
 
     def grouped(shards: Sequence[Tensor]) -> Optimizer:
-        return torch.optim.SGD([{"params": [shard], "lr": 0.1 * (i + 1)} for i, shard in enumerate(shards)])
+        return torch.optim.SGD(
+            [{"params": [shard], "lr": 0.1 * (i + 1)} for i, shard in enumerate(shards)]
+        )
 
     kinds = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "Adadelta", "Rprop", "ASGD")
     for make in (grouped, *(partial(getattr(torch.optim, kind), lr=0.1) for kind in kinds)):
@@ -344,32 +473,51 @@ ROTATION = nn.ParameterDict({"filters": nn.Parameter(torch.ones(5, dtype=torch.c
 UNFIT_MODELS: list[tuple[nn.Module, dict[str, Any], str]] = [
     (mlp().requires_grad_(False), {}, NO_PARAMETERS),
     (nn.Identity(), {}, NO_PARAMETERS),
-    (ROTATION, {}, "trainable parameter ... filters' ... torch.complex64 ... as two real parameters"),
-    (mlp(), {"fragments": [["*.weight"]]}, "4 of 8 trainable parameters match no pattern ... Add a pattern"),
+    (
+        ROTATION,
+        {},
+        "trainable parameter ... filters' ... torch.complex64 ... as two real parameters",
+    ),
+    (
+        mlp(),
+        {"fragments": [["*.weight"]]},
+        "4 of 8 trainable parameters match no pattern ... Add a pattern",
+    ),
 ]
 
 
 @in_ranks(1)
-def test_models_that_cannot_be_trained_are_refused_by_engine_and_strategy_before_the_first_step(rank: int) -> None:
+def test_models_that_cannot_be_trained_are_refused_by_engine_and_strategy_before_the_first_step(
+    rank: int,
+) -> None:
     for net, choices, told in UNFIT_MODELS:
         assert missing(fitted(net, 1, **choices), told) == []
         assert missing(refusal(StreamingDiLoCo, nn.ModuleDict({"net": net}), **choices), told) == []
     # Complex values that are not trained are allowed.
     model = mlp()
     model.register_buffer("rotation", torch.ones(3, dtype=torch.complex64))
-    model.register_parameter("table", nn.Parameter(torch.ones(3, dtype=torch.complex64), requires_grad=False))
+    model.register_parameter(
+        "table", nn.Parameter(torch.ones(3, dtype=torch.complex64), requires_grad=False)
+    )
     StreamingDiLoCo(model)
 
 
 def test_a_world_that_cannot_be_split_or_connected_is_refused_inside_the_trainer() -> None:
-    def trainer(distribution: Any, kind: Make, devices: int, num_nodes: int = 1, **choices: Any) -> Any:
-        return distribution.Trainer(accelerator="cpu", strategy=kind(**choices), devices=devices, num_nodes=num_nodes)
+    def trainer(
+        distribution: Any, kind: Make, devices: int, num_nodes: int = 1, **choices: Any
+    ) -> Any:
+        return distribution.Trainer(
+            accelerator="cpu", strategy=kind(**choices), devices=devices, num_nodes=num_nodes
+        )
 
     first, other = partial(trainer, L, FirstStrategy), partial(trainer, pl, OtherStrategy)
     advice = "Change worker_groups, or the number of devices or nodes"
     nccl = "exchange='...:nccl' was given ... trains on cpu ... CUDA devices only ... leave ... for gloo"
     table: Table = [
-        ({"devices": 3, "worker_groups": 2}, f"worker_groups=2 cannot split 3 processes ... [1, 3] ... {advice}"),
+        (
+            {"devices": 3, "worker_groups": 2},
+            f"worker_groups=2 cannot split 3 processes ... [1, 3] ... {advice}",
+        ),
         (
             {"devices": 3, "num_nodes": 2, "worker_groups": 4},
             f"worker_groups=4 cannot split 6 processes ... [1, 2, 3, 6] ... {advice}",
@@ -383,7 +531,12 @@ def test_a_world_that_cannot_be_split_or_connected_is_refused_inside_the_trainer
         make(devices=3, num_nodes=2, worker_groups=3)
     if not dist.is_nccl_available():
         told = refusal(nccl_on, device=torch.device("cuda"))
-        assert missing(told, "exchange='...:nccl' was given", "without NCCL", "Install a torch that has it") == []
+        assert (
+            missing(
+                told, "exchange='...:nccl' was given", "without NCCL", "Install a torch that has it"
+            )
+            == []
+        )
 
 
 @in_ranks(2)
@@ -407,13 +560,19 @@ def layer(width: int = 3, **choices: Any) -> nn.Module:
 
 def unlike(rank: int) -> Iterator[tuple[nn.Module, str]]:
     """Models that differ between two ranks, and what is told."""
-    yield layer(3 + rank), "0.weight is (3, 5) torch.float32 on rank 0, (4, 5) torch.float32 on rank 1"
+    yield (
+        layer(3 + rank),
+        "0.weight is (3, 5) torch.float32 on rank 0, (4, 5) torch.float32 on rank 1",
+    )
     yield nn.ModuleDict({f"layer{rank}": nn.Linear(5, 3)}), "layer1.weight is missing on rank 0"
     in_double = layer(dtype=torch.float64 if rank else torch.float32)
     yield in_double, "0.weight is (3, 5) torch.float32 on rank 0, (3, 5) torch.float64 on rank 1"
     partly_frozen, buffered = layer(5), layer()
     partly_frozen[0].weight.requires_grad_(rank == 0)
-    yield partly_frozen, "0.weight is (5, 5) torch.float32 on rank 0, (5, 5) torch.float32 (frozen) on rank 1"
+    yield (
+        partly_frozen,
+        "0.weight is (5, 5) torch.float32 on rank 0, (5, 5) torch.float32 (frozen) on rank 1",
+    )
     buffered.register_buffer("statistics", torch.zeros(1 + rank))
     yield buffered, "on rank 0, (2,) torch.float32"
     # As a set of names gives them, whose order differs between processes.
@@ -430,7 +589,9 @@ def outer(kind: Any = torch.optim.SGD, lr: float = 0.1) -> Any:
     return partial(kind, lr=lr)
 
 
-MODEL_ADVICE = "^The model differs between ranks:  ... same names, shapes and dtypes ... depend on the rank"
+MODEL_ADVICE = (
+    "^The model differs between ranks:  ... same names, shapes and dtypes ... depend on the rank"
+)
 SETTINGS_ADVICE = "^The settings of the strategy differ between ranks:  ... All ranks must use the same ... on rank 1"
 OWN: list[tuple[dict[str, tuple[Any, Any]], str]] = [
     (
@@ -439,11 +600,20 @@ OWN: list[tuple[dict[str, tuple[Any, Any]], str]] = [
     ),
     ({"compression": ("fp4", "bf16")}, "compression is 'fp4' on rank 0, 'bf16' on rank 1"),
     ({"worker_groups": (1, 2)}, "worker_groups is 1 on rank 0, 2 on rank 1"),
-    ({"fragments": ("strided", "strided:1")}, "fragments is 'strided' on rank 0, 'strided:1' on rank 1"),
+    (
+        {"fragments": ("strided", "strided:1")},
+        "fragments is 'strided' on rank 0, 'strided:1' on rank 1",
+    ),
     ({"outer_lr": (0.1, 1.1)}, "outer_lr is 0.1 on rank 0, 1.1 on rank 1"),
     (
-        {"outer_optimizer": (OuterOptimizer(outlier_guard=2), OuterOptimizer(outlier_guard=3, clip_norm=2.0))},
-        "outer_optimizer.clip_norm is None on rank 0, 2.0 on rank 1; outer_optimizer.outlier_guard is 2 on rank 0, 3",
+        {
+            "outer_optimizer": (
+                OuterOptimizer(outlier_guard=2),
+                OuterOptimizer(outlier_guard=3, clip_norm=2.0),
+            )
+        },
+        "outer_optimizer.clip_norm is None on rank 0, 2.0 on rank 1;"
+        " outer_optimizer.outlier_guard is 2 on rank 0, 3",
     ),
     ({"outer_optimizer": (None, outer())}, "outer_optimizer is None on rank 0"),
     ({"outer_optimizer": (outer(), outer(lr=0.2))}, "outer_optimizer is SGD"),
@@ -452,26 +622,44 @@ OWN: list[tuple[dict[str, tuple[Any, Any]], str]] = [
 
 
 @in_ranks(2)
-def test_models_and_settings_that_differ_between_ranks_are_refused_and_equal_objects_do_not_differ(rank: int) -> None:
+def test_models_and_settings_that_differ_between_ranks_are_refused_and_equal_objects_do_not_differ(
+    rank: int,
+) -> None:
     dist.init_process_group("gloo")
-    told = [m for model, words in unlike(rank) for m in missing(refusal(StreamingDiLoCo, model), MODEL_ADVICE, words)]
+    told = [
+        m
+        for model, words in unlike(rank)
+        for m in missing(refusal(StreamingDiLoCo, model), MODEL_ADVICE, words)
+    ]
     for choices, words in OWN:
         own = {name: given[rank] for name, given in choices.items()}
         told += missing(refusal(engine, **own), SETTINGS_ADVICE, words)
     engine(compression=Nameless(), outer_optimizer=outer())
-    # With one group, both ranks belong to one DistributedDataParallel, whose own error must not come first.
+    # With one group, both ranks belong to one DistributedDataParallel, whose own error must not
+    # come first.
     for groups in (1, 2):
-        told += missing(fitted(layer(3 + rank), 2, worker_groups=groups), MODEL_ADVICE, "weight is ", "on rank 1")
+        told += missing(
+            fitted(layer(3 + rank), 2, worker_groups=groups),
+            MODEL_ADVICE,
+            "weight is ",
+            "on rank 1",
+        )
     told += missing(
-        fitted(layer(), 2, sync_every="auto" if rank else 9), SETTINGS_ADVICE, "sync_every is 9 on rank 0, 'auto' "
+        fitted(layer(), 2, sync_every="auto" if rank else 9),
+        SETTINGS_ADVICE,
+        "sync_every is 9 on rank 0, 'auto' ",
     )
     assert told == []
 
 
 @in_ranks(3)
-def test_the_rank_that_differs_from_all_others_is_named_and_of_many_parameters_some_are(rank: int) -> None:
+def test_the_rank_that_differs_from_all_others_is_named_and_of_many_parameters_some_are(
+    rank: int,
+) -> None:
     dist.init_process_group("gloo")
-    told = missing(refusal(engine, worker_groups=2), "worker_groups=2 cannot split 3 processes", "[1, 3]")
+    told = missing(
+        refusal(engine, worker_groups=2), "worker_groups=2 cannot split 3 processes", "[1, 3]"
+    )
     odd = "0.weight is (3, 5) torch.float32 on ranks 0, 2, (4, 5) torch.float32 on rank 1"
     told += missing(refusal(StreamingDiLoCo, layer(3 + (rank == 1))), MODEL_ADVICE, odd)
     many = nn.Sequential(*(nn.Linear(5 + rank, 5 + rank) for _ in range(10)))
@@ -479,7 +667,9 @@ def test_the_rank_that_differs_from_all_others_is_named_and_of_many_parameters_s
 
 
 @in_ranks(2)
-def test_a_trainer_beside_one_of_another_thread_is_refused_where_there_are_other_processes(rank: int) -> None:
+def test_a_trainer_beside_one_of_another_thread_is_refused_where_there_are_other_processes(
+    rank: int,
+) -> None:
     told = list[str]()
 
     def fit_in_another_thread(trainer: Any) -> None:
@@ -489,4 +679,10 @@ def test_a_trainer_beside_one_of_another_thread_is_refused_where_there_are_other
     beside = {"callbacks": [fits.at({2: fit_in_another_thread})]}
     fits.fit(rank, 2, 2, 4, {}, trainer_choices=beside)
     fits.fit(rank, 2, 2, 4, {})
-    assert missing(*told, "already runs in the thread 'MainThread' ... with 2 processes ... one after the other") == []
+    assert (
+        missing(
+            *told,
+            "already runs in the thread 'MainThread' ... with 2 processes ... one after the other",
+        )
+        == []
+    )

@@ -1,4 +1,6 @@
-"""The register of Lightning's private names: it is complete, and a name that is missing is told before training."""
+"""The register of Lightning's private names: it is complete, and a name that is missing is told
+before training.
+"""
 
 import ast
 import importlib
@@ -36,7 +38,9 @@ def prepared(distribution: str, of_shards: bool = False) -> Any:
     callbacks.append(host.callbacks.StochasticWeightAveraging(0.1))
     if hasattr(host.callbacks, "WeightAveraging"):
         callbacks.append(host.callbacks.WeightAveraging())
-    trainer = host.Trainer(accelerator="cpu", devices=1, strategy=strategy, callbacks=callbacks, logger=False)
+    trainer = host.Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, callbacks=callbacks, logger=False
+    )
     module = fits.module(distribution)
     module.trainer = trainer
     strategy.connect(module)
@@ -52,7 +56,9 @@ def look(place: str, distribution: str) -> None:
         patching.check_without_trainer(importlib.import_module(f"{distribution}.cli").LightningCLI)
     elif place == FABRIC:
         fabric = "lightning.fabric" if distribution == LIGHTNING else "lightning_fabric"
-        patching.check_without_trainer(importlib.import_module(f"{fabric}.strategies.ddp").DDPStrategy(), FABRIC)
+        patching.check_without_trainer(
+            importlib.import_module(f"{fabric}.strategies.ddp").DDPStrategy(), FABRIC
+        )
     else:
         patching.check_names(prepared(distribution, of_shards=place == "ModelParallelStrategy"))
 
@@ -73,7 +79,9 @@ def test_a_name_that_is_missing_is_told(
     distribution: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(prepared(distribution), "callbacks", [*prepared(distribution).callbacks, Timer()])
+        patch.setattr(
+            prepared(distribution), "callbacks", [*prepared(distribution).callbacks, Timer()]
+        )
         patching.check_names(prepared(distribution))
     # Of our own classes a name does not count.
     monkeypatch.setattr(type(prepared(distribution).strategy), "_gone", None, raising=False)
@@ -88,10 +96,15 @@ def test_a_name_that_is_missing_is_told(
             assert f"tested with Lightning {OLDEST} to {NEWEST}. Install one of these" in told
     # What is set is there, and has to be seen.
     for entry in (entry for entry in REGISTER if entry.name in patching._SET):
-        public, trainer = entry.name.removeprefix("_"), prepared(distribution, entry.place == "ModelParallelStrategy")
+        public, trainer = (
+            entry.name.removeprefix("_"),
+            prepared(distribution, entry.place == "ModelParallelStrategy"),
+        )
         host = trainer.lightning_module if "module" in entry.place else trainer.strategy
         kinds = [
-            kind for kind in type(host).__mro__ if patching.is_of_lightning(kind.__module__) and public in vars(kind)
+            kind
+            for kind in type(host).__mro__
+            if patching.is_of_lightning(kind.__module__) and public in vars(kind)
         ]
         with monkeypatch.context() as patch:
             patch.setattr(kinds[0], public, None)
@@ -147,7 +160,9 @@ def defined_in(tree: ast.AST) -> set[str]:
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names |= {node.name} if "override" not in map(ast.unparse, node.decorator_list) else set()
+            names |= (
+                {node.name} if "override" not in map(ast.unparse, node.decorator_list) else set()
+            )
         elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
             own = isinstance(node, ast.Name) or ast.unparse(node.value) in ("self", "cls")
             names |= {node.id if isinstance(node, ast.Name) else node.attr} if own else set()
@@ -159,7 +174,9 @@ def foreign_names(tree: ast.AST, own: set[str], ours: set[str]) -> Iterator[str]
     for node in ast.walk(tree):
         found: set[str] = set()
         if isinstance(node, ast.Attribute):
-            found = {node.attr} - (ours if ast.unparse(node.value) in ("self", "cls", "super()") else own)
+            found = {node.attr} - (
+                ours if ast.unparse(node.value) in ("self", "cls", "super()") else own
+            )
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found = {node.value} - own
         elif isinstance(node, ast.FunctionDef):
@@ -174,18 +191,33 @@ def test_every_private_name_and_every_patch_is_in_the_register_and_no_other() ->
     defined = {path: defined_in(tree) for path, tree in trees.items()}
     spoken: set[str] = set()
     for path, tree in trees.items():
-        if path.parent != PACKAGE and not {"lightning", "simulate"} & {*path.relative_to(PACKAGE).parts}:
+        if path.parent != PACKAGE and not {"lightning", "simulate"} & {
+            *path.relative_to(PACKAGE).parts
+        }:
             continue
-        assert set(foreign_names(tree, defined[path], set().union(*defined.values()))) - NAMES - NO_NAMES == set(), path
+        assert (
+            set(foreign_names(tree, defined[path], set().union(*defined.values())))
+            - NAMES
+            - NO_NAMES
+            == set()
+        ), path
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "wrap" and len(node.args) == 4:
+            if (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func) == "wrap"
+                and len(node.args) == 4
+            ):
                 name = node.args[-2]
                 assert not isinstance(name, ast.Constant) or name.value in NAMES, path
             if path != Path(patching.__file__):
                 words = (getattr(node, field, None) for field in ("attr", "name", "value"))
                 spoken |= {word for word in words if isinstance(word, str)}
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
-                spoken |= {part.value for part in node.args if isinstance(part, ast.Constant) and part.value}
+                spoken |= {
+                    part.value
+                    for part in node.args
+                    if isinstance(part, ast.Constant) and part.value
+                }
     assert NAMES - spoken == set()
     assert len({(entry.place, entry.name) for entry in REGISTER}) == len(REGISTER)
 
@@ -197,12 +229,16 @@ def test_what_our_classes_share_with_lightnings_is_in_the_register() -> None:
         ours.StreamingDiLoCoStrategy: strategies.DDPStrategy(),
         simulated_classes(LIGHTNING.partition(".")[0]).strategy: strategies.DDPStrategy(),
         ours.StreamingDiLoCoModelParallelStrategy: strategies.ModelParallelStrategy(),
-        ours.StreamingDiLoCoFabricStrategy: importlib.import_module("lightning.fabric.strategies.ddp").DDPStrategy(),
+        ours.StreamingDiLoCoFabricStrategy: importlib.import_module(
+            "lightning.fabric.strategies.ddp"
+        ).DDPStrategy(),
         ours.StreamingDiLoCoStrategy.distribution.launcher: launcher(strategies.DDPStrategy()),
     }
     for kind, host in hosts.items():
         names = set()
-        for base in (base for base in kind.__mro__ if base.__module__.startswith("lightning_sdiloco")):
+        for base in (
+            base for base in kind.__mro__ if base.__module__.startswith("lightning_sdiloco")
+        ):
             for name, value in vars(base).items():
                 function = getattr(value, "fget", None) or value
                 if isinstance(function, FunctionType):
@@ -214,7 +250,13 @@ def test_what_our_classes_share_with_lightnings_is_in_the_register() -> None:
 
 def test_the_register_names_the_versions_that_are_tested_and_allowed() -> None:
     def pinned(file: str) -> dict[str, str]:
-        return dict(re.findall(r"(?:^| )([\w-]+)==([\w.]+)", (PACKAGE.parent / file).read_text(), flags=re.MULTILINE))
+        return dict(
+            re.findall(
+                r"(?:^| )([\w-]+)==([\w.]+)",
+                (PACKAGE.parent / file).read_text(),
+                flags=re.MULTILINE,
+            )
+        )
 
     newest, oldest = pinned("constraints.txt"), pinned("Makefile")
     project = (PACKAGE.parent / "pyproject.toml").read_text()

@@ -22,7 +22,12 @@ from tests.lightning.test_fabric import fabric_of
 from tests.ranks import in_ranks, run_processes, run_ranks
 from tests.training import batch, inner_optimizer, mlp, train_step
 
-CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1", "outer_momentum": 0.9}
+CHOICES: dict[str, Any] = {
+    "sync_every": 4,
+    "overlap_steps": 2,
+    "fragments": "strided:1",
+    "outer_momentum": 0.9,
+}
 BATCHES = 6
 pl = importlib.import_module(LIGHTNING)
 not_in_the_oldest = since("2.6")
@@ -77,7 +82,9 @@ def plateau(optimizer: torch.optim.Optimizer) -> ReduceLROnPlateau:
 
 
 def module(distribution: str, seed: int) -> Any:
-    """A module whose rate depends on the loss of its group, and which saves what it has seen in a hook."""
+    """A module whose rate depends on the loss of its group, and which saves what it has seen in a
+    hook.
+    """
 
     def training_step(self: Any, parts: Any, index: int) -> Tensor:
         loss = self.loss(parts)
@@ -87,7 +94,9 @@ def module(distribution: str, seed: int) -> Any:
 
     def configure_optimizers(self: Any) -> Any:
         optimizer = inner_optimizer("adamw", self.net)
-        return [optimizer], [{"scheduler": plateau(optimizer), "monitor": "loss", "interval": "step"}]
+        return [optimizer], [
+            {"scheduler": plateau(optimizer), "monitor": "loss", "interval": "step"}
+        ]
 
     def on_save_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint["losses"] = self.losses
@@ -99,23 +108,47 @@ def module(distribution: str, seed: int) -> Any:
         if self.device_mesh is not None and not self.losses:
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
-    hooks = (training_step, configure_optimizers, configure_model, on_save_checkpoint, on_load_checkpoint)
-    return fits.module(distribution, "adamw", seed, gauged(seed), losses=[], **{hook.__name__: hook for hook in hooks})
+    hooks = (
+        training_step,
+        configure_optimizers,
+        configure_model,
+        on_save_checkpoint,
+        on_load_checkpoint,
+    )
+    return fits.module(
+        distribution,
+        "adamw",
+        seed,
+        gauged(seed),
+        losses=[],
+        **{hook.__name__: hook for hook in hooks},
+    )
 
 
 def averaging(distribution: str, by_hook: bool = False) -> Any:
-    """A callback with an average of its own: its state, or put into the checkpoint in a hook in place of the model."""
+    """A callback with an average of its own: its state, or put into the checkpoint in a hook in
+    place of the model.
+    """
     average = Average()
 
-    def on_save_checkpoint(self: Any, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self: Any, trainer: Any, module: Any, checkpoint: dict[str, Any]
+    ) -> None:
         checkpoint["outer"] = {name: checkpoint["state_dict"][name] for name in average.values}
         checkpoint["state_dict"] = {**checkpoint["state_dict"], **average.values}
 
-    def on_load_checkpoint(self: Any, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-        average.values = {name: checkpoint["state_dict"][name] for name, _ in module.named_parameters()}
+    def on_load_checkpoint(
+        self: Any, trainer: Any, module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        average.values = {
+            name: checkpoint["state_dict"][name] for name, _ in module.named_parameters()
+        }
         checkpoint["state_dict"] |= checkpoint["outer"]
 
-    hooks: dict[str, Any] = {"on_save_checkpoint": on_save_checkpoint, "on_load_checkpoint": on_load_checkpoint}
+    hooks: dict[str, Any] = {
+        "on_save_checkpoint": on_save_checkpoint,
+        "on_load_checkpoint": on_load_checkpoint,
+    }
     if not by_hook:
         hooks = {
             "state_dict": lambda self: average.state_dict(),
@@ -123,7 +156,9 @@ def averaging(distribution: str, by_hook: bool = False) -> Any:
         }
     hooks["on_train_batch_end"] = lambda self, trainer, module, *_: average.update(module)
     base = importlib.import_module(distribution).Callback
-    return type("Averaging", (base,), {**hooks, "average": average, "state_key": f"averaging {by_hook}"})()
+    return type(
+        "Averaging", (base,), {**hooks, "average": average, "state_key": f"averaging {by_hook}"}
+    )()
 
 
 def data_module(distribution: str, place: fits.Place) -> Any:
@@ -164,7 +199,9 @@ def fit(
     size = world_size // groups
     model = module(distribution, rank)
     is_sharded = "data_parallel_size" in choices
-    averages = [averaging(distribution, by_hook) for by_hook in (False, True)[: 1 if is_sharded else 2]]
+    averages = [
+        averaging(distribution, by_hook) for by_hook in (False, True)[: 1 if is_sharded else 2]
+    ]
     data = data_module(distribution, (rank // size, rank % size, size))
     trainer = fits.trainer(
         distribution,
@@ -176,13 +213,25 @@ def fit(
         enable_checkpointing=any("Checkpoint" in type(callback).__name__ for callback in callbacks),
         log_every_n_steps=1,
     )
-    trainer.fit(model, data, ckpt_path=path and str(path), **({} if weights_only is None else {"weights_only": False}))
+    trainer.fit(
+        model,
+        data,
+        ckpt_path=path and str(path),
+        **({} if weights_only is None else {"weights_only": False}),
+    )
     scheduler = trainer.lr_scheduler_configs[0].scheduler.state_dict()
     return {
         "model": {name: fits.whole(values) for name, values in model.net.named_parameters()},
-        "averages": {f"{i} {name}": v for i, a in enumerate(averages) for name, v in a.average.values.items()},
-        "optimizer": {str(i): fits.whole(of["exp_avg"]) for i, of in enumerate(trainer.optimizers[0].state.values())},
-        "scheduler": {key: value for key, value in scheduler.items() if isinstance(value, (int, float, list))},
+        "averages": {
+            f"{i} {name}": v for i, a in enumerate(averages) for name, v in a.average.values.items()
+        },
+        "optimizer": {
+            str(i): fits.whole(of["exp_avg"])
+            for i, of in enumerate(trainer.optimizers[0].state.values())
+        },
+        "scheduler": {
+            key: value for key, value in scheduler.items() if isinstance(value, (int, float, list))
+        },
         "seen": model.net[-1].seen,
         "losses": model.losses,
         "drawn": data.drawn,
@@ -191,7 +240,9 @@ def fit(
 
 def different(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """The names of what is not the same, to the bit."""
-    tensors = {name for name, value in other.items() if isinstance(value, dict) and name != "scheduler"}
+    tensors = {
+        name for name, value in other.items() if isinstance(value, dict) and name != "scheduler"
+    }
     wrong = [f"{name}: {at}" for name in tensors for at in unequal(one[name], other[name])]
     return wrong + [name for name in other.keys() - tensors if one[name] != other[name]]
 
@@ -200,12 +251,15 @@ SHARDED = {"data_parallel_size": 2, "tensor_parallel_size": 1}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "distribution", "sizes"), [(2, LIGHTNING, {}), (4, OTHER, {}), (4, LIGHTNING, SHARDED)]
+    ("ranks", "distribution", "sizes"),
+    [(2, LIGHTNING, {}), (4, OTHER, {}), (4, LIGHTNING, SHARDED)],
 )
 def test_each_rank_of_a_fit_gets_back_what_it_held(
     ranks: int, distribution: str, sizes: dict[str, int], tmp_path: Path
 ) -> None:
-    """Within an epoch, and at its end: schedulers, extra state, and what callbacks, data modules and hooks keep."""
+    """Within an epoch, and at its end: schedulers, extra state, and what callbacks, data modules
+    and hooks keep.
+    """
     run = partial(fit, distribution=distribution, **sizes)
 
     def saved(rank: int, world_size: int) -> dict[str, Any]:
@@ -229,36 +283,55 @@ def file_of(checkpoint: Path, rank: int) -> Path:
 def places(checkpoint: Path, rank: int) -> list[tuple[Any, ...]]:
     """Where the file of a rank has entries of its own."""
     entries = torch.load(file_of(checkpoint, rank), weights_only=True)["entries"]
-    return [*(place for kind in ("plain", "packed") for place, _ in entries[kind]), *entries["missing"]]
+    return [
+        *(place for kind in ("plain", "packed") for place, _ in entries[kind]),
+        *entries["missing"],
+    ]
 
 
 def keeping(**state: Any) -> Any:
     """A callback with such a state."""
-    keeper: dict[str, Any] = {"state_dict": lambda self: state, "load_state_dict": lambda self, own: state.update(own)}
+    keeper: dict[str, Any] = {
+        "state_dict": lambda self: state,
+        "load_state_dict": lambda self, own: state.update(own),
+    }
     return type("Keeping", (pl.Callback,), {**keeper, "state": state})()
 
 
 @in_ranks(2)
-def test_a_file_of_a_rank_holds_only_the_entries_in_which_it_differs(rank: int, tmp_path: Path) -> None:
+def test_a_file_of_a_rank_holds_only_the_entries_in_which_it_differs(
+    rank: int, tmp_path: Path
+) -> None:
     same = {"numbers": torch.arange(100_000.0), "names": {"a": [1, None], "b": float("nan")}}
     own = {"rank": rank, **({} if rank else {"first": True})}
     fit(rank, 2, [keeping(**same, **own), at({9: save(tmp_path / "9.ckpt")})])
-    kept = [place[2:] for place in places(tmp_path / "9.ckpt", rank) if place[:2] == ("callbacks", "Keeping")]
+    kept = [
+        place[2:]
+        for place in places(tmp_path / "9.ckpt", rank)
+        if place[:2] == ("callbacks", "Keeping")
+    ]
     assert sorted(kept) == ([("first",), ("rank",)] if rank else [])
     assert places(tmp_path / "9.ckpt", 0) == []
     assert file_of(tmp_path / "9.ckpt", 1).stat().st_size < same["numbers"].nbytes  # type: ignore[attr-defined]
 
 
 @in_ranks(2)
-def test_callbacks_that_choose_by_a_metric_decide_as_in_a_run_never_stopped(rank: int, tmp_path: Path) -> None:
-    """By one that is reduced over all ranks they hold the same everywhere, and no rank has its own in its file."""
+def test_callbacks_that_choose_by_a_metric_decide_as_in_a_run_never_stopped(
+    rank: int, tmp_path: Path
+) -> None:
+    """By one that is reduced over all ranks they hold the same everywhere, and no rank has its own
+    in its file.
+    """
 
     def run(path: Any = None) -> list[dict[str, Any]]:
         by_all, by_own = (
-            pl.callbacks.EarlyStopping(name, patience=9, check_on_train_epoch_end=True) for name in ("all", "own")
+            pl.callbacks.EarlyStopping(name, patience=9, check_on_train_epoch_end=True)
+            for name in ("all", "own")
         )
         best = [
-            pl.callbacks.ModelCheckpoint(tmp_path / name, monitor=name, save_top_k=2, enable_version_counter=False)
+            pl.callbacks.ModelCheckpoint(
+                tmp_path / name, monitor=name, save_top_k=2, enable_version_counter=False
+            )
             for name in ("all", "own")
         ]
 
@@ -282,7 +355,9 @@ def test_callbacks_that_choose_by_a_metric_decide_as_in_a_run_never_stopped(rank
 
 @not_in_the_oldest
 def test_objects_need_weights_only_false_and_are_named_without_it(tmp_path: Path) -> None:
-    """The file of rank 0 can be read; that of rank 1 has an object, and lacks one that cannot be saved."""
+    """The file of rank 0 can be read; that of rank 1 has an object, and lacks one that cannot be
+    saved.
+    """
     path = tmp_path / "9.ckpt"
 
     def saved(rank: int, world_size: int) -> list[str]:
@@ -310,7 +385,9 @@ def test_objects_need_weights_only_false_and_are_named_without_it(tmp_path: Path
 class TrustingIO(pl.plugins.TorchCheckpointIO):  # type: ignore[misc, name-defined]
     """Knows which objects its project puts into checkpoints, and trusts these."""
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> Any:
         with torch.serialization.safe_globals([type(Path()), Keepsake]):
             return torch.load(path, map_location=map_location, weights_only=True)
 
@@ -322,7 +399,9 @@ class Keepsake:
 
 @not_in_the_oldest
 @in_ranks(2)
-def test_objects_that_a_checkpoint_io_trusts_come_back_in_every_rank(rank: int, tmp_path: Path) -> None:
+def test_objects_that_a_checkpoint_io_trusts_come_back_in_every_rank(
+    rank: int, tmp_path: Path
+) -> None:
     path = tmp_path / "9.ckpt"
     fit(rank, 2, [keeping(last=Keepsake(rank)), at({9: save(path)})], checkpoint_io=TrustingIO())
     kept = keeping(last=None)
@@ -334,9 +413,15 @@ def test_objects_that_a_checkpoint_io_trusts_come_back_in_every_rank(rank: int, 
 def test_a_rank_of_a_restart_gets_what_a_rank_in_its_place_held(rank: int, tmp_path: Path) -> None:
     """Groups that there were not before get what rank 0 held; loops and model are those of all."""
     kept, held = keeping(rank=rank), list[Any]()
-    begin = fits.on(on_train_start=lambda trainer, module: held.append((kept.state["rank"], module.net[-1].seen)))
+    begin = fits.on(
+        on_train_start=lambda trainer, module: held.append(
+            (kept.state["rank"], module.net[-1].seen)
+        )
+    )
     saved = fit(rank, 3, [kept, at({9: save(tmp_path / "9.ckpt")})], groups=3)
-    seen = torch.load(tmp_path / "9.ckpt", weights_only=False)["state_dict"]["net.7._extra_state"]["seen"]
+    seen = torch.load(tmp_path / "9.ckpt", weights_only=False)["state_dict"]["net.7._extra_state"][
+        "seen"
+    ]
     kept.state["rank"] = None
     fit(rank, 3, [kept, begin], tmp_path / "9.ckpt", groups=3, resume="restart", sync_every=5)
     assert held == [(rank, seen)]
@@ -346,12 +431,22 @@ def test_a_rank_of_a_restart_gets_what_a_rank_in_its_place_held(rank: int, tmp_p
 # Loops without a Trainer
 
 
-def in_fabric(rank: int, world_size: int, path: Path, begin: int = 0, end: int = 12) -> dict[str, Any]:
-    """A loop that begins with a checkpoint unless it begins at 0, and leaves one unless it ends at 12."""
+def in_fabric(
+    rank: int, world_size: int, path: Path, begin: int = 0, end: int = 12
+) -> dict[str, Any]:
+    """A loop that begins with a checkpoint unless it begins at 0, and leaves one unless it ends at
+    12.
+    """
     fabric, size = fabric_of(world_size, **CHOICES), world_size // 2
     model, optimizer = fabric.setup(net := gauged(rank), inner_optimizer("adamw", net))
     scheduler, average, teacher = plateau(optimizer), Average(), mlp(rank)
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "average": average, "teacher": teacher}
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "average": average,
+        "teacher": teacher,
+    }
     state |= {"losses": [], "step": 0, "at": {"rank": None}}
     if begin:
         fabric.load(path, state)
@@ -369,7 +464,11 @@ def in_fabric(rank: int, world_size: int, path: Path, begin: int = 0, end: int =
             for of_teacher, values in zip(teacher.parameters(), net.parameters(), strict=True):
                 of_teacher.lerp_(values, 0.1)
     if end < 12:
-        fabric.save(path, {**state, "step": end, "at": {"rank": rank}}, filter={"average": lambda name, _: True})
+        fabric.save(
+            path,
+            {**state, "step": end, "at": {"rank": rank}},
+            filter={"average": lambda name, _: True},
+        )
     fabric.strategy.finish()
     return {
         "model": {name: values.clone() for name, values in net.named_parameters()},
@@ -383,9 +482,13 @@ def in_fabric(rank: int, world_size: int, path: Path, begin: int = 0, end: int =
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_each_rank_of_a_loop_of_fabric_gets_back_what_it_saved(ranks: int, tmp_path: Path) -> None:
-    """Schedulers, plain values, objects with a state, and a module that the optimizer does not train."""
+    """Schedulers, plain values, objects with a state, and a module that the optimizer does not
+    train.
+    """
     loop = partial(in_fabric, path=tmp_path / "5.ckpt")
-    played = play(ranks, {"plain": loop, "saved": partial(loop, end=5), "resumed": partial(loop, begin=5)})
+    played = play(
+        ranks, {"plain": loop, "saved": partial(loop, end=5), "resumed": partial(loop, begin=5)}
+    )
     for rank, plain in enumerate(played["plain"]):
         assert rank == 0 or different(plain, played["plain"][0])
         assert different(played["resumed"][rank], plain) == []
@@ -397,9 +500,13 @@ def test_an_engine_saves_extra_state_of_every_rank(ranks: int, tmp_path: Path) -
     def loop(rank: int, world_size: int, begin: int, end: int) -> tuple[dict[str, Tensor], float]:
         groups, size = WorkerGroups(2), world_size // 2
         net = gauged(rank)
-        model = DistributedDataParallel(net, process_group=groups.process_group) if size > 1 else net
+        model = (
+            DistributedDataParallel(net, process_group=groups.process_group) if size > 1 else net
+        )
         optimizer = inner_optimizer("adamw", net)
-        engine = StreamingDiLoCo(model, worker_groups=groups, inner_optimizers=[optimizer], **CHOICES)
+        engine = StreamingDiLoCo(
+            model, worker_groups=groups, inner_optimizers=[optimizer], **CHOICES
+        )
         if begin:
             engine.load(tmp_path / "5.ckpt")
         for step in range(begin, end):
@@ -424,7 +531,11 @@ def test_states_of_simulated_groups_have_the_extra_state_of_each() -> None:
     def groups_of() -> tuple[SimulatedGroups, list[nn.Sequential], list[torch.optim.Optimizer]]:
         nets = [gauged(0), gauged(0)]
         optimizers = [inner_optimizer("sgd", net) for net in nets]
-        return SimulatedGroups(nets, inner_optimizers=[[one] for one in optimizers], **CHOICES), nets, optimizers
+        return (
+            SimulatedGroups(nets, inner_optimizers=[[one] for one in optimizers], **CHOICES),
+            nets,
+            optimizers,
+        )
 
     groups, nets, optimizers = groups_of()
     for step in range(5):

@@ -1,4 +1,6 @@
-"""Weights and buffers that hooks overwrite on purpose: on all ranks alike they are the new outer model."""
+"""Weights and buffers that hooks overwrite on purpose: on all ranks alike they are the new outer
+model.
+"""
 
 from typing import Any
 
@@ -11,7 +13,12 @@ from tests import fits
 from tests.fits import LIGHTNING, SomeBatches
 from tests.ranks import run_processes
 
-CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": 1, "compression": "fp32"}
+CHOICES: dict[str, Any] = {
+    "sync_every": 4,
+    "overlap_steps": 2,
+    "fragments": 1,
+    "compression": "fp32",
+}
 
 
 def values_of(module: Any) -> dict[str, Tensor]:
@@ -19,13 +26,17 @@ def values_of(module: Any) -> dict[str, Tensor]:
 
 
 def fitted(rank: int, groups: int, world_size: int, **members: Any) -> dict[str, Any]:
-    """A fit of 24 steps in 3 epochs that validates after steps 4 and 8 of each; returns what it held and said."""
+    """A fit of 24 steps in 3 epochs that validates after steps 4 and 8 of each; returns what it
+    held and said.
+    """
     said = fits.said_by("lightning_sdiloco")
 
     def validation_step(self: Any, parts: Any, index: int) -> None:
         self.seen.append(values_of(self))
 
-    module = fits.module(LIGHTNING, seed=0, seen=[], validation_step=validation_step, rank=rank, **members)
+    module = fits.module(
+        LIGHTNING, seed=0, seen=[], validation_step=validation_step, rank=rank, **members
+    )
     module.register_buffer("threshold", torch.zeros(4))
     trainer = fits.trainer(
         LIGHTNING,
@@ -53,13 +64,17 @@ def fill(self: Any, value: float) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "groups"), [(2, 2), (4, 2)])
-def test_weights_that_a_validation_hook_loads_on_all_ranks_are_the_outer_model(world_size: int, groups: int) -> None:
+def test_weights_that_a_validation_hook_loads_on_all_ranks_are_the_outer_model(
+    world_size: int, groups: int
+) -> None:
     def on_validation_end(self: Any) -> None:
         if self.global_step == 12:
             fill(self, 0.01)
 
     members = {"on_validation_end": on_validation_end}
-    ranks = run_processes(lambda rank, size: fitted(rank, groups, world_size, **members), world_size, timeout=120)
+    ranks = run_processes(
+        lambda rank, size: fitted(rank, groups, world_size, **members), world_size, timeout=120
+    )
     for found in ranks:
         assert all(torch.equal(found["end"][name], ranks[0]["end"][name]) for name in found["end"])
         assert found["dropped"] >= 1
@@ -67,7 +82,8 @@ def test_weights_that_a_validation_hook_loads_on_all_ranks_are_the_outer_model(w
         assert largest < 0.3, "training has gone on from what the hook wrote"
     assert len(ranks[0]["said"]) == 1
     assert (
-        "Own.on_validation_end overwrote 'net.0.bias', 'net.0.weight', 'net.2.bias' and 5 more" in ranks[0]["said"][0]
+        "Own.on_validation_end overwrote 'net.0.bias', 'net.0.weight', 'net.2.bias' and 5 more"
+        in ranks[0]["said"][0]
     )
 
 
@@ -86,7 +102,9 @@ def test_weights_that_are_swapped_for_a_validation_change_nothing() -> None:
     plain = run_processes(lambda rank, size: fitted(rank, 2, 2), 2, timeout=120)
     for found, expected in zip(swapped, plain, strict=True):
         assert found["said"] == []
-        assert all(torch.equal(found["end"][name], expected["end"][name]) for name in expected["end"])
+        assert all(
+            torch.equal(found["end"][name], expected["end"][name]) for name in expected["end"]
+        )
 
 
 def test_a_buffer_that_a_validation_hook_sets_stays_set() -> None:
@@ -110,7 +128,10 @@ def test_weights_that_hooks_of_epochs_fill_on_all_ranks_are_the_outer_model() ->
     for found in ranks:
         assert float((found["end"]["0.weight"] - 0.5).abs().max()) < 0.4
         assert float(found["end"]["2.weight"].abs().max()) > 0.1
-    assert "Own.on_train_epoch_start overwrote 'net.0.weight' on all ranks alike" in ranks[0]["said"][0]
+    assert (
+        "Own.on_train_epoch_start overwrote 'net.0.weight' on all ranks alike"
+        in ranks[0]["said"][0]
+    )
 
 
 def test_weights_that_hooks_overwrite_differently_are_told_once_with_what_to_call() -> None:
@@ -121,7 +142,10 @@ def test_weights_that_hooks_overwrite_differently_are_told_once_with_what_to_cal
     members = {"on_train_epoch_end": on_train_epoch_end}
     ranks = run_processes(lambda rank, size: fitted(rank, 2, 2, **members), 2, timeout=120)
     assert [len(found["said"]) for found in ranks] == [1, 1]
-    assert "Own.on_train_epoch_end overwrote 'net.0.weight', and not on all ranks alike" in ranks[0]["said"][0]
+    assert (
+        "Own.on_train_epoch_end overwrote 'net.0.weight', and not on all ranks alike"
+        in ranks[0]["said"][0]
+    )
     assert "strategy.set_outer()" in ranks[0]["said"][0]
 
 

@@ -1,4 +1,6 @@
-"""Worker groups that share one sharded model, and Muon inside: the training of whole models, and checkpoints."""
+"""Worker groups that share one sharded model, and Muon inside: the training of whole models, and
+checkpoints.
+"""
 
 import copy
 import os
@@ -33,16 +35,30 @@ from lightning_sdiloco.lightning import model_format
 from lightning_sdiloco.lightning.model_format import ShardedModel
 from tests import fits, sharded
 from tests.fits import LIGHTNING, batches, play, refusal
-from tests.lightning.test_checkpoint import assert_resumed, at, names_in, outer_of, run_fit, save, saving, unequal
+from tests.lightning.test_checkpoint import (
+    assert_resumed,
+    at,
+    names_in,
+    outer_of,
+    run_fit,
+    save,
+    saving,
+    unequal,
+)
 from tests.ranks import agreed, in_ranks, run_processes, run_ranks
 from tests.training import batch
 
 from muon import muon_and_adamw  # isort: skip  (on the path since benchmarks.models)
 from pretrain_text import ByteGPT  # isort: skip
 
-# One layer each, so that a fragment may lie on a part of the ranks only. One is in flight after step 6, two after 7;
-# after step 11, when all have landed once, the first are launched again.
-CHOICES: dict[str, Any] = {"sync_every": 5, "overlap_steps": 3, "fragments": "strided:1", "compression": "fp32"}
+# One layer each, so that a fragment may lie on a part of the ranks only. One is in flight after
+# step 6, two after 7; after step 11, when all have landed once, the first are launched again.
+CHOICES: dict[str, Any] = {
+    "sync_every": 5,
+    "overlap_steps": 3,
+    "fragments": "strided:1",
+    "compression": "fp32",
+}
 # Whatever the length of a fit.
 CHOICES |= {"outer_momentum": 0.9, "outer_optimizer": OuterOptimizer(direction="equalised")}
 STEPS = 14
@@ -53,7 +69,9 @@ OF_DATA: dict[str, Any] = {"groups": 2, "sizes": (2, 1)}
 OF_TENSORS: dict[str, Any] = {"groups": 2, "sizes": (1, 2)}
 
 
-def plain(rank: int, world_size: int, inner: str = "sgd", net: Any = sharded.even, **choices: Any) -> Fit:
+def plain(
+    rank: int, world_size: int, inner: str = "sgd", net: Any = sharded.even, **choices: Any
+) -> Fit:
     """A fit of two groups of whole models."""
     make = partial(sharded.plain, inner=inner, net=net)
     return run_fit(rank, world_size, make=make, **{"steps": STEPS, **CHOICES, **choices})
@@ -85,7 +103,10 @@ def loss(outer: dict[str, Tensor]) -> float:
 def test_with_one_rank_per_group_the_outer_parameters_are_those_of_the_first_strategy_to_the_bit(
     rank: int, distribution: str
 ) -> None:
-    for chosen in ({"inner": "sgd", "compression": "fp32"}, {"inner": "adamw", "compression": "fp4"}):
+    for chosen in (
+        {"inner": "sgd", "compression": "fp32"},
+        {"inner": "adamw", "compression": "fp4"},
+    ):
         expected = plain(rank, 2, **chosen)
         actual = fit(rank, 2, groups=2, sizes=(1, 1), distribution=distribution, **chosen)
         assert unequal(actual["outer"], expected["outer"]) == []
@@ -106,7 +127,10 @@ def of_two_dtypes(seed: int) -> nn.Sequential:
 
 
 def loop_of_your_own(rank: int, world_size: int) -> dict[str, Tensor]:
-    model, mesh = sharded.even(0), init_device_mesh("cpu", (2, 2), mesh_dim_names=("group", "data"))["data"]
+    model, mesh = (
+        sharded.even(0),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("group", "data"))["data"],
+    )
     fully_shard(model[2], mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -126,15 +150,22 @@ def test_what_happens_inside_a_group_does_not_change_the_outer_parameters() -> N
         """Groups of ranks train as one rank alone, and send as many bytes."""
         size, of_one = len(ranks) // 2, alone["plain"][0]["report"]
         flights = len(sharded.even(0)) // 2 + 1 + of_one["launches"]
-        # A rank without a value of a fragment sends a zero, and each has a control vector of its own.
-        padding, expected_bytes = 4 * flights * (size - 1), of_one["bytes_sent"] + CONTROL_BYTES * flights * (size - 1)
+        # A rank without a value of a fragment sends a zero, and each has a control vector of its
+        # own.
+        padding, expected_bytes = (
+            4 * flights * (size - 1),
+            of_one["bytes_sent"] + CONTROL_BYTES * flights * (size - 1),
+        )
         for group in (ranks[:size], ranks[size:]):
             sent = sum(rank["report"]["bytes_sent"] for rank in group)
             assert expected_bytes <= sent <= expected_bytes + padding
         for rank in ranks:
             assert distance(rank["outer"], expected["outer"]) < 1e-5
             # The model is left with the outer parameters, the same bits on all ranks of all groups.
-            assert unequal(rank["model"], rank["outer"]) + unequal(rank["outer"], ranks[0]["outer"]) == []
+            assert (
+                unequal(rank["model"], rank["outer"]) + unequal(rank["outer"], ranks[0]["outer"])
+                == []
+            )
             counted = ("inner_steps", "launches", "landings")
             assert [key for key in counted if rank["report"][key] != of_one[key]] == []
 
@@ -142,8 +173,14 @@ def test_what_happens_inside_a_group_does_not_change_the_outer_parameters() -> N
     dense = partial(plain, dense_beginning=dense_beginning)
     alone = play(2, {"plain": plain, "float64": partial(plain, net=of_two_dtypes), "dense": dense})
     of_one, in_double, of_dense = (ranks[0] for ranks in alone.values())
-    four = {"tensor": partial(fit, **OF_TENSORS), "float64": partial(fit, **OF_DATA, net=of_two_dtypes)}
-    four |= {"dense": dense, "dense shards": partial(fit, **OF_DATA, dense_beginning=dense_beginning)}
+    four = {
+        "tensor": partial(fit, **OF_TENSORS),
+        "float64": partial(fit, **OF_DATA, net=of_two_dtypes),
+    }
+    four |= {
+        "dense": dense,
+        "dense shards": partial(fit, **OF_DATA, dense_beginning=dense_beginning),
+    }
     ranks = play(4, {**four, "loop": loop_of_your_own})
     assert_alike(ranks["tensor"], of_one)
     for rank in ranks["dense"] + ranks["dense shards"]:
@@ -153,7 +190,10 @@ def test_what_happens_inside_a_group_does_not_change_the_outer_parameters() -> N
     for rank in ranks["float64"]:
         assert {values.dtype for values in rank["model"].values()} == {torch.float32, torch.float64}
         assert distance(rank["outer"], in_double["outer"]) < 1e-5
-        assert unequal({name: values.float() for name, values in rank["model"].items()}, rank["outer"]) == []
+        assert (
+            unequal({name: values.float() for name, values in rank["model"].items()}, rank["outer"])
+            == []
+        )
     # Three data-parallel ranks do not divide a batch of eight, and so weigh its examples unequally.
     six = play(6, {"expected": plain, "actual": partial(fit, groups=2, sizes=(3, 1))})
     assert_alike(six["actual"], six["expected"][0])
@@ -162,7 +202,8 @@ def test_what_happens_inside_a_group_does_not_change_the_outer_parameters() -> N
 def test_muon_of_shards_in_two_dimensions_steps_as_muon_of_the_matrix_and_resumes_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Muon rounds to bfloat16 on the way, each shard differently; without that what is left is float32's rounding.
+    # Muon rounds to bfloat16 on the way, each shard differently; without that what is left is
+    # float32's rounding.
     monkeypatch.setattr(Tensor, "bfloat16", Tensor.float)
     whole = play(2, {"plain": partial(plain, inner="muon")})["plain"][0]
     muon = partial(fit, groups=2, sizes=(2, 2), inner="muon")
@@ -173,11 +214,17 @@ def test_muon_of_shards_in_two_dimensions_steps_as_muon_of_the_matrix_and_resume
         seen: list[int] = []
         model = sharded.sharded(seed=rank // 4)
         model.on_train_batch_start = lambda parts, index: seen.extend(parts[2].tolist())
-        trainer_of(world_size, 2, 2, 2, max_epochs=1, limit_val_batches=0).fit(model, DataLoader(data, batch_size=1))
+        trainer_of(world_size, 2, 2, 2, max_epochs=1, limit_val_batches=0).fit(
+            model, DataLoader(data, batch_size=1)
+        )
         return seen
 
     saved, path = saving(LIGHTNING, tmp_path, every_n_train_steps=7), tmp_path / "step=7.ckpt"
-    cases = {"saved": partial(muon, callbacks=saved), "resumed": partial(muon, path=path), "divided": divided}
+    cases = {
+        "saved": partial(muon, callbacks=saved),
+        "resumed": partial(muon, path=path),
+        "divided": divided,
+    }
     ranks = play(8, cases)
     for one, other in zip(ranks["resumed"], ranks["saved"], strict=True):
         assert_resumed(one, other, 7)
@@ -212,7 +259,9 @@ def test_muon_of_the_example_steps_as_two_optimizers_with_one_scheduler_saved_co
     embeddings = [p for name, p in named.items() if name not in matrices and p.dim() == 2]
     vectors = [p for p in named.values() if p.dim() == 1]
     groups = [{"params": embeddings, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}]
-    muon = torch.optim.Muon(list(matrices.values()), lr=0.01, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(
+        list(matrices.values()), lr=0.01, weight_decay=0.3, adjust_lr_fn="match_rms_adamw"
+    )
     apart = [muon, torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95))]
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (both, *apart)]
     assert all(map(torch.equal, trained(model, [both], range(3)), trained(twin, apart, range(3))))
@@ -231,7 +280,9 @@ def test_muon_of_the_example_steps_as_two_optimizers_with_one_scheduler_saved_co
     told = refusal(both.add_param_group, {"params": [nn.Parameter(torch.zeros(2))]})
     assert "make the optimizer of all of them" in told
     monkeypatch.delattr(torch.optim, "Muon")
-    assert "torch 2.9 or newer, or choose the optimizer 'adamw'" in refusal(ByteGPT, optimizer="muon")
+    assert "torch 2.9 or newer, or choose the optimizer 'adamw'" in refusal(
+        ByteGPT, optimizer="muon"
+    )
 
 
 @in_ranks(4)
@@ -239,7 +290,8 @@ def test_precision_validation_and_faults_are_handled_as_by_the_first_strategy(ra
     def arm(trainer: Any) -> None:
         def spoil(*args: Any) -> None:
             handle.remove()
-            # The first lands at once. Of the second the other rank of the group has only finite values.
+            # The first lands at once. Of the second the other rank of the group has only finite
+            # values.
             for layer in (0, 2) if rank == 3 else ():
                 trainer.lightning_module.net[layer].weight.detach().to_local().fill_(float("nan"))
 
@@ -247,7 +299,8 @@ def test_precision_validation_and_faults_are_handled_as_by_the_first_strategy(ra
 
     mixed = fit(rank, 4, **OF_DATA, trainer_choices={"precision": "bf16-mixed"})
     true = fit(rank, 4, **OF_TENSORS, trainer_choices={"precision": "bf16-true"})
-    # After its fifth step one rank of the second group has values that are not finite, the other has not.
+    # After its fifth step one rank of the second group has values that are not finite, the other
+    # has not.
     more = {"overlap_steps": 0, "timeout": timedelta(seconds=10), "inner": "adamw"}
     spoiled = fit(rank, 4, **OF_TENSORS, callbacks=[at({4: arm})], **more)
     for fitted, dtype in ((mixed, torch.float32), (true, torch.bfloat16), (spoiled, torch.float32)):
@@ -278,11 +331,19 @@ def test_a_sharded_fit_is_saved_validated_and_resumed_anywhere_without_a_change_
     rank: int, tmp_path: Path
 ) -> None:
     accumulating = {"accumulate_grad_batches": 2}
-    # FSDP2 keeps the parameters of the outermost module whole after a validation, unless it is told not to.
+    # FSDP2 keeps the parameters of the outermost module whole after a validation, unless it is told
+    # not to.
     validating = {**accumulating, "val_check_interval": 4, "limit_val_batches": 1}
-    folder = partial(fit, rank, 4, **OF_DATA, inner="adamw", compression="fp4", trainer_choices=accumulating)
+    folder = partial(
+        fit, rank, 4, **OF_DATA, inner="adamw", compression="fp4", trainer_choices=accumulating
+    )
     newest = pl.callbacks.ModelCheckpoint(
-        tmp_path / "newest", "{step}", every_n_train_steps=6, monitor="step", mode="max", save_last="link"
+        tmp_path / "newest",
+        "{step}",
+        every_n_train_steps=6,
+        monitor="step",
+        mode="max",
+        save_last="link",
     )
     # In the midst of steps, too.
     again = at(dict.fromkeys(range(STEPS), save(tmp_path / "same.ckpt")))
@@ -299,7 +360,12 @@ def test_a_sharded_fit_is_saved_validated_and_resumed_anywhere_without_a_change_
     file = partial(fit, rank, 4, **OF_TENSORS, inner="adamw", save_distributed_checkpoint=False)
     saved = file(callbacks=saving(LIGHTNING, kept, every_n_train_steps=1))
     assert_resumed(file(path=kept / "step=7.ckpt"), saved, 7)
-    assert unequal(torch.load(kept / "step=12.ckpt", weights_only=True)["state_dict"], outer_of(saved, 12)) == []
+    assert (
+        unequal(
+            torch.load(kept / "step=12.ckpt", weights_only=True)["state_dict"], outer_of(saved, 12)
+        )
+        == []
+    )
 
     # One is overwritten, of the other the newest is kept.
     assert names_in(tmp_path / "newest") == ["last.ckpt", "step=12.ckpt", "step=12.ckpt.sdiloco"]
@@ -307,16 +373,22 @@ def test_a_sharded_fit_is_saved_validated_and_resumed_anywhere_without_a_change_
     assert names_in(beside) == ["manifest.json", *(f"rank_{i:05d}.pt" for i in range(4))]
     assert names_in(tmp_path, "same*") == ["same.ckpt", "same.ckpt.sdiloco"]
 
-    # What was saved in flight, where local parameters are others, is the outer model in plain torch.
+    # What was saved in flight, where local parameters are others, is the outer model in plain
+    # torch.
     if rank == 0:
         for module in [*sys.modules]:
             if module.startswith(("lightning", "pytorch_lightning")):
                 sys.modules[module] = None  # type: ignore[assignment]
         dcp_to_torch_save(tmp_path / "step=12.ckpt", tmp_path / "converted.pt")
-        assert unequal(torch.load(tmp_path / "converted.pt")["state_dict"], outer_of(disturbed, 12)) == []
+        assert (
+            unequal(torch.load(tmp_path / "converted.pt")["state_dict"], outer_of(disturbed, 12))
+            == []
+        )
 
 
-def test_other_shards_and_the_first_strategy_start_from_the_outer_parameters_and_back(tmp_path: Path) -> None:
+def test_other_shards_and_the_first_strategy_start_from_the_outer_parameters_and_back(
+    tmp_path: Path,
+) -> None:
     adamw = partial(fit, inner="adamw")
     outer: dict[str, Any] = {
         "overlap_steps": 0,
@@ -325,7 +397,9 @@ def test_other_shards_and_the_first_strategy_start_from_the_outer_parameters_and
     }
     whole: dict[str, Any] = {**outer, "save_distributed_checkpoint": False}
     # After step 10 a fragment is in flight: it lands on loading.
-    flying, file, back = (tmp_path / name for name in ("step=10.ckpt", "file/step=9.ckpt", "back/step=18.ckpt"))
+    flying, file, back = (
+        tmp_path / name for name in ("step=10.ckpt", "file/step=9.ckpt", "back/step=18.ckpt")
+    )
     keep = saving(LIGHTNING, tmp_path, every_n_train_steps=10)
     keep_file = saving(LIGHTNING, file.parent, every_n_train_steps=9)
     four = play(
@@ -342,7 +416,13 @@ def test_other_shards_and_the_first_strategy_start_from_the_outer_parameters_and
     for case, step in (("tensor", 10), ("one", 10), ("three", 10), ("both", 9)):
         for rank in four[case]:
             assert sorted(rank["trace"]) == [step, step + 1]
-            assert unequal(outer_of(rank, step), outer_of(four["tensor" if step == 10 else "file"][0], step)) == []
+            assert (
+                unequal(
+                    outer_of(rank, step),
+                    outer_of(four["tensor" if step == 10 else "file"][0], step),
+                )
+                == []
+            )
             assert rank["report"]["inner_steps"] == step + 2
     assert outer_of(four["tensor"][0], 10).keys() == outer_of(four["flying"][0], 10).keys()
 
@@ -350,7 +430,9 @@ def test_other_shards_and_the_first_strategy_start_from_the_outer_parameters_and
     first = partial(plain, inner="adamw", steps=19, callbacks=keep_back, path=file, **outer)
     for rank in play(2, {"first": first})["first"]:
         assert unequal(outer_of(rank, 9), outer_of(four["file"][0], 9)) == []
-    (again, *_) = play(4, {"again": partial(adamw, **OF_DATA, steps=19, path=back, **whole)})["again"]
+    (again, *_) = play(4, {"again": partial(adamw, **OF_DATA, steps=19, path=back, **whole)})[
+        "again"
+    ]
     assert unequal(outer_of(again, 18), torch.load(back, weights_only=True)["state_dict"]) == []
 
 
@@ -373,7 +455,13 @@ def test_a_signal_ends_all_with_a_checkpoint_that_resumes_exactly_and_an_excepti
 
     def told(rank: int, world_size: int) -> Fit:
         plain = adamw(rank, world_size)
-        refusal(adamw, rank, world_size, kind=SIGTERMException, callbacks=keep(terminated, {8: terminate}))
+        refusal(
+            adamw,
+            rank,
+            world_size,
+            kind=SIGTERMException,
+            callbacks=keep(terminated, {8: terminate}),
+        )
         return plain
 
     def resumed(rank: int, world_size: int) -> None:
@@ -383,14 +471,18 @@ def test_a_signal_ends_all_with_a_checkpoint_that_resumes_exactly_and_an_excepti
 
     ranks = run_processes(told, 4)
     run_processes(resumed, 4)
-    errors = run_processes(partial(adamw, callbacks=keep(failed, {6: fail})), 4, expect_failure=True)
+    errors = run_processes(
+        partial(adamw, callbacks=keep(failed, {6: fail})), 4, expect_failure=True
+    )
     assert sorted(errors) == [0, 1, 2, 3]
     assert errors[1].splitlines()[-1] == "ArithmeticError: this rank fails"
     assert not list(failed.glob("*.ckpt"))
     assert list(failed.glob("*.sdiloco/exception/rank_00001.pt"))
 
 
-def test_no_rank_writes_a_folder_before_the_first_can_and_all_raise_if_it_cannot(tmp_path: Path) -> None:
+def test_no_rank_writes_a_folder_before_the_first_can_and_all_raise_if_it_cannot(
+    tmp_path: Path,
+) -> None:
     path, part = tmp_path / "last.ckpt", tmp_path / "last.ckpt.part"
     remove = model_format._remove
 
@@ -415,7 +507,10 @@ def test_no_rank_writes_a_folder_before_the_first_can_and_all_raise_if_it_cannot
         for module, name in ((model_format, "_remove"), (files, "_write")):
             before = getattr(module, name)
             setattr(module, name, cannot)
-            saved, topology = Saved(str(path), {"save": "some"}, [], []), Topology(2, rank, world=group)
+            saved, topology = (
+                Saved(str(path), {"save": "some"}, [], []),
+                Topology(2, rank, world=group),
+            )
             writing = partial(model_format.write_folder, {"state_dict": {}}, path, group)
             told.append(refusal(write_common_file, saved, topology, writing, kind=OSError))
             setattr(module, name, before)
@@ -429,7 +524,9 @@ def test_no_rank_writes_a_folder_before_the_first_can_and_all_raise_if_it_cannot
 
 
 def test_automatic_sizes_are_those_of_a_group() -> None:
-    def shape(devices: int, nodes: int, worker_groups: Any = "auto", **sizes: Any) -> tuple[int, int, int]:
+    def shape(
+        devices: int, nodes: int, worker_groups: Any = "auto", **sizes: Any
+    ) -> tuple[int, int, int]:
         chosen = ShardedModel(ShardedModel.base_arguments(**sizes))
         return (chosen.layout(worker_groups, nodes, devices).worker_groups, *chosen.mesh.values())
 
@@ -441,7 +538,9 @@ def test_automatic_sizes_are_those_of_a_group() -> None:
     assert shape(8, 1, data_parallel_size=2, tensor_parallel_size=2) == (2, 2, 2)
     assert shape(3, 1) == (3, 1, 1)
     assert "tensor_parallel_size=0 is out of range" in refusal(shape, 8, 1, tensor_parallel_size=0)
-    told = refusal(fits.trainer, strategy=fits.strategy(worker_groups=2, data_parallel_size=3), devices=8)
+    told = refusal(
+        fits.trainer, strategy=fits.strategy(worker_groups=2, data_parallel_size=3), devices=8
+    )
     assert "do not fill a worker group of 4 ranks" in told
 
 
@@ -455,9 +554,21 @@ def test_what_fsdp_or_a_sharded_model_cannot_do_is_refused(rank: int) -> None:
 
     cases: list[tuple[str, Callable[[Any], None], dict[str, Any]]] = [
         ("2 trainable parameters, such as 'extra.weight', are not sharded", with_more, {}),
-        ("copies the whole model", lambda model: None, {"callbacks": [pl.callbacks.EMAWeightAveraging()]}),
-        ("unfreezes layers between epochs", lambda model: None, {"callbacks": [pl.callbacks.BackboneFinetuning()]}),
-        ("were frozen, became trainable or were replaced", freezing, {"max_epochs": 2, "limit_train_batches": 2}),
+        (
+            "copies the whole model",
+            lambda model: None,
+            {"callbacks": [pl.callbacks.EMAWeightAveraging()]},
+        ),
+        (
+            "unfreezes layers between epochs",
+            lambda model: None,
+            {"callbacks": [pl.callbacks.BackboneFinetuning()]},
+        ),
+        (
+            "were frozen, became trainable or were replaced",
+            freezing,
+            {"max_epochs": 2, "limit_train_batches": 2},
+        ),
     ]
     for words, change, choices in cases:
         change(model := sharded.sharded(seed=0))
@@ -466,6 +577,8 @@ def test_what_fsdp_or_a_sharded_model_cannot_do_is_refused(rank: int) -> None:
         assert words in told
         assert told.endswith(".")
     # Lightning itself looks at the precision only where the strategy is an object.
-    trainer = fits.trainer(strategy="streaming_diloco_model_parallel", devices=2, precision="64-true", max_steps=1)
+    trainer = fits.trainer(
+        strategy="streaming_diloco_model_parallel", devices=2, precision="64-true", max_steps=1
+    )
     told = refusal(trainer.fit, sharded.sharded(), batches(rank))
     assert "precision='64-true' does not work with sharded models" in told

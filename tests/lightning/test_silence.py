@@ -1,4 +1,6 @@
-"""Between launches no group waits for another, and decisions on time are made by all at the same inner step."""
+"""Between launches no group waits for another, and decisions on time are made by all at the same
+inner step.
+"""
 
 import importlib
 import time
@@ -25,8 +27,12 @@ STALLED_AT, STALL_SECONDS = 30, 2.0
 
 
 @in_ranks(4)
-def test_a_group_that_stalls_between_launches_keeps_none_waiting(rank: int, distribution: str, tmp_path: Path) -> None:
-    """With everything on that Lightning would broadcast at every batch, and all that a batch may gather."""
+def test_a_group_that_stalls_between_launches_keeps_none_waiting(
+    rank: int, distribution: str, tmp_path: Path
+) -> None:
+    """With everything on that Lightning would broadcast at every batch, and all that a batch may
+    gather.
+    """
 
     def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
         if index + 1 == STALLED_AT and rank >= 2:
@@ -53,7 +59,9 @@ def test_a_group_that_stalls_between_launches_keeps_none_waiting(rank: int, dist
 
     def inspect(trainer: Any, module: Any) -> Any:
         replaced = {"_check_time_remaining", "on_advance_end", "get_metrics"}
-        assert not any(replaced & set(vars(callback)) for callback in trainer.callbacks), "undone after the fit"
+        assert not any(replaced & set(vars(callback)) for callback in trainer.callbacks), (
+            "undone after the fit"
+        )
         assert module.computed.dist_sync_fn is None
         return module, [float(trainer.callback_metrics[name]) for name in ("metric", "loss_epoch")]
 
@@ -63,14 +71,21 @@ def test_a_group_that_stalls_between_launches_keeps_none_waiting(rank: int, dist
     said = said_by("lightning_sdiloco")
     own: dict[str, Any] = {"inspect": inspect, "trainer_choices": more, "make": make}
     model, per_epoch = fit(rank, 4, 2, 45, choices, distribution, **own)["inspected"]
-    # What is gathered, computed or logged in a batch is of the group, and what is logged of an epoch of the world.
+    # What is gathered, computed or logged in a batch is of the group, and what is logged of an
+    # epoch of the world.
     first = rank // 2 * 2.0
-    assert [*model.seen, model.per_batch] == [first, first + 1, first + 0.5, first + 0.5, first + 0.5]
+    assert [*model.seen, model.per_batch] == [
+        first,
+        first + 1,
+        first + 0.5,
+        first + 0.5,
+        first + 0.5,
+    ]
     assert per_epoch[0] == 1.5
     assert agreed(per_epoch)
     assert [text for text in said if "in a row" in text] == [], "nothing is gathered over all ranks"
-    # One launch landed at 25, the next is at 40: in between group 0 must not wait. And it does wait, at the landing
-    # after inner step 45 at the latest, or the test would show nothing.
+    # One launch landed at 25, the next is at 40: in between group 0 must not wait. And it does
+    # wait, at the landing after inner step 45 at the latest, or the test would show nothing.
     started: list[Any] = [None] * 4
     dist.all_gather_object(started, model.started)
     assert started[0][39] < started[3][STALLED_AT]
@@ -78,7 +93,9 @@ def test_a_group_that_stalls_between_launches_keeps_none_waiting(rank: int, dist
 
 
 @in_ranks(2)
-def test_time_limits_and_saves_by_time_are_those_of_all_ranks(rank: int, distribution: str, tmp_path: Path) -> None:
+def test_time_limits_and_saves_by_time_are_those_of_all_ranks(
+    rank: int, distribution: str, tmp_path: Path
+) -> None:
     def slow(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Any:
         time.sleep(0.02)
         return self.loss(parts)
@@ -89,9 +106,14 @@ def test_time_limits_and_saves_by_time_are_those_of_all_ranks(rank: int, distrib
     callbacks = saving(distribution, tmp_path, train_time_interval=interval)
     more = {"callbacks": callbacks, "enable_checkpointing": True, "max_time": {"seconds": 2}}
     choices = {"sync_every": 10, "overlap_steps": 3, "fragments": [["*"]]}
-    hooks = {"training_step": slow, "on_save_checkpoint": lambda self, _: saved.append(self.trainer.global_step)}
+    hooks = {
+        "training_step": slow,
+        "on_save_checkpoint": lambda self, _: saved.append(self.trainer.global_step),
+    }
     make = partial(fits.module, **hooks)
-    steps = fit(rank, 2, 2, 10_000, choices, distribution, trainer_choices=more, make=make)["report"]["inner_steps"]
+    steps = fit(rank, 2, 2, 10_000, choices, distribution, trainer_choices=more, make=make)[
+        "report"
+    ]["inner_steps"]
     assert agreed([steps, saved])
     assert steps < 10_000
     assert len({*saved}) == len(saved) == len(list(tmp_path.glob("*.ckpt"))) >= 2
@@ -104,9 +126,15 @@ def gathered(tensor: Tensor) -> Tensor:
 
 @in_ranks(2)
 def test_a_gather_over_all_ranks_in_every_batch_is_said_once(rank: int, tmp_path: Path) -> None:
-    """In fits that normalise, measure and log over all ranks, validate, save and may stop; and in loops of Fabric."""
+    """In fits that normalise, measure and log over all ranks, validate, save and may stop; and in
+    loops of Fabric.
+    """
     said = said_by("lightning_sdiloco")
-    chosen: dict[str, Any] = {"sync_every": 4, "overlap_steps": 1, "dense_beginning": DenseBeginning(2, 2)}
+    chosen: dict[str, Any] = {
+        "sync_every": 4,
+        "overlap_steps": 1,
+        "dense_beginning": DenseBeginning(2, 2),
+    }
 
     def of_trainer(distribution: str, groups: int, every: int, manual: bool) -> None:
         def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
@@ -122,13 +150,25 @@ def test_a_gather_over_all_ranks_in_every_batch_is_said_once(rank: int, tmp_path
             return loss
 
         net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.Linear(3, 3))
-        scored = lambda self, parts, index: self.log("score", self.net(parts[0]).mean(), sync_dist=True)  # noqa: E731
-        model = fits.module(distribution, "adamw", net=net, training_step=training_step, validation_step=scored)
+        scored = lambda self, parts, index: self.log(  # noqa: E731
+            "score", self.net(parts[0]).mean(), sync_dist=True
+        )
+        model = fits.module(
+            distribution, "adamw", net=net, training_step=training_step, validation_step=scored
+        )
         model.mean, model.automatic_optimization = MeanMetric(), not manual
         callbacks = importlib.import_module(distribution).callbacks
         checkpoint = callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, monitor="loss")
-        more = {"callbacks": [checkpoint, callbacks.EarlyStopping("score", patience=100)], "enable_checkpointing": True}
-        more |= {"max_epochs": 2, "max_time": "00:01:00:00", "val_check_interval": 2, "limit_val_batches": 1}
+        more = {
+            "callbacks": [checkpoint, callbacks.EarlyStopping("score", patience=100)],
+            "enable_checkpointing": True,
+        }
+        more |= {
+            "max_epochs": 2,
+            "max_time": "00:01:00:00",
+            "val_check_interval": 2,
+            "limit_val_batches": 1,
+        }
         own: dict[str, Any] = {"make": lambda *_, **__: model, "loader": fits.SomeBatches(rank, 6)}
         own |= {"validation": own["loader"], "trainer_choices": more}
         assert fit(rank, 2, groups, -1, chosen, distribution, **own)["report"]["inner_steps"] == 12
@@ -158,5 +198,7 @@ def test_a_gather_over_all_ranks_in_every_batch_is_said_once(rank: int, tmp_path
         play()
         told = [text for text in said if "in a row" in text]
         assert len(told) == (times if rank == 0 else 0), play
-        assert all(f"group={advised}.strategy.topology.in_group.process_group" in text for text in told)
+        assert all(
+            f"group={advised}.strategy.topology.in_group.process_group" in text for text in told
+        )
         assert all("self.all_gather" in text for text in told if advised == "trainer")

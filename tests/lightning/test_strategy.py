@@ -1,4 +1,6 @@
-"""The strategy in a real Trainer: both distributions, what users read and are told, what is counted and saved."""
+"""The strategy in a real Trainer: both distributions, what users read and are told, what is
+counted and saved.
+"""
 
 import gc
 import importlib
@@ -26,7 +28,15 @@ from tests.fits import SHORT, batches, refusal
 from tests.ranks import agreed, in_ranks, run_processes
 from tests.training import mlp
 
-REPORT = {"inner_steps", "launches", "landings", "flights_dropped", "bytes_sent", "bytes_received", "exposed_wait_s"}
+REPORT = {
+    "inner_steps",
+    "launches",
+    "landings",
+    "flights_dropped",
+    "bytes_sent",
+    "bytes_received",
+    "exposed_wait_s",
+}
 REPORT |= {"in_flight_s", "outer_lr", "outer_momentum", "mixing"}
 
 
@@ -44,17 +54,28 @@ def test_an_engine_that_is_dropped_takes_its_threads_along(rank: int) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_the_name_is_enough_for_a_group_of_each_rank_or_of_each_of_several_nodes(distribution: str) -> None:
+def test_the_name_is_enough_for_a_group_of_each_rank_or_of_each_of_several_nodes(
+    distribution: str,
+) -> None:
     def run(rank: int, world_size: int, nodes: int) -> Any:
         sizes = {"devices": world_size // nodes, "num_nodes": nodes, "max_steps": 3}
         trainer = fits.trainer(distribution, strategy="streaming_diloco", **sizes)
         trainer.fit(fits.module(distribution), batches(rank))
         strategy = trainer.strategy
         assert type(strategy).__module__ == f"lightning_sdiloco.{distribution.replace('.', '_')}"
-        return strategy.topology.num_groups, strategy.topology.group_index, strategy.report()["inner_steps"]
+        return (
+            strategy.topology.num_groups,
+            strategy.topology.group_index,
+            strategy.report()["inner_steps"],
+        )
 
     assert run_processes(run, 2, 1) == [(2, 0, 3), (2, 1, 3)]
-    assert run_processes(run, 4, 2, ranks_per_node=2) == [(2, 0, 3), (2, 0, 3), (2, 1, 3), (2, 1, 3)]
+    assert run_processes(run, 4, 2, ranks_per_node=2) == [
+        (2, 0, 3),
+        (2, 0, 3),
+        (2, 1, 3),
+        (2, 1, 3),
+    ]
 
 
 @in_ranks(4)
@@ -78,13 +99,19 @@ def test_what_users_read_and_find_after_a_fit(rank: int, distribution: str) -> N
     seen, at_end = [], []
     torch.manual_seed(rank)
     # With buffers that change, that stay, and that are not saved.
-    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.BatchNorm1d(3, affine=False))
+    net = nn.Sequential(
+        nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.BatchNorm1d(3, affine=False)
+    )
     net.register_buffer("constant", torch.full((4,), float(rank)))
     net.register_buffer("own", torch.full((4,), float(rank)), persistent=False)
     model = fits.module(distribution, net=net, training_step=training_step)
     strategy = fits.strategy(distribution, **{**SHORT, "worker_groups": 2})
-    assert "nothing to read yet: fragments and schedule are known" in refusal(everything, kind=RuntimeError)
-    trainer = fits.trainer(distribution, strategy=strategy, devices=4, max_epochs=1, callbacks=[Reader()])
+    assert "nothing to read yet: fragments and schedule are known" in refusal(
+        everything, kind=RuntimeError
+    )
+    trainer = fits.trainer(
+        distribution, strategy=strategy, devices=4, max_epochs=1, callbacks=[Reader()]
+    )
     data = TensorDataset(torch.randn(224, 5), torch.randn(224, 3), torch.arange(224))
     trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True))
     ranks: list[Any] = [None] * 4
@@ -92,7 +119,10 @@ def test_what_users_read_and_find_after_a_fit(rank: int, distribution: str) -> N
     assert sorted(sum(ranks, [])) == list(range(224))
     (table, names, sizes), outer = everything(), strategy.outer_state_dict()
     assert table.splitlines()[0].split() == ["step", "launches", "lands"]
-    assert names == [("net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias"), ("net.2.weight", "net.2.bias")]
+    assert names == [
+        ("net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias"),
+        ("net.2.weight", "net.2.bias"),
+    ]
     assert sizes == [4 * (5 * 8 + 8 + 8 + 8), 4 * (8 * 3 + 3)]
     assert (at_end[0][0], set(strategy.report())) == (everything(), REPORT)
     assert same(at_end[0][1], outer)
@@ -106,16 +136,24 @@ def test_what_users_read_and_find_after_a_fit(rank: int, distribution: str) -> N
     assert agreed(dict(other.named_parameters()))
 
 
-def test_help_and_command_line_show_every_argument_with_its_description(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_command_line_show_every_argument_with_its_description(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     names = ("StreamingDiLoCoStrategy", "StreamingDiLoCoModelParallelStrategy")
     for face, name in product(("lightning_pytorch", "pytorch_lightning"), names):
         kind = getattr(importlib.import_module(f"lightning_sdiloco.{face}"), name)
         arguments = inspect.signature(kind).parameters
-        text = pydoc.render_doc(kind, renderer=pydoc.plaintext).partition("Args:")[2].partition("Raises:")[0]
+        text = (
+            pydoc.render_doc(kind, renderer=pydoc.plaintext)
+            .partition("Args:")[2]
+            .partition("Raises:")[0]
+        )
         assert [argument for argument in arguments if f"{argument}: " not in text] == []
         assert text.count("mixing: Share") == 1
         parser = ArgumentParser()
-        base = next(base for base in kind.__mro__ if not base.__module__.startswith("lightning_sdiloco"))
+        base = next(
+            base for base in kind.__mro__ if not base.__module__.startswith("lightning_sdiloco")
+        )
         parser.add_argument("--strategy", type=base.__mro__[2])
         with pytest.raises(SystemExit):
             parser.parse_args([f"--strategy.help=lightning_sdiloco.{face}.{name}"])
@@ -123,11 +161,15 @@ def test_help_and_command_line_show_every_argument_with_its_description(capsys: 
         assert [argument for argument in arguments if f"--strategy.{argument} " not in shown] == []
         assert "Share of the local parameters kept on landing" in shown
         assert "static_graph" not in shown, "an argument of DistributedDataParallel"
-        assert pickle.loads(pickle.dumps(kind(mixing=0.25))).strategy_name.startswith("streaming_diloco")
+        assert pickle.loads(pickle.dumps(kind(mixing=0.25))).strategy_name.startswith(
+            "streaming_diloco"
+        )
 
 
 @in_ranks(2)
-def test_rank_0_says_how_many_rounds_fit_and_the_most_steps_that_give_ten(rank: int, distribution: str) -> None:
+def test_rank_0_says_how_many_rounds_fit_and_the_most_steps_that_give_ten(
+    rank: int, distribution: str
+) -> None:
     def rounds(schedule: Schedule, steps: int) -> int:
         landed = [fragment for step in range(1, steps + 1) for fragment in schedule.landings(step)]
         return min(map(landed.count, range(schedule.fragments)))
@@ -143,15 +185,19 @@ def test_rank_0_says_how_many_rounds_fit_and_the_most_steps_that_give_ten(rank: 
     said = fits.said_by("lightning_sdiloco")
     for sync_every, trained, warns in cases:
         said.clear()
-        strategy = fits.strategy(distribution, fragments=[["*"]], overlap_steps=1, sync_every=sync_every)
+        strategy = fits.strategy(
+            distribution, fragments=[["*"]], overlap_steps=1, sync_every=sync_every
+        )
         trainer = fits.trainer(distribution, strategy=strategy, devices=2, **trained)
         trainer.fit(fits.module(distribution), fits.SomeBatches(rank, 8))
         told = [text for text in said if "rounds fit" in text]
         assert len(told) == (warns and rank == 0), trained
         if told and "max_steps" in trained:
             assert told == [
-                "With sync_every=5 only 3 rounds fit into the 16 inner steps of this fit: the worker groups learn"
-                " little from each other, and the loss ends some percent above DDP's. Choose sync_every=1 and"
+                "With sync_every=5 only 3 rounds fit into the 16 inner steps of this fit: the"
+                " worker groups learn"
+                " little from each other, and the loss ends some percent above DDP's. Choose"
+                " sync_every=1 and"
                 " overlap_steps=0 for 10 rounds."
             ]
 
@@ -160,10 +206,16 @@ def test_rank_0_says_how_many_rounds_fit_and_the_most_steps_that_give_ten(rank: 
         said.clear()
         warn_of_few_rounds(Schedule(100, overlap, fragments), steps)
         (told,) = said
-        schedules = {every: Schedule(every, min(overlap, every // 4), fragments) for every in range(1, 100)}
+        schedules = {
+            every: Schedule(every, min(overlap, every // 4), fragments) for every in range(1, 100)
+        }
         enough = [every for every, schedule in schedules.items() if rounds(schedule, steps) >= 10]
         advice = told.partition(" DDP's. ")[2]
-        many = f"Choose sync_every={max(enough)} " if enough else "For 10 rounds train for more inner steps"
+        many = (
+            f"Choose sync_every={max(enough)} "
+            if enough
+            else "For 10 rounds train for more inner steps"
+        )
         assert advice.startswith(many)
 
 

@@ -1,4 +1,6 @@
-"""Worker groups whose loaders end at different steps end every epoch together, never hang, and resume exactly."""
+"""Worker groups whose loaders end at different steps end every epoch together, never hang, and
+resume exactly.
+"""
 
 import csv
 import importlib
@@ -53,14 +55,18 @@ def on_validation_epoch_end(self: Any) -> None:
 
 
 def noting(distribution: str = LIGHTNING, inner: str = "sgd", seed: int = 0, **members: Any) -> Any:
-    """A module that logs over all ranks, draws random numbers, notes what happens, and has members of its own."""
+    """A module that logs over all ranks, draws random numbers, notes what happens, and has members
+    of its own.
+    """
     hooks = (training_step, on_train_batch_end, validation_step, on_validation_epoch_end)
     noted = {**{hook.__name__: hook for hook in hooks}, "batches": [], "idle": [], "validated": []}
     net = nn.Sequential(*mlp(seed), nn.Dropout(0.2))
     return fits.module(distribution, inner, seed, net, **{**noted, **members})
 
 
-def gan(distribution: str = LIGHTNING, inner: str = "sgd", seed: int = 0, **members: Callable[..., Any]) -> Any:
+def gan(
+    distribution: str = LIGHTNING, inner: str = "sgd", seed: int = 0, **members: Callable[..., Any]
+) -> Any:
     """Manual optimization with two optimizers."""
 
     def training_step(self: Any, parts: Any, index: int) -> None:
@@ -70,7 +76,9 @@ def gan(distribution: str = LIGHTNING, inner: str = "sgd", seed: int = 0, **memb
             optimizer.step()
 
     def configure_optimizers(self: Any) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.net[:3], self.net[3:])]
+        return [
+            torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.net[:3], self.net[3:])
+        ]
 
     own = {"training_step": training_step, "configure_optimizers": configure_optimizers}
     module = type("Gan", (type(noting(distribution, seed=seed, **own)),), members)()
@@ -93,14 +101,24 @@ def run_fit(
     """Fits in this rank; what must be the same in all ranks is under ``"common"``."""
 
     def look(trainer: Any, model: Any) -> dict[str, Any]:
-        metrics = {n: float(trainer.callback_metrics.get(n, inf)) for n in ("loss_epoch", "ended", "val")}
+        metrics = {
+            n: float(trainer.callback_metrics.get(n, inf)) for n in ("loss_epoch", "ended", "val")
+        }
         common = {"batches": model.batches, "validated": model.validated, "metrics": metrics}
         common |= {"global_step": trainer.global_step, "epoch": trainer.current_epoch}
         stepped = trainer.fit_loop.epoch_loop._batches_that_stepped
-        return {"common": common, "idle": model.idle, "stepped": stepped, "inspected": inspect(trainer, model)}
+        return {
+            "common": common,
+            "idle": model.idle,
+            "stepped": stepped,
+            "inspected": inspect(trainer, model),
+        }
 
     warned, size = fits.said_by("lightning_sdiloco.lightning.epochs"), world_size // groups
-    place, how = (rank // size, rank % size, size), {"max_epochs": 2, "num_sanity_val_steps": 0, **trainer_choices}
+    place, how = (
+        (rank // size, rank % size, size),
+        {"max_epochs": 2, "num_sanity_val_steps": 0, **trainer_choices},
+    )
     own: dict[str, Any] = {"make": make, "inspect": look, "trainer_choices": how, "resume": resume}
     own |= {"loader": loader(place), "validation": batches(9, 0, 1, 2)}
     fitted = fits.fit(rank, world_size, groups, -1, CHOICES | choices, distribution, **own)
@@ -140,8 +158,13 @@ def scheduled(self: Any) -> Any:
     configured = type(self).__mro__[1].configure_optimizers(self)
     optimizers = configured if isinstance(configured, list) else [configured]
     shares = {"step": 0.99, "epoch": 0.5}
-    schedules = {by: torch.optim.lr_scheduler.StepLR(optimizers[0], 1, gamma=share) for by, share in shares.items()}
-    return optimizers, [{"scheduler": schedule, "interval": by} for by, schedule in schedules.items()]
+    schedules = {
+        by: torch.optim.lr_scheduler.StepLR(optimizers[0], 1, gamma=share)
+        for by, share in shares.items()
+    }
+    return optimizers, [
+        {"scheduler": schedule, "interval": by} for by, schedule in schedules.items()
+    ]
 
 
 TUNED: dict[str, Any] = {
@@ -155,7 +178,9 @@ UNLOGGED = "Not every rank logged training_step.loss in epoch 1"
 
 @dataclass
 class Case:
-    """How many batches each group has, what its loader announces, and what epochs they make together."""
+    """How many batches each group has, what its loader announces, and what epochs they make
+    together.
+    """
 
     batches: tuple[int, ...]
     epochs: list[int]
@@ -164,10 +189,16 @@ class Case:
     later: tuple[int, ...] = ()  # Batches in later epochs, if others
     loader: Callable[[Place], Any] | None = None  # Another one
     says: tuple[str, ...] = ()
-    validates: list[tuple[int, int]] | None = None  # Epoch and batch; at the end of each epoch if None
+    validates: list[tuple[int, int]] | None = (
+        None  # Epoch and batch; at the end of each epoch if None
+    )
     steps: int | None = None  # As many as batches if None
-    idle: tuple[list[int], ...] | None = None  # Where a group has had its batches, until the epoch ends, if None
-    resumes: tuple[float, ...] = ()  # From which steps it is resumed; and a half: from the end of the epoch
+    idle: tuple[list[int], ...] | None = (
+        None  # Where a group has had its batches, until the epoch ends, if None
+    )
+    resumes: tuple[
+        float, ...
+    ] = ()  # From which steps it is resumed; and a half: from the end of the epoch
 
     def load(self, place: Place, later: bool = False) -> Any:
         """The batches of a rank, or those of later epochs alone."""
@@ -185,7 +216,11 @@ class Case:
         often = saving(distribution, folder / "steps", every_n_train_steps=1)
         often += saving(distribution, folder / "epochs", every_n_epochs=1)
         callbacks = [*self.given.get("callbacks", []), *(often if self.resumes else [])]
-        own: dict[str, Any] = {**self.given, "callbacks": callbacks, "enable_checkpointing": bool(self.resumes)}
+        own: dict[str, Any] = {
+            **self.given,
+            "callbacks": callbacks,
+            "enable_checkpointing": bool(self.resumes),
+        }
         plain = run_fit(rank, world_size, self.load, distribution, **own)
         common, size = plain["common"], world_size // self.given.get("groups", 2)
         assert agreed([common, plain["report"]["landings"]])
@@ -198,7 +233,13 @@ class Case:
         numbers = [self.batches[group], (self.later or self.batches)[group]]
         idle = [step for epoch, index, step in common["batches"] if index >= numbers[min(epoch, 1)]]
         assert plain["idle"] == (self.idle[group] if self.idle else idle)
-        says = self.says[group] if self.says else after(numbers[0]) if numbers[0] < self.epochs[0] else ""
+        says = (
+            self.says[group]
+            if self.says
+            else after(numbers[0])
+            if numbers[0] < self.epochs[0]
+            else ""
+        )
         says = says if rank % size == 0 else ""
         assert any(says in text for text in plain["warned"]) if says else not plain["warned"]
         at = {(epoch, batch): step for epoch, batch, step in common["batches"]}
@@ -208,7 +249,9 @@ class Case:
             resumed = run_fit(rank, world_size, loader, distribution, resume=resume, **self.given)
             rest = resumed["common"]
             assert rest["batches"] == [noted for noted in common["batches"] if noted[2] > step]
-            assert rest["validated"] == [noted for noted in common["validated"] if at[noted] >= step]
+            assert rest["validated"] == [
+                noted for noted in common["validated"] if at[noted] >= step
+            ]
             for name in ("global_step", "epoch", "metrics"):
                 assert rest[name] == common[name]
             assert resumed["idle"] == [noted for noted in plain["idle"] if noted > step]
@@ -222,20 +265,29 @@ def after(batches: int) -> str:
 
 def unequal(*numbers: int | str, decided: int) -> tuple[str, str]:
     text = ", ".join(f"group {group} has {number}" for group, number in enumerate(numbers))
-    return f"Worker groups have unequal numbers of batches: {text}. Every epoch ends after {decided} in all", ""
+    return (
+        f"Worker groups have unequal numbers of batches: {text}. Every epoch ends after"
+        f" {decided} in all",
+        "",
+    )
 
 
-def case(batches: tuple[int, ...], epochs: list[int], lengths: tuple[int | None, ...] = (), **more: Any) -> Case:
+def case(
+    batches: tuple[int, ...], epochs: list[int], lengths: tuple[int | None, ...] = (), **more: Any
+) -> Case:
     """A case of which all that is none of its fields is given to `run_fit`."""
     fields = {name: more.pop(name) for name in Case.__dataclass_fields__ if name in more}
     return Case(batches, epochs, lengths, more, **fields)
 
 
 FEWEST = unequal(7, 10, decided=7)
-# With sync_every=4 and overlap_steps=2 launches are after 4, 8, 12, ... inner steps, and land two later.
+# With sync_every=4 and overlap_steps=2 launches are after 4, 8, 12, ... inner steps, and land two
+# later.
 CASES = {
     # Known lengths: the fewest batches decide.
-    "known": case((7, 10), [7, 7], (7, 10), make=partial(noting, configure_optimizers=planned), says=FEWEST),
+    "known": case(
+        (7, 10), [7, 7], (7, 10), make=partial(noting, configure_optimizers=planned), says=FEWEST
+    ),
     "a share, and validation by one of what was agreed on": case(
         (8, 12),
         [4, 4],
@@ -245,7 +297,9 @@ CASES = {
         limit_train_batches=0.5,
         val_check_interval=0.5,
     ),
-    "known in one group": case((6, 20), [6, 6], (6, None), says=unequal(6, "an unknown number", decided=6)),
+    "known in one group": case(
+        (6, 20), [6, 6], (6, None), says=unequal(6, "an unknown number", decided=6)
+    ),
     "reloaded": case(
         (6, 7),
         [6, 6, 4, 4],
@@ -272,7 +326,9 @@ CASES = {
     "several fragments": case(
         (9, 29), [13, 12], choices={"sync_every": 8, "overlap_steps": 3, "fragments": "strided:1"}
     ),
-    "no batch in a later epoch": case((50, 5), [10, 4], later=(50, 0), says=(UNLOGGED, after(5)), resumes=(10.5,)),
+    "no batch in a later epoch": case(
+        (50, 5), [10, 4], later=(50, 0), says=(UNLOGGED, after(5)), resumes=(10.5,)
+    ),
     # A length that is announced and not kept.
     "short": case((30, 5), [10, 8], (30, 30)),
     "short in all": case((5, 5), [5, 5], (8, 8), validates=[]),
@@ -280,13 +336,19 @@ CASES = {
         (7, 6), [7, 7, 7], (7, 7), choices={"sync_every": 7}, max_epochs=3
     ),
     "no batch of those announced": case(
-        (3, 3), [3, 3], (3, 3), later=(3, 0), says=(UNLOGGED, "epoch 1 after 0"), choices={"sync_every": 20}
+        (3, 3),
+        [3, 3],
+        (3, 3),
+        later=(3, 0),
+        says=(UNLOGGED, "epoch 1 after 0"),
+        choices={"sync_every": 20},
     ),
     # What idle batches count.
     "accumulation": case((5, 30), [18, 12], steps=10, accumulate_grad_batches=3),
     "manual optimization": case((5, 25), [10, 8], steps=36, make=gan),
     "max_steps": case((5, 25), [10, 1], validates=[(0, 9)], max_steps=11, max_epochs=-1),
-    # 5: the last batch; 9: idle, the request in flight; after the epoch; 11: in the next; 16: idle, just launched.
+    # 5: the last batch; 9: idle, the request in flight; after the epoch; 11: in the next; 16: idle,
+    # just launched.
     "resumed": case((5, 25), [10, 8, 8], resumes=(5, 9, 10.5, 11, 16), max_epochs=3),
     # The loader of the second group is cut short.
     "resumed with the last batch of an epoch of known length": case(
@@ -294,10 +356,18 @@ CASES = {
     ),
     # 5: the last batch of an epoch; 6: the first; 9: in flight.
     "resumed where all end together": case(
-        (5, 5), [5, 5, 3], validates=[(0, 4), (1, 4)], resumes=(5, 6, 9), max_steps=13, max_epochs=-1
+        (5, 5),
+        [5, 5, 3],
+        validates=[(0, 4), (1, 4)],
+        resumes=(5, 6, 9),
+        max_steps=13,
+        max_epochs=-1,
     ),
-    # The first group logged nothing in training_step since then, and no launch tells of it before the agreed length.
-    "resumed, idle up to the agreed length": case((5, 9), [9, 9], (9, 9), resumes=(7,), choices={"sync_every": 20}),
+    # The first group logged nothing in training_step since then, and no launch tells of it before
+    # the agreed length.
+    "resumed, idle up to the agreed length": case(
+        (5, 9), [9, 9], (9, 9), resumes=(7,), choices={"sync_every": 20}
+    ),
     "a loader that yields None on purpose": case(
         (20, 20),
         [14],
@@ -326,13 +396,21 @@ CASES = {
     ("distribution", "world_size", "names"),
     [
         (LIGHTNING, 2, [*CASES][:-2]),
-        ("pytorch_lightning", 2, ["known", "long streams", "manual optimization", "no batch in a later epoch"]),
+        (
+            "pytorch_lightning",
+            2,
+            ["known", "long streams", "manual optimization", "no batch in a later epoch"],
+        ),
         (LIGHTNING, 3, ["three groups"]),
         (LIGHTNING, 4, ["ranks of a group differ", "streams"]),
     ],
 )
 def test_groups_end_every_epoch_after_the_same_batch(
-    distribution: str, world_size: int, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    distribution: str,
+    world_size: int,
+    names: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And a fit that is resumed there goes on bit for bit."""
     monkeypatch.chdir(tmp_path)
@@ -352,10 +430,22 @@ def test_data_that_cannot_work_is_refused_by_all_ranks(rank: int) -> None:
     dropping = lambda place: DropCompute(2)(Announced(place, 14))  # noqa: E731
     cases: list[tuple[str, Any, dict[str, Any]]] = [
         ("group 0 has 0, group 1 has 8", lambda place: Announced(place, 8 * place[0]), {}),
-        ("group 0 has 0, group 1 has an unknown number", lambda place: batches(*place, 8 * place[0]), {}),
-        ("val_check_interval", lambda place: Announced(place, 4 + 8 * place[0]), {"val_check_interval": 6}),
+        (
+            "group 0 has 0, group 1 has an unknown number",
+            lambda place: batches(*place, 8 * place[0]),
+            {},
+        ),
+        (
+            "val_check_interval",
+            lambda place: Announced(place, 4 + 8 * place[0]),
+            {"val_check_interval": 6},
+        ),
         ("val_check_interval", case((8, 4), [], (None, 4)).load, {"val_check_interval": 0.5}),
-        ("limit_train_batches", lambda place: Announced(place, 5 + 20 * place[0]), {"limit_train_batches": 0.1}),
+        (
+            "limit_train_batches",
+            lambda place: Announced(place, 5 + 20 * place[0]),
+            {"limit_train_batches": 0.1},
+        ),
         ("accumulate_grad_batches=3 differ", dropping, {"accumulate_grad_batches": 3}),
         ("does not work with manual", dropping, {"make": gan}),
     ]
@@ -368,7 +458,9 @@ def test_data_that_cannot_work_is_refused_by_all_ranks(rank: int) -> None:
         assert ValueError in kinds
 
 
-def test_unknown_lengths_in_a_training_step_that_takes_its_batches_itself_end_with_an_error() -> None:
+def test_unknown_lengths_in_a_training_step_that_takes_its_batches_itself_end_with_an_error() -> (
+    None
+):
     def run(rank: int, world_size: int) -> None:
         choices = {"timeout": timedelta(seconds=2)}
         run_fit(rank, world_size, CASES["streams"].load, make=from_the_iterator, choices=choices)
@@ -377,8 +469,12 @@ def test_unknown_lengths_in_a_training_step_that_takes_its_batches_itself_end_wi
 
 
 @in_ranks(2)
-def test_all_that_counts_steps_happens_in_all_groups_after_the_same_one(rank: int, tmp_path: Path) -> None:
-    """Checkpoints, validation, learning rates, early stopping, loggers and the progress bar, some in idle batches."""
+def test_all_that_counts_steps_happens_in_all_groups_after_the_same_one(
+    rank: int, tmp_path: Path
+) -> None:
+    """Checkpoints, validation, learning rates, early stopping, loggers and the progress bar, some
+    in idle batches.
+    """
     saved: list[int] = []
 
     def look(trainer: Any, module: Any) -> tuple[float, list[int]]:
@@ -386,14 +482,25 @@ def test_all_that_counts_steps_happens_in_all_groups_after_the_same_one(rank: in
         return trainer.optimizers[0].param_groups[0]["lr"], made
 
     hooks = {
-        "transfer_batch_to_device": lambda self, batch, device, index: [part.to(device) for part in batch],
+        "transfer_batch_to_device": lambda self, batch, device, index: [
+            part.to(device) for part in batch
+        ],
         "on_after_batch_transfer": lambda self, batch, index: [part + 0 for part in batch],
         "on_save_checkpoint": lambda self, _: saved.append(self.trainer.global_step),
     }
     callbacks = saving(LIGHTNING, tmp_path, every_n_train_steps=3)
-    callbacks += [pl.callbacks.EarlyStopping("val", patience=3, min_delta=10.0), pl.callbacks.LearningRateMonitor()]
+    callbacks += [
+        pl.callbacks.EarlyStopping("val", patience=3, min_delta=10.0),
+        pl.callbacks.LearningRateMonitor(),
+    ]
     logger = importlib.import_module(f"{LIGHTNING}.loggers").CSVLogger(tmp_path / str(rank), "", "")
-    more = {"logger": logger, "callbacks": callbacks, "max_epochs": 9, "val_check_interval": 4, "log_every_n_steps": 1}
+    more = {
+        "logger": logger,
+        "callbacks": callbacks,
+        "max_epochs": 9,
+        "val_check_interval": 4,
+        "log_every_n_steps": 1,
+    }
     more |= dict.fromkeys(("enable_checkpointing", "enable_progress_bar"), True)
     make = partial(noting, configure_optimizers=scheduled, **hooks)
     result = run_fit(rank, 2, CASES["resumed"].load, make=make, inspect=look, **more)
@@ -402,7 +509,9 @@ def test_all_that_counts_steps_happens_in_all_groups_after_the_same_one(rank: in
     assert agreed([common])
     assert agreed(result["outer"])
     assert saved == list(range(3, steps + 1, 3))
-    assert {f"step={step}.ckpt" for step in saved} == {path.name for path in tmp_path.glob("*.ckpt")}
+    assert {f"step={step}.ckpt" for step in saved} == {
+        path.name for path in tmp_path.glob("*.ckpt")
+    }
     assert made == [steps, len(epochs(common))]
     assert lr == pytest.approx(0.05 * 0.99**steps * 0.5 ** len(epochs(common)))
     assert all((index + 1) % 4 == 0 for _, index in common["validated"])
@@ -411,11 +520,15 @@ def test_all_that_counts_steps_happens_in_all_groups_after_the_same_one(rank: in
         assert len(idle) > 5
         with (tmp_path / "0" / "metrics.csv").open() as file:
             logged = [int(row["step"]) for row in csv.DictReader(file) if row["loss_step"]]
-        assert logged == [step for step in range(steps) if step + 1 not in idle], "nothing is logged again when idle"
+        assert logged == [step for step in range(steps) if step + 1 not in idle], (
+            "nothing is logged again when idle"
+        )
 
 
 def test_a_group_that_ends_first_makes_the_others_wait_for_nothing() -> None:
-    """Its loader takes a second to end. Meanwhile the other group trains up to its next launch and beyond."""
+    """Its loader takes a second to end. Meanwhile the other group trains up to its next launch and
+    beyond.
+    """
     ended: list[float] = []
 
     class Slow(Stream):
@@ -432,7 +545,9 @@ def test_a_group_that_ends_first_makes_the_others_wait_for_nothing() -> None:
         return ended
 
     first, second = run_processes(run, 2)
-    assert second[20] < first[4] < second[21], "it launched after 20, and waits for its landing after 22"
+    assert second[20] < first[4] < second[21], (
+        "it launched after 20, and waits for its landing after 22"
+    )
     assert len(second) == 22
 
 
@@ -455,11 +570,16 @@ def test_of_equal_unknown_lengths_all_happens_when_it_does_with_ddp(rank: int) -
         noted: list[Any] = []
 
         def note(name: str, self: Any, *_: Any, **__: Any) -> None:
-            trainer, rates = self.trainer, [o.param_groups[0]["lr"] for o in self.trainer.optimizers]
+            trainer, rates = (
+                self.trainer,
+                [o.param_groups[0]["lr"] for o in self.trainer.optimizers],
+            )
             at = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, trainer.global_step
             noted.append((name, *at, trainer.is_last_batch, *rates))
 
-        hooks = {f"on_{name}": lambda *its, name=name, **__: note(name, *its) for name in HOOKS.split()}
+        hooks = {
+            f"on_{name}": lambda *its, name=name, **__: note(name, *its) for name in HOOKS.split()
+        }
         model = make(seed=rank, configure_optimizers=scheduled, **hooks)
         trainer = fits.trainer(strategy=strategy, devices=2, num_sanity_val_steps=0, **choices)
         trainer.fit(model, batches(rank, 0, 1, 8), batches(9, 0, 1, 2))
@@ -471,12 +591,22 @@ def test_of_equal_unknown_lengths_all_happens_when_it_does_with_ddp(rank: int) -
 
 
 @in_ranks(2)
-def test_a_fit_that_ended_by_steps_has_looked_at_no_batch_that_a_longer_one_misses(rank: int, tmp_path: Path) -> None:
+def test_a_fit_that_ended_by_steps_has_looked_at_no_batch_that_a_longer_one_misses(
+    rank: int, tmp_path: Path
+) -> None:
     noted: list[int] = []
     for steps, resume in ((3, None), (8, tmp_path / "step=3.ckpt")):
         saves = saving(LIGHTNING, tmp_path, every_n_train_steps=1)
-        choices = {"max_steps": steps, "callbacks": saves, "enable_checkpointing": True, "resume": resume}
-        noted += [step for *_, step in run_fit(rank, 2, case((8, 8), []).load, **choices)["common"]["batches"]]
+        choices = {
+            "max_steps": steps,
+            "callbacks": saves,
+            "enable_checkpointing": True,
+            "resume": resume,
+        }
+        noted += [
+            step
+            for *_, step in run_fit(rank, 2, case((8, 8), []).load, **choices)["common"]["batches"]
+        ]
     assert noted == list(range(1, 9))
 
 
@@ -496,5 +626,7 @@ def test_a_rank_leaves_micro_batches_out_and_its_group_weighs_less(rank: int) ->
     trained = run_fit(rank, 4, dropping, max_epochs=1, accumulate_grad_batches=3, make=make)
     assert trained["report"]["inner_steps"] == 5
     # Four inner steps of three micro-batches, and one of two; the first launch is after the fourth.
-    assert (trained["idle"], trained["common"]["batches"][8]) == (([], 9) if rank < 3 else ([1, 4, 7, 10], 6))
+    assert (trained["idle"], trained["common"]["batches"][8]) == (
+        ([], 9) if rank < 3 else ([1, 4, 7, 10], 6)
+    )
     assert agreed(trained["outer"])

@@ -1,4 +1,5 @@
-"""Random models that mix untrained state of every kind, in real processes: a Trainer, a loop of Fabric, a plain loop.
+"""Random models that mix untrained state of every kind, in real processes: a Trainer, a loop of
+Fabric, a plain loop.
 
 A test has the number of its example, so that one that fails is played again alone.
 """
@@ -92,14 +93,18 @@ class Watched:
         self.seen[when] = fingerprints(values)
 
     def check(self, when: str, values: dict[str, Tensor], steps: int) -> None:
-        """Looks for constants that are not the initial ones, and for counters that have not counted the steps."""
+        """Looks for constants that are not the initial ones, and for counters that have not
+        counted the steps.
+        """
         assert values.keys() == self.initial.keys(), when
         assert altered_constants(values, self.initial) == [], when
         assert broken(values, steps) == [], when
 
 
 def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([parameter for parameter in net.parameters() if parameter.requires_grad], lr=0.02)
+    return torch.optim.SGD(
+        [parameter for parameter in net.parameters() if parameter.requires_grad], lr=0.02
+    )
 
 
 def loss_of(model: nn.Module, parts: list[Tensor]) -> Tensor:
@@ -114,9 +119,14 @@ def in_trainer(rank: int, world_size: int, example: Example, path: Path, steps: 
 
     def validation_step(self: Any, parts: list[Tensor], index: int) -> None:
         self.log("loss", self.loss(parts), sync_dist=True)
-        watched.note(f"shown {self.trainer.global_step}", self.net.state_dict(), self.trainer.global_step)
+        watched.note(
+            f"shown {self.trainer.global_step}", self.net.state_dict(), self.trainer.global_step
+        )
 
-    hooks = {"validation_step": validation_step, "configure_optimizers": lambda self: optimizer_of(self.net)}
+    hooks = {
+        "validation_step": validation_step,
+        "configure_optimizers": lambda self: optimizer_of(self.net),
+    }
     model = fits.module(distribution, net=example.net(rank), **hooks)
     trainer = fits.trainer(
         distribution,
@@ -131,11 +141,15 @@ def in_trainer(rank: int, world_size: int, example: Example, path: Path, steps: 
     )
     group, shard = divmod(rank, example.size)
     batches = Announced((group, shard, example.size), BATCHES)
-    trainer.fit(model, batches, fits.batches(VALIDATED), ckpt_path=str(path) if steps.start > 1 else None)
+    trainer.fit(
+        model, batches, fits.batches(VALIDATED), ckpt_path=str(path) if steps.start > 1 else None
+    )
     watched.note("end", model.net.state_dict(), last)
     if last < END and rank == 0:
         saved = torch.load(path, weights_only=True)["state_dict"]
-        watched.check("saved", {name.removeprefix("net."): values for name, values in saved.items()}, last)
+        watched.check(
+            "saved", {name.removeprefix("net."): values for name, values in saved.items()}, last
+        )
     return watched.seen
 
 
@@ -174,8 +188,14 @@ def in_plain_loop(rank: int, world_size: int, example: Example, path: Path, step
     groups = WorkerGroups(example.groups)
     net = example.net(rank)
     optimizer = optimizer_of(net)
-    model = DistributedDataParallel(net, process_group=groups.process_group) if example.size > 1 else net
-    engine = StreamingDiLoCo(model, worker_groups=groups, inner_optimizers=[optimizer], **example.choices)
+    model = (
+        DistributedDataParallel(net, process_group=groups.process_group)
+        if example.size > 1
+        else net
+    )
+    engine = StreamingDiLoCo(
+        model, worker_groups=groups, inner_optimizers=[optimizer], **example.choices
+    )
     if steps.start > 1:
         engine.load(path)
     for step in steps:
@@ -209,7 +229,9 @@ EXAMPLES = [*FEW, *(pytest.param(*example, marks=pytest.mark.large) for example 
 def test_ranks_of_random_models_agree_resume_exactly_and_keep_constants(
     way: Way, groups: int, size: int, number: int, tmp_path: Path
 ) -> None:
-    """In a run that is never stopped, one that is saved and stopped, and one that is resumed from there."""
+    """In a run that is never stopped, one that is saved and stopped, and one that is resumed from
+    there.
+    """
     example = Example.drawn(number, groups, size)
     spans = [range(1, END + 1), range(1, example.stop + 1), range(example.stop + 1, END + 1)]
 
@@ -219,7 +241,9 @@ def test_ranks_of_random_models_agree_resume_exactly_and_keep_constants(
     start = run_ranks if way is in_plain_loop else run_processes
     ranks = start(run, groups * size, timeout=110.0)
     first_whole, first_stopped, _ = ranks[0]
-    assert {f"shown {step}" for step in range(VALIDATES_EVERY, END, VALIDATES_EVERY)} <= first_whole.keys()
+    assert {
+        f"shown {step}" for step in range(VALIDATES_EVERY, END, VALIDATES_EVERY)
+    } <= first_whole.keys()
     for whole, stopped, resumed in ranks:
         assert unlike(whole, first_whole) == [], "ranks differ"
         assert unlike(stopped, first_stopped) == [], "ranks that stop differ"
@@ -231,4 +255,9 @@ def unlike(one: Seen, other: Seen) -> list[str]:
     """What does not have the same bits: when it was seen, and its name."""
     if one.keys() != other.keys():
         return sorted(one.keys() ^ other.keys())
-    return [f"{when}: {name}" for when in one for name in one[when] if one[when][name] != other[when].get(name)]
+    return [
+        f"{when}: {name}"
+        for when in one
+        for name in one[when]
+        if one[when][name] != other[when].get(name)
+    ]

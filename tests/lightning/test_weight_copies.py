@@ -1,4 +1,6 @@
-"""Fits and loops of Fabric with optimizers that keep their own copy of the weights, in all groups alike."""
+"""Fits and loops of Fabric with optimizers that keep their own copy of the weights, in all groups
+alike.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,13 @@ from tests.optimizers import keeper
 from tests.ranks import run_ranks
 from tests.training import batch, mlp
 
-CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": 2, "compression": "fp32", "mixing": 0.5}
+CHOICES: dict[str, Any] = {
+    "sync_every": 4,
+    "overlap_steps": 2,
+    "fragments": 2,
+    "compression": "fp32",
+    "mixing": 0.5,
+}
 HOOKS: dict[str, tuple[str, ...]] = {
     "in validation": ("on_validation_start", "on_validation_end", "on_train_start"),
     "at epochs": ("on_validation_epoch_start", "on_train_epoch_start"),
@@ -28,7 +36,9 @@ HOOKS: dict[str, tuple[str, ...]] = {
 
 
 def switching(kind: str, where: str, shown: dict[str, list[Tensor]]) -> Any:
-    """A module whose hooks switch a schedule-free optimizer: the first to what it shows, the others to training."""
+    """A module whose hooks switch a schedule-free optimizer: the first to what it shows, the
+    others to training.
+    """
     first, *others = HOOKS[where]
 
     def configure_optimizers(self: Any) -> Any:
@@ -41,20 +51,37 @@ def switching(kind: str, where: str, shown: dict[str, list[Tensor]]) -> Any:
         self.optimizers().train()
 
     def validation_step(self: Any, parts: Any, index: int) -> None:
-        shown["values"].append(torch.cat([p.detach().flatten().clone() for p in self.net.parameters()]))
+        shown["values"].append(
+            torch.cat([p.detach().flatten().clone() for p in self.net.parameters()])
+        )
         self.log("loss", self.loss(parts), sync_dist=True)
 
     hooks = {first: to_eval, **dict.fromkeys(others, to_train)} if kind == "z" else {}
-    return {"configure_optimizers": configure_optimizers, "validation_step": validation_step, **hooks}
+    return {
+        "configure_optimizers": configure_optimizers,
+        "validation_step": validation_step,
+        **hooks,
+    }
 
 
 def trained(
-    rank: int, world_size: int, kind: str, where: str, *, validates: bool = True, groups: int = 2, **choices: Any
+    rank: int,
+    world_size: int,
+    kind: str,
+    where: str,
+    *,
+    validates: bool = True,
+    groups: int = 2,
+    **choices: Any,
 ) -> dict[str, Any]:
     size = world_size // groups
     shown: dict[str, list[Tensor]] = {"values": []}
     make = partial(module, **switching(kind, where, shown))
-    of_trainer = {"limit_train_batches": 5, "limit_val_batches": 1 if validates else 0, "num_sanity_val_steps": 0}
+    of_trainer = {
+        "limit_train_batches": 5,
+        "limit_val_batches": 1 if validates else 0,
+        "num_sanity_val_steps": 0,
+    }
     of_trainer |= {"max_epochs": 3, "max_steps": -1, **choices.pop("trainer_choices", {})}
     fitted = fit(
         rank,
@@ -90,7 +117,9 @@ def test_a_schedule_free_fit_shows_the_outer_model_and_ends_alike(where: str) ->
 def test_a_fit_with_copies_resumes_to_the_same_bits(kind: str, tmp_path: Path) -> None:
     case = partial(trained, kind=kind, where="in validation")
     in_short = {"precision": "bf16-true"} if kind == "master" else {}
-    saving = partial(case, trainer_choices={**in_short, "callbacks": [at({7: save(tmp_path / "a.ckpt")})]})
+    saving = partial(
+        case, trainer_choices={**in_short, "callbacks": [at({7: save(tmp_path / "a.ckpt")})]}
+    )
     resumed = partial(case, trainer_choices=in_short, resume=tmp_path / "a.ckpt")
     ranks = play(2, {"whole": saving, "resumed": resumed})
     for rank in range(2):
@@ -99,7 +128,9 @@ def test_a_fit_with_copies_resumes_to_the_same_bits(kind: str, tmp_path: Path) -
 
 
 def in_fabric(rank: int, world_size: int, kind: str) -> list[Tensor]:
-    strategy = StreamingDiLoCoFabricStrategy(worker_groups=2, **{**CHOICES, **MEAN, "overlap_steps": 0})
+    strategy = StreamingDiLoCoFabricStrategy(
+        worker_groups=2, **{**CHOICES, **MEAN, "overlap_steps": 0}
+    )
     fabric = lightning.fabric.Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
     fabric.launch()
     # The optimizer copies the weights of this rank, before it takes those of rank 0.
@@ -161,7 +192,9 @@ def test_copies_of_shards_follow_landings_as_whole_ones_do() -> None:
 
 
 @pytest.mark.parametrize("where", ["in validation", "at epochs"])
-def test_a_checkpoint_saved_while_the_optimizer_shows_its_average_resumes_exactly(where: str, tmp_path: Path) -> None:
+def test_a_checkpoint_saved_while_the_optimizer_shows_its_average_resumes_exactly(
+    where: str, tmp_path: Path
+) -> None:
     def save_once(trainer: Any, module: Any) -> None:
         if trainer.current_epoch == 1:
             trainer.save_checkpoint(tmp_path / "a.ckpt")
@@ -184,12 +217,28 @@ def test_copies_begin_as_the_outer_model_where_rounds_restart(kind: str, tmp_pat
         key = "z" if kind == "z" else "master"
         kept = [(p, state[p][key]) for p in module.net.parameters() if key in state[p]]
         # Groups without a file of their own have no z yet.
-        seen.setdefault(trainer.global_step, max([float((p - copy).abs().max()) for p, copy in kept], default=0.0))
+        seen.setdefault(
+            trainer.global_step,
+            max([float((p - copy).abs().max()) for p, copy in kept], default=0.0),
+        )
 
     case = partial(trained, kind=kind, where="in validation")
-    play(2, {"saved": partial(case, trainer_choices={"callbacks": [at({7: save(tmp_path / "a.ckpt")})]})})
+    play(
+        2,
+        {
+            "saved": partial(
+                case, trainer_choices={"callbacks": [at({7: save(tmp_path / "a.ckpt")})]}
+            )
+        },
+    )
     callbacks = {"callbacks": [on(on_train_batch_start=compare)]}
-    restarted = partial(case, trainer_choices=callbacks, resume=tmp_path / "a.ckpt", inspect=lambda *_: seen, groups=4)
+    restarted = partial(
+        case,
+        trainer_choices=callbacks,
+        resume=tmp_path / "a.ckpt",
+        inspect=lambda *_: seen,
+        groups=4,
+    )
     ranks = play(4, {"restarted": restarted})["restarted"]
     for fitted in ranks:
         assert fitted["inspected"][7] == 0.0

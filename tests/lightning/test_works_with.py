@@ -1,6 +1,8 @@
-"""What works in a Lightning project with DDP works here: arguments of the Trainer, callbacks, loggers, tuners, names.
+"""What works in a Lightning project with DDP works here: arguments of the Trainer, callbacks,
+loggers, tuners, names.
 
-What a fit replaces in users' objects is seen neither by pickle nor by deepcopy, and is gone after the fit.
+What a fit replaces in users' objects is seen neither by pickle nor by deepcopy, and is gone after
+the fit.
 """
 
 import copy
@@ -39,7 +41,10 @@ pl = importlib.import_module(LIGHTNING)
 def data(batches: int) -> DataLoader[Any]:
     """A loader for all ranks, of which each sees its share: some batches of 8 for each of two."""
     parts = [batch(0, step) for step in range(2 * batches)]
-    return DataLoader(TensorDataset(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])), batch_size=8)
+    return DataLoader(
+        TensorDataset(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])),
+        batch_size=8,
+    )
 
 
 def evaluated(distribution: str = LIGHTNING, seed: int = 0, **members: Any) -> Any:
@@ -59,17 +64,27 @@ def evaluated(distribution: str = LIGHTNING, seed: int = 0, **members: Any) -> A
         "validation_step": validation_step,
         "test_step": lambda self, parts, index: self.steps.update(["test"]),
         "predict_step": lambda self, parts, index: self.steps.update(["predict"]),
-        "configure_optimizers": lambda self: torch.optim.SGD(self.parameters(), lr=self.learning_rate),
+        "configure_optimizers": lambda self: torch.optim.SGD(
+            self.parameters(), lr=self.learning_rate
+        ),
         "learning_rate": 0.05,
         "steps": Counter[str](),
     }
     return fits.module(distribution, seed=seed, **{**own, **members})
 
 
-def run_fit(rank: int, distribution: str = LIGHTNING, make: Any = evaluated, batches: int = 10, **choices: Any) -> Any:
+def run_fit(
+    rank: int,
+    distribution: str = LIGHTNING,
+    make: Any = evaluated,
+    batches: int = 10,
+    **choices: Any,
+) -> Any:
     """Fits with two groups; returns trainer, module, and whether it holds the outer parameters."""
     model, strategy = make(distribution, seed=rank), fits.strategy(distribution, **SHORT)
-    trainer = fits.trainer(distribution, **{"strategy": strategy, "devices": 2, "max_epochs": 2, **choices})
+    trainer = fits.trainer(
+        distribution, **{"strategy": strategy, "devices": 2, "max_epochs": 2, **choices}
+    )
     trainer.fit(model, data(batches), data(3))
     return trainer, model, same(dict(model.named_parameters()), strategy.outer_state_dict())
 
@@ -112,7 +127,10 @@ FLAGS: list[tuple[dict[str, Any], int, int]] = [
 def test_an_argument_of_the_trainer(rank: int) -> None:
     for choices, *expected in FLAGS:
         trainer, model, holds = run_fit(rank, **choices)
-        assert [trainer.strategy.report()["inner_steps"], model.steps["val"], holds] == [*expected, True], choices
+        assert [trainer.strategy.report()["inner_steps"], model.steps["val"], holds] == [
+            *expected,
+            True,
+        ], choices
         assert agreed(trainer.strategy.outer_state_dict()), choices
     model, limits = evaluated(), {"limit_test_batches": 2, "limit_predict_batches": 0.5}
     trainer = fits.trainer(strategy=fits.strategy(**SHORT), devices=2, **limits)
@@ -128,7 +146,9 @@ def test_an_argument_of_the_trainer(rank: int) -> None:
 def test_early_stopping_stops_all_groups_at_the_same_epoch(rank: int) -> None:
     """Whether the monitored number is the same in all groups or not."""
     # A loss never gets better by so much.
-    monitors = [(name, LIGHTNING, 100.0, 3) for name in ("val_loss", "train_loss", "train_loss_epoch")]
+    monitors = [
+        (name, LIGHTNING, 100.0, 3) for name in ("val_loss", "train_loss", "train_loss_epoch")
+    ]
     monitors += [("own", name, 0.5, 6) for name in (LIGHTNING, OTHER)]
 
     def log_own(self: Any) -> None:
@@ -137,15 +157,24 @@ def test_early_stopping_stops_all_groups_at_the_same_epoch(rank: int) -> None:
 
     make = partial(evaluated, on_validation_epoch_end=log_own)
     for monitor, name, delta, epochs in monitors:
-        stop = importlib.import_module(name).callbacks.EarlyStopping(monitor, min_delta=delta, patience=2)
+        stop = importlib.import_module(name).callbacks.EarlyStopping(
+            monitor, min_delta=delta, patience=2
+        )
         trainer, _, holds = run_fit(rank, name, make=make, max_epochs=20, callbacks=[stop])
-        assert (trainer.current_epoch, trainer.strategy.report()["inner_steps"]) == (epochs, 10 * epochs)
+        assert (trainer.current_epoch, trainer.strategy.report()["inner_steps"]) == (
+            epochs,
+            10 * epochs,
+        )
         assert holds
 
 
 @in_ranks(2)
-def test_all_ranks_choose_the_same_best_checkpoint(rank: int, distribution: str, tmp_path: Path) -> None:
-    """By a number that is the same in all groups, by one that each rank has for itself, and by one of batches."""
+def test_all_ranks_choose_the_same_best_checkpoint(
+    rank: int, distribution: str, tmp_path: Path
+) -> None:
+    """By a number that is the same in all groups, by one that each rank has for itself, and by one
+    of batches.
+    """
 
     def log_own(self: Any) -> None:
         self.log("own", float(self.current_epoch - 1 - 2 * rank) ** 2)
@@ -156,17 +185,35 @@ def test_all_ranks_choose_the_same_best_checkpoint(rank: int, distribution: str,
 
     saving = importlib.import_module(distribution).callbacks.ModelCheckpoint
     saves = [
-        saving(tmp_path / monitor, "{epoch}-{own:.1f}", monitor=monitor, save_top_k=2, save_weights_only=True)
+        saving(
+            tmp_path / monitor,
+            "{epoch}-{own:.1f}",
+            monitor=monitor,
+            save_top_k=2,
+            save_weights_only=True,
+        )
         for monitor in ("val_loss", "own")
     ]
-    saves.append(saving(tmp_path / "of_batch", "{step}-{of_batch:.1f}", monitor="of_batch", every_n_train_steps=3))
+    saves.append(
+        saving(
+            tmp_path / "of_batch",
+            "{step}-{of_batch:.1f}",
+            monitor="of_batch",
+            every_n_train_steps=3,
+        )
+    )
     make = partial(evaluated, training_step=training_step, on_validation_epoch_end=log_own)
     run_fit(rank, distribution, make=make, max_epochs=5, callbacks=saves, enable_checkpointing=True)
     assert agreed(
-        [(saved.best_model_path, float(saved.best_model_score), sorted(saved.best_k_models)) for saved in saves]
+        [
+            (saved.best_model_path, float(saved.best_model_score), sorted(saved.best_k_models))
+            for saved in saves
+        ]
     )
     for saved in saves:
-        assert {str(path) for path in Path(saved.dirpath).glob("*.ckpt")} == saved.best_k_models.keys()
+        assert {
+            str(path) for path in Path(saved.dirpath).glob("*.ckpt")
+        } == saved.best_k_models.keys()
     # The mean of (epoch - 1)^2 and (epoch - 3)^2 is lowest at 2.
     best = [Path(saved.best_model_path).name for saved in saves[1:]]
     assert best == ["epoch=2-own=1.0.ckpt", "step=21-of_batch=0.5.ckpt"]
@@ -174,23 +221,40 @@ def test_all_ranks_choose_the_same_best_checkpoint(rank: int, distribution: str,
 
 def plateau(distribution: str, seed: int, monitor: str, interval: str) -> Any:
     def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Any:
-        self.log("of_batch", 0.0 if self.global_rank else -1000.0 * self.global_step, sync_dist=True)
+        self.log(
+            "of_batch", 0.0 if self.global_rank else -1000.0 * self.global_step, sync_dist=True
+        )
         return self.loss(parts)
 
     def on_train_epoch_end(self: Any) -> None:
         # Gets worse in group 0 only.
-        self.log("own", float(self.current_epoch if self.global_rank == 0 else -10 * self.current_epoch))
+        self.log(
+            "own", float(self.current_epoch if self.global_rank == 0 else -10 * self.current_epoch)
+        )
 
     def configure_optimizers(self: Any) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
-        # A loss never gets better by so much, so that every step of the scheduler after the first cuts the rate.
-        limits = {"patience": 0, "threshold": 0.5 if monitor == "own" else 100.0, "threshold_mode": "abs"}
+        # A loss never gets better by so much, so that every step of the scheduler after the first
+        # cuts the rate.
+        limits = {
+            "patience": 0,
+            "threshold": 0.5 if monitor == "own" else 100.0,
+            "threshold_mode": "abs",
+        }
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **limits)
-        config = {"monitor": monitor, "interval": interval, "frequency": 1 if interval == "epoch" else 5}
+        config = {
+            "monitor": monitor,
+            "interval": interval,
+            "frequency": 1 if interval == "epoch" else 5,
+        }
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **config}}
 
-    own = {hook.__name__: hook for hook in (training_step, on_train_epoch_end, configure_optimizers)}
-    own["on_train_batch_end"] = lambda self, *_: self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+    own = {
+        hook.__name__: hook for hook in (training_step, on_train_epoch_end, configure_optimizers)
+    }
+    own["on_train_batch_end"] = lambda self, *_: self.rates.append(
+        self.trainer.optimizers[0].param_groups[0]["lr"]
+    )
     return evaluated(distribution, seed, rates=[], **own)
 
 
@@ -198,16 +262,22 @@ def plateau(distribution: str, seed: int, monitor: str, interval: str) -> Any:
 def test_a_rate_that_is_reduced_on_a_plateau_is_the_same_in_all_groups_unless_by_what_is_logged_per_batch(
     rank: int,
 ) -> None:
-    """At the end of an epoch a number that differs becomes the mean of all; per batch it is that of the group."""
+    """At the end of an epoch a number that differs becomes the mean of all; per batch it is that
+    of the group.
+    """
     # How often each group cuts its rate.
     plateaus = [("val_loss", "epoch", LIGHTNING, 2, 2), ("val_loss", "step", OTHER, 5, 5)]
     plateaus += [("own", "epoch", distribution, 0, 0) for distribution in (LIGHTNING, OTHER)]
     plateaus += [("of_batch", "step", LIGHTNING, 0, 5)]
     for monitor, interval, distribution, *cuts in plateaus:
         make = partial(plateau, monitor=monitor, interval=interval)
-        trainer, model, holds = run_fit(rank, distribution, make=make, max_epochs=3, val_check_interval=5)
+        trainer, model, holds = run_fit(
+            rank, distribution, make=make, max_epochs=3, val_check_interval=5
+        )
         assert agreed(model.rates) == (cuts[0] == cuts[1])
-        assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05 * 0.1 ** cuts[rank])
+        assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(
+            0.05 * 0.1 ** cuts[rank]
+        )
         assert holds
 
 
@@ -224,10 +294,14 @@ def test_a_learning_rate_finder_gives_all_ranks_one_rate_and_leaves_no_trace(
     def look(trainer: Any, module: Any, *args: Any) -> None:
         if trainer.global_step == 0 and not started:
             started.append(trainer.strategy.report()["inner_steps"])
-            assert same(dict(module.named_parameters()), dict(evaluated(distribution).named_parameters()))
+            assert same(
+                dict(module.named_parameters()), dict(evaluated(distribution).named_parameters())
+            )
 
     started: list[int] = []
-    callbacks = [host.callbacks.LearningRateFinder(num_training_steps=30)] if how == "callback" else []
+    callbacks = (
+        [host.callbacks.LearningRateFinder(num_training_steps=30)] if how == "callback" else []
+    )
     looking = host.callbacks.LambdaCallback(on_train_batch_start=look)
     choices = {"strategy": fits.strategy(distribution, **SHORT), "devices": 2, "max_steps": 9}
     more = {"accumulate_grad_batches": 2, "default_root_dir": tmp_path}
@@ -248,13 +322,22 @@ def test_a_learning_rate_finder_gives_all_ranks_one_rate_and_leaves_no_trace(
 
 @since("2.5.3")
 @in_ranks(2)
-def test_a_batch_size_finder_is_refused_by_lightning_as_for_ddp(rank: int, distribution: str) -> None:
-    host, tuner = (importlib.import_module(name) for name in (distribution, f"{distribution}.tuner"))
+def test_a_batch_size_finder_is_refused_by_lightning_as_for_ddp(
+    rank: int, distribution: str
+) -> None:
+    host, tuner = (
+        importlib.import_module(name) for name in (distribution, f"{distribution}.tuner")
+    )
     told = []
     for strategy in ("streaming_diloco", "ddp"):
         made = partial(fits.trainer, distribution, strategy=strategy, devices=2, max_steps=5)
-        finds = tuner.Tuner(made()).scale_batch_size, made(callbacks=[host.callbacks.BatchSizeFinder()]).fit
-        told.append([refusal(find, evaluated(distribution), data(4), kind=Exception) for find in finds])
+        finds = (
+            tuner.Tuner(made()).scale_batch_size,
+            made(callbacks=[host.callbacks.BatchSizeFinder()]).fit,
+        )
+        told.append(
+            [refusal(find, evaluated(distribution), data(4), kind=Exception) for find in finds]
+        )
     assert told[0] == told[1]
     assert ["not supported with distributed strategies" in text for text in told[0]] == [True, True]
 
@@ -269,15 +352,30 @@ def test_loggers_write_on_rank_0(distribution: str, tmp_path: Path) -> None:
         loggers = importlib.import_module(f"{distribution}.loggers")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            both = [kind(tmp_path, name="", version=0) for kind in (loggers.CSVLogger, loggers.TensorBoardLogger)]
+            both = [
+                kind(tmp_path, name="", version=0)
+                for kind in (loggers.CSVLogger, loggers.TensorBoardLogger)
+            ]
         rates = importlib.import_module(distribution).callbacks.LearningRateMonitor("step")
         run_fit(rank, distribution, logger=both, log_every_n_steps=2, callbacks=[rates])
 
     run_processes(run, 2)
     rows = list(csv.DictReader((tmp_path / "version_0" / "metrics.csv").read_text().splitlines()))
     told = Counter(name for row in rows for name, value in row.items() if value)
-    of_landings = {"bytes_sent", "exposed_wait_ms", "outer_grad_norm", "outer_lr", "groups_left_out", "groups_outlying"}
-    assert {"val_loss", "train_loss_epoch", "lr-SGD", *(f"sdiloco/{name}" for name in of_landings)} <= told.keys()
+    of_landings = {
+        "bytes_sent",
+        "exposed_wait_ms",
+        "outer_grad_norm",
+        "outer_lr",
+        "groups_left_out",
+        "groups_outlying",
+    }
+    assert {
+        "val_loss",
+        "train_loss_epoch",
+        "lr-SGD",
+        *(f"sdiloco/{name}" for name in of_landings),
+    } <= told.keys()
     # What landed between two rows is in the second one.
     landed = [float(row["sdiloco/landings"]) for row in rows if row["sdiloco/landings"]]
     assert (told["train_loss_step"], told["sdiloco/bytes_sent"], sum(landed)) == (10, 8, 17)
@@ -289,20 +387,38 @@ def test_loggers_write_on_rank_0(distribution: str, tmp_path: Path) -> None:
 def test_a_callback_that_watches(rank: int, tmp_path: Path) -> None:
     """Training is the same with each of them as without."""
     callbacks, watched = pl.callbacks, []
-    throughput = importlib.import_module(f"{LIGHTNING}.callbacks.throughput_monitor").ThroughputMonitor
+    throughput = importlib.import_module(
+        f"{LIGHTNING}.callbacks.throughput_monitor"
+    ).ThroughputMonitor
     # DeviceStatsMonitor asks it on a CPU.
     used = SimpleNamespace(percent=1.0)
-    stand_in: Any = SimpleNamespace(virtual_memory=lambda: used, swap_memory=lambda: used, cpu_percent=lambda: 1.0)
+    stand_in: Any = SimpleNamespace(
+        virtual_memory=lambda: used, swap_memory=lambda: used, cpu_percent=lambda: 1.0
+    )
     sys.modules["psutil"] = stand_in
     for name in ("accelerators.cpu", "callbacks.device_stats_monitor"):
         vars(importlib.import_module(f"{LIGHTNING}.{name}"))["_PSUTIL_AVAILABLE"] = True
     for chosen in (
         [],
-        [callbacks.TQDMProgressBar(), callbacks.ModelSummary(), callbacks.DeviceStatsMonitor(cpu_stats=True)],
-        [callbacks.RichProgressBar(), callbacks.RichModelSummary(), callbacks.Timer(), callbacks.LearningRateMonitor()],
-        [throughput(lambda parts: len(parts[0]), window_size=2), callbacks.LambdaCallback(on_fit_start=print)],
+        [
+            callbacks.TQDMProgressBar(),
+            callbacks.ModelSummary(),
+            callbacks.DeviceStatsMonitor(cpu_stats=True),
+        ],
+        [
+            callbacks.RichProgressBar(),
+            callbacks.RichModelSummary(),
+            callbacks.Timer(),
+            callbacks.LearningRateMonitor(),
+        ],
+        [
+            throughput(lambda parts: len(parts[0]), window_size=2),
+            callbacks.LambdaCallback(on_fit_start=print),
+        ],
     ):
-        logger = importlib.import_module(f"{LIGHTNING}.loggers").CSVLogger(tmp_path / str(len(watched)), version=0)
+        logger = importlib.import_module(f"{LIGHTNING}.loggers").CSVLogger(
+            tmp_path / str(len(watched)), version=0
+        )
         shown = dict.fromkeys(("enable_progress_bar", "enable_model_summary"), 0 < len(watched) < 3)
         more = {"logger": logger, "log_every_n_steps": 2, "max_epochs": 1, **shown}
         trainer, _, holds = run_fit(rank, callbacks=chosen, **more)
@@ -315,7 +431,9 @@ def test_a_callback_that_watches(rank: int, tmp_path: Path) -> None:
 
 
 @in_ranks(2)
-def test_a_model_without_a_trainer_is_connected_saved_and_trained(rank: int, distribution: str, tmp_path: Path) -> None:
+def test_a_model_without_a_trainer_is_connected_saved_and_trained(
+    rank: int, distribution: str, tmp_path: Path
+) -> None:
     """As darts does it, which writes a checkpoint of a model that it has just made or read."""
     saved = []
     for strategy in ("ddp", "streaming_diloco"):
@@ -334,7 +452,9 @@ def test_a_model_without_a_trainer_is_connected_saved_and_trained(rank: int, dis
 
 
 @in_ranks(1)
-def test_a_trainer_that_is_given_after_connecting_is_in_time_for_the_setup(rank: int, distribution: str) -> None:
+def test_a_trainer_that_is_given_after_connecting_is_in_time_for_the_setup(
+    rank: int, distribution: str
+) -> None:
     """As Lightning's own tests set a strategy up by hand."""
     functions = importlib.import_module(f"{distribution}.trainer.states").TrainerFn
     for function in (functions.FITTING, functions.VALIDATING, functions.FITTING):
@@ -352,10 +472,16 @@ def test_a_trainer_that_is_given_after_connecting_is_in_time_for_the_setup(rank:
 
 
 @in_ranks(1)
-def test_the_wrapper_of_a_single_rank_has_no_buckets_and_all_that_one_may_ask_of_it(rank: int) -> None:
+def test_the_wrapper_of_a_single_rank_has_no_buckets_and_all_that_one_may_ask_of_it(
+    rank: int,
+) -> None:
     def hook(told: list[int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         told.append(bucket.buffer().numel())
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+        return (
+            dist.all_reduce(bucket.buffer(), async_op=True)
+            .get_future()
+            .then(lambda done: done.value()[0])
+        )
 
     dist.init_process_group("gloo")
     batch = torch.randn(8, 5, generator=torch.Generator().manual_seed(0))
@@ -390,19 +516,36 @@ def test_the_wrapper_of_a_single_rank_has_no_buckets_and_all_that_one_may_ask_of
 
 def test_every_name_of_ddp_has_its_counterparts(distribution: str) -> None:
     registry = importlib.import_module(f"{LIGHTNING}.strategies").StrategyRegistry
-    names = [name for name, data in registry.items() if getattr(data["strategy"], "__name__", "") == "DDPStrategy"]
+    names = [
+        name
+        for name, data in registry.items()
+        if getattr(data["strategy"], "__name__", "") == "DDPStrategy"
+    ]
     assert len(names) >= 12
     for name in names:
         given = [name, name.replace("ddp", "streaming_diloco", 1), f"streaming_diloco_{name}"]
-        of_ddp, *ours = (fits.trainer(distribution, strategy=one, devices=2).strategy for one in given)
+        of_ddp, *ours = (
+            fits.trainer(distribution, strategy=one, devices=2).strategy for one in given
+        )
         for strategy in ours:
-            assert (type(strategy), strategy.strategy_name) == (type(fits.strategy(distribution)), "streaming_diloco")
+            assert (type(strategy), strategy.strategy_name) == (
+                type(fits.strategy(distribution)),
+                "streaming_diloco",
+            )
             assert isinstance(strategy.launcher, type(of_ddp.launcher))
-            assert strategy.launcher.is_interactive_compatible == of_ddp.launcher.is_interactive_compatible
-            assert (strategy._ddp_kwargs, strategy._start_method) == (of_ddp._ddp_kwargs, of_ddp._start_method)
+            assert (
+                strategy.launcher.is_interactive_compatible
+                == of_ddp.launcher.is_interactive_compatible
+            )
+            assert (strategy._ddp_kwargs, strategy._start_method) == (
+                of_ddp._ddp_kwargs,
+                of_ddp._start_method,
+            )
 
 
-def test_parameters_that_are_not_used_are_told_with_the_name_that_takes_them(distribution: str) -> None:
+def test_parameters_that_are_not_used_are_told_with_the_name_that_takes_them(
+    distribution: str,
+) -> None:
     name = "streaming_diloco_find_unused_parameters_true"
 
     def fit(rank: int, world_size: int, strategy: Any) -> None:
@@ -421,14 +564,21 @@ def test_parameters_that_are_not_used_are_told_with_the_name_that_takes_them(dis
     assert not any(other in message for other in ("'ddp_", "DDPStrategy"))
 
 
-def test_the_docs_explain_what_lightning_says(distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_docs_explain_what_lightning_says(
+    distribution: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     host, used = importlib.import_module(distribution), fits.strategy(distribution)
     fits.trainer(distribution, strategy=used, devices=2)
-    # Not `delitem`: what it puts back is what the registry's `get` returns, which is an object and no entry.
+    # Not `delitem`: what it puts back is what the registry's `get` returns, which is an object and
+    # no entry.
     registry = importlib.import_module(f"{distribution}.strategies").StrategyRegistry
     monkeypatch.setattr(registry, "available_strategies", list)
     explained = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
-    for end, accelerator, strategy in ((".", "cpu", "streaming_diloco"), (",", "cpu", used), (",", "auto", used)):
+    for end, accelerator, strategy in (
+        (".", "cpu", "streaming_diloco"),
+        (",", "cpu", used),
+        (",", "auto", used),
+    ):
         choices = {"accelerator": accelerator, "strategy": strategy, "devices": 2}
         told = refusal(host.Trainer, kind=Exception, **choices).partition(end)[0]
         assert "set through" in told or "invalid strategy name" in told
@@ -447,7 +597,14 @@ def test_what_one_rank_logs_and_nobody_reduces_stays_with_that_rank(
         self.log("all", float(self.global_rank), **each, sync_dist=True)
         if self.global_rank == 0:
             self.log("rare", float(index), **each)
-            self.log("told", float(index), on_step=True, on_epoch=True, rank_zero_only=True, sync_dist=True)
+            self.log(
+                "told",
+                float(index),
+                on_step=True,
+                on_epoch=True,
+                rank_zero_only=True,
+                sync_dist=True,
+            )
             self.local.update(float(index))
             self.log("metric", self.local, **each)
             if hasattr(self.trainer.strategy, "outer_state_dict"):
@@ -459,9 +616,17 @@ def test_what_one_rank_logs_and_nobody_reduces_stays_with_that_rank(
         model = fits.module(distribution, training_step=training_step)
         model.local = MeanMetric(sync_on_compute=False)
         trainer.fit(model, fits.SomeBatches(rank, 4))
-        alone = {"rare": 1.5, "metric": 1.5, "told": 1.5, "told_step": 3.0, "told_epoch": 1.5} if rank == 0 else {}
+        alone = (
+            {"rare": 1.5, "metric": 1.5, "told": 1.5, "told_step": 3.0, "told_epoch": 1.5}
+            if rank == 0
+            else {}
+        )
         assert trainer.callback_metrics == {"all": 0.5, **alone}
-    said = [record.getMessage() for record in caplog.records if "Not every rank logged" in record.getMessage()]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "Not every rank logged" in record.getMessage()
+    ]
     expected = [f"Not every rank logged training_step.reduced in epoch {epoch}" for epoch in (0, 1)]
     assert rank == 1 or [text.partition(",")[0] for text in said] == expected
 
@@ -481,7 +646,10 @@ def test_a_metric_among_the_hyperparameters_is_saved_copied_and_computed_in_the_
         def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Any:
             self.metrics.update(float(rank))
             copies = [self.metrics["mean"].clone(), copy.deepcopy(self).metrics["mean"]]
-            copies += [self.metrics.clone()["mean"], pickle.loads(pickle.dumps(self.metrics["mean"]))]
+            copies += [
+                self.metrics.clone()["mean"],
+                pickle.loads(pickle.dumps(self.metrics["mean"])),
+            ]
             copies += [*self.hidden, MeanMetric()]
             for metric in copies[-2:]:
                 metric.update(float(rank))
@@ -496,19 +664,29 @@ def test_a_metric_among_the_hyperparameters_is_saved_copied_and_computed_in_the_
     gather = vars(torchmetrics.metric)["gather_all_tensors"]
     model = Measuring(MetricCollection({"mean": MeanMetric(), "most": torchmetrics.MaxMetric()}))
     before = held()
-    saving = importlib.import_module(distribution).callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2)
+    saving = importlib.import_module(distribution).callbacks.ModelCheckpoint(
+        tmp_path, every_n_train_steps=2
+    )
     strategy = fits.strategy(distribution, worker_groups=2, sync_every=2, overlap_steps=1)
     more = {"devices": 2, "max_steps": 3, "enable_checkpointing": True, "callbacks": [saving]}
     trainer = fits.trainer(distribution, strategy=strategy, **more)
     trainer.fit(model, batches(rank))
     assert vars(torchmetrics.metric)["gather_all_tensors"] is gather
     assert all(names <= before[name] for name, names in held().items())
-    saved = torch.load(saving.best_model_path, weights_only=False)["hyper_parameters"]["metrics"]["mean"]
-    assert (saved.dist_sync_fn, saved.process_group, trainer.callback_metrics["mean"]) == (None, None, 0.5)
+    saved = torch.load(saving.best_model_path, weights_only=False)["hyper_parameters"]["metrics"][
+        "mean"
+    ]
+    assert (saved.dist_sync_fn, saved.process_group, trainer.callback_metrics["mean"]) == (
+        None,
+        None,
+        0.5,
+    )
 
 
 @in_ranks(2)
-def test_callbacks_are_copied_and_pickled_within_a_fit_as_with_ddp(rank: int, tmp_path: Path) -> None:
+def test_callbacks_are_copied_and_pickled_within_a_fit_as_with_ddp(
+    rank: int, tmp_path: Path
+) -> None:
     def copy_all(*args: Any) -> None:
         for callback in replaced:
             for copied in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
@@ -529,7 +707,9 @@ def test_callbacks_are_copied_and_pickled_within_a_fit_as_with_ddp(rank: int, tm
 def test_synchronised_batch_norm_stays_in_the_group_and_is_copied_and_pickled_without_it(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch refuses it on the CPU, so the test looks only at the process group with which it would be called."""
+    """torch refuses it on the CPU, so the test looks only at the process group with which it would
+    be called.
+    """
     groups: list[Any] = []
 
     def forward(layer: nn.SyncBatchNorm, x: Tensor) -> Tensor:
@@ -537,7 +717,9 @@ def test_synchronised_batch_norm_stays_in_the_group_and_is_copied_and_pickled_wi
         return x
 
     monkeypatch.setattr(nn.SyncBatchNorm, "forward", forward)
-    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *args: None)
+    monkeypatch.setattr(
+        nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *args: None
+    )
 
     def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Any:
         for copied in (copy.deepcopy(self.net), pickle.loads(pickle.dumps(self.net))):

@@ -1,4 +1,6 @@
-"""Plans: against the engine's own counts and tensors, its loop with a clock, and the paper; played in virtual time."""
+"""Plans: against the engine's own counts and tensors, its loop with a clock, and the paper; played
+in virtual time.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -60,7 +62,8 @@ def test_what_is_played_is_the_schedule(schedule: Schedule, steps: int) -> None:
 def test_a_dense_beginning_needs_a_faster_link_and_memory_for_more_flights_while_it_lasts() -> None:
     model, groups = Model.of_size(10**8, layers=24), Groups(1.0, 4)
     plain, dense = (
-        Streaming(model, Settings(dense_beginning=own, fragments=8), groups) for own in (None, DenseBeginning(20))
+        Streaming(model, Settings(dense_beginning=own, fragments=8), groups)
+        for own in (None, DenseBeginning(20))
     )
     # Four fragments of eight launch in two inner steps, in place of one in five.
     assert dense.peak_gbit_s == pytest.approx(plain.peak_gbit_s * 4 * 5 / 2)
@@ -84,16 +87,26 @@ def test_the_bytes_of_a_group_of_several_ranks_are_those_of_its_ranks_together()
 def test_fragments_are_those_of_the_engine() -> None:
     for layers in (1, 3, 5):
         blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(7))
-        stack = nn.ModuleDict({"embedding": nn.Embedding(40, 8), "blocks": blocks, "head": nn.Linear(8, 40)})
+        stack = nn.ModuleDict(
+            {"embedding": nn.Embedding(40, 8), "blocks": blocks, "head": nn.Linear(8, 40)}
+        )
         engine = StreamingDiLoCo(stack, fragments=f"strided:{layers}")
         engine.close()
         model = Model.of_parameters(trainable(stack))
-        assert model.fragments(engine.settings) == tuple(fragment.nbytes // 4 for fragment in engine.fragments)
-        assert sum(model.fragments(engine.settings)) == model.numel == sum(p.numel() for p in stack.parameters())
+        assert model.fragments(engine.settings) == tuple(
+            fragment.nbytes // 4 for fragment in engine.fragments
+        )
+        assert (
+            sum(model.fragments(engine.settings))
+            == model.numel
+            == sum(p.numel() for p in stack.parameters())
+        )
     # One that is given by its size has equal layers; one on the meta device needs no memory.
     assert sorted(Model.of_size(1_003, layers=4).numels) == [250, 251, 251, 251]
     # Of 108 blocks, three at a time would make 36 fragments.
-    assert Model.of_size(10**11, layers=108).fragments(Settings())[0] == pytest.approx(10**11 / 27, abs=3)
+    assert Model.of_size(10**11, layers=108).fragments(Settings())[0] == pytest.approx(
+        10**11 / 27, abs=3
+    )
     with torch.device("meta"):
         large = nn.Sequential(*(nn.Linear(50_000, 50_000) for _ in range(4)))
     assert Model.of_parameters(trainable(large)).nbytes > 4e10
@@ -102,19 +115,36 @@ def test_fragments_are_those_of_the_engine() -> None:
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Settings, Groups, Link, Model]:
     sync_every = draw(st.integers(1, 25))
-    overlap_steps, fragments = draw(st.integers(0, min(6, sync_every - 1))), f"strided:{draw(st.integers(1, 4))}"
+    overlap_steps, fragments = (
+        draw(st.integers(0, min(6, sync_every - 1))),
+        f"strided:{draw(st.integers(1, 4))}",
+    )
     compression = draw(st.sampled_from(["fp32", "fp4"]))
     chosen = Settings(sync_every, overlap_steps, fragments=fragments, compression=compression)
-    rate, sizes = draw(st.sampled_from([1e8, 1e9, FREE])), (draw(st.integers(2, 4)), draw(st.integers(1, 3)))
+    rate, sizes = (
+        draw(st.sampled_from([1e8, 1e9, FREE])),
+        (draw(st.integers(2, 4)), draw(st.integers(1, 3))),
+    )
     groups = Groups(draw(st.floats(0.05, 2.0)), sizes[0], sizes[1], rate)
-    link = Link(draw(st.floats(0.001, 1.0)), draw(st.sampled_from([0.0, 0.01, 0.2])), draw(st.sampled_from([0, 1e-3])))
-    return chosen, groups, link, Model.of_size(draw(st.integers(10_000, 10_000_000)), draw(st.integers(2, 12)))
+    link = Link(
+        draw(st.floats(0.001, 1.0)),
+        draw(st.sampled_from([0.0, 0.01, 0.2])),
+        draw(st.sampled_from([0, 1e-3])),
+    )
+    return (
+        chosen,
+        groups,
+        link,
+        Model.of_size(draw(st.integers(10_000, 10_000_000)), draw(st.integers(2, 12))),
+    )
 
 
 def stepped(method: Streaming, groups: Groups, link: Link) -> float:
-    """The engine's loop with a clock: every inner step launches what is due, then lands what is due.
+    """The engine's loop with a clock: every inner step launches what is due, then lands what is
+    due.
 
-    As waits may come in turns that take several rounds, it looks at the same two landings of fragment 0 as the planner.
+    As waits may come in turns that take several rounds, it looks at the same two landings of
+    fragment 0 as the planner.
     """
     clock = sender = wire = averager = stepper = 0.0
     count, rate, sync_every = groups.groups, groups.memory_rate, method.settings.sync_every
@@ -129,8 +159,14 @@ def stepped(method: Streaming, groups: Groups, link: Link) -> float:
             clock += 12 * shard / rate
             sender = max(clock, sender) + 32 * shard / rate
             warm = sender - (wire + link.round_trip) <= 0.2 + link.round_trip
-            wire = max(sender, wire) + link.seconds(connections * (48 + payload), connections, warm) - link.round_trip
-            averager = max(wire + link.round_trip, averager) + (20 * count + 32 * two_shots) * part / rate
+            wire = (
+                max(sender, wire)
+                + link.seconds(connections * (48 + payload), connections, warm)
+                - link.round_trip
+            )
+            averager = (
+                max(wire + link.round_trip, averager) + (20 * count + 32 * two_shots) * part / rate
+            )
             there = averager
             if two_shots:
                 relay = link.seconds(connections * payload, connections)
@@ -139,15 +175,21 @@ def stepped(method: Streaming, groups: Groups, link: Link) -> float:
             flights.append((fragment, stepper))
         for fragment in method.schedule.landings(step):
             assert flights[0][0] == fragment
-            clock = max(clock, flights.pop(0)[1]) + 12 * method.numels[fragment] / groups.memory_rate
+            clock = (
+                max(clock, flights.pop(0)[1]) + 12 * method.numels[fragment] / groups.memory_rate
+            )
             landed += [clock] * (fragment == 0)
     return 4 * sync_every * groups.step_time / (landed[7] - landed[3])
 
 
 @settings(max_examples=40, deadline=None)
 @given(cases())
-def test_utilisation_is_that_of_the_engines_loop_with_a_clock(case: tuple[Settings, Groups, Link, Model]) -> None:
-    """And so is that of a run in virtual time, whose groups are alike, from landing to landing of fragment 0."""
+def test_utilisation_is_that_of_the_engines_loop_with_a_clock(
+    case: tuple[Settings, Groups, Link, Model],
+) -> None:
+    """And so is that of a run in virtual time, whose groups are alike, from landing to landing of
+    fragment 0.
+    """
     chosen, groups, link, model = case
     method, h = Streaming(model, chosen, groups), chosen.sync_every
     assert method.utilisation(link) == pytest.approx(stepped(method, groups, link), rel=1e-3)
@@ -160,22 +202,31 @@ def test_utilisation_is_that_of_the_engines_loop_with_a_clock(case: tuple[Settin
 
 def test_ddp_sends_the_gradients_around_a_ring_and_hides_what_fits_into_backward() -> None:
     model = Model.of_size(1_000, layers=2)
-    assert [DataParallel(model, Groups(1.0, groups)).bytes_per_step for groups in (2, 4)] == [4_000, 6_000]
+    assert [DataParallel(model, Groups(1.0, groups)).bytes_per_step for groups in (2, 4)] == [
+        4_000,
+        6_000,
+    ]
     half = Model.of_parameters(trainable(nn.Linear(10, 10, dtype=torch.bfloat16)))
     assert DataParallel(half, Groups(1.0)).bytes_in(3) == 3 * 2 * 110
-    # Ten buckets of 0.03 s on the link; nine of them become ready while the tenth part of 0.6 s passes each time.
+    # Ten buckets of 0.03 s on the link; nine of them become ready while the tenth part of 0.6 s
+    # passes each time.
     model = Model.of_size(10 * 25 * 2**20 // 4, layers=1)
     link = Link(25 * 2**20 * 8 / 0.03 / 1e9)
     assert DataParallel(model, Groups(0.9)).utilisation(link) == pytest.approx(0.9 / 0.93)
-    assert DataParallel(model, Groups(0.09)).utilisation(link) == pytest.approx(0.09 / (0.09 + 0.3 - 0.054))
+    assert DataParallel(model, Groups(0.09)).utilisation(link) == pytest.approx(
+        0.09 / (0.09 + 0.3 - 0.054)
+    )
     late = replace(link, round_trip=0.02)
-    assert DataParallel(model, Groups(0.09, groups=2)).utilisation(late) == pytest.approx(0.09 / (0.09 + 0.5 - 0.054))
+    assert DataParallel(model, Groups(0.09, groups=2)).utilisation(late) == pytest.approx(
+        0.09 / (0.09 + 0.5 - 0.054)
+    )
 
 
 def test_a_silent_connection_starts_slowly_and_loss_slows_a_connection_down() -> None:
     link = Link(1.0, round_trip=0.05)
     assert link.seconds(10_000, 1, warm=False) == link.seconds(10_000, 1) == pytest.approx(0.05008)
-    # 14,480 bytes, then twice as many every round trip: 3 round trips carry the first 101,360 bytes.
+    # 14,480 bytes, then twice as many every round trip: 3 round trips carry the first 101,360
+    # bytes.
     assert link.seconds(101_360, 1, warm=False) == pytest.approx(3 * 0.05 + 4 * 14_480 * 8 / 1e9)
     assert link.seconds(10**8, 1, warm=False) - link.seconds(10**8, 1) < 0.5
     assert link.seconds(10**8, 4, warm=False) < link.seconds(10**8, 1, warm=False)
@@ -193,15 +244,24 @@ def test_a_silent_connection_starts_slowly_and_loss_slows_a_connection_down() ->
 
 def test_the_peak_counts_all_that_is_in_flight_together() -> None:
     for sync_every, fragments, overlap_steps, together in (
-        # Two launch at a time. Here a span one step longer or shorter has the same peak: 8 / 4 and 4 / 2 are 6 / 3.
+        # Two launch at a time. Here a span one step longer or shorter has the same peak: 8 / 4 and
+        # 4 / 2 are 6 / 3.
         (4, 8, 3, 6),
-        # Launches 2 and 3 steps apart: a span of two holds one of them, a span of three both, one of four no third.
+        # Launches 2 and 3 steps apart: a span of two holds one of them, a span of three both, one
+        # of four no third.
         (5, 2, 2, 1),
         (5, 2, 3, 2),
         (5, 2, 4, 2),
     ):
-        own = {"numel": 1_000 * fragments, "layers": fragments, "fragments": "strided:1", "compression": "fp32"}
-        peak = streaming(step_time=1.0, sync_every=sync_every, overlap_steps=overlap_steps, **own).peak_gbit_s
+        own = {
+            "numel": 1_000 * fragments,
+            "layers": fragments,
+            "fragments": "strided:1",
+            "compression": "fp32",
+        }
+        peak = streaming(
+            step_time=1.0, sync_every=sync_every, overlap_steps=overlap_steps, **own
+        ).peak_gbit_s
         assert peak == pytest.approx(together * 4_048 * 8 / overlap_steps / 1e9)
 
 
@@ -211,24 +271,42 @@ def test_a_bandwidth_for_a_utilisation_is_the_least_that_reaches_it() -> None:
         needs = planner.predict(own, link, steps=1).gbit_s_for
         assert list(needs) == [str(target) for target in TARGETS]
         for target, gbit_s in needs.items():
-            assert own.utilisation(Link(gbit_s)) >= float(target) > own.utilisation(Link(gbit_s / 1.01))
+            assert (
+                own.utilisation(Link(gbit_s))
+                >= float(target)
+                > own.utilisation(Link(gbit_s / 1.01))
+            )
     # None is enough where the round trip alone takes too long.
-    own = Streaming(Model.of_size(10**6, layers=24), Settings(sync_every=10, overlap_steps=0), Groups(0.01))
-    assert planner.predict(own, Link(1.0, round_trip=0.1), steps=1).gbit_s_for == dict.fromkeys(map(str, TARGETS))
+    own = Streaming(
+        Model.of_size(10**6, layers=24), Settings(sync_every=10, overlap_steps=0), Groups(0.01)
+    )
+    assert planner.predict(own, Link(1.0, round_trip=0.1), steps=1).gbit_s_for == dict.fromkeys(
+        map(str, TARGETS)
+    )
 
 
 def test_memory_is_that_of_the_engines_tensors_and_of_what_is_held_beside_them() -> None:
     plain: dict[str, Any] = {"fragments": "strided:1", "compression": "fp32"}
     kept = OuterOptimizer(offload=False)
-    choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 0, "compression": "fp32", "outer_optimizer": kept}
+    choices: dict[str, Any] = {
+        "sync_every": 4,
+        "overlap_steps": 0,
+        "compression": "fp32",
+        "outer_optimizer": kept,
+    }
     choices |= {"fragments": LAYERS, "mixing": 0.2}
     run = Engines(2, "sgd", **choices)
     run.until(12)
-    values = [value for state in outer_state(run.engines[0]) for value in (state["outer"], *state["state"].values())]
+    values = [
+        value
+        for state in outer_state(run.engines[0])
+        for value in (state["outer"], *state["state"].values())
+    ]
     held = sum(tensor.nbytes for tensor in values if isinstance(tensor, torch.Tensor))
     method = Streaming(MLP, Settings(**choices), Groups(1.0))
     largest = max(method.numels)
-    # Beside it at the worst moment: what a flight of the largest fragment holds, and what the background does with it.
+    # Beside it at the worst moment: what a flight of the largest fragment holds, and what the
+    # background does with it.
     assert method.memory.device_bytes == held + 12 * largest + 3 * (48 + 4 * largest) + 8 * largest
     assert method.memory.host_bytes == 2 * (48 + 4 * largest)
     assert method.memory.evaluation_bytes == sum(p.nbytes for p in mlp().parameters())
@@ -241,24 +319,36 @@ def test_memory_is_that_of_the_engines_tensors_and_of_what_is_held_beside_them()
 
     large = Model.of_size(24_000_000, layers=24)
     on_device, on_host = (
-        Streaming(large, Settings(**plain, outer_optimizer=OuterOptimizer(offload=offload)), Groups(1.0)).memory
+        Streaming(
+            large, Settings(**plain, outer_optimizer=OuterOptimizer(offload=offload)), Groups(1.0)
+        ).memory
         for offload in (False, "auto")
     )
     assert on_device.device_bytes - on_host.device_bytes == 8 * (24_000_000 - 1_000_000)
-    assert on_host.host_bytes - on_device.host_bytes == 8 * (24_000_000 + 2_000_000), "and what two flights bring"
+    assert on_host.host_bytes - on_device.host_bytes == 8 * (24_000_000 + 2_000_000), (
+        "and what two flights bring"
+    )
 
 
-def test_a_recommendation_is_the_first_candidate_that_suffices_on_a_slower_link_or_one_that_comes_close() -> None:
+def test_a_recommendation_is_the_first_candidate_that_suffices_on_a_slower_link_or_one_that_comes_close() -> (
+    None
+):
     model, groups, link = Model.of_size(10**9, layers=24), Groups(0.1), Link(1.0)
     every = list(planner.candidates(model))
     chosen, slower = planner.recommend(model, groups, link).settings, Link(planner.MARGIN)
     assert every.index(chosen) > 0
     for one in (chosen, *every[: every.index(chosen)]):
-        assert (Streaming(model, one, groups).utilisation(slower) >= planner.TARGET) == (one is chosen)
+        assert (Streaming(model, one, groups).utilisation(slower) >= planner.TARGET) == (
+            one is chosen
+        )
     assert planner.recommend(model, groups, Link(1000.0)).settings == every[0]
     groups = Groups(0.01)
-    reached = planner.recommend(model, groups, Link(0.1)).utilisation(planner.with_margin(Link(0.1)))
-    best = max(Streaming(model, one, groups).utilisation(Link(planner.MARGIN * 0.1)) for one in every)
+    reached = planner.recommend(model, groups, Link(0.1)).utilisation(
+        planner.with_margin(Link(0.1))
+    )
+    best = max(
+        Streaming(model, one, groups).utilisation(Link(planner.MARGIN * 0.1)) for one in every
+    )
     assert best < planner.TARGET
     assert best / 1.01 <= reached <= best
 
@@ -279,20 +369,29 @@ FAST, SLOW = Link(gbit_s=10.0), Link(gbit_s=0.02, round_trip=0.1)
 
 
 def streaming(
-    groups: int = 2, step_time: float = 0.5, size: int = 1, numel: int = 24_000_000, layers: int = 12, **own: Any
+    groups: int = 2,
+    step_time: float = 0.5,
+    size: int = 1,
+    numel: int = 24_000_000,
+    layers: int = 12,
+    **own: Any,
 ) -> Streaming:
     settings = Settings(**{"sync_every": 10, "overlap_steps": 2, "fragments": "strided:3", **own})
     return Streaming(Model.of_size(numel, layers), settings, Groups(step_time, groups, size))
 
 
-def test_all_wait_for_the_slowest_and_the_absent_but_for_what_overlaps_is_seldom_launched_or_idle() -> None:
+def test_all_wait_for_the_slowest_and_the_absent_but_for_what_overlaps_is_seldom_launched_or_idle() -> (
+    None
+):
     fast, slow, fastest = play(streaming(3), FAST, steps=100, speeds=[1.0, 0.5, 4.0])
     assert fast.end == pytest.approx(slow.end, rel=1e-3)
     assert slow.end == pytest.approx(100, rel=1e-2)
     assert slow.waited < 1 < fast.waited < fastest.waited
 
     every = ((), (Absence(1, 7.2, 17.2),), (Absence(1, 5.1, 5.6),))
-    undisturbed, long, short = (play(streaming(), FAST, steps=40, speeds=[1, 1], absences=away)[0] for away in every)
+    undisturbed, long, short = (
+        play(streaming(), FAST, steps=40, speeds=[1, 1], absences=away)[0] for away in every
+    )
     assert long.end == pytest.approx(undisturbed.end + 10, rel=1e-3)
     assert long.waited == pytest.approx(10, rel=0.05)
     assert long.longest_flight > 10 > undisturbed.longest_flight
@@ -301,7 +400,9 @@ def test_all_wait_for_the_slowest_and_the_absent_but_for_what_overlaps_is_seldom
     own = streaming()
     whole = {step: own.schedule.launches(step) for step in range(1, 101)}
     half = {step: fragments for step, fragments in whole.items() if step // 10 % 2}
-    by_schedule, same, seldom = (play(own, SLOW, 100, [1.0, 1.0], launches=due) for due in (None, whole, half))
+    by_schedule, same, seldom = (
+        play(own, SLOW, 100, [1.0, 1.0], launches=due) for due in (None, whole, half)
+    )
     assert same == by_schedule
     # Both wait for the same last exchange.
     last = by_schedule[0].end - by_schedule[0].steps[-1]
@@ -309,16 +410,26 @@ def test_all_wait_for_the_slowest_and_the_absent_but_for_what_overlaps_is_seldom
 
     # Nobody waits for a group that is idle as often as it is slow.
     four, speeds, link = streaming(4, step_time=1.0), [1.0, 1.0, 1.0, 0.5], Link(gbit_s=100.0)
-    idle = [step for step, batch in enumerate(Paced([0] * 300, speed=0.5), start=1) if batch is None]
+    idle = [
+        step for step, batch in enumerate(Paced([0] * 300, speed=0.5), start=1) if batch is None
+    ]
     assert len(idle) == 150
-    paced, waiting = (play(four, link, 300, speeds, idle=idles) for idles in ([(), (), (), idle], ()))
+    paced, waiting = (
+        play(four, link, 300, speeds, idle=idles) for idles in ([(), (), (), idle], ())
+    )
     assert max(times.end for times in paced) == pytest.approx(301, abs=1)
     assert max(times.end for times in waiting) == pytest.approx(601, abs=2)
 
 
 def test_a_slow_uplink_delays_nobody_where_each_sends_in_the_code_that_its_link_carries() -> None:
     fast, slow = Line(Link(1.0), Link(1.0)), Line(Link(0.01), Link(0.1))
-    large = {"step_time": 2.0, "numel": 300_000_000, "sync_every": 100, "overlap_steps": 5, "exchange": "gather"}
+    large = {
+        "step_time": 2.0,
+        "numel": 300_000_000,
+        "sync_every": 100,
+        "overlap_steps": 5,
+        "exchange": "gather",
+    }
 
     def step_time(compression: object, lines: list[Line]) -> float:
         own = streaming(len(lines), compression=compression, **large)
@@ -339,7 +450,8 @@ def test_a_line_of_one_speed_is_its_link_however_many_ranks_share_it() -> None:
         own = streaming(3, size=size, numel=2**24, compression=compression, exchange="gather")
         return [times.end for times in play(own, links[0], 100, [1.0] * 3, links=links)]
 
-    # A rank carries its shard, so that all together carry what one carries; but for the heads of their messages.
+    # A rank carries its shard, so that all together carry what one carries; but for the heads of
+    # their messages.
     slow_down = [Line(links[0], Link(0.01)), *links[1:]]
     for code in ("fp4", ByLink()):
         assert ends(code, slow_down, 4) == pytest.approx(ends(code, slow_down, 1), rel=1e-3)
@@ -361,11 +473,14 @@ def test_numbers_out_of_their_range_are_refused() -> None:
 
 # Table 4 of the paper against the closed form
 
-# Where the closed form, which has no end, differs from the paper's run of finite length: by one point of the grid.
+# Where the closed form, which has no end, differs from the paper's run of finite length: by one
+# point of the grid.
 MISFITS = {("10B", "streaming_overlap", 0.5), ("100B", "streaming_overlap", 0.95)}
 
 
-def test_table_4_has_75_entries_of_which_73_are_those_of_the_paper_and_all_within_one_point() -> None:
+def test_table_4_has_75_entries_of_which_73_are_those_of_the_paper_and_all_within_one_point() -> (
+    None
+):
     entries = list(table_4())
     points = [round(round(gbit_s, 2), 1) for gbit_s in GRID]
     assert len(entries) == 75
@@ -373,6 +488,9 @@ def test_table_4_has_75_entries_of_which_73_are_those_of_the_paper_and_all_withi
     for entry in entries:
         apart = points.index(entry.gbit_s) - points.index(entry.paper)
         assert apart == (-1 if entry[:3] in MISFITS else 0), entry
-    # The hours of Table 1 without limit, over those at 1 Gbit/s; it was not used to find bits or rule.
+    # The hours of Table 1 without limit, over those at 1 Gbit/s; it was not used to find bits or
+    # rule.
     assert METHODS["ddp"](MODELS["1B"], 1.0) == pytest.approx(6.75 / 1097, rel=2e-3)
-    assert METHODS["streaming_overlap_fp4"](MODELS["1B"], 1.0) == pytest.approx(6.75 / 8.75, rel=5e-3)
+    assert METHODS["streaming_overlap_fp4"](MODELS["1B"], 1.0) == pytest.approx(
+        6.75 / 8.75, rel=5e-3
+    )

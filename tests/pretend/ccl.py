@@ -1,11 +1,11 @@
 """A backend of torch.distributed for the pretended accelerator, which keeps time as NCCL does.
 
-Messages go on a stream of the backend's own, which waits for what the current stream has been given at the call. Nobody
-waits at the call, and what is received is there when the work is over. ``wait()`` lets the current stream wait, and no
-host. In truth gloo carries the bytes.
+Messages go on a stream of the backend's own, which waits for what the current stream has been given
+at the call. Nobody waits at the call, and what is received is there when the work is over.
+``wait()`` lets the current stream wait, and no host. In truth gloo carries the bytes.
 
-It is stricter than NCCL: only ``wait()`` lets a stream go on after the messages, not what the host has seen before. And
-it is an error to let a stream wait for another rank, see `StreamWaits`.
+It is stricter than NCCL: only ``wait()`` lets a stream go on after the messages, not what the host
+has seen before. And it is an error to let a stream wait for another rank, see `StreamWaits`.
 """
 
 import threading
@@ -24,13 +24,17 @@ NAME = "pretend_ccl"
 
 
 class StreamWaits(Exception):
-    """A stream would wait for another rank, and without a bound for everybody who waits for the stream."""
+    """A stream would wait for another rank, and without a bound for everybody who waits for the
+    stream.
+    """
 
 
 class Work:
     """Messages that are on their way."""
 
-    def __init__(self, carried: Any, over: Callable[[], Any], event: Event, before: "Work | None") -> None:
+    def __init__(
+        self, carried: Any, over: Callable[[], Any], event: Event, before: "Work | None"
+    ) -> None:
         self._carried, self._over, self._event, self._before = carried, over, event, before
         self._arrived = threading.Event()
         self._settled = self._asked = False
@@ -45,7 +49,11 @@ class Work:
         self._arrived.set()
 
     def _is_over(self) -> bool:
-        if not self._settled and self._arrived.is_set() and (self._before is None or self._before._is_over()):
+        if (
+            not self._settled
+            and self._arrived.is_set()
+            and (self._before is None or self._before._is_over())
+        ):
             if self._error is None:
                 self._over()
             self._settled, self._before = True, None
@@ -83,13 +91,17 @@ class Communicator(dist.ProcessGroup):
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
         held, event = self._begun("recv", tensors, writes=True)
         arriving = torch.empty_like(held)
-        return self._noted(self._carrier.recv([arriving], src, tag), lambda: held.copy_(arriving), event)
+        return self._noted(
+            self._carrier.recv([arriving], src, tag), lambda: held.copy_(arriving), event
+        )
 
     def abort(self) -> None:
         self.aborted.set()
 
     def _get_backend(self, device: Any) -> "Communicator":
-        """Since torch 2.14 messages in a batch ask their group for the backend of a device: here they are one."""
+        """Since torch 2.14 messages in a batch ask their group for the backend of a device: here
+        they are one.
+        """
         return self
 
     def _begun(self, name: str, tensors: list[Any], writes: bool) -> tuple[Tensor, Event]:
@@ -113,5 +125,7 @@ class Communicator(dist.ProcessGroup):
 
 @cache
 def register() -> None:
-    """Makes the backend known to torch.distributed in this process, for good. The device must be known."""
+    """Makes the backend known to torch.distributed in this process, for good. The device must be
+    known.
+    """
     dist.Backend.register_backend(NAME, Communicator, devices=["pretend"])

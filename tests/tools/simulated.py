@@ -1,4 +1,6 @@
-"""Modules and data for LightningCLI configurations, as a user would have them, for tests of the simulator."""
+"""Modules and data for LightningCLI configurations, as a user would have them, for tests of the
+simulator.
+"""
 
 import importlib
 from typing import Any
@@ -16,10 +18,22 @@ def _made(distribution: str) -> tuple[Any, Any]:
     class Net(package.LightningModule):
         """Two layers with dropout, so that random numbers count."""
 
-        def __init__(self, width: int = 8, lr: float = 0.05, fails_in_group: int = -1, by_hand: bool = False) -> None:
+        def __init__(
+            self, width: int = 8, lr: float = 0.05, fails_in_group: int = -1, by_hand: bool = False
+        ) -> None:
             super().__init__()
-            self.lr, self.fails_in_group, self.automatic_optimization = lr, fails_in_group, not by_hand
-            layers = nn.Linear(4, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(0.2), nn.Linear(width, 2)
+            self.lr, self.fails_in_group, self.automatic_optimization = (
+                lr,
+                fails_in_group,
+                not by_hand,
+            )
+            layers = (
+                nn.Linear(4, width),
+                nn.BatchNorm1d(width),
+                nn.Tanh(),
+                nn.Dropout(0.2),
+                nn.Linear(width, 2),
+            )
             self.net = nn.Sequential(*layers)
 
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -34,12 +48,17 @@ def _made(distribution: str) -> tuple[Any, Any]:
             return loss.detach() if not self.automatic_optimization else loss
 
         def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-            self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+            self.log(
+                "val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True
+            )
 
         def configure_optimizers(self) -> dict[str, object]:
             optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
             schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+            }
 
     class Data(package.LightningDataModule):
         """A regression that shuffles, and is cut into one part for each rank."""

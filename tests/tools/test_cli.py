@@ -1,4 +1,6 @@
-"""The command ``sdiloco``, its options, ``schedule`` and ``plan``: what they print, draw and refuse."""
+"""The command ``sdiloco``, its options, ``schedule`` and ``plan``: what they print, draw and
+refuse.
+"""
 
 import json
 import os
@@ -25,17 +27,31 @@ from tests.tools.command import not_refused_with, ran, refused
 def test_schedule_prints_launches_and_landings() -> None:
     assert ran("schedule") == (Schedule(100, 5, 8).table() + "\n", "", 0)
     dashes = command.told("schedule", "--sync-every=12", "--overlap-steps", "3", "--fragments", "4")
-    underscores = command.told("schedule", "--sync_every", "12", "--overlap_steps=3", "--fragments=4")
+    underscores = command.told(
+        "schedule", "--sync_every", "12", "--overlap_steps=3", "--fragments=4"
+    )
     assert dashes == underscores == Schedule(12, 3, 4).table() + "\n"
-    assert command.told("schedule", "--first", "7", "--last=140") == Schedule(100, 5, 8).table(7, 140) + "\n"
+    assert (
+        command.told("schedule", "--first", "7", "--last=140")
+        == Schedule(100, 5, 8).table(7, 140) + "\n"
+    )
     # A default gives way to what is given.
-    assert command.told("schedule", "--sync-every=4", "--fragments=2") == Schedule(4, 3, 2).table() + "\n"
-    assert command.told("schedule", "--sync-every=1", "--fragments=1") == Schedule(1, 0, 1).table() + "\n"
+    assert (
+        command.told("schedule", "--sync-every=4", "--fragments=2")
+        == Schedule(4, 3, 2).table() + "\n"
+    )
+    assert (
+        command.told("schedule", "--sync-every=1", "--fragments=1")
+        == Schedule(1, 0, 1).table() + "\n"
+    )
     dense = Schedule(20, 5, 4, DenseBeginning(3, 6)).table() + "\n"
     options = ("--sync-every=20", "--fragments=4", "--dense-rounds=3", "--dense-sync-every=6")
     assert command.told("schedule", *options) == dense
     # Without a last step every fragment launches and lands twice.
-    steps, *columns = zip(*(line.split() for line in ran("schedule", "--first=1000").out.splitlines()[1:]), strict=True)
+    steps, *columns = zip(
+        *(line.split() for line in ran("schedule", "--first=1000").out.splitlines()[1:]),
+        strict=True,
+    )
     assert int(steps[0]) >= 1000
     assert min(column.count(str(p)) for column in columns for p in range(8)) >= 2
 
@@ -44,7 +60,10 @@ def test_bad_values_are_refused_those_of_the_settings_with_their_words() -> None
     cases = [
         (["--first=0"], "first=0 is out of range: it must be at least 1"),
         (["--first=9", "--last=8"], "last=8 is out of range: it must be at least 9"),
-        (["--overlap-steps=none"], "--overlap-steps none: not a whole number. It takes: Inner steps from the launch"),
+        (
+            ["--overlap-steps=none"],
+            "--overlap-steps none: not a whole number. It takes: Inner steps from the launch",
+        ),
         (["--no-such-option=1"], "--no-such-option"),
         (["--layers-per-fragment=3"], "is part of fragments: give fragments='strided:3'"),
         (["--tau", "3"], "tau='3' is called overlap_steps here"),
@@ -52,21 +71,43 @@ def test_bad_values_are_refused_those_of_the_settings_with_their_words() -> None
     for sync_every, overlap_steps in ((0, 0), (10, 10), (10, -1)):
         with pytest.raises(ValueError, match="out of range") as error:
             Settings(sync_every=sync_every, overlap_steps=overlap_steps)
-        cases.append(([f"--sync-every={sync_every}", f"--overlap-steps={overlap_steps}"], str(error.value)))
+        cases.append(
+            ([f"--sync-every={sync_every}", f"--overlap-steps={overlap_steps}"], str(error.value))
+        )
     assert not_refused_with("schedule", cases) == {}
     assert "plan" in refused()
     assert "schedule" in refused("no-such-command")
 
 
 def test_numbers_may_have_units_and_what_was_perhaps_meant_is_said_in_three_lines() -> None:
-    plain = ("--params=1e9", "--layers=24", "--step-time", "0.1", "--bandwidth=0.1Gbit", "--round-trip", "0.05")
-    people = ("--params", "1B", "--layers=24", "--step_time=100ms", "--bandwidth=100Mbit/s", "--round-trip", "50 ms")
+    plain = (
+        "--params=1e9",
+        "--layers=24",
+        "--step-time",
+        "0.1",
+        "--bandwidth=0.1Gbit",
+        "--round-trip",
+        "0.05",
+    )
+    people = (
+        "--params",
+        "1B",
+        "--layers=24",
+        "--step_time=100ms",
+        "--bandwidth=100Mbit/s",
+        "--round-trip",
+        "50 ms",
+    )
     assert command.told("plan", *plain) == command.told("plan", *people)
     cases = {
         ("plna",): "Did you mean plan? sdiloco --help",
         ("hub", "evit"): "Did you mean evict? sdiloco hub --help",
         ("plan", "--parms=1"): "Did you mean --params? sdiloco plan --help",
-        ("plan", "--params=1Q", "--layers=2"): "1Q has the unknown unit 'Q'. Give one of k, M, B, T.",
+        (
+            "plan",
+            "--params=1Q",
+            "--layers=2",
+        ): "1Q has the unknown unit 'Q'. Give one of k, M, B, T.",
     }
     for args, words in cases.items():
         assert words in refused(*args)
@@ -76,21 +117,59 @@ def test_numbers_may_have_units_and_what_was_perhaps_meant_is_said_in_three_line
 def test_a_value_that_does_not_suit_is_refused_in_one_line_with_what_is_accepted() -> None:
     rates = "Give one of kbit, Mbit, Gbit, Tbit, kbit/s, Mbit/s, Gbit/s, Tbit/s"
     cases = {
-        ("plan", "--bandwidth=100Mbps"): f"--bandwidth 100Mbps has the unknown unit 'Mbps'. {rates}.",
-        ("plan", "--bandwidth", "12MB/s"): f"--bandwidth 12MB/s has the unknown unit 'MB/s'. {rates}.",
+        (
+            "plan",
+            "--bandwidth=100Mbps",
+        ): f"--bandwidth 100Mbps has the unknown unit 'Mbps'. {rates}.",
+        (
+            "plan",
+            "--bandwidth",
+            "12MB/s",
+        ): f"--bandwidth 12MB/s has the unknown unit 'MB/s'. {rates}.",
         ("plan", "--bandwidth", "100"): f"--bandwidth 100 has no unit. {rates}, as in 100Mbit.",
         ("simulate", "--bandwidth=0.1"): f"--bandwidth 0.1 has no unit. {rates}, as in 0.1Mbit.",
         ("plan", "--hub_bandwidth=1"): f"--hub-bandwidth 1 has no unit. {rates}, as in 1Mbit.",
         ("plan", "--params", "1b"): "--params 1b has the unknown unit 'b'. Give one of k, M, B, T.",
-        ("plan", "--params", "many"): "--params many: not a number. It takes: Number of parameters, such as 1e9 or 1B",
-        ("plan", "--step-time=5min"): "--step-time 5min has the unknown unit 'min'. Give one of us, ms, s.",
-        ("plan", "--groups=two"): "--groups two: not a whole number. It takes: Number of worker groups.",
-        ("plan", "--format=xml"): "--format xml: not one of 'text', 'json'. It takes: Output format.",
-        ("plan", "--model=no_such.Net"): "--model no_such.Net: No module named 'no_such'. It takes: LightningModule",
-        ("plan", "--model=torch.nn.Lin"): "--model torch.nn.Lin: module 'torch.nn' has no attribute 'Lin'. It takes: ",
-        ("plan", "--model=torch.nn"): "--model torch.nn: neither a class nor a function. It takes: LightningModule",
-        ("plan", "--model=Nowhere", "--step-time=1s", "--bandwidth=1Gbit"): "--model Nowhere: not the path of a class",
-        ("demo", "--settings", "ddpp"): "settings='ddpp' is unknown. It is one of ddp, diloco, streaming_fp4.",
+        (
+            "plan",
+            "--params",
+            "many",
+        ): "--params many: not a number. It takes: Number of parameters, such as 1e9 or 1B",
+        (
+            "plan",
+            "--step-time=5min",
+        ): "--step-time 5min has the unknown unit 'min'. Give one of us, ms, s.",
+        (
+            "plan",
+            "--groups=two",
+        ): "--groups two: not a whole number. It takes: Number of worker groups.",
+        (
+            "plan",
+            "--format=xml",
+        ): "--format xml: not one of 'text', 'json'. It takes: Output format.",
+        (
+            "plan",
+            "--model=no_such.Net",
+        ): "--model no_such.Net: No module named 'no_such'. It takes: LightningModule",
+        (
+            "plan",
+            "--model=torch.nn.Lin",
+        ): "--model torch.nn.Lin: module 'torch.nn' has no attribute 'Lin'. It takes: ",
+        (
+            "plan",
+            "--model=torch.nn",
+        ): "--model torch.nn: neither a class nor a function. It takes: LightningModule",
+        (
+            "plan",
+            "--model=Nowhere",
+            "--step-time=1s",
+            "--bandwidth=1Gbit",
+        ): "--model Nowhere: not the path of a class",
+        (
+            "demo",
+            "--settings",
+            "ddpp",
+        ): "settings='ddpp' is unknown. It is one of ddp, diloco, streaming_fp4.",
     }
     for args, words in cases.items():
         done = ran(*args)
@@ -105,7 +184,9 @@ def test_every_option_has_help() -> None:
             text = command.told(name, *([] if function == name else [function]), "--help")
             assert "--sync-every SYNC_EVERY, --sync_every SYNC_EVERY" in text or name != "schedule"
             # Without a description there are the type and the default, in brackets, alone.
-            bare = re.findall(r" (--[a-z-]+(?: \S+)?) \((?:type|default|required)", " ".join(text.split()))
+            bare = re.findall(
+                r" (--[a-z-]+(?: \S+)?) \((?:type|default|required)", " ".join(text.split())
+            )
             assert bare == [], name
 
 
@@ -116,7 +197,9 @@ def test_examples_of_the_help_are_commands_that_it_takes() -> None:
         for function in functions:
             text = command.told(name, *([] if function == name else [function]), "--help")
             for line in re.findall(
-                r"^  .*?\bsdiloco (\w.*?)(?: > .*)?$", text.partition("\nexamples:")[2], re.MULTILINE
+                r"^  .*?\bsdiloco (\w.*?)(?: > .*)?$",
+                text.partition("\nexamples:")[2],
+                re.MULTILINE,
             ):
                 args = line.split()
                 assert cli.parser_of([args[0]]).parse_args(cli.without_units(args)).command == name
@@ -128,9 +211,15 @@ def test_a_shell_completes_subcommands_and_options(tmp_path: Path) -> None:
     pytest.importorskip("shtab")
     script = tmp_path / "sdiloco"
     script.write_text(command.told("completion", "bash"))
-    for words, found in {"pl": ["plan"], "hub evi": ["evict"], "plan --rou": ["--round-trip", "--round_trip"]}.items():
+    for words, found in {
+        "pl": ["plan"],
+        "hub evi": ["evict"],
+        "plan --rou": ["--round-trip", "--round_trip"],
+    }.items():
         typed = f"source {script}; COMP_WORDS=(sdiloco {words}); COMP_CWORD={len(words.split())}; _shtab_sdiloco"
-        done = subprocess.run(["bash", "-c", f"{typed}; echo ${{COMPREPLY[@]}}"], capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", "-c", f"{typed}; echo ${{COMPREPLY[@]}}"], capture_output=True, text=True
+        )
         assert done.stdout.split() == found, done.stderr
     assert "shell='ksh' is not supported. Give one of bash, zsh" in refused("completion", "ksh")
     with patch.dict(sys.modules, shtab=None):
@@ -144,17 +233,26 @@ def test_the_current_folder_is_searched_last_and_for_class_paths_alone(tmp_path:
     script.write_text("from lightning_sdiloco.tools.cli import main\nmain()\n")
     for module in ("grpc", "a"):
         (folder / f"{module}.py").write_text("print('it was run')")
-    (folder / "own.py").write_text("import sys, torch\nprint(sys.path[-1] == '')\nNet = torch.nn.Linear\n")
+    (folder / "own.py").write_text(
+        "import sys, torch\nprint(sys.path[-1] == '')\nNet = torch.nn.Linear\n"
+    )
 
     def installed(*args: str) -> subprocess.CompletedProcess[str]:
         # As it is installed: the folder of the script is on the path, and no current folder.
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
         line = [sys.executable, str(script), *args]
-        return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+        return subprocess.run(
+            line, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE
+        )
 
-    assert "it was run" not in installed("status", "--hub", "a.example:1", "--run", "llm", "--insecure").stdout
+    assert (
+        "it was run"
+        not in installed("status", "--hub", "a.example:1", "--run", "llm", "--insecure").stdout
+    )
     width = ("--model.in_features=10", "--model.out_features=10")
-    planned = installed("plan", "--model", "own.Net", *width, "--step-time=0.1", "--bandwidth=1Gbit")
+    planned = installed(
+        "plan", "--model", "own.Net", *width, "--step-time=0.1", "--bandwidth=1Gbit"
+    )
     assert planned.stdout.startswith("True\n100 parameters")
 
     # Files and values that hold no class path are refused where they are used.
@@ -162,7 +260,9 @@ def test_the_current_folder_is_searched_last_and_for_class_paths_alone(tmp_path:
     picture.write_bytes(b"\xff\xfe")
     with patch.object(sys, "path", [entry for entry in sys.path if entry]):
         assert "own" in refused("simulate", "--config", str(picture), "--model", "own" * 2000)
-        assert "config" in refused("simulate", "--set", f"trainer.callbacks={'x' * 5000}", "--config=")
+        assert "config" in refused(
+            "simulate", "--set", f"trainer.callbacks={'x' * 5000}", "--config="
+        )
         assert "" not in sys.path
 
 
@@ -180,7 +280,9 @@ def told(*args: str) -> dict[str, Any]:
     return dict(json.loads(text_of(*args, "--format=json")))
 
 
-def test_a_plan_says_the_same_as_text_and_json_and_what_it_recommends_is_what_it_would_plan() -> None:
+def test_a_plan_says_the_same_as_text_and_json_and_what_it_recommends_is_what_it_would_plan() -> (
+    None
+):
     link = [
         "--bandwidth=2Gbit",
         "--round-trip=0.03",
@@ -189,7 +291,13 @@ def test_a_plan_says_the_same_as_text_and_json_and_what_it_recommends_is_what_it
         "--group-size=4",
         "--memory-rate=50",
     ]
-    settings = ["--sync-every=50", "--overlap-steps=2", "--fragments=strided:6", "--compression=bf16", "--steps=77"]
+    settings = [
+        "--sync-every=50",
+        "--overlap-steps=2",
+        "--fragments=strided:6",
+        "--compression=bf16",
+        "--steps=77",
+    ]
     answer = told(*SIZE, "--step-time=0.2", *link, *settings)
     assert answer["link"] == {"gbit_s": 2.0, "round_trip": 0.03, "loss": 0.001}
     names = ("groups", "group_size", "step_time", "memory_rate", "steps")
@@ -200,11 +308,16 @@ def test_a_plan_says_the_same_as_text_and_json_and_what_it_recommends_is_what_it
 
     asked = [*ASKED, "--round-trip=0.05"]
     text, answer = text_of(*asked), told(*asked)
-    chosen, rows = answer["recommendation"], {line.strip().split("  ")[0]: line for line in text.splitlines()}
+    chosen, rows = (
+        answer["recommendation"],
+        {line.strip().split("  ")[0]: line for line in text.splitlines()},
+    )
     for said in (
-        "1,000,000,000 parameters in 8 fragments, 2 groups of 1 rank\n10,000 inner steps of 0.1 s\n",
+        "1,000,000,000 parameters in 8 fragments, 2 groups of 1 rank\n10,000 inner steps of 0.1"
+        " s\n",
         "1 Gbit/s in each direction, 50 ms round trip, no loss",
-        f"Recommended:\n\n  sync_every={chosen['sync_every']}, overlap_steps={chosen['overlap_steps']}",
+        f"Recommended:\n\n  sync_every={chosen['sync_every']},"
+        f" overlap_steps={chosen['overlap_steps']}",
     ):
         assert said in text
     assert f"{int(answer['methods']['diloco']['utilisation'] * 1000) / 10:g} %" in rows["DiLoCo"]
@@ -219,7 +332,9 @@ def test_a_plan_says_the_same_as_text_and_json_and_what_it_recommends_is_what_it
     assert again["memory"] == chosen["memory"]
     assert set(chosen["memory"]) == {"device_bytes", "host_bytes", "evaluation_bytes"}
     assert told(*asked, "--sync-every=4")["settings"]["overlap_steps"] == 3
-    assert "No settings reach 95 % on this link; closest" in text_of(*SIZE, "--step-time=0.01", "--bandwidth=0.1Gbit")
+    assert "No settings reach 95 % on this link; closest" in text_of(
+        *SIZE, "--step-time=0.01", "--bandwidth=0.1Gbit"
+    )
 
 
 def test_the_page_of_the_planner_shows_what_the_commands_print() -> None:
@@ -232,7 +347,11 @@ def test_the_page_of_the_planner_shows_what_the_commands_print() -> None:
             compared += 1
             assert block.rstrip() in re.sub(r" +$", "", printed, flags=re.M)
         else:
-            first = block.replace("\\\n", " ").split("$ sdiloco ")[1].replace("examples/", f"{root}/examples/")
+            first = (
+                block.replace("\\\n", " ")
+                .split("$ sdiloco ")[1]
+                .replace("examples/", f"{root}/examples/")
+            )
             printed = command.told(*first.split())
     assert compared >= 4
 
@@ -278,7 +397,10 @@ def test_a_module_in_the_current_folder_is_planned_without_memory_unless_it_look
     small = ["--step-time=0.1", "--bandwidth=1Gbit", "--fragments=strided:2"]
     # 60 billion values.
     answer = told("--model=own_module.Net", "--model.width=100000", *small)
-    assert (answer["parameters"], answer["settings"]["number_of_fragments"]) == (6 * (100_000**2 + 100_000), 3)
+    assert (answer["parameters"], answer["settings"]["number_of_fragments"]) == (
+        6 * (100_000**2 + 100_000),
+        3,
+    )
     assert told("--model=own_module.Early", "--model.width=10", *small)["parameters"] == 3 + 6 * 110
 
 
@@ -315,12 +437,15 @@ def test_what_cannot_be_planned_is_refused() -> None:
     assert not_refused_with("plan", REFUSED) == {}
 
 
-def test_a_hub_carries_a_payload_of_each_site_to_each_other_and_a_quorum_says_whom_a_round_waits_for() -> None:
+def test_a_hub_carries_a_payload_of_each_site_to_each_other_and_a_quorum_says_whom_a_round_waits_for() -> (
+    None
+):
     asked = [*ASKED, "--groups=4", "--compression=bf16"]
     answer = told(*asked, "--hub-bandwidth=0.5Gbit", "--quorum=4")
     hub, waits = answer["hub"], answer["waits"]
     assert (hub["bytes_in"], hub["bytes_out"]) == (4 * 2 * 10**9, 4 * 3 * 2 * 10**9)
-    # 24 GB at 0.5 Gbit/s are 384 s: in 100 steps of 0.1 s that is 38.4 times what there is, and 500 do not suffice.
+    # 24 GB at 0.5 Gbit/s are 384 s: in 100 steps of 0.1 s that is 38.4 times what there is, and 500
+    # do not suffice.
     assert (hub["share"], hub["enough"]) == (pytest.approx(38.4), None)
     # Where nobody is late it is the flight through the hub, however many are needed.
     assert waits["usual"] == waits["all"] == waits["longest"]
@@ -338,7 +463,10 @@ def test_a_hub_carries_a_payload_of_each_site_to_each_other_and_a_quorum_says_wh
     assert grace["all"]["closes"] == last
     # This one waits for nobody who is late, but for its grace in every eighth round.
     dynamic = told(*late, "--quorum=DynamicBackup", "--quorum.least=0.5")["waits"]
-    assert (dynamic["usual"]["closes"], dynamic["longest"]) == (pytest.approx(first), grace["usual"])
+    assert (dynamic["usual"]["closes"], dynamic["longest"]) == (
+        pytest.approx(first),
+        grace["usual"],
+    )
     text = text_of(*late, "--quorum=3")
     assert "site 3" in text
     assert text.count("late") == 2
@@ -349,7 +477,9 @@ def test_links_of_the_groups_tell_what_suitable_parts_bring(tmp_path: Path) -> N
     given.write_text("{paris: 1, milan: 1, rome: 1, lisbon: 0.5}")
     answer = told(*STEP, f"--links={given}")
     assert (answer["groups"], answer["link"]["gbit_s"]) == (4, 0.5)
-    assert answer["links"]["equal_seconds"] / answer["links"]["round_seconds"] == pytest.approx(1.5, rel=1e-3)
+    assert answer["links"]["equal_seconds"] / answer["links"]["round_seconds"] == pytest.approx(
+        1.5, rel=1e-3
+    )
     assert answer["links"]["shares"] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
     text = text_of(*STEP, f"--links={given}")
     assert "exchange=TwoShot('by_bandwidth', links=[1, 1, 1, 0.5])" in text
@@ -359,7 +489,9 @@ def test_links_of_the_groups_tell_what_suitable_parts_bring(tmp_path: Path) -> N
     assert "a list of at least two numbers" in refused("plan", *STEP, f"--links={given}")
 
 
-def test_a_plan_draws_the_same_picture_with_matplotlib_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_plan_draws_the_same_picture_with_matplotlib_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib")
     files = [tmp_path / name for name in ("one.svg", "other.svg")]
     one, other = (text_of(*ASKED, f"--picture={file}") for file in files)

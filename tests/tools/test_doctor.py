@@ -11,13 +11,26 @@ import pytest
 from lightning_sdiloco.launch import reachability
 from lightning_sdiloco.launch.reachability import BrokenConnection, Endpoints
 from lightning_sdiloco.launch.rendezvous import warn_of_shared_store
-from lightning_sdiloco.tools.doctor import Examined, Launch, MeasuredLink, describe, detect_launch, findings
+from lightning_sdiloco.tools.doctor import (
+    Examined,
+    Launch,
+    MeasuredLink,
+    describe,
+    detect_launch,
+    findings,
+)
 from tests.ranks import run_processes
 from tests.scripts import ROOT
 from tests.strangers import listening
 from tests.tools.command import Ran, ran
 
-TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "29500",
+}
 SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "4"}
 SRUN |= {"SLURM_NODELIST": "gpu[03-05,9],login", "SLURM_JOB_ID": "4711"}
 BY_HAND = {"NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
@@ -46,8 +59,15 @@ def test_a_process_learns_its_rank_from_its_launcher_or_is_told_what_to_do() -> 
                     detect_launch(num_nodes)
 
 
-def test_torchrun_is_told_what_it_needs_to_restart_processes(caplog: pytest.LogCaptureFixture) -> None:
-    for lent, restarts, rank in (("True", "0", 0), ("False", "3", 0), ("True", "3", 1), ("True", "3", 0)):
+def test_torchrun_is_told_what_it_needs_to_restart_processes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for lent, restarts, rank in (
+        ("True", "0", 0),
+        ("False", "3", 0),
+        ("True", "3", 1),
+        ("True", "3", 0),
+    ):
         assert not caplog.text
         values = {"TORCHELASTIC_USE_AGENT_STORE": lent, "TORCHELASTIC_MAX_RESTARTS": restarts}
         with patch.dict(os.environ, values, clear=True):
@@ -55,18 +75,40 @@ def test_torchrun_is_told_what_it_needs_to_restart_processes(caplog: pytest.LogC
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text
 
 
-TCP = {"congestion_control": "bbr", "send_buffer": 1 << 28, "receive_buffer": 1 << 28, "slow_start_after_idle": False}
+TCP = {
+    "congestion_control": "bbr",
+    "send_buffer": 1 << 28,
+    "receive_buffer": 1 << 28,
+    "slow_start_after_idle": False,
+}
 DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "OMP_NUM_THREADS": "1"}
 
 
 def seen(**choices: Any) -> Examined:
-    """Four ranks on two hosts with nothing to complain of; what a machine has is chosen for that of rank 2."""
-    endpoints = [Endpoints(f"host{rank // 2}", rank // 2, "", ("10.0.0.1", 1), ("10.0.0.1", 2)) for rank in range(4)]
-    well = {"device": "CPU", "cores": 4, "files": 100_000, "variables": {"OMP_NUM_THREADS": "2"}, "tcp": TCP}
+    """Four ranks on two hosts with nothing to complain of; what a machine has is chosen for that
+    of rank 2.
+    """
+    endpoints = [
+        Endpoints(f"host{rank // 2}", rank // 2, "", ("10.0.0.1", 1), ("10.0.0.1", 2))
+        for rank in range(4)
+    ]
+    well = {
+        "device": "CPU",
+        "cores": 4,
+        "files": 100_000,
+        "variables": {"OMP_NUM_THREADS": "2"},
+        "tcp": TCP,
+    }
     links = [MeasuredLink(0, 1, 0.05, 1e8), MeasuredLink(1, 0, 0.05, 9e7)]
     machines = [{**describe(), **well} for _ in endpoints]
     machines[2] |= {name: choices.pop(name) for name in machines[2].keys() & choices.keys()}
-    every = {"groups": 2, "endpoints": endpoints, "machines": machines, "broken": [], "links": links}
+    every = {
+        "groups": 2,
+        "endpoints": endpoints,
+        "machines": machines,
+        "broken": [],
+        "links": links,
+    }
     return Examined(**{**every, **choices})
 
 
@@ -82,9 +124,19 @@ UNWELL: list[tuple[dict[str, Any], str, str, str]] = [
     ({"variables": DETAIL}, "slow: debugging", "rank 2", "Leave it out"),
     ({"tcp": SMALL}, "slow: buffers 0 -> 1", "below 80 Mbit/s at 50 ms", "net.ipv4.tcp_rmem="),
     ({"tcp": SLOWLY}, "slow: idle connections", "starts slowly", "tcp_slow_start_after_idle=0"),
-    ({"links": HALF}, "slow: bandwidth 1 -> 0", "30 Mbit/s, and 100 Mbit/s in the other", "worker group 1 to 0"),
+    (
+        {"links": HALF},
+        "slow: bandwidth 1 -> 0",
+        "30 Mbit/s, and 100 Mbit/s in the other",
+        "worker group 1 to 0",
+    ),
     ({"broken": SHUT, "links": []}, "wrong: reachability", BETWEEN, "Open all TCP ports"),
-    ({"links": [MeasuredLink(0, 1, error="no answer")]}, "wrong: round trip 0 -> 1", "no answer", "again"),
+    (
+        {"links": [MeasuredLink(0, 1, error="no answer")]},
+        "wrong: round trip 0 -> 1",
+        "no answer",
+        "again",
+    ),
 ]
 
 
@@ -100,12 +152,18 @@ def test_the_page_shows_the_table_of_such_a_link() -> None:
     endpoints = [own._replace(host=f"n{own.group}") for own in seen().endpoints]
     links = [MeasuredLink(0, 1, 0.0562, 95.6e6), MeasuredLink(1, 0, 0.0562, 22.8e6)]
     assert len(rows) == 6
-    made = [list(finding) for finding in findings(seen(endpoints=endpoints, links=links, tcp=SLOWLY))]
+    made = [
+        list(finding) for finding in findings(seen(endpoints=endpoints, links=links, tcp=SLOWLY))
+    ]
     assert [row for row in rows if row not in made] == []
 
 
 def test_what_is_wrong_or_slow_is_told_with_what_to_do_and_where_all_is_well_nothing() -> None:
-    told = {finding.check: finding.found for finding in findings(seen()) if finding.state == "ok" and not finding.fix}
+    told = {
+        finding.check: finding.found
+        for finding in findings(seen())
+        if finding.state == "ok" and not finding.fix
+    }
     assert len(told) == len(findings(seen()))
     well = {
         "ranks": "4 on 2 hosts (host0, host1), in 2 worker groups of 2",
@@ -131,7 +189,13 @@ def test_rank_0_prints_one_table() -> None:
     assert code == 0
     assert others == [("", "", 0)] * 3
     assert table.count("sdiloco doctor") == 1
-    for told in ("reachability", "round trip 0 -> 1", "bandwidth 0 -> 1", "bandwidth 1 -> 0", "torch"):
+    for told in (
+        "reachability",
+        "round trip 0 -> 1",
+        "bandwidth 0 -> 1",
+        "bandwidth 1 -> 0",
+        "torch",
+    ):
         assert told in table
 
 
@@ -150,7 +214,9 @@ def test_what_hinders_ranks_is_found_and_told() -> None:
     (text, _, code), other = run_processes(unreachable, 2)
     told = json.loads(text)
     assert (code, other, told["ok"]) == (1, ("", "", 0), False)
-    assert [(connection["source"], connection["target"]) for connection in told["unreachable"]] == [(0, 1)]
+    assert [(connection["source"], connection["target"]) for connection in told["unreachable"]] == [
+        (0, 1)
+    ]
     assert [rank["worker_group"] for rank in told["ranks"]] == [0, 1]
 
     absent, _ = run_processes(lambda rank, _: None if rank else doctored(0, 2, "--wait=1"), 2)

@@ -1,4 +1,6 @@
-"""``sdiloco simulate``: groups with a Trainer each have the losses of real processes, and what is told of them."""
+"""``sdiloco simulate``: groups with a Trainer each have the losses of real processes, and what is
+told of them.
+"""
 
 import importlib
 import json
@@ -42,7 +44,11 @@ LINK = ["--bandwidth=0.001Gbit", "--round-trip=0.05", "--step-time=0.1"]
 def write(folder: Path, kind: str = "lightning.pytorch", **trainer: Any) -> str:
     """The file of a LightningCLI, for a distribution or a large model."""
     strategy, net, data = OURS.get(kind, LARGE)
-    own = {"accelerator": "cpu", "max_steps": 30, "strategy": {"class_path": strategy, "init_args": CHOICES}}
+    own = {
+        "accelerator": "cpu",
+        "max_steps": 30,
+        "strategy": {"class_path": strategy, "init_args": CHOICES},
+    }
     off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     config = {
         "seed_everything": 3,
@@ -65,7 +71,9 @@ def losses(result: Run) -> list[list[float]]:
 
 def told(folder: Path, *args: str) -> dict[str, Any]:
     """The JSON that the command writes, and the text that it prints."""
-    text = command.told("simulate", f"--config={write(folder)}", f"--json={folder / 'told.json'}", *args)
+    text = command.told(
+        "simulate", f"--config={write(folder)}", f"--json={folder / 'told.json'}", *args
+    )
     return {**json.loads((folder / "told.json").read_text()), "text": text}
 
 
@@ -90,7 +98,11 @@ def real(rank: int, world_size: int, distribution: str, arguments: list[str]) ->
         trainer_defaults={"callbacks": [Losses()]},
         save_config_callback=None,
     )
-    return {**found, "outer": cli.trainer.strategy.outer_state_dict(), "report": cli.trainer.strategy.report()}
+    return {
+        **found,
+        "outer": cli.trainer.strategy.outer_state_dict(),
+        "report": cli.trainer.strategy.report(),
+    }
 
 
 @pytest.mark.parametrize(
@@ -98,8 +110,12 @@ def real(rank: int, world_size: int, distribution: str, arguments: list[str]) ->
     [
         ("lightning.pytorch", 3, "fp4", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
         ("pytorch_lightning", 2, "fp32", {"precision": "bf16-mixed"}),
-        pytest.param("deep", 3, "sparse", {"max_steps": 9, "val_check_interval": 4}, marks=pytest.mark.large),
-        pytest.param("normed", 3, "int4", {"max_steps": 9, "val_check_interval": 4}, marks=pytest.mark.large),
+        pytest.param(
+            "deep", 3, "sparse", {"max_steps": 9, "val_check_interval": 4}, marks=pytest.mark.large
+        ),
+        pytest.param(
+            "normed", 3, "int4", {"max_steps": 9, "val_check_interval": 4}, marks=pytest.mark.large
+        ),
     ],
 )
 def test_the_simulator_gives_the_losses_of_real_processes(
@@ -111,11 +127,15 @@ def test_the_simulator_gives_the_losses_of_real_processes(
     expected = run_processes(real, groups, distribution, arguments)
     result = simulated(file, groups, compression=compression)
     assert losses(result) == [rank["losses"] for rank in expected]
-    assert len({tuple(group.losses) for group in result.groups}) == groups, "each has its own part of the data"
+    assert len({tuple(group.losses) for group in result.groups}) == groups, (
+        "each has its own part of the data"
+    )
     for rank, group in zip(expected, result.groups, strict=True):
         assert group.bytes_sent == rank["report"]["bytes_sent"] > 0
         assert group.inner_steps == trainer.get("max_steps", 30)
-        assert all(torch.equal(result.outer[name], values) for name, values in rank["outer"].items())
+        assert all(
+            torch.equal(result.outer[name], values) for name, values in rank["outer"].items()
+        )
     logged = [validation.metrics["val_loss"] for validation in result.validations]
     assert logged == pytest.approx(expected[0]["validations"], rel=1e-6)
     assert len(logged) > 0
@@ -126,18 +146,34 @@ def test_the_demo_fits_as_its_own_command_line_would(monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(str(examples))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     script = importlib.import_module("pretrain_text")
-    small = ("model.layers=1", "model.width=16", "model.heads=2", "data.context=16", "trainer.max_steps=6")
-    off = ("trainer.enable_checkpointing=false", "trainer.limit_val_batches=0", "trainer.logger=false")
+    small = (
+        "model.layers=1",
+        "model.width=16",
+        "model.heads=2",
+        "data.context=16",
+        "trainer.max_steps=6",
+    )
+    off = (
+        "trainer.enable_checkpointing=false",
+        "trainer.limit_val_batches=0",
+        "trainer.logger=false",
+    )
     # torch has Muon since 2.9.
     for more in ((), ("muon",))[: 1 + hasattr(torch.optim, "Muon")]:
-        files = tuple(str(examples / "configs" / f"{name}.yaml") for name in ("base", "streaming_fp4", *more))
+        files = tuple(
+            str(examples / "configs" / f"{name}.yaml") for name in ("base", "streaming_fp4", *more)
+        )
         own = (script.PretrainCLI, script.ByteGPT, script.StandardLibraryText)
-        result = run(Configuration(files, (*small, *off), *own), 2, {"sync_every": 3, "overlap_steps": 1})
+        result = run(
+            Configuration(files, (*small, *off), *own), 2, {"sync_every": 3, "overlap_steps": 1}
+        )
         assert [group.inner_steps for group in result.groups] == [6, 6]
         assert all(loss > 3 for group in result.groups for loss in group.losses)
 
 
-def test_the_outer_model_is_evaluated_on_the_last_batches_unless_the_module_trains_by_hand(tmp_path: Path) -> None:
+def test_the_outer_model_is_evaluated_on_the_last_batches_unless_the_module_trains_by_hand(
+    tmp_path: Path,
+) -> None:
     # The last ten batches of both groups are all the data, which the last validation sees too.
     file = write(tmp_path, max_steps=20)
     result = simulated(file, 2, "data.length=100", sync_every=5, overlap_steps=0)
@@ -147,14 +183,18 @@ def test_the_outer_model_is_evaluated_on_the_last_batches_unless_the_module_trai
     assert (by_hand.outer_loss, len(by_hand.groups[0].losses)) == (None, 20)
     # A configuration without arguments of the strategy takes the defaults.
     for strategy in ("auto", "streaming_diloco", "streaming_diloco_ddp_fork"):
-        arguments = check(Configuration((write(tmp_path, strategy=strategy),)), 2, {"overlap_steps": 3})
+        arguments = check(
+            Configuration((write(tmp_path, strategy=strategy),)), 2, {"overlap_steps": 3}
+        )
         assert (arguments.get("sync_every", 100), arguments["overlap_steps"]) == (100, 3)
 
 
 def test_a_simulated_run_is_resumed_exactly(tmp_path: Path) -> None:
     folder = {"dirpath": str(tmp_path), "save_top_k": -1}
     checkpoint = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": folder}
-    file = write(tmp_path, enable_checkpointing=True, callbacks=[checkpoint], max_steps=-1, max_epochs=2)
+    file = write(
+        tmp_path, enable_checkpointing=True, callbacks=[checkpoint], max_steps=-1, max_epochs=2
+    )
     whole = simulated(file)
     resumed = simulated(file, 2, f"ckpt_path={tmp_path / 'epoch=0-step=12.ckpt'}")
     # Twelve batches make an epoch, and with the twelfth a fragment is launched.
@@ -169,7 +209,11 @@ def test_choices_replace_those_of_the_file_and_nothing_is_left_behind(tmp_path: 
     expected = torch.get_rng_state(), random.getstate()
     file = write(tmp_path, max_steps=12)
     result = simulated(file, 3, sync_every=10, compression="bf16", outer_lr=0.7)
-    assert (result.settings.sync_every, result.settings.compression, result.settings.outer_lr) == (10, "bf16", 0.7)
+    assert (result.settings.sync_every, result.settings.compression, result.settings.outer_lr) == (
+        10,
+        "bf16",
+        0.7,
+    )
     assert (result.settings.overlap_steps, len(result.groups)) == (2, 3)
     with pytest.raises(RuntimeError, match="the data of this group is broken"):
         simulated(file, 3, "model.fails_in_group=1")
@@ -186,7 +230,9 @@ def test_choices_replace_those_of_the_file_and_nothing_is_left_behind(tmp_path: 
 
 def test_groups_that_wait_in_vain_are_told_and_a_clock_stands_still_while_others_run() -> None:
     turns: Turns[Any] = Turns(2)
-    with pytest.raises(RuntimeError, match="wait for groups that wait for something else or have ended: 0"):
+    with pytest.raises(
+        RuntimeError, match="wait for groups that wait for something else or have ended: 0"
+    ):
         turns.run([lambda: turns.until(lambda: False), lambda: None])
     turns, done = Turns(2), threading.Event()
 
@@ -199,7 +245,9 @@ def test_groups_that_wait_in_vain_are_told_and_a_clock_stands_still_while_others
         done.wait(0.2)
         done.set()
 
-    waited, worked = turns.run([lambda: timed(lambda: turns.until(done.is_set)), lambda: timed(second)])
+    waited, worked = turns.run(
+        [lambda: timed(lambda: turns.until(done.is_set)), lambda: timed(second)]
+    )
     assert waited < 0.1 < 0.2 <= worked
 
 
@@ -211,7 +259,8 @@ def test_one_run_tells_losses_bytes_and_time(tmp_path: Path) -> None:
     text, chosen = answer["text"], recommended(direction="elementwise")
     for line in (
         "2 worker groups, 12 inner steps each, 74 parameters",
-        f"overlap_steps=2, mixing={chosen.mixing}, compression='fp4', outer_lr={chosen.outer_lr}, outer_momentum=",
+        f"overlap_steps=2, mixing={chosen.mixing}, compression='fp4',"
+        f" outer_lr={chosen.outer_lr}, outer_momentum=",
         "Outer model: loss ",
         "val_loss",
         "Predicted on 1 Mbit/s in each direction, 50 ms round trip, 0.1 s per inner step:",
@@ -226,13 +275,17 @@ def test_one_run_tells_losses_bytes_and_time(tmp_path: Path) -> None:
     # Two fragments were launched after 6, 9 and 12 inner steps, and once more at the end.
     sizes = list(Model.of_parameters(trainable(Net())).fragments(Settings(fragments="strided:1")))
     launches = [("fp4", 0), ("fp4", 1), ("fp4", 0), ("fp32", 0), ("fp32", 1)]
-    payload = sum(resolve(code).wire_bytes(sizes[fragment]) + CONTROL_BYTES for code, fragment in launches)
+    payload = sum(
+        resolve(code).wire_bytes(sizes[fragment]) + CONTROL_BYTES for code, fragment in launches
+    )
     assert payload <= only["bytes_sent"][0] <= payload + 5 * 2 * 8 * 4, "and buffers of BatchNorm"
     assert answer["circumstances"]["link"] == {"gbit_s": 0.001, "round_trip": 0.05, "loss": 0.0}
 
 
 def test_speeds_and_absences_change_the_time_and_no_loss(tmp_path: Path) -> None:
-    (even,), (uneven,) = (told(tmp_path, *LINK, *more)["runs"] for more in ((), ("--speeds=1,0.5", "--absence=0:1-3")))
+    (even,), (uneven,) = (
+        told(tmp_path, *LINK, *more)["runs"] for more in ((), ("--speeds=1,0.5", "--absence=0:1-3"))
+    )
     assert even["losses"] == uneven["losses"]
     assert even["prediction"]["seconds"] > 30 * 0.1
     # Half as fast; a part of the absence of the other falls into the time that it waits anyway.
@@ -241,7 +294,8 @@ def test_speeds_and_absences_change_the_time_and_no_loss(tmp_path: Path) -> None
     rest = uneven["prediction"]["seconds"] - 3
     assert rest - 2 - 0.1 < uneven["prediction"]["waited"][0] < rest
     assert uneven["prediction"]["ddp_seconds"] > even["prediction"]["ddp_seconds"] + 3
-    # Nobody waits for a group whose loader is paced: from the first landing on it trains every other inner step.
+    # Nobody waits for a group whose loader is paced: from the first landing on it trains every
+    # other inner step.
     paced = ["--set=data.paced=true", "--set=trainer.max_steps=60", "--set=trainer.max_epochs=-1"]
     (run_,) = told(tmp_path, *paced, *LINK, "--speeds=1,0.5")["runs"]
     first, second = run_["losses"]
@@ -251,7 +305,12 @@ def test_speeds_and_absences_change_the_time_and_no_loss(tmp_path: Path) -> None
 
 
 def test_a_sweep_runs_every_combination_and_tells_them_in_a_table(tmp_path: Path) -> None:
-    sweeps = ["--sweep=groups=2,3", "--sweep=sync_every=5,10", "--sweep=compression=fp4", "--set=trainer.max_steps=12"]
+    sweeps = [
+        "--sweep=groups=2,3",
+        "--sweep=sync_every=5,10",
+        "--sweep=compression=fp4",
+        "--set=trainer.max_steps=12",
+    ]
     # In the first round a validation takes an exchange of its own.
     answer = told(tmp_path, *sweeps, "--set=trainer.limit_val_batches=0")
     runs, every = answer["runs"], [(2, 5), (2, 10), (3, 5), (3, 10)]
@@ -275,10 +334,15 @@ carry: {mixing: {class_path: lightning_sdiloco.Carry}, groups: 3}
 def test_methods_are_compared_by_name_and_seeds_pair_by_pair(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "methods.yaml").write_text(METHODS)
-    methods, picture = f"--methods={tmp_path / 'methods.yaml'}", f"--picture={tmp_path / 'methods.svg'}"
+    methods, picture = (
+        f"--methods={tmp_path / 'methods.yaml'}",
+        f"--picture={tmp_path / 'methods.svg'}",
+    )
     answer = told(tmp_path, methods, picture, "--set=trainer.max_steps=18", *LINK)
     plain, rarer, carry = answer["runs"]
-    assert rarer["prediction"]["waited"][0] < plain["prediction"]["waited"][0], "what was not launched takes no time"
+    assert rarer["prediction"]["waited"][0] < plain["prediction"]["waited"][0], (
+        "what was not launched takes no time"
+    )
     assert rarer["bytes_sent"][0] < plain["bytes_sent"][0]
     assert (carry["groups"], carry["settings"]["mixing"]) == (3, "Carry()")
     names = ["as it is", "rarer", "carry"]
@@ -286,12 +350,17 @@ def test_methods_are_compared_by_name_and_seeds_pair_by_pair(tmp_path: Path) -> 
     rows = [line.partition("  ")[0].strip() for line in answer["text"].splitlines()]
     assert [row for row in rows if row in names] == names
 
-    sweep, picture = ["--sweep=compression=fp32,fp32", "--seeds=3,4"], f"--picture={tmp_path / 'seeds.svg'}"
+    sweep, picture = (
+        ["--sweep=compression=fp32,fp32", "--seeds=3,4"],
+        f"--picture={tmp_path / 'seeds.svg'}",
+    )
     answer = told(tmp_path, *sweep, picture, "--set=trainer.max_steps=12", *LINK)
     runs = answer["runs"]
     assert [one["seed"] for one in runs] == [3, 4, 3, 4]
     assert runs[0]["losses"] == runs[2]["losses"] != runs[1]["losses"], "the seed alone decides"
-    assert (tmp_path / "seeds.svg").read_text().count("compression=fp32") == 1, "one line of the legend"
+    assert (tmp_path / "seeds.svg").read_text().count("compression=fp32") == 1, (
+        "one line of the legend"
+    )
     assert "+0.0 ± 0.0" in answer["text"]
     assert "Means over 2 seeds" in answer["text"]
 
@@ -301,13 +370,19 @@ REFUSED = [
     ([], "--config must be given"),
     (["--config=missing.yaml"], "config='missing.yaml' is not a file"),
     (["FILE", "--groups=0"], "groups=0 is out of range"),
-    (["FILE", "--sweep=width=1,2"], "varies 'width', which is unknown. Choose among groups, sync_every"),
+    (
+        ["FILE", "--sweep=width=1,2"],
+        "varies 'width', which is unknown. Choose among groups, sync_every",
+    ),
     (["FILE", "--sweep=sync_every"], "has no values"),
     (["FILE", "--sweep=groups=1.5"], "not a whole number"),
     (["FILE", "--sweep=sync_every=5", "--sweep=sync_every=6"], "names something twice"),
     (["FILE", "--sweep=compression=fp4,fp5"], "compression='fp5'"),
     (["FILE", "--sweep=overlap_steps=2,auto"], "overlap_steps='auto' cannot be simulated"),
-    (["FILE", "--round-trip=0.1"], "--round-trip is for predicting the time of a run on a link. Give its --bandwidth"),
+    (
+        ["FILE", "--round-trip=0.1"],
+        "--round-trip is for predicting the time of a run on a link. Give its --bandwidth",
+    ),
     (["FILE", "--bandwidth=1Gbit", "--speeds=1,x"], "speeds has 'x' where a number should be"),
     (["FILE", "--bandwidth=1Gbit", "--speeds=1"], "1 speeds for 2 worker groups"),
     (["FILE", "--cli=no_such.CLI"], "cli='no_such.CLI' cannot be imported"),
@@ -327,8 +402,13 @@ REFUSED = [
 ]
 
 
-@patch("lightning_sdiloco.tools.simulate.command.run", Mock(side_effect=AssertionError("a run was started")))
-def test_what_cannot_be_simulated_is_refused_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@patch(
+    "lightning_sdiloco.tools.simulate.command.run",
+    Mock(side_effect=AssertionError("a run was started")),
+)
+def test_what_cannot_be_simulated_is_refused_before_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = f"--config={write(tmp_path)}"
     monkeypatch.chdir(tmp_path)
     for name, text in (("LIST", "- a"), ("BROKEN", "a ?= b: c:"), ("RATE", "a: {rate: 3}")):
@@ -337,16 +417,21 @@ def test_what_cannot_be_simulated_is_refused_before_a_run(tmp_path: Path, monkey
     assert not_refused_with("simulate", cases) == {}
 
 
-# Sites of a federation in virtual time: the slow and the late cost the others nothing, and nothing counts twice
+# Sites of a federation in virtual time: the slow and the late cost the others nothing, and nothing
+# counts twice
 
 STEPS, BATCH = 24, 5
 
 
-def test_slow_late_and_absent_sites_cost_the_others_nothing_and_what_they_train_counts_once(tmp_path: Path) -> None:
+def test_slow_late_and_absent_sites_cost_the_others_nothing_and_what_they_train_counts_once(
+    tmp_path: Path,
+) -> None:
     def played(sites: int, federation: dict[str, Any] | None = None, **places: Any) -> FederatedRun:
         quiet = ("trainer.limit_val_batches=0", f"trainer.max_steps={STEPS}")
         configuration = Configuration((write(tmp_path),), quiet)
-        return play_sites(configuration, sites, Places(step_time=1.0, **places), {"federation": federation or {}})
+        return play_sites(
+            configuration, sites, Places(step_time=1.0, **places), {"federation": federation or {}}
+        )
 
     speed = 0.25
     even, uneven = (played(2, speeds=speeds) for speeds in ((1.0, 1.0), (1.0, speed)))
@@ -361,7 +446,9 @@ def test_slow_late_and_absent_sites_cost_the_others_nothing_and_what_they_train_
     assert on_time.late == 0 < late.late
     assert late.missed > 0
     assert max(late.weights[0]) > 6 * BATCH, "what was carried counts with what came after it"
-    assert {sum(weights) for site in run.sites for weights in site.weights.values()} == {STEPS * BATCH}
+    assert {sum(weights) for site in run.sites for weights in site.weights.values()} == {
+        STEPS * BATCH
+    }
     assert on_time.ended < late.ended
 
     run = played(3, absences=(Absence(1, 8.0, 40.0), Absence(2, 0.0, 12.0)))
@@ -374,15 +461,41 @@ def test_slow_late_and_absent_sites_cost_the_others_nothing_and_what_they_train_
     assert [own.site for own in first.counted] == ["site-0", "site-1"]
 
 
-def test_the_command_tells_each_site_the_same_every_time_with_the_terms_of_the_configuration(tmp_path: Path) -> None:
-    site = {"hub": "hub:1", "run": "llm", "site": "a", "insecure": True, "grace": 3.0, "lease": 60.0}
+def test_the_command_tells_each_site_the_same_every_time_with_the_terms_of_the_configuration(
+    tmp_path: Path,
+) -> None:
+    site = {
+        "hub": "hub:1",
+        "run": "llm",
+        "site": "a",
+        "insecure": True,
+        "grace": 3.0,
+        "lease": 60.0,
+    }
     core = {"class_path": "tests.own_quorum.Core", "init_args": {"core": ["site-0", "site-1"]}}
-    federation = {"class_path": "lightning_sdiloco.Federation", "init_args": {**site, "quorum": core}}
-    strategy = {"class_path": OURS["lightning.pytorch"][0], "init_args": {**CHOICES, "federation": federation}}
+    federation = {
+        "class_path": "lightning_sdiloco.Federation",
+        "init_args": {**site, "quorum": core},
+    }
+    strategy = {
+        "class_path": OURS["lightning.pytorch"][0],
+        "init_args": {**CHOICES, "federation": federation},
+    }
     file, found = write(tmp_path, max_steps=STEPS, limit_val_batches=0, strategy=strategy), []
-    args = [f"--config={file}", "--sites=3", "--step-time=1", "--bandwidth=0.001Gbit", "--delays=0,0,2"]
+    args = [
+        f"--config={file}",
+        "--sites=3",
+        "--step-time=1",
+        "--bandwidth=0.001Gbit",
+        "--delays=0,0,2",
+    ]
     for name in ("one", "other"):
-        found.append((command.told("simulate", *args, f"--json={tmp_path / name}"), (tmp_path / name).read_text()))
+        found.append(
+            (
+                command.told("simulate", *args, f"--json={tmp_path / name}"),
+                (tmp_path / name).read_text(),
+            )
+        )
     assert found[0] == found[1]
     text, sites = found[0][0], json.loads(found[0][1])["sites"]
     assert "3 sites, 74 parameters in 2 fragments" in text

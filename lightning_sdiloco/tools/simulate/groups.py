@@ -1,4 +1,6 @@
-"""Runs a LightningCLI configuration as several worker groups: strategy, callback and Trainer of each."""
+"""Runs a LightningCLI configuration as several worker groups: strategy, callback and Trainer of
+each.
+"""
 
 import inspect
 import logging
@@ -66,7 +68,9 @@ class SimulatedRank(NamedTuple):
     site: int | None = None
     sites: int = 1
     begins: Callable[[], None] = lambda: None  # called before every inner step
-    step_time: float = 0.0  # seconds of an inner step, as the group announces them; 0: as measured here
+    step_time: float = (
+        0.0  # seconds of an inner step, as the group announces them; 0: as measured here
+    )
     connection: Any = None  # of a site
 
     @property
@@ -80,7 +84,9 @@ class SimulatedRank(NamedTuple):
 
 
 class SimulatedProcessesMixin(_Base):
-    """Replaces, below a strategy, what DDPStrategy does with processes. Call `play` before the Trainer is made."""
+    """Replaces, below a strategy, what DDPStrategy does with processes. Call `play` before the
+    Trainer is made.
+    """
 
     simulated_rank: SimulatedRank
     _groups: ConnectedGroups
@@ -150,13 +156,21 @@ class SimulatedProcessesMixin(_Base):
             return tensor
         reduced = _REDUCTIONS.get(str(reduce_op).rpartition(".")[2].lower())
         if reduced is None:
-            raise ValueError(f"reduce_op={reduce_op!r} cannot be simulated. Use mean, sum, max or min.")
-        return reduced(torch.stack(self.simulated_rank.topology.world.all_gather(tensor))).to(tensor.dtype)
+            raise ValueError(
+                f"reduce_op={reduce_op!r} cannot be simulated. Use mean, sum, max or min."
+            )
+        return reduced(torch.stack(self.simulated_rank.topology.world.all_gather(tensor))).to(
+            tensor.dtype
+        )
 
     @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
         return torch.stack(
-            [tensor] if in_batch(self.lightning_module) else self.simulated_rank.topology.world.all_gather(tensor)
+            [tensor]
+            if in_batch(self.lightning_module)
+            else self.simulated_rank.topology.world.all_gather(tensor)
         )
 
 
@@ -178,7 +192,8 @@ else:
     _Callback = object
 
 LAST = 10
-"""How many batches at the end a mean loss is taken over; on the same batches the outer model is evaluated."""
+"""How many batches at the end a mean loss is taken over; on the same batches the outer model is
+evaluated."""
 
 
 class Validation(NamedTuple):
@@ -198,7 +213,9 @@ class Group:
     outer_loss: float | None = None
     bytes_sent: int = 0
     inner_steps: int = 0
-    times: list[float] = field(default_factory=list)  # when each inner step was done, on the clock of the group
+    times: list[float] = field(
+        default_factory=list
+    )  # when each inner step was done, on the clock of the group
     idle: list[int] = field(default_factory=list)
     launches: dict[int, tuple[int, ...]] = field(default_factory=dict)
     validations: list[Validation] = field(default_factory=list)
@@ -226,12 +243,16 @@ class RecorderMixin(_Callback):
             trainer.strategy.engine.rounds.step_clock = StepClock(self._rank.step_time)
         self._note_launches(trainer.strategy.engine)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self._begun <= self.group.inner_steps:
             self._begun = self.group.inner_steps + 1
             self._rank.begins()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self.group.losses.append(float(loss))
@@ -245,7 +266,9 @@ class RecorderMixin(_Callback):
             self._stepped()
 
     def _note_launches(self, engine: StreamingDiLoCo) -> None:
-        """Notes what is launched after the next inner step, which a pace decides as the run goes on."""
+        """Notes what is launched after the next inner step, which a pace decides as the run goes
+        on.
+        """
         if engine.launches_next:
             self.group.launches[engine.inner_steps + 1] = engine.launches_next
 
@@ -256,19 +279,31 @@ class RecorderMixin(_Callback):
             self.group.validations.append(Validation(trainer.strategy.engine.inner_steps, numbers))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Evaluates the outer model, which the module holds by now, on the last batches of the group."""
+        """Evaluates the outer model, which the module holds by now, on the last batches of the
+        group.
+        """
         parameters = inspect.signature(pl_module.training_step).parameters
-        if pl_module.automatic_optimization and self._batches and "dataloader_iter" not in parameters:
+        if (
+            pl_module.automatic_optimization
+            and self._batches
+            and "dataloader_iter" not in parameters
+        ):
             with _quietly(pl_module), trainer.precision_plugin.train_step_context():
-                outputs = [pl_module.training_step(*given[: len(parameters)]) for given in self._batches]
-            losses = [float(output["loss"] if isinstance(output, dict) else output) for output in outputs]
+                outputs = [
+                    pl_module.training_step(*given[: len(parameters)]) for given in self._batches
+                ]
+            losses = [
+                float(output["loss"] if isinstance(output, dict) else output) for output in outputs
+            ]
             self.group.outer_loss = _mean(losses)
         self._batches.clear()
 
 
 @contextmanager
 def _quietly(module: nn.Module) -> Iterator[None]:
-    """Puts a module into evaluation mode without logging; random numbers and the mode of every part come back."""
+    """Puts a module into evaluation mode without logging; random numbers and the mode of every
+    part come back.
+    """
     modes = [(part, part.training) for part in module.modules()]
     state = random_state()
     module.eval()
@@ -286,7 +321,8 @@ def _quietly(module: nn.Module) -> Iterator[None]:
 # The configuration
 
 
-# For each distribution our module with its strategy, and the packages of its Trainer and its Fabric.
+# For each distribution our module with its strategy, and the packages of its Trainer and its
+# Fabric.
 _OURS = {
     "lightning": ("lightning_pytorch", "lightning.pytorch", "lightning.fabric"),
     "pytorch_lightning": ("pytorch_lightning", "pytorch_lightning", "lightning_fabric"),
@@ -301,7 +337,9 @@ class SimulatedClasses(NamedTuple):
 
 @cache
 def simulated_classes(distribution: str) -> SimulatedClasses:
-    """Makes the strategy and the callback of a simulated worker group, for a distribution of Lightning."""
+    """Makes the strategy and the callback of a simulated worker group, for a distribution of
+    Lightning.
+    """
     ours, trainer, fabric = _OURS[distribution]
     strategy = import_module(f"lightning_sdiloco.{ours}").StreamingDiLoCoStrategy
     host = import_module(f"{trainer}.strategies").DDPStrategy
@@ -325,7 +363,10 @@ class Configuration:
     def __post_init__(self) -> None:
         missing = [file for file in self.files if not Path(file).is_file()]
         if missing:
-            raise ValueError(f"config={missing[0]!r} is not a file. Give the configuration file of a LightningCLI.")
+            raise ValueError(
+                f"config={missing[0]!r} is not a file. Give the configuration file of a"
+                " LightningCLI."
+            )
         for file in self.files:
             try:
                 read = yaml.safe_load(Path(file).read_text())
@@ -333,20 +374,27 @@ class Configuration:
                 read = ()
             if not isinstance(read, Mapping | None):
                 raise ValueError(
-                    f"config={file!r} is not a YAML file of arguments. Give the configuration file of a LightningCLI."
+                    f"config={file!r} is not a YAML file of arguments. Give the configuration"
+                    " file of a LightningCLI."
                 )
 
     @property
     def classes(self) -> SimulatedClasses:
         """Returns what is made for the distribution of Lightning that the classes belong to."""
-        models = [(yaml.safe_load(Path(file).read_text()) or {}).get("model") for file in self.files]
-        named = [_class_named(model.get("class_path")) for model in models if isinstance(model, Mapping)]
+        models = [
+            (yaml.safe_load(Path(file).read_text()) or {}).get("model") for file in self.files
+        ]
+        named = [
+            _class_named(model.get("class_path")) for model in models if isinstance(model, Mapping)
+        ]
         known = [cls for cls in (self.cli, self.model, self.data, *named) if cls is not None]
         tops = [base.__module__.partition(".")[0] for cls in known for base in cls.__mro__]
         return simulated_classes(next((top for top in tops if top in _OURS), "lightning"))
 
     def fit(self, rank: SimulatedRank, choices: Mapping[str, Any], callback: Any) -> Any:
-        """Parses the files and fits, as one group; without a callback only parses. Returns the LightningCLI."""
+        """Parses the files and fits, as one group; without a callback only parses. Returns the
+        LightningCLI.
+        """
         ours = self.classes.strategy
         name = f"{ours.__module__}.{ours.__qualname__}"
         base = self.cli or self.classes.cli
@@ -356,7 +404,10 @@ class Configuration:
             def before_instantiate_classes(self) -> None:
                 super().before_instantiate_classes()
                 trainer = self.config[self.subcommand].trainer
-                trainer.strategy = {"class_path": name, "init_args": _arguments_of(trainer, choices, rank)}
+                trainer.strategy = {
+                    "class_path": name,
+                    "init_args": _arguments_of(trainer, choices, rank),
+                }
 
             def instantiate_classes(self) -> None:
                 if callback is not None:
@@ -368,7 +419,10 @@ class Configuration:
                 chosen = trainer["callbacks"] or []
                 callbacks = chosen if isinstance(chosen, list) else [chosen]
                 # Otherwise every group would show a progress bar.
-                is_bar = [any(kind.__name__ == "ProgressBar" for kind in type(one).__mro__) for one in callbacks]
+                is_bar = [
+                    any(kind.__name__ == "ProgressBar" for kind in type(one).__mro__)
+                    for one in callbacks
+                ]
                 kept = [one for one, bar in zip(callbacks, is_bar, strict=True) if not bar]
                 off = {"enable_progress_bar": False, "enable_model_summary": False}
                 alone = {"devices": 1, "num_nodes": 1, "callbacks": [*kept, callback], **off}
@@ -380,12 +434,18 @@ class Configuration:
 
         classes = {"model_class": self.model, "datamodule_class": self.data}
         given = {name: cls for name, cls in classes.items() if cls is not None}
-        args = ["fit", *(f"--config={file}" for file in self.files), *(f"--{each}" for each in self.arguments)]
+        args = [
+            "fit",
+            *(f"--config={file}" for file in self.files),
+            *(f"--{each}" for each in self.arguments),
+        ]
         return SimulatedCLI(**given, args=args, save_config_callback=None)
 
 
 def _arguments_of(trainer: Any, choices: Mapping[str, Any], rank: SimulatedRank) -> dict[str, Any]:
-    """Returns the strategy's arguments of a simulated group or site: from the files, with the choices."""
+    """Returns the strategy's arguments of a simulated group or site: from the files, with the
+    choices.
+    """
     strategy = trainer.strategy
     arguments: dict[str, Any] = {}
     if not isinstance(strategy, str) or strategy not in ("auto", *variants("streaming_diloco")):
@@ -393,35 +453,52 @@ def _arguments_of(trainer: Any, choices: Mapping[str, Any], rank: SimulatedRank)
         cls = _class_named(path)
         if cls is None or not issubclass(cls, WorkerGroupStrategy):
             raise ValueError(
-                f"trainer.strategy={path or strategy!r} cannot be simulated, only StreamingDiLoCoStrategy. Choose it in"
+                f"trainer.strategy={path or strategy!r} cannot be simulated, only"
+                " StreamingDiLoCoStrategy. Choose it in"
                 " the configuration, or with --set trainer.strategy=streaming_diloco."
             )
         # Not dict(): that of a Namespace takes apart what is nested in it, such as a federation.
         arguments = strategy.init_args.as_dict()
-        numbers = [str(number) for number in (trainer.devices, trainer.num_nodes, arguments["worker_groups"])]
+        numbers = [
+            str(number)
+            for number in (trainer.devices, trainer.num_nodes, arguments["worker_groups"])
+        ]
         devices, nodes, groups = [int(number) if number.isdecimal() else 0 for number in numbers]
         if 0 < groups < devices * nodes:
             raise ValueError(
-                f"The configuration has {groups} worker groups for {devices * nodes} processes. A simulated group is"
-                " one rank. Give it the batch size of a whole group, and as many trainer.devices as groups, with --set."
+                f"The configuration has {groups} worker groups for {devices * nodes} processes."
+                " A simulated group is"
+                " one rank. Give it the batch size of a whole group, and as many trainer.devices"
+                " as groups, with --set."
             )
     arguments |= choices
     for name in ("sync_every", "overlap_steps", "fragments", "compression"):
         if arguments.get(name) == "auto":
             raise ValueError(
-                f"{name}='auto' cannot be simulated: it is chosen from a real link. Vary {name} with --sweep, or"
+                f"{name}='auto' cannot be simulated: it is chosen from a real link. Vary {name}"
+                " with --sweep, or"
                 " take what sdiloco plan recommends."
             )
     federation = arguments.get("federation")
     if rank.site is not None:
         # The terms of the one that the files name, and a hub in memory.
         named = (federation or {}).get("init_args", federation or {})
-        terms = {name: named[name] for name in ("lease", "grace", "quorum", "late", "rounds") if name in named}
-        own = {"hub": "memory:1", "run": "simulated", "site": site_name(rank.site), "insecure": True}
+        terms = {
+            name: named[name]
+            for name in ("lease", "grace", "quorum", "late", "rounds")
+            if name in named
+        }
+        own = {
+            "hub": "memory:1",
+            "run": "simulated",
+            "site": site_name(rank.site),
+            "insecure": True,
+        }
         arguments["federation"] = {**terms, **own}
     elif federation is not None:
         raise ValueError(
-            "The configuration is for a site of a federation. Give --sites instead of --groups: the number of such"
+            "The configuration is for a site of a federation. Give --sites instead of --groups:"
+            " the number of such"
             " sites."
         )
     return {**arguments, "worker_groups": rank.topology.num_groups, "start_method": "popen"}
@@ -470,8 +547,12 @@ class Run:
 
     @property
     def step_seconds(self) -> float | None:
-        """Returns the seconds of an inner step here, in the median group; None if there were not two."""
-        each = [[later - earlier for earlier, later in pairwise(group.times)] for group in self.groups]
+        """Returns the seconds of an inner step here, in the median group; None if there were not
+        two.
+        """
+        each = [
+            [later - earlier for earlier, later in pairwise(group.times)] for group in self.groups
+        ]
         known = sorted(median(steps) for steps in each if steps)
         return known[len(known) // 2] if known else None
 
@@ -483,7 +564,9 @@ def run(
     stepped: Callable[[], None] = lambda: None,
     speeds: Sequence[float] | None = None,
 ) -> Run:
-    """Runs a configuration as several worker groups of one rank each, in threads that take turns."""
+    """Runs a configuration as several worker groups of one rank each, in threads that take
+    turns.
+    """
     turns: Turns[tuple[Group, Run | None]] = Turns(groups)
     topologies = simulated_topologies(groups, turns.until)
     ranks = [
@@ -491,10 +574,14 @@ def run(
         for group, topology in enumerate(topologies)
     ]
     with quiet():
-        lived = turns.run([partial(live, configuration, rank, choices or {}, stepped) for rank in ranks])
+        lived = turns.run(
+            [partial(live, configuration, rank, choices or {}, stepped) for rank in ranks]
+        )
     first = lived[0][1]
     assert first is not None
-    return Run([group for group, _ in lived], first.validations, first.outer, first.model, first.settings)
+    return Run(
+        [group for group, _ in lived], first.validations, first.outer, first.model, first.settings
+    )
 
 
 def check(
@@ -509,27 +596,37 @@ def check(
     arguments = dict(cli.config[cli.subcommand].trainer.strategy["init_args"])
     # Objects given by a class path are not made yet, and "auto" settings are chosen in the run.
     made: dict[str, Any] = {
-        name: own for name, own in arguments.items() if isinstance(own, str | int | float | list | None) and own != AUTO
+        name: own
+        for name, own in arguments.items()
+        if isinstance(own, str | int | float | list | None) and own != AUTO
     }
     Settings.among(made)
     return arguments
 
 
 def live(
-    configuration: Configuration, rank: SimulatedRank, choices: Mapping[str, Any], stepped: Callable[[], None]
+    configuration: Configuration,
+    rank: SimulatedRank,
+    choices: Mapping[str, Any],
+    stepped: Callable[[], None],
 ) -> tuple[Group, Run | None]:
     """Runs one group to its end, in its thread. Only the first returns what is the same in all."""
     recorder = configuration.classes.recorder(rank, stepped)
     trainer = configuration.fit(rank, choices, recorder).trainer
     strategy = trainer.strategy
     if strategy.engine is None:
-        raise ValueError("The configuration trains nothing. Make sure that its max_steps and max_epochs are not 0.")
+        raise ValueError(
+            "The configuration trains nothing. Make sure that its max_steps and max_epochs are"
+            " not 0."
+        )
     group, report = recorder.group, strategy.report()
     group.bytes_sent, group.inner_steps = int(report["bytes_sent"]), int(report["inner_steps"])
     if rank.rank:
         return group, None
     model = Model.of_parameters(trainable(trainer.lightning_module))
-    return group, Run([], group.validations, strategy.outer_state_dict(), model, strategy.engine.settings)
+    return group, Run(
+        [], group.validations, strategy.outer_state_dict(), model, strategy.engine.settings
+    )
 
 
 @contextmanager

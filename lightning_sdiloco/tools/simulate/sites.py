@@ -1,4 +1,6 @@
-"""Plays a configuration as the sites of a federation, in virtual time: the real rules, engine, hub and Trainer."""
+"""Plays a configuration as the sites of a federation, in virtual time: the real rules, engine, hub
+and Trainer.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +26,9 @@ from lightning_sdiloco.tools.simulate.threads import Turns, simulated_topologies
 
 @dataclass(frozen=True)
 class Places:
-    """The conditions of worker groups or sites: links, speeds, and when each is away; each in their order."""
+    """The conditions of worker groups or sites: links, speeds, and when each is away; each in
+    their order.
+    """
 
     link: Link | None = None
     step_time: float | None = None
@@ -36,26 +40,43 @@ class Places:
     def check(self, count: int, of: str) -> None:
         """Refuses what does not suit the number of worker groups or sites."""
         require(count >= 1, of, count, "at least 1")
-        require(self.step_time is None or self.step_time > 0, "step_time", self.step_time or 0.0, "positive")
+        require(
+            self.step_time is None or self.step_time > 0,
+            "step_time",
+            self.step_time or 0.0,
+            "positive",
+        )
         for name, each in (("speeds", self.speeds), ("delays", self.delays)):
             if each is not None and len(each) != count:
-                raise ValueError(f"There are {len(each)} {name} for {count} {of}. Give one for each.")
+                raise ValueError(
+                    f"There are {len(each)} {name} for {count} {of}. Give one for each."
+                )
         for speed in self.speeds or ():
             require(speed > 0, "speeds", speed, "positive: 0.5 is half as fast as the others")
         for delay in self.delays or ():
             require(delay >= 0, "delays", delay, "at least 0")
         for absence in self.absences:
-            require(0 <= absence.group < count, "absence", absence.group, f"of one of the {of}, which count from 0")
+            require(
+                0 <= absence.group < count,
+                "absence",
+                absence.group,
+                f"of one of the {of}, which count from 0",
+            )
         if of == "sites":
             require(
-                self.founders(count) >= 1, "absence", 0.0, "above 0 for at least one site, or no site founds the run"
+                self.founders(count) >= 1,
+                "absence",
+                0.0,
+                "above 0 for at least one site, or no site founds the run",
             )
 
     def absences_of(self, site: int) -> list[Absence]:
         return sorted(absence for absence in self.absences if absence.group == site)
 
     def joins_at(self, site: int) -> float:
-        return max((absence.end for absence in self.absences_of(site) if absence.start == 0), default=0.0)
+        return max(
+            (absence.end for absence in self.absences_of(site) if absence.start == 0), default=0.0
+        )
 
     def founders(self, sites: int) -> int:
         return sum(self.joins_at(site) == 0 for site in range(sites))
@@ -95,25 +116,43 @@ def play_sites(
     hub = InProcessHub("simulated", places.founders(count), clock=lambda: time.now)
     incarnations = [_Incarnation(places, count, hub, time, turns, site) for site in range(count)]
     with quiet():
-        lived = turns.run([partial(incarnation.live, configuration, choices, stepped) for incarnation in incarnations])
+        lived = turns.run(
+            [
+                partial(incarnation.live, configuration, choices, stepped)
+                for incarnation in incarnations
+            ]
+        )
     first = lived[0][1]
     assert first is not None
     records = [Record.from_bytes(data) for _, data in hub.journal.read()]
     terms = hub.coordinator.ledger.terms
     told = f"grace={terms.grace:g} s, lease={terms.lease:g} s, quorum={terms.quorum}"
-    sites = [incarnation.told(group, records) for incarnation, (group, _) in zip(incarnations, lived, strict=True)]
+    sites = [
+        incarnation.told(group, records)
+        for incarnation, (group, _) in zip(incarnations, lived, strict=True)
+    ]
     return FederatedRun(sites, first, records, told)
 
 
 class _Incarnation:
     def __init__(
-        self, places: Places, sites: int, hub: InProcessHub, time: VirtualTime, turns: Turns[Any], number: int
+        self,
+        places: Places,
+        sites: int,
+        hub: InProcessHub,
+        time: VirtualTime,
+        turns: Turns[Any],
+        number: int,
     ) -> None:
         self._name, self._hub, self._time, self._number = site_name(number), hub, time, number
         self._times, self._ended, self._joined = list[float](), 0.0, list[int]()
         assert places.step_time is not None
         self._step_time = places.step_time / (places.speeds[number] if places.speeds else 1.0)
-        self._away, self._joins_at, link = places.absences_of(number), places.joins_at(number), places.link
+        self._away, self._joins_at, link = (
+            places.absences_of(number),
+            places.joins_at(number),
+            places.link,
+        )
         line = VirtualLink(
             time,
             number,
@@ -125,7 +164,9 @@ class _Incarnation:
         )
         connection = hub.connect(self._name, link=line)
         topology = simulated_topologies(1, turns.until)[0]
-        self._rank = SimulatedRank(topology, turns.seconds, number, sites, begins=self._begins, connection=connection)
+        self._rank = SimulatedRank(
+            topology, turns.seconds, number, sites, begins=self._begins, connection=connection
+        )
 
     def live(
         self, configuration: Configuration, choices: Mapping[str, Any], stepped: Callable[[], None]
@@ -161,5 +202,8 @@ class _Incarnation:
                 weights.setdefault(record.fragment, []).append(own.weight)
             elif self._joined[record.fragment] < record.round <= applied[record.fragment]:
                 missed += 1
-        late, counted = self._hub.coordinator.statistics[self._name].late, sum(map(len, weights.values()))
+        late, counted = (
+            self._hub.coordinator.statistics[self._name].late,
+            sum(map(len, weights.values())),
+        )
         return Site(group, self._times, self._ended, counted, late, missed, weights)

@@ -1,4 +1,6 @@
-"""Runs worker groups as threads that take turns, and lets them reach each other; see [Note: one thread at a time]."""
+"""Runs worker groups as threads that take turns, and lets them reach each other; see [Note: one
+thread at a time].
+"""
 
 import pickle
 import threading
@@ -47,10 +49,14 @@ class Turns(Generic[Result]):
         self._failure: BaseException | None = None
 
     def run(self, functions: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Runs one function in each thread, all from the caller's random numbers, which it restores."""
+        """Runs one function in each thread, all from the caller's random numbers, which it
+        restores.
+        """
         state = random_state(), 0
         threads = [
-            threading.Thread(target=self._live, args=(seat, function, state), name=f"group {seat}", daemon=True)
+            threading.Thread(
+                target=self._live, args=(seat, function, state), name=f"group {seat}", daemon=True
+            )
             for seat, function in enumerate(functions)
         ]
         try:
@@ -114,7 +120,8 @@ class Turns(Generic[Result]):
             self._fail(
                 RuntimeError(
                     "Worker groups wait for groups that wait for something else or have ended:"
-                    f" {', '.join(map(str, waiting))}. The groups do not make the same steps. Real processes would wait"
+                    f" {', '.join(map(str, waiting))}. The groups do not make the same steps."
+                    " Real processes would wait"
                     " until the timeout."
                 )
             )
@@ -138,7 +145,9 @@ Until = Callable[[Callable[[], bool]], None]
 def simulated_topologies(groups: int, until: Until) -> list[Topology]:
     """Makes the topologies of worker groups of one rank each, whose threads take turns."""
     tables: dict[int, _Meeting] = defaultdict(_Meeting)
-    words, places, sent, sent_on = (defaultdict[int, list[int]](lambda: [0] * groups) for _ in range(4))
+    words, places, sent, sent_on = (
+        defaultdict[int, list[int]](lambda: [0] * groups) for _ in range(4)
+    )
     return [
         replace(
             topology,
@@ -146,7 +155,9 @@ def simulated_topologies(groups: int, until: Until) -> list[Topology]:
             control=TurnTakingExchange(topology.control, topology.group_index, words, until),
             progress=TurnTakingExchange(topology.progress, topology.group_index, places, until),
             exchange=TurnTakingExchange(topology.exchange, topology.group_index, sent, until),
-            second_hop=TurnTakingExchange(topology.second_hop, topology.group_index, sent_on, until),
+            second_hop=TurnTakingExchange(
+                topology.second_hop, topology.group_index, sent_on, until
+            ),
             # Each alone: what another group has to do first, it does when it has its turn.
             background=InlineBackground.connect(1)[0],
         )
@@ -187,7 +198,8 @@ class SimulatedWorld(Communicator):
         if len(set(asked)) > 1:
             told = ", ".join(f"group {rank}: {what}" for rank, what in enumerate(asked))
             raise RuntimeError(
-                f"The worker groups are at different points of the program ({told}). Real processes would wait for"
+                f"The worker groups are at different points of the program ({told}). Real"
+                " processes would wait for"
                 " each other until the timeout."
             )
         meeting.left += 1
@@ -201,7 +213,12 @@ class TurnTakingExchange(Exchange[tuple[int, Any]]):
     """An exchange that lets the other groups have their turns until all have posted."""
 
     def __init__(
-        self, exchange: Exchange[Any], group: int, sent: dict[int, list[int]], until: Until, engine: int = 0
+        self,
+        exchange: Exchange[Any],
+        group: int,
+        sent: dict[int, list[int]],
+        until: Until,
+        engine: int = 0,
     ) -> None:
         super().__init__(exchange.num_groups)
         self._exchange = exchange
@@ -214,13 +231,20 @@ class TurnTakingExchange(Exchange[tuple[int, Any]]):
         exchange = self._exchange.channel(engine)
         return TurnTakingExchange(exchange, self._group, self._sent_by_engine, self._until, engine)
 
-    def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> tuple[int, Any]:
+    def post(
+        self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None
+    ) -> tuple[int, Any]:
         self._sent[self._group] += 1
         return self._sent[self._group], self._exchange.post(messages, sizes)
 
-    def collect(self, posted: tuple[int, Any], deadline: float, sizes: Sequence[int] | None = None) -> list[Tensor]:
+    def collect(
+        self, posted: tuple[int, Any], deadline: float, sizes: Sequence[int] | None = None
+    ) -> list[Tensor]:
         number, sent = posted
         self._until(lambda: min(self._sent) >= number)
         messages = self._exchange.collect(sent, deadline, sizes)
-        self.bytes_sent, self.bytes_received = self._exchange.bytes_sent, self._exchange.bytes_received
+        self.bytes_sent, self.bytes_received = (
+            self._exchange.bytes_sent,
+            self._exchange.bytes_received,
+        )
         return messages
