@@ -117,12 +117,14 @@ class Play:
     """Plays sites and their hub, each message and each inner step at its time."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.now = case, 0.0
+        self.case = case
+        self.now = 0.0
         self.terms = Terms(1, case.sync_every, case.overlap_steps, case.grace, quorum=case.quorum)
         self.ledger = Ledger(self.terms, RUN_CONFIG, 0.0)
         self.records: list[Record] = []
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers, self._incarnations = count(), [f"{site:016x}" for site in range(case.sites)]
+        self._numbers = count()
+        self._incarnations = [f"{site:016x}" for site in range(case.sites)]
         self.sites = [self._site(number) for number in range(case.sites)]
         self._heartbeat()
 
@@ -159,7 +161,8 @@ class Play:
         if trains:
             site.trained += 1
             follower.trained(1)
-        inbox, site.inbox = site.inbox, []
+        inbox = site.inbox
+        site.inbox = []
         for said in inbox:
             if isinstance(said, Record):
                 follower.learn(said)
@@ -256,7 +259,9 @@ class Play:
 def wait_for_all(case: Case) -> dict[str, float]:
     """Plays worker groups that are launched together: a landing waits for the launches of all."""
     steps = [case.steps_of(site) for site in range(case.sites)]
-    clocks, made, landing = [0.0] * case.sites, 0, []
+    clocks = [0.0] * case.sites
+    made = 0
+    landing = []
     while max(clocks) < case.seconds:
         clocks = [clock + next(own) for clock, own in zip(clocks, steps, strict=True)]
         made += 1

@@ -49,7 +49,8 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """What the interval says: nothing where it holds 0."""
-        half, more = half_width(self.percent), mean(self.percent)
+        half = half_width(self.percent)
+        more = mean(self.percent)
         return (
             ""
             if half is None
@@ -61,7 +62,8 @@ class Comparison:
         )
 
     def cells(self) -> list[str]:
-        one, ddp = self.ours[0], self.plain[0]
+        one = self.ours[0]
+        ddp = self.plain[0]
         return [
             self.name,
             f"{one['rounds']}",

@@ -55,7 +55,8 @@ def outer_gradients(
     replicas = [training.group() for _ in range(groups)]
     batches = training.text().batches(training.seed, groups * training.batch)
     outer = nn.Parameter(parameters_to_vector(replicas[0].model.parameters()).detach())
-    optimizer, found = torch.optim.SGD([outer], lr=0.4, momentum=0.9, nesterov=True), []
+    optimizer = torch.optim.SGD([outer], lr=0.4, momentum=0.9, nesterov=True)
+    found = []
     for _ in range(rounds):
         for replica in replicas:
             vector_to_parameters(outer.detach().clone(), replica.model.parameters())
@@ -150,17 +151,17 @@ def error_of_the_sum(rounds: list[Replicas], compression: Compression) -> float:
     """Relative error of all rounds of a replica added up, with the memory that the compression
     asks for.
     """
-    sent, true, memory = (
-        torch.zeros_like(rounds[0][0]).double(),
-        torch.zeros_like(rounds[0][0]).double(),
-        None,
-    )
+    sent = torch.zeros_like(rounds[0][0]).double()
+    true = torch.zeros_like(rounds[0][0]).double()
+    memory = None
     for step, (gradient, *_) in enumerate(rounds):
-        now, decoded = compression.at(step), torch.empty_like(gradient)
+        now = compression.at(step)
+        decoded = torch.empty_like(gradient)
         payload = now.encode(gradient if memory is None else gradient + memory)
         now.decode(payload, decoded)
         memory = now.remembered(gradient, memory, payload, mixing=0.0)
-        sent, true = sent + decoded, true + gradient
+        sent = sent + decoded
+        true = true + gradient
     return float((sent - true).norm() / true.norm())
 
 
@@ -176,7 +177,8 @@ def speeds(family: Mapping[str, Compression], numel: int, repeats: int) -> dict[
     0.25 takes four times as long. Each time is compared with that of a copy right before it, or a
     load would tell.
     """
-    values, out = torch.randn(numel), torch.empty(numel)
+    values = torch.randn(numel)
+    out = torch.empty(numel)
     ratios: dict[str, list[float]] = {}
 
     def run(name: str, work: Callable[[], object]) -> None:
@@ -229,7 +231,8 @@ def error_of_the_means(
     """Relative error of the means of all rounds added up: what the outer parameters are off by."""
     memories: list[Tensor | None] = [None] * groups
     residuals: list[Tensor | None] = [None] * groups
-    sent, true = torch.zeros_like(rounds[0][0]).double(), torch.zeros_like(rounds[0][0]).double()
+    sent = torch.zeros_like(rounds[0][0]).double()
+    true = torch.zeros_like(rounds[0][0]).double()
     for step, gradients in enumerate(rounds):
         sent += means(kind(groups, codec.at(step), 0.0), gradients[:groups], memories, residuals)
         true += torch.stack(gradients[:groups]).double().mean(0)
@@ -240,12 +243,14 @@ def error_of_the_means(
 
 def two_shots(rounds: list[Replicas]) -> dict[str, float]:
     """Shows the errors and bytes of a gather and of two shots, and returns the errors."""
-    headline, rows = dict[str, float](), []
+    headline = dict[str, float]()
+    rows = []
     numel = rounds[0][0].numel()
     ways = {"gather": (AllReduce, False), "two shots": (TwoShotAllReduce, False)}
     ways["two shots that forget"] = (TwoShotAllReduce, True)
     for (name, codec), groups in product(FAMILY.items(), GROUPS):
-        gather, two = AllReduce(groups, codec, 0.0), TwoShotAllReduce(groups, codec, 0.0)
+        gather = AllReduce(groups, codec, 0.0)
+        two = TwoShotAllReduce(groups, codec, 0.0)
         share = (two.payload_bytes(numel) + two.second_hop_bytes(numel)) / gather.payload_bytes(
             numel
         )
@@ -271,9 +276,12 @@ def every(rounds: list[Replicas], found: Mapping[str, list[float]]) -> dict[str,
     """Shows the errors and speeds of all compressions, and returns the errors by compression and
     data set.
     """
-    outer, numel = f"outer, round {len(rounds)}", 1 << 20
+    outer = f"outer, round {len(rounds)}"
+    numel = 1 << 20
     data = {outer: rounds[-1], **heavy_tails(rounds[0][0].numel())}
-    table, sums, rows = {}, {}, []
+    table = {}
+    sums = {}
+    rows = []
     for name, codec in FAMILY.items():
         bits = codec.wire_bytes(numel) * 8 / numel
         of = {what: errors(vectors, round_trip(codec)) for what, vectors in data.items()}
@@ -305,7 +313,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--two-shots", action="store_true", help="measure only what two shots cost")
     options = parser.parse_args(arguments)
-    about, written = report.measured("compression", options.quick), dict[str, Any]()
+    about = report.measured("compression", options.quick)
+    written = dict[str, Any]()
     if options.two_shots:
         rounds = outer_gradients(*((TINY, 3) if options.quick else (SMALL, 16)), groups=max(GROUPS))
         report.write(options.json, two_shots(rounds), about)

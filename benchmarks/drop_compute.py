@@ -71,7 +71,8 @@ def _rank(rank: int, world_size: int, case: Case) -> list[Timed]:
     for budget, first in ((float("inf"), warmup), ("auto", 0)):
         sleeps = table[first:].reshape(-1).tolist()
         loader = DropCompute(case.micro_batches, budget)(sleeps).follow(engine)  # type: ignore[arg-type]
-        trained, ends = 0, [time.perf_counter()]
+        trained = 0
+        ends = [time.perf_counter()]
         for seconds in loader:
             if seconds is not None:
                 with nullcontext() if loader.is_last else wrapped.no_sync():
@@ -115,7 +116,8 @@ def measure(case: Case) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     options = report.options(__doc__, arguments)
     case = Case(ranks=4, seconds=0.004, steps=20) if options.quick else Case()
-    expected, found = closed_form(case), measure(case)
+    expected = closed_form(case)
+    found = measure(case)
     row = [f"{found[name]:.1%}" for name in ("gain", "dropped")]
     row += [f"{found[name]:.3f} s" for name in ("seconds_without", "seconds_with")]
     columns = ["", "gain", "dropped", "step without", "step with"]

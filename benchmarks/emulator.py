@@ -29,8 +29,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _CLONE_NEWNET = 0x40000000
-_TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
-_IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 1, 0x1000, 0x4000
+_TUNSETIFF = 0x400454CA
+_TUNSETOFFLOAD = 0x400454D0
+_IFF_TUN = 1
+_IFF_NO_PI = 0x1000
+_IFF_VNET_HDR = 0x4000
 _ETHERNET = 14
 _AT_ONCE = 16  # packets that are read from one site before the others have their turn
 _VNET = struct.Struct("<BBHH")  # <linux/virtio_net.h>, of its 10 bytes the first 6
@@ -184,12 +187,14 @@ class Star:
 
     def _send(self, site: Site, to: Site, packet: bytes) -> None:
         _, segmented, header, size = _VNET.unpack_from(packet)
-        length, count = len(packet) - 10, 1
+        length = len(packet) - 10
+        count = 1
         wire = length + _ETHERNET
         if segmented and size:
             count = -(-(length - header) // size)
             wire = length - header + count * (header + _ETHERNET)
-        at, link = time.monotonic(), self._link
+        at = time.monotonic()
+        link = self._link
         if site.sends:
             if site.up - at > link.queue:
                 return

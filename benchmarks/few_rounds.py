@@ -30,7 +30,8 @@ from lightning_sdiloco import SimulatedGroups
 from lightning_sdiloco.algorithm.config import Settings
 
 ROUNDS = (5, 10, 20, 40)
-REGRESSIONS, REGRESSION_SEEDS = (32, 128, 512), range(10)
+REGRESSIONS = (32, 128, 512)
+REGRESSION_SEEDS = range(10)
 SHORT = {5: 1, 10: 2}
 """Rounds of few steps: H, and how many of them a fragment is in flight."""
 
@@ -99,7 +100,8 @@ def regressions(seeds: range) -> dict[str, list[float]]:
     for steps in REGRESSIONS:
         plain = [regression(seed, steps, None) for seed in seeds]
         for rounds in ROUNDS:
-            if (every := steps // rounds) < 3:
+            every = steps // rounds
+            if every < 3:
                 continue
             for momentum in momenta(every, rounds):
                 choices = {

@@ -41,13 +41,15 @@ BATCH = 4
 """Windows that a group sees in a step."""
 
 VALIDATION_WINDOWS = 256
-PRETRAINED_BATCH, PRETRAINED_LR = 2, 6e-3
+PRETRAINED_BATCH = 2
+PRETRAINED_LR = 6e-3
 """With which DDP does best from scratch; see `benchmarks.quality --stage rates`."""
 
 METHODS = {"all parameters": 0, "LoRA": 8}
 """The rank of the adapters, 0 without."""
 
-TUNING_SEED, SEEDS = 0, (6, 7, 8)
+TUNING_SEED = 0
+SEEDS = (6, 7, 8)
 
 BASE: dict[str, Any] = {"sync_every": 20, **TWO_GROUPS}
 

@@ -110,11 +110,10 @@ class Found(NamedTuple):
 
 def measure(case: Case) -> Found:
     """Trains over slow links, and over links that carry what they can."""
-    shaped, unshaped = (
-        _ranks(case, is_shaped=True),
-        _ranks(case._replace(before=1), is_shaped=False),
-    )
-    seconds, parts = list[float](), list[dict[str, float]]()
+    shaped = _ranks(case, is_shaped=True)
+    unshaped = _ranks(case._replace(before=1), is_shaped=False)
+    seconds = list[float]()
+    parts = list[dict[str, float]]()
     for flights in zip(*(rank.spans for rank in shaped), strict=True):
         launched, ended = (max(spans["flight"][end] for spans in flights) for end in (0, 1))
         seconds.append(ended - launched)
@@ -123,7 +122,8 @@ def measure(case: Case) -> Found:
             for spans in flights
         ]
         parts.append({name: max(one[name] for one in lengths) for name in lengths[0]})
-    flight, trips = median(seconds), 2 * case.round_trip
+    flight = median(seconds)
+    trips = 2 * case.round_trip
     alone = case.on_link(median(sent for rank in shaped for sent in rank.sent))
     step, free = (
         max(rank.seconds for rank in ranks) / case.flights / case.sync_every
@@ -262,7 +262,8 @@ def draw(measured: Mapping[str, Case], found: Mapping[str, Found], path: Path | 
         for name, case in measured.items():
             if case.congestion_control != control:
                 continue
-            one, color = found[name], BLUE if case.paced else ORANGE
+            one = found[name]
+            color = BLUE if case.paced else ORANGE
             times = [(seconds - 2 * case.round_trip) / one.bytes_alone for seconds in one.flights]
             where = sites.index(case.sites) + (0.15 if case.paced else -0.15)
             spread = [where + 0.1 * (at / max(1, len(times) - 1) - 0.5) for at in range(len(times))]
@@ -290,9 +291,11 @@ def main(arguments: list[str] | None = None) -> None:
         "--links", action="store_true", help="measure other links than those of 30 Mbit/s"
     )
     options = parser.parse_args(arguments)
-    if (lacks := missing()) is not None:
+    lacks = missing()
+    if lacks is not None:
         raise SystemExit(lacks)
-    found, told = dict[str, Found](), dict[str, dict[str, Any]]()
+    found = dict[str, Found]()
+    told = dict[str, dict[str, Any]]()
     measured = other_links() if options.links else cases(options.quick)
     for name, case in measured.items():
         found[name] = measure(case)

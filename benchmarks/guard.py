@@ -43,9 +43,11 @@ def landings(groups: int, sync_every: int, lr: float, budget: float) -> list[Lan
 
 def lengths(found: list[Landing]) -> list[float]:
     """Returns how many times as long as usual each contribution was, where that is known."""
-    past, longer = defaultdict[int, dict[int, list[float]]](lambda: defaultdict(list)), []
+    past = defaultdict[int, dict[int, list[float]]](lambda: defaultdict(list))
+    longer = []
     for landing in found:
-        own, norms = past[landing.fragment], dict(enumerate(landing.group_norms))
+        own = past[landing.fragment]
+        norms = dict(enumerate(landing.group_norms))
         longer += [
             norm / known for group, norm in norms.items() if (known := usual(group, norms, own))
         ]
@@ -56,7 +58,9 @@ def lengths(found: list[Landing]) -> list[float]:
 
 def main(arguments: list[str] | None = None) -> None:
     options = report.options(__doc__, arguments)
-    rows, longest, contributions = [], 0.0, 0
+    rows = []
+    longest = 0.0
+    contributions = 0
     for groups, sync_every, lr in CASES[:1] if options.quick else CASES:
         found = landings(groups, sync_every, lr, budget=0.5 if options.quick else 24.0)
         longest, contributions = (

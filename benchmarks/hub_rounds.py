@@ -31,7 +31,8 @@ from lightning_sdiloco.federation.run_config import Terms
 from tests.federation.scripted import RUN, ScriptedSite, Values, first_values, run_config
 
 ROUNDS = 5
-SITES, BYTES = (2, 8, 16, 32, 64), (16 << 10, 1 << 20)
+SITES = (2, 8, 16, 32, 64)
+BYTES = (16 << 10, 1 << 20)
 # All sites stand in one process, which holds the payloads of all of them for each of them.
 MOST = 1 << 30
 TERMS = Terms(fragments=1, sync_every=4, overlap_steps=2, grace=60.0, lease=60.0, guard=None)
@@ -63,17 +64,16 @@ def processor_time(process: "subprocess.Popen[str]") -> float:
 def measure(sites: int, size: int, at_hub: bool) -> dict[str, Any]:
     """Returns the hub's seconds a round, of its processor and by the clock."""
     with tempfile.TemporaryDirectory() as folder:
-        keys, names = Path(folder, "keys"), [f"site-{number:02d}" for number in range(sites)]
+        keys = Path(folder, "keys")
+        names = [f"site-{number:02d}" for number in range(sites)]
         init_keys(keys, RUN)
         for name in names:
             add_keys(keys, name, "site")
         command = [sys.executable, "-m", "benchmarks.hub_rounds", "--serve", folder, str(sites)]
         hub = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert hub.stdout is not None
-        terms, values = (
-            replace(TERMS, hub_mean="fp4" if at_hub else None),
-            size * 128 // 66 // 128 * 128,
-        )
+        terms = replace(TERMS, hub_mean="fp4" if at_hub else None)
+        values = size * 128 // 66 // 128 * 128
         payload = encoded(
             np.random.default_rng(0).standard_normal(values).astype(np.float32), "fp4"
         )
@@ -97,7 +97,8 @@ def measure(sites: int, size: int, at_hub: bool) -> dict[str, Any]:
                 for site in joined:
                     site.step()
                 time.sleep(0.01)
-        spent, seconds = processor_time(hub) - began[0], time.monotonic() - began[1]
+        spent = processor_time(hub) - began[0]
+        seconds = time.monotonic() - began[1]
         for site in joined:
             site.connection.close(0)
         hub.communicate(timeout=60)

@@ -113,7 +113,8 @@ def measure(line: Line, repeats: int) -> list[dict[str, Any]]:
         hub = inside(links, 0, "serve", folder)
         site = inside(links, 1, "send", folder, links.address(0), str(line.connections))
         for size in line.sizes:
-            ours, plain = [], []
+            ours = []
+            plain = []
             for _ in range(repeats):
                 plain.append(iperf3(links, size, line.connections))
                 site.stdin.write(f"{size}\n")
@@ -169,7 +170,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def cells_of(row: dict[str, Any]) -> list[str]:
     """Returns what the table says of it: our rate, that of iperf3, and one over the other."""
-    ours, plain = median(row["ours"]), median(row["iperf3"])
+    ours = median(row["ours"])
+    plain = median(row["iperf3"])
     return [f"{ours:.1f}", f"{plain:.1f}", f"{ours / plain:.2f}"]
 
 

@@ -86,7 +86,9 @@ class Snapshots(Stamps):
     def __init__(self, case: LearningCase, net: nn.Module, rank: int) -> None:
         super().__init__(case.step_seconds)
         self.model = net.state_dict
-        self._case, self._net, self._rank = case, net, rank
+        self._case = case
+        self._net = net
+        self._rank = rank
         self._steps = set(case.snapshot_steps)
 
     @override

@@ -104,7 +104,8 @@ class Links:
         self._emulator: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Links:
-        if (lacks := missing()) is not None:
+        lacks = missing()
+        if lacks is not None:
             raise RuntimeError(lacks)
         try:
             self._open()

@@ -39,9 +39,12 @@ DEMONSTRATED = Size(layers=3, width=64, heads=4, context=128)
 """189,312 parameters: the model of examples/demo.py."""
 
 TOKENS_PER_PARAMETER = 16
-SITES, BATCH, SEED = 2, 4, 0
+SITES = 2
+BATCH = 4
+SEED = 0
 VALIDATION_WINDOWS = 512
-MBIT_S, ROUND_TRIP = 100.0, 0.05
+MBIT_S = 100.0
+ROUND_TRIP = 0.05
 LIMIT = 900.0
 """Seconds after which a run is over."""
 
@@ -177,7 +180,8 @@ class Validation:
 
 
 def measure(quick: bool, path: Path | None) -> list[Row]:
-    if (lacks := missing()) is not None:
+    lacks = missing()
+    if lacks is not None:
         raise SystemExit(lacks)
     kept = json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
     rows: list[Row] = [row for row in kept if "reason" not in row]
@@ -301,10 +305,12 @@ def headline(rows: list[Row]) -> dict[str, float]:
     for method, row in best(rows).items():
         numbers[f"{METHODS[method][0]}: last loss"] = final(row)
         for name, loss in targets(rows).items():
-            if (seconds := seconds_to(row, loss)) is not None:
+            seconds = seconds_to(row, loss)
+            if seconds is not None:
                 numbers[f"{METHODS[method][0]}: seconds to {name}"] = seconds
     for method in ALONE:
-        if (bound := without_exchange(rows, method)) is not None:
+        bound = without_exchange(rows, method)
+        if bound is not None:
             numbers[f"{METHODS[method][0]}: seconds of a step"] = bound
     return numbers
 
@@ -339,8 +345,10 @@ def show(rows: list[Row]) -> None:
     goal_columns = [f"seconds to {loss:.3f}" for loss in goals.values()]
     size = next(iter(rows))["case"]
     for method in ALONE:
-        if (bound := without_exchange(rows, method)) is not None:
-            each, whole = f"{1000 * bound:.1f}", f"{bound * size['steps']:.0f}"
+        bound = without_exchange(rows, method)
+        if bound is not None:
+            each = f"{1000 * bound:.1f}"
+            whole = f"{bound * size['steps']:.0f}"
             table.append([METHODS[method][0], "", each, "0", whole, *[""] * (1 + len(goals))])
     caption = (
         "; ".join(f"{loss:.3f}: {name}" for name, loss in goals.items())
@@ -377,7 +385,8 @@ def draw(rows: list[Row], path: Path | None) -> None:
             markersize=4,
             linewidth=2.5 if color == RED else 1.5,
         )
-    bound, steps = without_exchange(rows), rows[0]["case"]["steps"]
+    bound = without_exchange(rows)
+    steps = rows[0]["case"]["steps"]
     if bound is not None:
         label = f"without any exchange: {bound * steps:.0f} s"
         axes.axvline(bound * steps, color=GREY, linestyle=":", label=label)

@@ -108,7 +108,8 @@ def flown(flights: Flights, rank: int, world_size: int) -> Row:
     landings: list[float] = []
     everything: list[float] = []
     for _ in range(flights.rounds * 2 * flights.fragments):
-        whole, before = time.process_time(), time.thread_time()
+        whole = time.process_time()
+        before = time.thread_time()
         engine.launch_due()
         launched = time.thread_time()
         # Processor time of this thread: waiting for the others is none.

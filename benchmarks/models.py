@@ -63,7 +63,8 @@ def adamw(
     weight decay.
     """
     every = list(parameters)
-    matrices, vectors = [p for p in every if p.dim() > 1], [p for p in every if p.dim() <= 1]
+    matrices = [p for p in every if p.dim() > 1]
+    vectors = [p for p in every if p.dim() <= 1]
     parts = [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},

@@ -102,7 +102,8 @@ class Turns:
     def _await_turn(self) -> None:
         while self._turn < 2 * self._case.repeats:
             self._barrier.wait(timeout=600)
-            turn, self._turn = self._turn, self._turn + 1
+            turn = self._turn
+            self._turn = self._turn + 1
             if (turn % 4 in (1, 2)) == bool(self._mine):
                 return
 
@@ -139,7 +140,8 @@ def trained(case: Case, barrier: Barrier, rank: int, world_size: int) -> Told:
 
 def measure(case: Case) -> dict[str, Any]:
     """All turns of both pairs, in new processes for each run."""
-    runs, told = list[list[dict[str, Seconds]]](), dict[str, Any]()
+    runs = list[list[dict[str, Seconds]]]()
+    told = dict[str, Any]()
     for number in range(case.runs):
         pairs, told = run(case)
         runs.append(pairs)
@@ -210,7 +212,8 @@ def draw(results: dict[str, dict[str, Any]], path: Path | None) -> None:
     labels = []
     for place, (name, found) in enumerate(results.items()):
         for offset, (what, color) in zip((0.15, -0.15), _COLORS.items(), strict=True):
-            values, at = by_run(found, what), -place + offset
+            values = by_run(found, what)
+            at = -place + offset
             axes.plot(
                 values,
                 [at] * len(values),

@@ -185,7 +185,8 @@ def verdict(percent: Sequence[float], is_worse: bool) -> str:
     half = half_width(percent)
     if half is None:
         return "open"
-    low, high = mean(percent) - half, mean(percent) + half
+    low = mean(percent) - half
+    high = mean(percent) + half
     inside, outside = (low > 0, high < 0) if is_worse else (high < ALIKE, low > ALIKE)
     return "agrees" if inside else "disagrees" if outside else "open"
 
@@ -200,7 +201,8 @@ def judged(factor: str, claim: Claim, model: Model) -> list[str] | None:
     found = compared(model.kept, {claim.first: list(zip(*both, strict=False))})
     if not found:
         return None
-    percent, said = found[0].percent, "worse than" if claim.is_worse else "as good as"
+    percent = found[0].percent
+    said = "worse than" if claim.is_worse else "as good as"
     text = f"{factor}: {claim.first} is {said} {claim.second}"
     return [
         text,

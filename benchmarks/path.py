@@ -88,11 +88,15 @@ class Plain:
     """
 
     def __init__(self, model: nn.Module, lr: float, momentum: float, mixing: float) -> None:
-        self.parameters, self.mixing, self.codec = list(model.parameters()), mixing, FP4()
+        self.parameters = list(model.parameters())
+        self.mixing = mixing
+        self.codec = FP4()
         self.outer = nn.Parameter(self.read())
         self.optimizer = torch.optim.SGD([self.outer], lr, momentum, nesterov=True)
-        self.group, self.step = dist.new_group(), 0
-        self.thread, self.flight = ThreadPoolExecutor(1), Future[None]()
+        self.group = dist.new_group()
+        self.step = 0
+        self.thread = ThreadPoolExecutor(1)
+        self.flight = Future[None]()
 
     def read(self) -> Tensor:
         return torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
@@ -115,11 +119,9 @@ class Plain:
             work.wait()
         heads = [one[:32].clone().view(torch.int64).tolist() for one in messages]
         assert heads[0][:2] == heads[1][:2], "both launch the same"
-        decoded, mean, trained = (
-            torch.empty_like(gradient),
-            torch.zeros_like(gradient),
-            heads[0][2] + heads[1][2],
-        )
+        decoded = torch.empty_like(gradient)
+        mean = torch.zeros_like(gradient)
+        trained = heads[0][2] + heads[1][2]
         for (_, _, weight, _), one in zip(heads, messages, strict=True):
             self.codec.decode(one[32:], decoded)
             mean += decoded if 2 * weight == trained else decoded * (2 * weight / trained)
@@ -195,7 +197,8 @@ def main(arguments: list[str] | None = None) -> None:
     flights, turns = (5, 1) if options.quick else (20, 15)
     for name, width in list(WIDTHS.items())[:1] if options.quick else WIDTHS.items():
         found = run_ranks(partial(costs, width, flights, turns), 2, timeout=300.0)[0]
-        ours, plain = median(found["ours"]), median(found["plain"])
+        ours = median(found["ours"])
+        plain = median(found["plain"])
         headline[f"{name}: ms beyond a plain loop"] = ours - plain
         rows.append([name, f"{plain:.2f}", f"{ours:.2f}", f"{ours - plain:.2f}"])
     report.show(

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 
 from lightning_sdiloco.tools.output import DARK, LIGHT
 
-INK, QUIET = LIGHT.ink, LIGHT.quiet
+INK = LIGHT.ink
+QUIET = LIGHT.quiet
 BLUE, RED, GREEN, PURPLE, ORANGE, TEAL, *_, GREY = LIGHT.lines
 
 ON_DARK = dict(zip(LIGHT.lines, DARK.lines, strict=True)) | {

@@ -57,7 +57,8 @@ TWO_GROUPS = {
 }  # fmt: skip
 """The defaults of two groups but for H, as the numbers that ``"auto"`` stands for."""
 
-TUNING, HELD_OUT = range(2), range(10, 15)
+TUNING = range(2)
+HELD_OUT = range(10, 15)
 """Seeds: those that chose the rates, and those that no choice has seen."""
 
 
@@ -130,11 +131,9 @@ MODELS = {
 }
 """The models by name, with the rates that stage ``rates`` chooses; 0.2M is that of the demo."""
 
-TRIED, TRIED_LARGE, TRIED_MUON = (
-    (2e-3, 3e-3, 4.5e-3, 6e-3, 1.2e-2),
-    (1.5e-3, 3e-3),
-    (3e-3, 6e-3, 1.2e-2, 2.4e-2),
-)
+TRIED = (2e-3, 3e-3, 4.5e-3, 6e-3, 1.2e-2)
+TRIED_LARGE = (1.5e-3, 3e-3)
+TRIED_MUON = (3e-3, 6e-3, 1.2e-2, 2.4e-2)
 """Inner learning rates."""
 
 ELEMENTWISE = OuterOptimizer(direction="elementwise")
@@ -313,7 +312,8 @@ def large(size: str) -> Iterator[tuple[str, Pair]]:
     take too long.
     """
     for rate in (None,) if size == "50M" else TRIED_LARGE:
-        name, own = f"{size}, M=2, H=50", Rates(rate, rate) if rate else None
+        name = f"{size}, M=2, H=50"
+        own = Rates(rate, rate) if rate else None
         yield at_rate(name, rate) if rate else name, pair(size, 2, HELD_OUT[0], own)
 
 

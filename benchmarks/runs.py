@@ -60,7 +60,8 @@ class Runs:
     """The runs of a file. Each is kept as soon as it is made, and none is made twice."""
 
     def __init__(self, command: str, path: Path | None) -> None:
-        self._command, self._path = command, path
+        self._command = command
+        self._path = path
         found: dict[str, Any] = (
             json.loads(path.read_text()) if path is not None and path.exists() else {"runs": []}
         )
@@ -105,7 +106,8 @@ class Runs:
         self._done.append(run)
         self.write({})
         report.said(f"{run['loss']:.4f} after {run['seconds']:.0f} s: {_name(training)}")
-        if (state := self._state(training)) is not None:
+        state = self._state(training)
+        if state is not None:
             state.unlink(missing_ok=True)
             with suppress(OSError):  # there are others in it, or none
                 state.parent.rmdir()

@@ -79,7 +79,8 @@ def points(kept: Runs) -> list[Point]:
     """Returns what the strategy does by itself on the seeds of the verdict; in two models two
     groups with H=50.
     """
-    found, alone = [], [(size, "alone") for size in ("0.1M", "0.5M", "2M")]
+    found = []
+    alone = [(size, "alone") for size in ("0.1M", "0.5M", "2M")]
     for size, stage in (*alone, ("0.2M", "verdict"), ("0.5M", "verdict")):
         every = quality.planned(quality.STAGES[stage], [size], None, "cpu")
         pairs = {
@@ -88,7 +89,8 @@ def points(kept: Runs) -> list[Point]:
             if ", rate " not in name and "H=100" not in name
         }
         for one in comparison.compared(kept, pairs):
-            groups, numel = pairs[one.name][0][0].groups, parameters(pairs[one.name][0][0].size)
+            groups = pairs[one.name][0][0].groups
+            numel = parameters(pairs[one.name][0][0].size)
             found.append(Point(numel, groups, one.percent))
     return found
 

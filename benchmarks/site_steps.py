@@ -34,7 +34,8 @@ from tests.chaos.processes import BATCH, SYNC_EVERY, Net
 from tests.large.models import FEATURES, TARGETS
 from tests.ranks import run_processes
 
-RUN, SITES = "steps", ("a", "b")
+RUN = "steps"
+SITES = ("a", "b")
 TARGET = 1.01
 FIRST = 3 * SYNC_EVERY
 
@@ -64,10 +65,8 @@ def trained(seconds: float, steps: int, group: int, federation: Federation | Non
         sync_every=SYNC_EVERY, overlap_steps=5, fragments="strided:2", federation=federation
     )
     generator = torch.Generator().manual_seed(group)
-    x, y = (
-        torch.randn(512, FEATURES, generator=generator),
-        torch.randn(512, TARGETS, generator=generator),
-    )
+    x = torch.randn(512, FEATURES, generator=generator)
+    y = torch.randn(512, TARGETS, generator=generator)
     batches = DataLoader(TensorDataset(x, y), batch_size=BATCH)
     endless = (batch for _ in iter(int, 1) for batch in batches)
     devices = 1 if federation else len(SITES)

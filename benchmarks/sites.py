@@ -125,7 +125,8 @@ def _rank(job: Job, loop: Loop, links: Links | None, rank: int, world_size: int)
     os.environ["OWN_ADDR"] = "127.0.0.1" if links is None else links.address(rank)
     # The model itself counts too.
     before = forget_peak_memory()
-    net, batches = job.case.net(), job.case.batches(rank)
+    net = job.case.net()
+    batches = job.case.batches(rank)
     stamps = job.case.stamps(net, rank)
     with sampled() if rank == 0 and job.sampled else nullcontext[list[Sample]]([]) as samples:
         told = loop(job.case, net, batches, stamps, job.first + job.counted)

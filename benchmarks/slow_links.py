@@ -107,10 +107,8 @@ def measured_links(rows: list[Row], quick: bool) -> Iterator[Row]:
             with Links(job.sites, job.mbit_s * 1e6, ROUND_TRIP / 2) as links:
                 found = run_processes(_doctor, job.sites, links)[0]
             # What a connection carries on the slowest link, while all sites send.
-            rate, round_trip = (
-                min(link.bits_per_second for link in found),
-                median(link.round_trip for link in found),
-            )
+            rate = min(link.bits_per_second for link in found)
+            round_trip = median(link.round_trip for link in found)
             yield {
                 **key(job),
                 "method": "doctor",

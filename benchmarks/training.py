@@ -219,7 +219,8 @@ class Text:
             yield _stacked(self.training, chosen)
 
     def _order(self, seed: int, batch: int, parts: int) -> Iterator[Tensor]:
-        generator, numel = torch.Generator().manual_seed(seed), len(self.training) // parts
+        generator = torch.Generator().manual_seed(seed)
+        numel = len(self.training) // parts
         while True:
             orders = [
                 torch.randperm(numel, generator=generator) + part * numel for part in range(parts)
@@ -257,7 +258,8 @@ class Group:
     def __init__(self, training: Training) -> None:
         self.model = training.model().to(training.device)
         self.optimizer = inner_optimizer(training, self.model)
-        self.steps, self._training = 0, training
+        self.steps = 0
+        self._training = training
 
     @property
     def lr(self) -> float:
@@ -300,7 +302,8 @@ class Recorded:
     """
 
     def __init__(self, groups: Sequence[Group], batch: Sequence[Tensor]) -> None:
-        self._groups, self._batch = groups, [one.clone() for one in batch]
+        self._groups = groups
+        self._batch = [one.clone() for one in batch]
         self._lr = torch.zeros((), device=batch[0].device)
         for options in chain.from_iterable(group.optimizer.param_groups for group in groups):
             options.update(lr=self._lr, capturable=True)
@@ -323,7 +326,8 @@ class Recorded:
 
 
 def _recorded(works: Sequence[Callable[[], None]]) -> torch.cuda.CUDAGraph:
-    graph, streams = torch.cuda.CUDAGraph(), [torch.cuda.Stream() for _ in works]
+    graph = torch.cuda.CUDAGraph()
+    streams = [torch.cuda.Stream() for _ in works]
     with torch.cuda.graph(graph):
         together = torch.cuda.current_stream()
         for work, stream in zip(works, streams, strict=True):
@@ -349,7 +353,8 @@ class Loop:
     """A training under way: the groups, and how many steps they have made."""
 
     def __init__(self, training: Training, text: Text) -> None:
-        self._training, self._text = training, text
+        self._training = training
+        self._text = text
         self._groups = [
             training.group() for _ in range(1 if training.choices is None else training.groups)
         ]
@@ -357,18 +362,14 @@ class Loop:
         self._recorded: Recorded | None = None
         self.step = 0
         if training.choices is not None:
-            models, optimizers = (
-                [group.model for group in self._groups],
-                [[group.optimizer] for group in self._groups],
-            )
+            models = [group.model for group in self._groups]
+            optimizers = [[group.optimizer] for group in self._groups]
             self._streaming = training.simulated(models, optimizers)
 
     def run(self, until: float = math.inf, steps: int | None = None) -> bool:
         """Trains to the end, or until a moment of `time.time`; tells whether it got to the end."""
-        own, parts = (
-            self._training,
-            self._training.groups if self._training.split == "by_file" else 1,
-        )
+        own = self._training
+        parts = self._training.groups if self._training.split == "by_file" else 1
         batches = self._text.batches(own.seed, own.groups * own.batch, self.step, parts)
         while self.step < (self._training.steps if steps is None else steps):
             if time.time() >= until:
@@ -378,7 +379,8 @@ class Loop:
         return True
 
     def train(self, *batch: Tensor) -> None:
-        groups, streaming = self._groups, self._streaming
+        groups = self._groups
+        streaming = self._streaming
         trained = [len(batch[0])]
         if streaming is not None:
             trained = [self._training.trained(group, self.step) for group in range(len(groups))]
@@ -451,8 +453,10 @@ def _text(size: Size, validation_windows: int, device: str) -> Text:
 
 def made(training: Training, until: float = math.inf, state: Path | None = None) -> Run | None:
     torch.set_num_threads(1)
-    text, began = training.text(), (time.process_time(), time.time())
-    loop, spent = Loop(training, text), (0.0, 0.0)
+    text = training.text()
+    began = (time.process_time(), time.time())
+    loop = Loop(training, text)
+    spent = (0.0, 0.0)
     if state is not None and state.exists():
         saved = torch.load(state, weights_only=True)
         loop.load_state_dict(saved["loop"])

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 
 from lightning_sdiloco import SimulatedGroups
 
-WIDTH, CLUSTERS, CODES, STEPS = 16, 16, 32, 600
+WIDTH = 16
+CLUSTERS = 16
+CODES = 32
+STEPS = 600
 
 
 class Codebook(nn.Module):

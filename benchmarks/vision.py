@@ -28,8 +28,14 @@ from benchmarks.models import lr_factor
 from benchmarks.quality import HELD_OUT, TUNING
 from lightning_sdiloco import SimulatedGroups
 
-GROUPS, BATCH, SIDE, CLASSES, EVERY = 4, 16, 16, 10, 20
-RATES, STEPS, JUDGED_BY = (0.05, 0.1), 800, 2000
+GROUPS = 4
+BATCH = 16
+SIDE = 16
+CLASSES = 10
+EVERY = 20
+RATES = (0.05, 0.1)
+STEPS = 800
+JUDGED_BY = 2000
 NOISE = 1.5
 
 
@@ -130,11 +136,9 @@ def main(arguments: list[str] | None = None) -> None:
     steps, tuning, seeds = (
         (4, TUNING[:1], HELD_OUT[:1]) if options.quick else (STEPS, TUNING, HELD_OUT)
     )
-    ways, best, found = (
-        {"DDP": False, "worker groups": True},
-        dict[str, float](),
-        dict[str, list[Judged]](),
-    )
+    ways = {"DDP": False, "worker groups": True}
+    best = dict[str, float]()
+    found = dict[str, list[Judged]]()
     tried = {
         name: {lr: mean(trained(way, lr, seed, steps).loss for seed in tuning) for lr in RATES}
         for name, way in ways.items()
@@ -154,7 +158,8 @@ def main(arguments: list[str] | None = None) -> None:
         ]
         for name, own in found.items()
     ]
-    more_said, errors_said = interval(more, digits=1), interval(errors, digits=2)
+    more_said = interval(more, digits=1)
+    errors_said = interval(errors, digits=2)
     caption = f"Over {len(seeds)} seeds groups lose {more_said} % and {errors_said} points of error more than DDP."
     report.show("A ResNet-8 with BatchNorm", ["", "inner rate", "loss", "error, %"], rows, caption)
     headline = {"loss above DDP, %": mean(more), "error above DDP, points": mean(errors)}

@@ -169,7 +169,8 @@ def draw(rows: dict[str, dict[str, Any]], path: Path | None) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     options = report.options(__doc__, arguments)
-    if (lacks := missing()) is not None:
+    lacks = missing()
+    if lacks is not None:
         raise SystemExit(lacks)
     rows: dict[str, dict[str, Any]] = {}
     wanted = jobs(options.quick)

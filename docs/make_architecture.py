@@ -228,7 +228,10 @@ DARK = Colors(
     wrong="#ff6e6e",
 )
 
-WIDTH, COLUMN, ROW, BOX = 2.35, 0.62, 0.66, 0.50
+WIDTH = 2.35
+COLUMN = 0.62
+ROW = 0.66
+BOX = 0.50
 ORDER = list(ROOMS)
 
 
@@ -252,7 +255,8 @@ def draw(source: Source, colors: Colors, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"font.family": "DejaVu Sans", "svg.hashsalt": "architecture"})
-    width, height = column(ORDER[-1]) + 0.35, ROW * len(ORDER)
+    width = column(ORDER[-1]) + 0.35
+    height = ROW * len(ORDER)
     figure = plt.figure(figsize=(width, height), facecolor=colors.page)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, width), ylim=(height, 0))
@@ -275,7 +279,8 @@ def draw_floors(axes: Any, colors: Colors, width: float) -> None:
 
     for floor in {floor for floor, _ in ROOMS.values()}:
         rooms = [room for room in ORDER if ROOMS[room][0] == floor]
-        top, height = ROW * ORDER.index(rooms[0]), ROW * len(rooms)
+        top = ROW * ORDER.index(rooms[0])
+        height = ROW * len(rooms)
         if floor % 2:
             axes.add_patch(
                 Rectangle(
@@ -310,7 +315,8 @@ def draw_room(axes: Any, colors: Colors, room: str, files: int) -> None:
     """Draws a room with its name, its files and what it is for."""
     from matplotlib.patches import FancyBboxPatch
 
-    right, middle = column(room) + 0.16, row(room)
+    right = column(room) + 0.16
+    middle = row(room)
     left = right - WIDTH
     style = {
         "boxstyle": "round,pad=0,rounding_size=0.07",

@@ -16,7 +16,8 @@ from lightning_sdiloco import Schedule
 from lightning_sdiloco.tools.output import save_picture
 
 SCHEDULE = Schedule(sync_every=16, overlap_steps=3, fragments=4)
-FIRST, LAST = 15, 40
+FIRST = 15
+LAST = 40
 IMAGES = Path(__file__).resolve().parent / "images"
 
 # Rows from top to bottom: group 0 with its inner steps above, the link, group 1 with its inner
@@ -77,7 +78,8 @@ def draw_flight(axes: Axes, fragment: int, step: int) -> None:
     """Draws a fragment from its launch to its landing, in both groups, and the exchange between
     them.
     """
-    color, lands = COLORS[fragment], step + SCHEDULE.overlap_steps
+    color = COLORS[fragment]
+    lands = step + SCHEDULE.overlap_steps
     assert fragment in SCHEDULE.landings(lands), "the picture shows what the schedule says"
     rows = [first + fragment for first in FIRST_FRAGMENT]
     for row in rows:

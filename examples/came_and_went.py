@@ -80,7 +80,8 @@ def draw(folder: Path, runs: Mapping[str, Run], at: Mapping[str, float], killed:
         rows, losses = figure.subplots(2, 1, sharex=True, height_ratios=(2, 3))
         seen_by = next(run.heads[0] for name, run in runs.items() if name != killed)
         for row, (name, run) in enumerate(runs.items()):
-            color, rank = COLORS[row % len(COLORS)], run.heads[0]
+            color = COLORS[row % len(COLORS)]
+            rank = run.heads[0]
             spans = [(began - at["founded"], ended - began) for began, ended in training(rank)]
             rows.broken_barh(spans, (row - 0.3, 0.6), color="C9", alpha=0.4, linewidth=0)
             moments = [
@@ -125,7 +126,8 @@ def smooth(rank: Rank, zero: float) -> tuple[list[float], list[float]]:
         *(at for at, (one, two) in enumerate(pairwise(points), 1) if two[0] - one[0] > 5 * PAUSE),
         len(points),
     ]
-    moments, values = list[float](), list[float]()
+    moments = list[float]()
+    values = list[float]()
     for begin, end in pairwise(cuts):
         for first in range(begin, end, width):
             part = points[first : min(first + width, end)]

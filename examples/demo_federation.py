@@ -47,7 +47,8 @@ EXAMPLES = Path(os.path.relpath(Path(__file__).parent))
 RUN = "demo"
 SITES = ("site-a", "site-b", "site-c")
 KILLED = "site-c"
-KILL_AT, RETURN_AT = 0.3, 0.5
+KILL_AT = 0.3
+RETURN_AT = 0.5
 """When the site is killed and started again, as shares of the time of training."""
 PATIENCE = 120.0
 """Seconds for anything that has to come true."""
@@ -158,8 +159,11 @@ class Demo:
     def __init__(self, folder: Path, seconds: float, console: Console) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        self.folder, self.seconds, self.console = folder, seconds, console
-        self.hub, self.keys = f"127.0.0.1:{free_port()}", folder / "keys"
+        self.folder = folder
+        self.seconds = seconds
+        self.console = console
+        self.hub = f"127.0.0.1:{free_port()}"
+        self.keys = folder / "keys"
         self.sites = {name: Site(name, folder / name, free_port()) for name in SITES}
         self.process: subprocess.Popen[bytes] | None = None
         self.status: dict[str, Any] = {}
@@ -218,10 +222,8 @@ class Demo:
                 return self.parts(hub, live)
 
     def parts(self, hub: HubClient, live: Live) -> dict[str, float]:
-        killed, others = (
-            self.sites[KILLED],
-            [site for site in self.sites.values() if site.name != KILLED],
-        )
+        killed = self.sites[KILLED]
+        others = [site for site in self.sites.values() if site.name != KILLED]
 
         def counted_since(moment: float) -> bool:
             landings = [landing for site in others if site.seen for landing in site.seen.landings]

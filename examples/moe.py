@@ -21,8 +21,12 @@ from torch import Tensor, nn
 
 from lightning_sdiloco import StreamingDiLoCoStrategy
 
-LAYERS, WIDTH, HEADS = 2, 64, 4
-EXPERTS, TOP_K, BALANCE = 8, 2, 0.01
+LAYERS = 2
+WIDTH = 64
+HEADS = 4
+EXPERTS = 8
+TOP_K = 2
+BALANCE = 0.01
 
 
 class MoEBlock(Block):
@@ -111,7 +115,8 @@ class RouterWatch(Callback):
     @torch.no_grad()
     def look(self, trainer: Any, module: Any, step: int) -> None:
         """Notes weights and choices of the routers that land after an inner step."""
-        fragments, landing = trainer.strategy.fragments, trainer.strategy.schedule.landings(step)
+        fragments = trainer.strategy.fragments
+        landing = trainer.strategy.schedule.landings(step)
         names = {name for fragment in landing for name in fragments[fragment].names}
         for layer, block in enumerate(module.net.blocks):
             if f"net.blocks.{layer}.router.weight" in names:

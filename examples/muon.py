@@ -91,7 +91,8 @@ class MuonAndAdamW(Optimizer):
         for part, groups in zip(
             self.parts, (self.param_groups[:first], self.param_groups[first:]), strict=True
         ):
-            part.param_groups, part.state = groups, self.state
+            part.param_groups = groups
+            part.state = self.state
 
     @override
     def __getstate__(self) -> dict[str, Any]:

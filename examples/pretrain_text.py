@@ -67,12 +67,10 @@ class ByteGPT(LightningModule):
             require_muon()
         self.save_hyperparameters()
         self.optimizer = optimizer
-        self.lr, self.warmup_steps, self.schedule, self.weight_decay = (
-            lr,
-            warmup_steps,
-            schedule,
-            weight_decay,
-        )
+        self.lr = lr
+        self.warmup_steps = warmup_steps
+        self.schedule = schedule
+        self.weight_decay = weight_decay
         self.net = GPT(layers, width, heads, context)
         self.perplexity = Perplexity()
         self.clock = Clock()
@@ -241,7 +239,8 @@ class PretrainCLI(LightningCLI):
 
     def summary(self, metrics: Any) -> dict[str, Any]:
         """Returns what was trained, how long it took, and the loss on the way, by step."""
-        steps, data = self.trainer.global_step, self.datamodule
+        steps = self.trainer.global_step
+        data = self.datamodule
         tokens = steps * self.trainer.world_size * data.batch_size * data.context
         return {
             **metrics,

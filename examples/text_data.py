@@ -59,7 +59,9 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
                 f"{count} windows of {context} bytes were asked for, but the text holds only"
                 f" {fitting}."
             )
-        self.text, self.context, self.stride = text, context, stride
+        self.text = text
+        self.context = context
+        self.stride = stride
         self.count = fitting if count is None else count
 
     def __len__(self) -> int:
@@ -93,11 +95,9 @@ class StandardLibraryText(LightningDataModule):
         cache_dir: str = "data",
     ) -> None:
         super().__init__()
-        self.context, self.batch_size, self.validation_windows = (
-            context,
-            batch_size,
-            validation_windows,
-        )
+        self.context = context
+        self.batch_size = batch_size
+        self.validation_windows = validation_windows
         # The sources differ between versions of Python, so each version has a corpus of its own.
         self.corpus = Path(cache_dir) / f"python-{platform.python_version()}.bin"
 

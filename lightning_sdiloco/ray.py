@@ -42,7 +42,8 @@ class RayStreamingDiLoCoStrategy(StreamingDiLoCoStrategy, RayDDPStrategy):
         if self._options.worker_groups != "auto":
             return 1  # groups are made of consecutive workers, wherever these run
         about = ray.train.get_context()
-        here, first = about.get_local_world_size(), about.get_world_rank() - about.get_local_rank()
+        here = about.get_local_world_size()
+        first = about.get_world_rank() - about.get_local_rank()
         if about.get_world_size() % here or first != about.get_node_rank() * here:
             raise ValueError(
                 f"worker_groups='auto' makes each node a worker group, but Ray has placed {here} of"

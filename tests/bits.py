@@ -5,7 +5,8 @@ import hashlib
 import torch
 from torch import Tensor
 
-INF, NAN = float("inf"), float("nan")
+INF = float("inf")
+NAN = float("nan")
 BIG = torch.finfo(torch.float32).max
 SPECIAL = [0.0, -0.0, 1e-45, -1e-39, BIG, -BIG, NAN, INF, -INF]
 

@@ -17,7 +17,8 @@ from tests.ranks import run_processes
 from tests.training import batch, inner_optimizer, mlp
 
 Trained = dict[str, Any]
-LIGHTNING, OTHER = "lightning.pytorch", "pytorch_lightning"
+LIGHTNING = "lightning.pytorch"
+OTHER = "pytorch_lightning"
 SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
 
 
@@ -50,15 +51,20 @@ class Stream(IterableDataset):
     draw = staticmethod(batch)
 
     def __init__(self, place: Place, batches: int = 10**9, later: int | None = None) -> None:
-        self.place, self.batches, self.later = place, batches, batches if later is None else later
-        self.step, self.resumed = 0, False
+        self.place = place
+        self.batches = batches
+        self.later = batches if later is None else later
+        self.step = 0
+        self.resumed = False
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        start, self.resumed = self.step if self.resumed else 0, False
+        start = self.step if self.resumed else 0
+        self.resumed = False
         return self.after(start)
 
     def after(self, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        batches, self.batches = self.batches, self.later
+        batches = self.batches
+        self.batches = self.later
         group, shard, shards = self.place
         for self.step in range(start + 1, batches + 1):
             x, y = self.draw(group, self.step)
@@ -68,7 +74,8 @@ class Stream(IterableDataset):
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.step, self.resumed = state["step"], True
+        self.step = state["step"]
+        self.resumed = True
 
 
 class Announced(Stream):

@@ -63,10 +63,8 @@ def floating(model: nn.Module) -> list[Tensor]:
 
 def noise_of(group: int) -> list[list[Tensor]]:
     """How the parameters and buffers of a group move in every step."""
-    generator, shapes = (
-        torch.Generator().manual_seed(group + 1),
-        [values.shape for values in floating(model_on("cpu"))],
-    )
+    generator = torch.Generator().manual_seed(group + 1)
+    shapes = [values.shape for values in floating(model_on("cpu"))]
     return [
         [0.1 * torch.randn(shape, generator=generator) for shape in shapes] for _ in range(STEPS)
     ]
@@ -99,7 +97,8 @@ class Training:
         )
         self.engine = StreamingDiLoCo(self.model, topology=topology, **{**SHORT, **choices})
         self.seen: list[list[Tensor]] = []
-        self.most_in_flight, self.left_out = 0, set[int]()
+        self.most_in_flight = 0
+        self.left_out = set[int]()
 
     def inner_step(self) -> None:
         move(self.model, self.noise[self.engine.inner_steps])
@@ -137,10 +136,8 @@ def wait_for_flights(engine: StreamingDiLoCo) -> None:
         time.sleep(0.001)
 
 
-CLIPPED, GUARDED = (
-    OuterOptimizer(clip_norm=0.1),
-    OuterOptimizer(partial(AdamW, lr=0.1), outlier_guard=2.0),
-)
+CLIPPED = OuterOptimizer(clip_norm=0.1)
+GUARDED = OuterOptimizer(partial(AdamW, lr=0.1), outlier_guard=2.0)
 CHOICES: dict[str, dict[str, Any]] = {
     "fp4": {},
     "fp32, two shots": {"compression": "fp32", "exchange": "two_shot", "mixing": 0.0},

@@ -25,7 +25,9 @@ class ScheduleFreeSGD(Optimizer):
             if not group["train_mode"]:
                 raise RuntimeError("not in train mode")
             group["k"] += 1
-            weight, beta, lr = 1 / group["k"], group["beta"], group["lr"]
+            weight = 1 / group["k"]
+            beta = group["beta"]
+            lr = group["lr"]
             for y in group["params"]:
                 if y.grad is None:
                     continue
@@ -59,7 +61,10 @@ class Lookahead(Optimizer):
 
     def __init__(self, optimizer: Optimizer, k: int = 3, alpha: float = 0.5) -> None:
         super().__init__(optimizer.param_groups, {})
-        self.optimizer, self.k, self.alpha, self.steps = optimizer, k, alpha, 0
+        self.optimizer = optimizer
+        self.k = k
+        self.alpha = alpha
+        self.steps = 0
         self.param_groups = optimizer.param_groups
         for group in self.param_groups:
             for p in group["params"]:

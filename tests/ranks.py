@@ -184,7 +184,8 @@ def _run(
     timeout: float,
     expect_failure: bool,
 ) -> Any:
-    context, reports = multiprocessing.get_context("fork"), dict[int, Report]()
+    context = multiprocessing.get_context("fork")
+    reports = dict[int, Report]()
     processes = [
         context.Process(
             target=_child,
@@ -200,13 +201,15 @@ def _run(
             )
             for process in processes:
                 process.start()
-        running, deadline = dict(enumerate(processes)), time.monotonic() + timeout
+        running = dict(enumerate(processes))
+        deadline = time.monotonic() + timeout
         while running and time.monotonic() < deadline:
             # Short waits: a grandchild that outlives its rank keeps the sentinel from ever becoming
             # ready.
             wait([process.sentinel for process in running.values()], timeout=0.05)
             for rank in [rank for rank, process in running.items() if not process.is_alive()]:
-                path, code = folder / f"{rank}.pt", running.pop(rank).exitcode
+                path = folder / f"{rank}.pt"
+                code = running.pop(rank).exitcode
                 # A death without a result is the cause of what the other ranks report, so it comes
                 # first.
                 died = Report(0.0, error=f"rank {rank} ended without a result, exit code {code}")
@@ -269,7 +272,8 @@ def _child(
             replace_environment(environment)
             # Lightning reads the rank from the environment on import, which the parent may have
             # done.
-            if module := sys.modules.get("lightning_utilities.core.rank_zero"):
+            module = sys.modules.get("lightning_utilities.core.rank_zero")
+            if module:
                 module.rank_zero_only.rank = rank
         scratch = folder / f"{rank}.tmp"
         try:

@@ -76,7 +76,8 @@ def start_script(
         replace_environment(environment or {})
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(script.parent / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+        sys.stdout = os.fdopen(1, "w", buffering=1)
+        sys.stderr = os.fdopen(2, "w", buffering=1)
         logging.getLogger().handlers.clear()  # those of the test runner
         sys.argv = [str(script), *arguments]
         runpy.run_path(str(script), run_name="__main__")

@@ -59,7 +59,8 @@ def sharded(
     def configure_model(self: Any) -> None:
         if any(hasattr(p, "placements") for p in self.parameters()):
             return
-        data, tensor = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
+        data = self.device_mesh["data_parallel"]
+        tensor = self.device_mesh["tensor_parallel"]
         if tensor.size() > 1:
             parallelize_module(self.net, tensor, PLAN)
         if data.size() > 1 or tensor.size() == 1:

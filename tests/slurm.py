@@ -63,7 +63,8 @@ class Slurm:
     """A SLURM whose files are in a folder."""
 
     def __init__(self, folder: Path, nodes: int, cores: int) -> None:
-        self.folder, self.nodes = folder, [f"n{index}" for index in range(nodes)]
+        self.folder = folder
+        self.nodes = [f"n{index}" for index in range(nodes)]
         self.environment = {
             # Lightning in this process may have left there where ranks met.
             **{
@@ -132,7 +133,9 @@ class Slurm:
             # A host name of its own, and an /etc/hosts in which the others are found.
             own = f"mount --bind {self.folder}/hosts /etc/hosts && hostname {name} && exec slurmd -N {name}"
             start("unshare", "-m", "-u", "sh", "-c", f"{own} -f {self.folder}/slurm.conf")
-        deadline, told, idle = time.monotonic() + SECONDS, ["sinfo", "-h", "-N", "-o", "%T"], 0
+        deadline = time.monotonic() + SECONDS
+        told = ["sinfo", "-h", "-N", "-o", "%T"]
+        idle = 0
         while idle < len(self.nodes):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{idle} of {len(self.nodes)} nodes are idle")

@@ -75,7 +75,8 @@ def test_the_notebook_shows_what_it_promises(tmp_path: Path) -> None:
 
 
 def test_what_is_said_of_routers_has_known_answers() -> None:
-    router, chosen = torch.randn(8, 4), torch.tensor([[0, 1], [2, 3]])
+    router = torch.randn(8, 4)
+    chosen = torch.tensor([[0, 1], [2, 3]])
     assert moe.distance(router, router) == 0
     assert moe.distance(router, -router) == pytest.approx(2)
     for other, share in (([[1, 0], [2, 3]], 1), ([[1, 5], [4, 3]], 0.5), ([[2, 3], [0, 1]], 0)):

@@ -108,18 +108,21 @@ def test_delayed_nesterov_is_its_equations(
         if number % every:
             theta -= 0.3 * (spread * momentum * m + gradient / every)
         else:
-            m, summed = momentum * m + summed / every, 0.0
+            m = momentum * m + summed / every
+            summed = 0.0
             theta -= 0.3 * ((1 - spread * every + spread) * momentum * m + gradient / every)
         assert value.item() == pytest.approx(theta, rel=1e-9, abs=1e-9)
 
 
 def test_snoo_and_lookahead_are_ten_lines_of_a_plain_loop() -> None:
     for momentum in (0.0, 0.37):
-        model, plain = mlp(), mlp()
+        model = mlp()
+        plain = mlp()
         engine = StreamingDiLoCo(
             model, worker_groups=1, **{**SNOO, "sync_every": 7, "outer_momentum": momentum}
         )
-        optimizer, inner = inner_optimizer("adamw", model), inner_optimizer("adamw", plain)
+        optimizer = inner_optimizer("adamw", model)
+        inner = inner_optimizer("adamw", plain)
         slow = [parameter.detach().clone() for parameter in plain.parameters()]
         outer = torch.optim.SGD(slow, lr=0.68, momentum=momentum, nesterov=momentum > 0)
         for step in range(1, 36):
@@ -157,7 +160,8 @@ def test_fedglomo_is_its_equations() -> None:
             for step in steps:
                 own = gradient(now, group, step)
                 v = own if step == steps[0] else own + v - gradient(before, group, step)
-                before, now = now, now - 0.05 * v
+                before = now
+                now = now - 0.05 * v
             every.append(start - now)
         return torch.stack(every).mean(0)
 
@@ -169,7 +173,8 @@ def test_fedglomo_is_its_equations() -> None:
             steps = range(number * 4 + 1, number * 4 + 5)
             d = moved(w, steps)
             u = d if number == 0 else beta * d + (1 - beta) * (u + d - moved(last, steps))
-            last, w = w, w - u
+            last = w
+            w = w - u
         for model in models:
             torch.testing.assert_close(
                 nn.utils.parameters_to_vector(model.parameters()), w, rtol=1e-4, atol=1e-5
@@ -189,7 +194,8 @@ def test_gpa_is_its_equations(mx: float, my: float, gradients: list[float]) -> N
     for number, gradient in enumerate(gradients, 1):
         value.grad = torch.tensor([gradient], dtype=torch.float64)
         optimizer.step()
-        first, second = 0.9 * first + 0.1 * gradient, 0.95 * second + 0.05 * gradient**2
+        first = 0.9 * first + 0.1 * gradient
+        second = 0.95 * second + 0.05 * gradient**2
         update = (first / (1 - 0.9**number)) / ((second / (1 - 0.95**number)) ** 0.5 + 1e-8)
         z = z * (1 - 0.1 * 0.2) - 0.1 * update
         x = mx * x + (1 - mx) * z
@@ -219,11 +225,9 @@ class HandsOn(torch.optim.Optimizer):
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
-        self.param_groups, self.state, self.defaults = (
-            optimizer.param_groups,
-            optimizer.state,
-            optimizer.defaults,
-        )
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
+        self.defaults = optimizer.defaults
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         return self.optimizer.step(closure)
@@ -342,7 +346,8 @@ def test_processes_make_the_eager_updates_of_the_simulation() -> None:
         engine = StreamingDiLoCo(
             model, worker_groups=2, **{**EAGER, "mixing": Stay(), "compression": "fp4"}
         )
-        optimizer, eager = inner_optimizer("sgd", model), EagerUpdates(engine, model)
+        optimizer = inner_optimizer("sgd", model)
+        eager = EagerUpdates(engine, model)
         for step in range(1, 32):
             train_step(model, optimizer, rank, step)
             eager.before_step()
@@ -380,7 +385,8 @@ def test_the_last_mean_is_that_of_all_progress_and_who_is_not_finite_is_left_out
     run.finish()
     torch.testing.assert_close(run.outer_state_dict(), expected, rtol=1e-5, atol=1e-6)
 
-    run, left_out = Trained(3), set()
+    run = Trained(3)
+    left_out = set()
     for number in range(1, 31):
         if number == 9:
             nn.init.constant_(run.models[1][0].weight, nan)
@@ -427,7 +433,8 @@ class Numbers(fits.Announced):
 
 def heard(*times: float) -> Any:
     """What of an engine tells the speeds, for the second group."""
-    topology, landing = SimpleNamespace(group_index=1), SimpleNamespace(step_times=times)
+    topology = SimpleNamespace(group_index=1)
+    landing = SimpleNamespace(step_times=times)
     return SimpleNamespace(site=None, topology=topology, last_landing=landing)
 
 
@@ -473,7 +480,9 @@ def test_real_processes_do_not_wait_for_a_paced_group() -> None:
         engine = StreamingDiLoCo(
             model, sync_every=8, overlap_steps=2, fragments=[["*"]], compression="fp32"
         )
-        paced, done, began = Paced(range(58)).follow(engine), 0, 0.0
+        paced = Paced(range(58)).follow(engine)
+        done = 0
+        began = 0.0
         for step, item in enumerate(paced, start=1):
             if item is not None:
                 time.sleep(STEP * (2 if rank == 3 else 1))
@@ -506,7 +515,8 @@ def by_hand(times: np.ndarray, rest: float, most_dropped: float) -> tuple[float,
     )
     best = (inf, 0.0, 0.0)
     for budget in np.linspace(done[:, :, 0].min(), done[:, :, -1].max(), 200):
-        kept, lasts = 0, []
+        kept = 0
+        lasts = []
         for step in range(steps):
             slowest = 0.0
             for rank in range(ranks):

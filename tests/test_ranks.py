@@ -34,10 +34,8 @@ def test_results_come_back_in_the_order_of_ranks_of_fresh_processes(tmp_path: Pa
         assert (dist.get_backend(), dist.get_world_size(), value.item()) == ("gloo", 3, 6.0)
         return function(rank, world_size, base)
 
-    before, handler = (
-        {number: signal.getsignal(number) for number in signals},
-        (tmp_path / "ran").touch,
-    )
+    before = {number: signal.getsignal(number) for number in signals}
+    handler = (tmp_path / "ran").touch
     atexit.register(handler)
     try:
         for number in signals:
@@ -125,10 +123,8 @@ def test_nothing_is_left_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             time.sleep(0.02)
         os.kill(parent, signal.SIGKILL)
         os.waitpid(parent, 0)
-    stats, deadline = (
-        [Path(f"/proc/{path.stem}/stat") for path in tmp_path.glob("*.pid")],
-        time.monotonic() + 5,
-    )
+    stats = [Path(f"/proc/{path.stem}/stat") for path in tmp_path.glob("*.pid")]
+    deadline = time.monotonic() + 5
     while any(
         path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z" for path in stats
     ):

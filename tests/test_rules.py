@@ -193,10 +193,8 @@ def test_only_the_rooms_of_lightning_know_it_and_only_its_face_imports_a_distrib
 
 
 def test_what_is_below_lightning_needs_torch_alone_and_arithmetic_not_even_that() -> None:
-    standard, below = (
-        set(sys.stdlib_module_names),
-        [room for room in FLOOR if FLOOR[room] < FLOOR["lightning"]],
-    )
+    standard = set(sys.stdlib_module_names)
+    below = [room for room in FLOOR if FLOOR[room] < FLOOR["lightning"]]
     arithmetic = (
         "algorithm.partition",
         "algorithm.schedule",

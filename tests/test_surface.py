@@ -111,7 +111,8 @@ def surface() -> dict[str, Any]:
 
 
 def test_what_users_hold_on_to_is_as_it_was() -> None:
-    before, now = json.loads(FILE.read_text()), surface()
+    before = json.loads(FILE.read_text())
+    now = surface()
     assert all(now["commands"].values())
     # What the rooms above need stands beside what users have always found there.
     assert set(before["compressions"]) <= set(now["compressions"])

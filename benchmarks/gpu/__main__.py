@@ -74,7 +74,8 @@ class Results:
     """The folder of results: a file for every piece of work, and a summary."""
 
     def __init__(self, folder: Path, about: dict[str, Any]) -> None:
-        self._folder, self._about = folder, about
+        self._folder = folder
+        self._about = about
 
     def path(self, piece: Piece) -> Path:
         return (
@@ -94,7 +95,8 @@ class Results:
         return all(found["measured"][key] == self._about[key] for key in ("device", "command"))
 
     def write(self, piece: Piece, outcome: Outcome) -> None:
-        path, found = self.path(piece), dict(outcome.found)
+        path = self.path(piece)
+        found = dict(outcome.found)
         path.parent.mkdir(parents=True, exist_ok=True)
         told = {key: getattr(outcome, key) for key in ("status", "seconds", "reason", "trace")}
         report.write(
@@ -140,7 +142,8 @@ class Clock:
     """Knows how many seconds are left, for everything and for the tests."""
 
     def __init__(self, minutes: float) -> None:
-        self._began, self._minutes = time.monotonic(), minutes
+        self._began = time.monotonic()
+        self._minutes = minutes
 
     @property
     def gone(self) -> float:
@@ -197,7 +200,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="as little as shows that it runs")
     options = parser.parse_args(arguments)
-    clock, wanted = Clock(options.minutes), list(pieces(options))
+    clock = Clock(options.minutes)
+    wanted = list(pieces(options))
     options.out.mkdir(parents=True, exist_ok=True)
     place = Place(options.device, options.out.resolve(), options.quick)
     device = do(DEVICE, place._replace(seconds=120), options.out / "device.log")

@@ -64,7 +64,8 @@ def spans_of(events: list[dict[str, Any]]) -> list[Span]:
         [event for event in events if event.get("cat") in KINDS],
         key=lambda event: float(event["ts"]),
     )
-    first, spans = there[0]["ts"], dict[tuple[int, str], list[Span]]()
+    first = there[0]["ts"]
+    spans = dict[tuple[int, str], list[Span]]()
     for event in there:
         began = (event["ts"] - first) / 1e3
         span = Span(
@@ -141,11 +142,9 @@ def draw(spans: list[Span], path: Path, first: float, last: float) -> None:
 
 
 if __name__ == "__main__":
-    source, target, first, last = (
-        sys.argv[1],
-        Path(sys.argv[2]),
-        float(sys.argv[3]),
-        float(sys.argv[4]),
-    )
+    source = sys.argv[1]
+    target = Path(sys.argv[2])
+    first = float(sys.argv[3])
+    last = float(sys.argv[4])
     spans = json.loads(Path(source).read_text())["numbers"]["overlap"]["spans"]
     draw([Span(*span) for span in spans], target, first, last)

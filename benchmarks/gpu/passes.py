@@ -63,7 +63,8 @@ def passes(numel: int, place: Place) -> dict[str, tuple[float, Callable[[], obje
     it.
     """
     device = torch.device(place.device)
-    model, fp4 = Net(numel, place.device), FP4()
+    model = Net(numel, place.device)
+    fp4 = FP4()
     engine = StreamingDiLoCo(
         model, fragments=[["*"]], outer_optimizer=OuterOptimizer(offload=False)
     )
@@ -71,7 +72,8 @@ def passes(numel: int, place: Place) -> dict[str, tuple[float, Callable[[], obje
     outer = fragment.outer.values
     gradient = (torch.randn(numel, device="cpu") / 100).to(device)
     payloads = [(fp4.encode(gradient), 1.0)] * GROUPS
-    coded, into = fp4.wire_bytes(numel) / numel, torch.empty_like(gradient)
+    coded = fp4.wire_bytes(numel) / numel
+    into = torch.empty_like(gradient)
     step = partial(
         outer_step,
         fragment,

@@ -35,7 +35,9 @@ SIZES = {
 }
 """The models, each with the windows of a step."""
 
-SYNC_EVERY, OVERLAP_STEPS, FRAGMENTS = 20, 5, 4
+SYNC_EVERY = 20
+OVERLAP_STEPS = 5
+FRAGMENTS = 4
 
 
 @dataclass
@@ -154,7 +156,8 @@ def with_engine(loop: Loop, every: int, turns: int, offload: bool) -> dict[str, 
     loop.engine = engine
     loop.seconds(2 * every)  # every launch and landing has been there, and all that is compiled
     peak = loop.peak(lambda: loop.seconds(every))
-    in_flight, before = len(engine.in_flight), engine.report()
+    in_flight = len(engine.in_flight)
+    before = engine.report()
     found = in_turns(loop, "engine", engine, every, turns)
     told = {
         name: engine.report()[name] - before[name]
@@ -174,7 +177,8 @@ def with_engine(loop: Loop, every: int, turns: int, offload: bool) -> dict[str, 
 
 def in_turns(loop: Loop, name: str, own: object, steps: int, turns: int) -> dict[str, Any]:
     """Measures some steps without and with an attribute of a loop, by turns."""
-    ratios, times = [], []
+    ratios = []
+    times = []
     for _ in range(turns):
         setattr(loop, name, None)
         times.append(loop.seconds(steps))
@@ -207,7 +211,8 @@ def end_to_end(name: str, place: Place, rank: int, world_size: int) -> Found:
     """
     size, batch = (TINY, 2) if place.quick else SIZES[name]
     every, rounds = (6, 2) if place.quick else (SYNC_EVERY, 3)
-    steps, found = every * rounds + 1, {}
+    steps = every * rounds + 1
+    found = {}
     common: dict[str, Any] = {
         "accelerator": "gpu" if place.is_cuda else "cpu",
         "precision": "bf16-mixed" if place.is_cuda else "32-true",

@@ -69,7 +69,8 @@ def compared(kept: Runs, trainings: Sequence[NamedTraining]) -> list[Comparison]
     """
     found: dict[str, tuple[list[Run], list[Run]]] = {}
     for one in trainings:
-        own, plain = kept.get(one), kept.get(_plain(one))
+        own = kept.get(one)
+        plain = kept.get(_plain(one))
         if own is not None and plain is not None:
             for runs_of, run in zip(
                 found.setdefault(f"M={one.groups}, {one.method}", ([], [])),

@@ -50,7 +50,8 @@ class Claim:
         yield from (dict(zip(chosen, values, strict=True)) for values in product(*chosen.values()))
 
 
-_RING, _PAIRS = list(small.ROUTES)[1:3], ["all with all", *list(small.ROUTES)[3:]]
+_RING = list(small.ROUTES)[1:3]
+_PAIRS = ["all with all", *list(small.ROUTES)[3:]]
 _SHORT: dict[str, Sequence[Any]] = {"seed": [0], "rounds": [4]}
 
 CLAIMS: Mapping[str, Claim] = {
@@ -140,7 +141,9 @@ def summary(rows: Sequence[Row], name: str) -> list[Row]:
     """Returns what rows that differ in their seed have in the mean, and how their losses differ
     from the other's.
     """
-    claim, groups, found = CLAIMS[name], together(rows, name), list[Row]()
+    claim = CLAIMS[name]
+    groups = together(rows, name)
+    found = list[Row]()
     for shared, own in groups:
         numbers = [key for key, value in own[0].items() if isinstance(value, float)]
         each: Row = {
@@ -244,7 +247,8 @@ def main(arguments: list[str] | None = None) -> None:
         "names", nargs="*", metavar="NAME", help=f"which: {', '.join(CLAIMS)}; all if none is given"
     )
     options = parser.parse_args(arguments)
-    if unknown := sorted({*options.names} - CLAIMS.keys()):
+    unknown = sorted({*options.names} - CLAIMS.keys())
+    if unknown:
         parser.error(f"{unknown[0]!r} is no claim. Choose among {', '.join(CLAIMS)}.")
     path = options.json
     rows: list[Row] = (

@@ -51,11 +51,13 @@ def slow_uplink(ratio: float, steps: int = 2000) -> Numbers:
     Gbit/s.
     """
     lines = [Line(Link(1.0), Link(1.0))] * 3 + [Line(up=Link(1.0 / ratio), down=Link(1.0))]
-    model, groups = Model.of_size(300_000_000, layers=12), Groups(step_time=2.0, groups=4)
+    model = Model.of_size(300_000_000, layers=12)
+    groups = Groups(step_time=2.0, groups=4)
 
     def step(compression: str | ByLink) -> float:
         method = Streaming(model, Settings(compression=compression, exchange="gather"), groups)
         return play(method, Link(1.0), steps, [1.0] * 4, links=lines)[0].steps[-1] / steps
 
-    fixed, chosen = step("fp4"), step(ByLink(("fp4", "int2", "sparse")))
+    fixed = step("fp4")
+    chosen = step(ByLink(("fp4", "int2", "sparse")))
     return {"speed_up": fixed / chosen, "step_fp4": fixed, "step_by_link": chosen}

@@ -19,14 +19,14 @@ from delayed_nesterov import DelayedNesterov  # isort: skip  (on the path since 
 from edit import ByMedian, ByNorm, ZScore  # isort: skip
 from snoo import LOOKAHEAD, SNOO  # isort: skip
 
-DEFAULTS, ALONE, LARGER, AVERAGED = (
-    "defaults",
-    "AdamW alone",
-    "defaults, 8 windows a step",
-    "FedAvg, SGD inside",
-)
+DEFAULTS = "defaults"
+ALONE = "AdamW alone"
+LARGER = "defaults, 8 windows a step"
+AVERAGED = "FedAvg, SGD inside"
 
-SIZE, SYNC_EVERY, OVERLAP_STEPS = "0.1M", 20, 5
+SIZE = "0.1M"
+SYNC_EVERY = 20
+OVERLAP_STEPS = 5
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,11 @@ from benchmarks.methods.computed import Numbers
 from lightning_sdiloco import StreamingDiLoCo, TwoShot, WorkerGroups
 from tests.ranks import run_processes
 
-MBIT_S, STEP_SECONDS, SYNC_EVERY, LAYERS, WIDTH = 40.0, 0.02, 10, 8, 512
+MBIT_S = 40.0
+STEP_SECONDS = 0.02
+SYNC_EVERY = 10
+LAYERS = 8
+WIDTH = 512
 
 
 def parts(method: str, sites: int, repeat: int, rounds: int = 20) -> Numbers:
@@ -28,7 +32,8 @@ def parts(method: str, sites: int, repeat: int, rounds: int = 20) -> Numbers:
 
 
 def _measured(sites: int, slow: dict[str, float], rounds: int, given: dict[str, Any]) -> Numbers:
-    if (lacks := missing()) is not None:
+    lacks = missing()
+    if lacks is not None:
         raise SystemExit(lacks)
     with Links(sites, MBIT_S * 1e6, 0.005) as links:
         links.change(sites - 1, **slow)
@@ -58,13 +63,15 @@ def _rank(
     warm = 4 * SYNC_EVERY
     for step in range(warm + rounds * SYNC_EVERY):
         if step == warm:
-            begun, sent = time.perf_counter(), engine.report()["bytes_sent"]
+            begun = time.perf_counter()
+            sent = engine.report()["bytes_sent"]
         with torch.no_grad():  # nothing is learned: what is sent must not be nothing
             for parameter in model.parameters():
                 parameter.add_(torch.randn(()) * 1e-3)
         time.sleep(STEP_SECONDS)
         engine.step()
-    took, sent = time.perf_counter() - begun, engine.report()["bytes_sent"] - sent
+    took = time.perf_counter() - begun
+    sent = engine.report()["bytes_sent"] - sent
     engine.finish()
     torch.distributed.destroy_process_group()
     return took / (rounds * SYNC_EVERY), sent / rounds

@@ -37,7 +37,8 @@ AT_ONCE: dict[str, Any] = {
     "compression": "fp32",
 }
 
-CLASSES, FEATURES = 10, 32
+CLASSES = 10
+FEATURES = 32
 
 # -------------------------------------------------------------------------------------------------
 # Classes of points that each group or client sees in shares of its own
@@ -219,7 +220,8 @@ class Tables(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.last, self.all = nn.Embedding(256, 16), nn.Embedding(ROWS, 16)
+        self.last = nn.Embedding(256, 16)
+        self.all = nn.Embedding(ROWS, 16)
         self.head = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 256))
 
     @override
@@ -293,7 +295,8 @@ SCHEDULES: dict[str, dict[str, Any] | None] = {
     "Selective(0.3, most=4)": {"sync_every": 20, "schedule": Selective(0.3, 4)},
     "H=80": {"sync_every": 80},
 }
-STEP_SECONDS, POINTS = 0.1, 10
+STEP_SECONDS = 0.1
+POINTS = 10
 
 
 def over_time(method: str, seed: int, budget: float = 4.0, size: Size = SMALL) -> dict[str, Any]:
@@ -304,11 +307,9 @@ def over_time(method: str, seed: int, budget: float = 4.0, size: Size = SMALL) -
     given = None if choices is None else {"overlap_steps": 5, "fragments": CUT, **choices}
     training = Training(size, given, 2, budget, seed=seed, validation_windows=128)
     text = training.text()
-    loop, found, launches = (
-        Loop(training, text),
-        list[tuple[int, float]](),
-        dict[int, tuple[int, ...]](),
-    )
+    loop = Loop(training, text)
+    found = list[tuple[int, float]]()
+    launches = dict[int, tuple[int, ...]]()
     for step, batch in enumerate(islice(text.batches(seed, 2 * training.batch), training.steps), 1):
         if loop.engines and (due := loop.engines[0].launches_next):
             launches[step] = due
@@ -328,7 +329,8 @@ def _ends(
     size: Size, given: dict[str, Any] | None, steps: int, launches: dict[int, tuple[int, ...]]
 ) -> list[float]:
     """Returns when each inner step ends on the link."""
-    model, groups = Model.of_parameters(trainable(size.make())), Groups(STEP_SECONDS, groups=2)
+    model = Model.of_parameters(trainable(size.make()))
+    groups = Groups(STEP_SECONDS, groups=2)
     plain = Settings(sync_every=20, overlap_steps=5, fragments=CUT)
     needs = Streaming(model, plain, groups).bytes_per_step * 8 / STEP_SECONDS / 1e9
     link = Link(gbit_s=needs / 2, round_trip=0.05)

@@ -60,7 +60,10 @@ class Eager(NamedTraining):
         )
 
 
-RANKS, MICRO_BATCHES, SIGMA, MOST_DROPPED = 2, 4, 0.5, 0.1
+RANKS = 2
+MICRO_BATCHES = 4
+SIGMA = 0.5
+MOST_DROPPED = 0.1
 """A group of `Dropping`: ranks, micro-batches of a step of each, and by how much their times
 vary."""
 
@@ -104,10 +107,8 @@ class SlowUplink(NamedTraining):
         for number, engine in enumerate(groups.engines):
             # An inner step takes a second. In the fifth of a round that a fragment is in flight a
             # byte a second is nothing, so it is the code with the fewest bytes.
-            engine.link.fixed, engine.rounds.step_clock = (
-                1e9 if number < self.groups - 1 else 1.0,
-                StepClock(1.0),
-            )
+            engine.link.fixed = 1e9 if number < self.groups - 1 else 1.0
+            engine.rounds.step_clock = StepClock(1.0)
         return groups
 
 

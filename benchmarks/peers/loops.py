@@ -162,11 +162,9 @@ def torchft_diloco(
     from torchft._torchft import LighthouseServer
     from torchft.local_sgd import DiLoCo
 
-    rank, world, door = (
-        int(os.environ["RANK"]),
-        int(os.environ["WORLD_SIZE"]),
-        int(os.environ["MASTER_PORT"]) + 1,
-    )
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
+    door = int(os.environ["MASTER_PORT"]) + 1
     lighthouse = None
     if rank == 0:
         lighthouse = LighthouseServer(

@@ -23,7 +23,8 @@ class StreamingDiLoCoCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, resume_from: str | None = None, **settings: Any) -> None:
-        self.resume_from, self.settings = resume_from, settings
+        self.resume_from = resume_from
+        self.settings = settings
         # Before any hook the Trainer wraps the model over all ranks, except for evaluation.
         prepare = trainer.accelerator.prepare_model
         trainer.accelerator.prepare_model = partial(prepare, evaluation_mode=True)
@@ -42,9 +43,11 @@ class StreamingDiLoCoCallback(TrainerCallback):
         return tensor if self.in_step else over_all(tensor, *args, **kwargs)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        model = kwargs["model"]
+        optimizer = kwargs["optimizer"]
         stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        if others := stepped - set(model.parameters()):
+        others = stepped - set(model.parameters())
+        if others:
             raise ValueError(
                 f"The optimizer steps {len(others)} parameters that are not the model's, such as"
                 " those of a loss. Each"

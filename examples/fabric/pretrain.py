@@ -82,7 +82,8 @@ def main() -> None:
             )
             fabric.save(args.checkpoint, state)
     strategy.finish()  # the model holds the outer parameters now
-    loss, sent = validate(fabric, model, loaders[1]), strategy.report()["bytes_sent"]
+    loss = validate(fabric, model, loaders[1])
+    sent = strategy.report()["bytes_sent"]
     fabric.print(f"finished: validation loss {loss:.4f}, {sent / 1e6:.2f} MB sent by each rank")
 
 

@@ -23,7 +23,9 @@ class Batches:
     """
 
     def __init__(self, rank: int, length: int) -> None:
-        self.rank, self.length, self.step = rank, length, 0
+        self.rank = rank
+        self.length = length
+        self.step = 0
 
     def __len__(self) -> int:
         return self.length
@@ -62,7 +64,8 @@ class Regression(L.LightningModule):
     def on_train_start(self) -> None:
         strategy = cast(Any, self.trainer.strategy)
         if self.trainer.is_global_zero:
-            topology, step = strategy.topology, self.trainer.global_step
+            topology = strategy.topology
+            step = self.trainer.global_step
             print(
                 f"{topology.num_groups} worker groups of {topology.group_size}, from step {step}",
                 flush=True,

@@ -45,7 +45,8 @@ class DelayedNesterov(Optimizer):
                     self._step(parameter, parameter.grad, group)
 
     def _step(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state, every = self.state[parameter], group["every"]
+        state = self.state[parameter]
+        every = group["every"]
         if not state:
             state.update(
                 step=torch.tensor(0.0),

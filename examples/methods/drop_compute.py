@@ -21,7 +21,8 @@ MICRO_BATCHES = 8
 def train(budget: float, steps: int = 40) -> None:
     torch.manual_seed(0)
     random.seed(0)
-    truth, model = nn.Linear(16, 1), nn.Linear(16, 1)
+    truth = nn.Linear(16, 1)
+    model = nn.Linear(16, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     engine = StreamingDiLoCo(model, sync_every=10, overlap_steps=2, fragments=[["*"]])
     # Where a group has several ranks, budget="auto" and `.follow(engine)` let them choose it.

@@ -38,18 +38,21 @@ class Paced:
     def __init__(
         self, loader: Iterable[Any], speed: float | str = "auto", micro_batches: int = 1
     ) -> None:
-        self.loader, self.measures, self.micro_batches = loader, speed == "auto", micro_batches
+        self.loader = loader
+        self.measures = speed == "auto"
+        self.micro_batches = micro_batches
         self.speed = 1.0 if speed == "auto" else float(speed)
         self.engine: StreamingDiLoCo | None = None
         self.heard: Any = None
         # What was yielded of this epoch, whether the group trains in this inner step, and what it
         # has time for.
-        self.yielded, self.trains, self.credit, self.resumed = 0, False, 0.0, False
+        self.yielded = 0
+        self.trains = False
+        self.credit = 0.0
+        self.resumed = False
         # A Trainer tells the sampler the epoch.
-        self.sampler, self.batch_sampler = (
-            getattr(loader, "sampler", None),
-            getattr(loader, "batch_sampler", None),
-        )
+        self.sampler = getattr(loader, "sampler", None)
+        self.batch_sampler = getattr(loader, "batch_sampler", None)
 
     def follow(self, engine: StreamingDiLoCo) -> Paced:
         if engine.site is not None:
@@ -64,11 +67,10 @@ class Paced:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        self.yielded, self.resumed = self.yielded if self.resumed else 0, False
-        batches, length = (
-            iter(self.loader),
-            len(self) if hasattr(self.loader, "__len__") else float("inf"),
-        )
+        self.yielded = self.yielded if self.resumed else 0
+        self.resumed = False
+        batches = iter(self.loader)
+        length = len(self) if hasattr(self.loader, "__len__") else float("inf")
         while self.yielded < length:
             if self.yielded % self.micro_batches == 0:
                 self.trains = self.has_time()
@@ -84,7 +86,8 @@ class Paced:
         if landing is not None and landing is not self.heard:
             # From what travelled alone: the ranks of a group find the same.
             assert self.engine is not None
-            self.heard, own = landing, landing.step_times[self.engine.topology.group_index]
+            self.heard = landing
+            own = landing.step_times[self.engine.topology.group_index]
             share = (
                 min(seconds for seconds in landing.step_times if seconds > 0) / own
                 if own > 0
@@ -104,12 +107,10 @@ class Paced:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.yielded, self.trains, self.credit, self.resumed = (
-            state["yielded"],
-            state["trains"],
-            state["credit"],
-            True,
-        )
+        self.yielded = state["yielded"]
+        self.trains = state["trains"]
+        self.credit = state["credit"]
+        self.resumed = True
         self.speed = state["speed"] if self.measures else self.speed
         if state["loader"] is not None:
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]

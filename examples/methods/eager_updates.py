@@ -44,10 +44,8 @@ class EagerUpdates:
     """
 
     def __init__(self, engine: StreamingDiLoCo, model: nn.Module) -> None:
-        self.engine, self.parameters = (
-            engine,
-            {name: p.data for name, p in model.named_parameters()},
-        )
+        self.engine = engine
+        self.parameters = {name: p.data for name, p in model.named_parameters()}
         self.lr, self.momentum = (engine.report()[name] for name in ("outer_lr", "outer_momentum"))
         # By parameter: from where the inner steps began, and the momentum of the own parts.
         self.began: dict[str, Tensor] = {}

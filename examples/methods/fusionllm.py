@@ -23,7 +23,8 @@ from lightning_sdiloco.planning.workload import Groups, Model
 STEPS = 10_000
 
 if __name__ == "__main__":
-    fast, slow = Line(Link(1.0), Link(1.0)), Line(up=Link(0.01), down=Link(0.1))
+    fast = Line(Link(1.0), Link(1.0))
+    slow = Line(up=Link(0.01), down=Link(0.1))
     print(f"{'':<28} {'seconds a step':>15} {'MB a launch: fast':>18} {'slow':>6}")
     for name, compression, lines in (
         ("fp4, without the slow one", "fp4", [fast] * 3),

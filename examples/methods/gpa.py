@@ -29,7 +29,8 @@ class GPA(AdamW):
         self, params: Any, lr: float, mx: float = 0.9967, my: float = 0.7, **choices: Any
     ) -> None:
         super().__init__(params, lr, **choices)
-        self.mx, self.my = mx, my
+        self.mx = mx
+        self.my = my
 
     @override
     @torch.no_grad()

@@ -22,16 +22,15 @@ class LocalMomentum:
     """
 
     def __init__(self, model: nn.Module, loss: Loss = squared_error) -> None:
-        self.model, self._loss, self._start, self._before = (
-            model,
-            loss,
-            deepcopy(model),
-            deepcopy(model),
-        )
+        self.model = model
+        self._loss = loss
+        self._start = deepcopy(model)
+        self._before = deepcopy(model)
         self._momentum: tuple[Tensor, ...] | None = None
 
     def step(self, x: Tensor, y: Tensor, lr: float) -> None:
-        now, before = self._gradient(self.model, x, y), self._gradient(self._before, x, y)
+        now = self._gradient(self.model, x, y)
+        before = self._gradient(self._before, x, y)
         momentum = zip(now, self._momentum or before, before, strict=True)
         self._momentum = tuple(new + kept - old for new, kept, old in momentum)
         self._before.load_state_dict(self.model.state_dict())

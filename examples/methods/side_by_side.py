@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import GPT
 from text_data import Windows, standard_library_sources
 
-CONTEXT, BATCH = 64, 2
+CONTEXT = 64
+BATCH = 2
 
 
 def loss_of(model: nn.Module, windows: list[tuple[Tensor, Tensor]]) -> Tensor:

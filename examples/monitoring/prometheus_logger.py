@@ -29,7 +29,8 @@ class PrometheusLogger(Logger):
         listen: Address and port.
     """
 
-    name, version = "prometheus", None
+    name = "prometheus"
+    version = None
 
     def __init__(self, listen: str = "127.0.0.1:9401") -> None:
         self.host, _, self.port = listen.rpartition(":")

@@ -251,7 +251,9 @@ class OuterOptimizer:
                 " OuterOptimizer. Choose"
                 f" one such as {AN_OUTER_OPTIMIZER}."
             )
-        norm, times, rests = self.clip_norm, self.outlier_guard, self.offload
+        norm = self.clip_norm
+        times = self.outlier_guard
+        rests = self.offload
         cosine = "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=50) is one"
         says = "it must be a callable from an optimizer to a torch scheduler, or None"
         _require(
@@ -370,8 +372,12 @@ class Settings:
             self._check_gossip()
 
     def _check_ranges(self) -> None:
-        every, overlap = self.sync_every, self.overlap_steps
-        lr, momentum, kept, timeout = self.outer_lr, self.outer_momentum, self.mixing, self.timeout
+        every = self.sync_every
+        overlap = self.overlap_steps
+        lr = self.outer_lr
+        momentum = self.outer_momentum
+        kept = self.mixing
+        timeout = self.timeout
         whole = "it must be a whole number of at least"
         _require(
             self,
@@ -493,7 +499,8 @@ class Settings:
     def _check_gossip(self) -> None:
         """Refuses what does not work with separate outer parameters in every group."""
         for name, why in _NOT_WITH_GOSSIP.items():
-            if (given := getattr(self if hasattr(self, name) else self.outer, name)) not in (
+            given = getattr(self if hasattr(self, name) else self.outer, name)
+            if given not in (
                 None,
                 AUTO,
                 ELEMENTWISE,
@@ -600,7 +607,8 @@ class Settings:
         if self.routing.momentum(num_groups) is not None:
             wanted = {"outer_lr": 1, "outer_momentum": 0, "make": None, "lr_schedule": None}
             for name, own in wanted.items():
-                if (value := getattr(self if hasattr(self, name) else self.outer, name)) not in (
+                value = getattr(self if hasattr(self, name) else self.outer, name)
+                if value not in (
                     AUTO,
                     own,
                 ):

@@ -150,7 +150,8 @@ class Ring(Route):
             )
         # For the Laplacian of the ring, whose edges are used in every other round: 1 over its least
         # eigenvalue above 0, and half of the largest resistance of an edge.
-        slowness, resistance = 1 / (1 - cos(2 * pi / groups)), (groups - 1) / groups
+        slowness = 1 / (1 - cos(2 * pi / groups))
+        resistance = (groups - 1) / groups
         return Momentum(
             rate=0.5 / sqrt(slowness * resistance), pull=0.5 * sqrt(slowness / resistance)
         )
@@ -231,7 +232,8 @@ class FastestPairs(Route):
             links = [(min(pair), max(pair)) for pair in combinations(order, 2)]
             links.sort(key=lambda pair: (pair not in used, self.speed(*pair)), reverse=True)
             joining = _joining(planned, groups, links) if at == self.window - 1 else []
-            pairs, busy = list(joining), {group for pair in joining for group in pair}
+            pairs = list(joining)
+            busy = {group for pair in joining for group in pair}
             for pair in links:
                 if busy.isdisjoint(pair):
                     busy.update(pair)
@@ -251,7 +253,8 @@ class FastestPairs(Route):
         """Returns the speed of the link between two groups."""
         if not self.speeds:
             return 1.0
-        there, back = self.speeds[one], self.speeds[other]
+        there = self.speeds[one]
+        back = self.speeds[other]
         return min(
             there[other] if isinstance(there, tuple) else there,
             back[one] if isinstance(back, tuple) else back,
@@ -323,7 +326,8 @@ def _joining(planned: Sequence[Sequence[Leg]], groups: int, links: Sequence[Leg]
     for leg in (leg for legs in planned for leg in legs):
         own = [part for part in parts if not part.isdisjoint(leg)]
         parts = [part for part in parts if part not in own] + [set[int]().union(*own)]
-    pairs, busy = list[Leg](), set[int]()
+    pairs = list[Leg]()
+    busy = set[int]()
     while len(parts) > 1:
         for pair in links:
             one, other = (next(part for part in parts if group in part) for group in pair)
@@ -367,7 +371,8 @@ def bring(
     # The inner steps moved both alike. Then they draw near to each other for a round.
     second = local if twin is None else twin - gradient
     moved = (second - local).mul_((1 - exp(-2 * momentum.rate)) / 2)
-    local, second = local + moved, second - moved
+    local = local + moved
+    second = second - moved
     return Brought(local - anchor, outer - local, second)
 
 

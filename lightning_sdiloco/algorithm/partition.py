@@ -386,7 +386,8 @@ def stack_of(
     part = [shape[0] // parts, *shape[1:]]
     if part[0] == 1:
         part = part[1:]
-    rows, columns = part[0] if part else 1, math.prod(part[1:])
+    rows = part[0] if part else 1
+    columns = math.prod(part[1:])
     return Stack(parts, rows, columns) if min(rows, columns) > 1 else None
 
 

@@ -200,7 +200,9 @@ class TwoShotAllReduce(AllReduce):
         self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None
     ) -> Encoded:
         assert not self.compression.varies(), "check_exchange has refused it"
-        payloads, start, remembered = list[Tensor](), 0, None
+        payloads = list[Tensor]()
+        start = 0
+        remembered = None
         for numel in self._part_numels(gradient.numel()):
             where = slice(start, min(start + numel, gradient.numel()))
             before = None if memory is None else _padded(memory[where], numel)

@@ -495,7 +495,8 @@ class Selective(LaunchSchedule):
         return tuple(fragment for fragment, at in enumerate(state["next"]) if at == step)
 
     def heard(self, state: Mapping[str, Any], landing: Heard) -> Mapping[str, Any]:
-        own, before = landing.fragment, state["rates"][landing.fragment]
+        own = landing.fragment
+        before = state["rates"][landing.fragment]
         rates = [
             norm / max(1, steps) for norm, steps in zip(landing.norms, landing.trained, strict=True)
         ]

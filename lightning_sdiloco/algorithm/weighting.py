@@ -33,7 +33,8 @@ GUARD = 10.0
 REMEMBERED = 8
 """The most last norms that a new one is compared with."""
 
-_ENOUGH, _OTHERS = 4, 2
+_ENOUGH = 4
+_OTHERS = 2
 
 # A group that is left out this many times in a row will not recover.
 _MOST_LEFT_OUT = 3

@@ -46,7 +46,8 @@ class Communicator:
         """Returns how many collectives anybody has begun in the process group on this rank, with
         gloo and NCCL.
         """
-        if (group := self.process_group) is None:
+        group = self.process_group
+        if group is None:
             return 0
         # If each device has its own backend, each of them counts.
         backends: set[Any] = {group._get_backend(device) for device in group._device_types}
@@ -160,7 +161,8 @@ class MessageCommunicator(Communicator):
 
     def __init__(self, process_group: Any, engine: int) -> None:
         super().__init__(process_group)
-        self._process_group, self._tag = process_group, _FIRST_TAG + engine
+        self._process_group = process_group
+        self._tag = _FIRST_TAG + engine
         self._others = [rank for rank in range(self.size) if rank != self.rank]
 
     @override
@@ -190,7 +192,9 @@ class MessageCommunicator(Communicator):
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         staged = self._staged(tensor).contiguous()
         # In a tree: in every turn each rank that has the values sends them to one that does not.
-        place, holders, works = (self.rank - source) % self.size, 1, []
+        place = (self.rank - source) % self.size
+        holders = 1
+        works = []
         while holders < self.size:
             if holders <= place < 2 * holders:
                 self._receive(staged, (place - holders + source) % self.size).wait()
@@ -297,7 +301,8 @@ class _Buffers:
     def _take(self, size: int) -> bytearray:
         if not 0 <= size <= len(self._data):
             raise ValueError(f"{size} bytes are said to follow, and {len(self._data)} do")
-        taken, self._data = bytearray(self._data[:size]), self._data[size:]
+        taken = bytearray(self._data[:size])
+        self._data = self._data[size:]
         return taken
 
     def value(self, told: Any) -> Any:

@@ -136,8 +136,11 @@ class DirectExchange(Exchange[_Travelling]):
         engine: int = 0,
     ) -> None:
         super().__init__(dist.get_world_size(up))
-        self._up, self._down, self._number = up, down, tag
-        self._tag, self._pacing = _TAGS * engine + tag, pacing or Pacing()
+        self._up = up
+        self._down = down
+        self._number = tag
+        self._tag = _TAGS * engine + tag
+        self._pacing = pacing or Pacing()
         self._group = dist.get_rank(up)
         self._ranks = dist.get_process_group_ranks(up)
         # By the other group: over which process group this one sends to it, and over which it
@@ -180,7 +183,8 @@ class DirectExchange(Exchange[_Travelling]):
 
     def _receive(self, posted: _Travelling, groups: Iterable[int], sizes: Sequence[int]) -> None:
         """Starts to receive from other groups. gloo holds what comes before."""
-        own, device = posted.received[self._group], posted.messages[self._group].device
+        own = posted.received[self._group]
+        device = posted.messages[self._group].device
         on_cpu = device.type == "cpu"
         posted.received = [
             own
@@ -209,12 +213,15 @@ class DirectExchange(Exchange[_Travelling]):
             )
         if posted.failure is not None:
             raise posted.failure
-        arrived, waited, before = [0.0] * self.num_groups, -1.0, time.perf_counter()
+        arrived = [0.0] * self.num_groups
+        waited = -1.0
+        before = time.perf_counter()
         for group, receiving in posted.receiving.items():
             self._wait(receiving, group, deadline)
             arrived[group] = now = time.perf_counter()
             if now - before > waited:
-                self._latest, waited = group, now - before
+                self._latest = group
+                waited = now - before
             before = now
         self.arrived = arrived
         for group, sending in posted.sending.items():
@@ -253,7 +260,8 @@ LENGTH_BYTES = 8
 """Bytes with the length of the message to a group, and the rate of that group's last message."""
 
 # Their bits for the length. The others are the rate, in kB/s.
-_LENGTH_BITS, _RATE_BITS = 40, 23
+_LENGTH_BITS = 40
+_RATE_BITS = 23
 _UNIT = 1000.0
 
 
@@ -273,8 +281,10 @@ class VaryingExchange(Exchange[tuple[Any, Any]]):
                 " a compression whose payloads have one size, such as 'sparse'."
             )
         self.device = messages.device
-        self.bytes_sent, self.bytes_received = messages.bytes_sent, messages.bytes_received
-        self._lengths, self._messages = lengths, messages
+        self.bytes_sent = messages.bytes_sent
+        self.bytes_received = messages.bytes_received
+        self._lengths = lengths
+        self._messages = messages
         # By group, in bytes per second; 0 where that is not known.
         self._received = [0.0] * messages.num_groups
 
@@ -299,10 +309,8 @@ class VaryingExchange(Exchange[tuple[Any, Any]]):
         numels, told = zip(*map(_unpacked, self._lengths.collect(posted[0], deadline)), strict=True)
         began = time.perf_counter()
         received = self._messages.collect(posted[1], deadline, numels)
-        self.bytes_sent, self.bytes_received = (
-            self._messages.bytes_sent,
-            self._messages.bytes_received,
-        )
+        self.bytes_sent = self._messages.bytes_sent
+        self.bytes_received = self._messages.bytes_received
         self.sends_bytes_per_s = _carried(told)
         if self._messages.arrived:
             seconds = [max(at - began, 1e-6) if at else math.inf for at in self._messages.arrived]
@@ -351,7 +359,10 @@ class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
         self, group: int, groups: int, tables: dict[int, "_Table"], engine: int = 0
     ) -> None:
         super().__init__(groups)
-        self._group, self._tables, self._table, self._posted = group, tables, tables[engine], 0
+        self._group = group
+        self._tables = tables
+        self._table = tables[engine]
+        self._posted = 0
 
     @staticmethod
     def connect(groups: int) -> list["InProcessExchange"]:
@@ -366,7 +377,8 @@ class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
     def post(
         self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None
     ) -> tuple[int, Sequence[Tensor]]:
-        number, self._posted = self._posted, self._posted + 1
+        number = self._posted
+        self._posted = self._posted + 1
         # By group what it sends, and behind that by which group it has been taken.
         self._table[number][self._group] = messages
         return number, messages
@@ -456,7 +468,8 @@ class DeviceExchange(Exchange[_OnDevice]):
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(dist.get_world_size(process_group))
         self.device = device
-        self._process_group, self._backend = process_group, str(dist.get_backend(process_group))
+        self._process_group = process_group
+        self._backend = str(dist.get_backend(process_group))
         self._group = dist.get_rank(process_group)
         self._ranks = dist.get_process_group_ranks(process_group)
         self._others = [group for group in range(self.num_groups) if group != self._group]
@@ -467,7 +480,8 @@ class DeviceExchange(Exchange[_OnDevice]):
     def channel(self, engine: int) -> "DeviceExchange":
         channel = DeviceExchange(self._process_group, self.device)
         # What was given up must stay as long as the process group.
-        channel._given_up, channel.open_channels = self._given_up, self.open_channels
+        channel._given_up = self._given_up
+        channel.open_channels = self.open_channels
         self.open_channels.add(channel)
         return channel
 
@@ -534,7 +548,8 @@ class DeviceExchange(Exchange[_OnDevice]):
                     self._given_up.append(posted)
                     # Otherwise the device is busy with them until torch ends the process. Aborting
                     # may take long, so nobody waits.
-                    if abort := getattr(self._process_group, "abort", None):
+                    abort = getattr(self._process_group, "abort", None)
+                    if abort:
                         threading.Thread(target=abort, name="sdiloco-abort", daemon=True).start()
                     raise self._unanswered("did not answer in time")
                 time.sleep(_BETWEEN_LOOKS)

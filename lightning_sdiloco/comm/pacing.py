@@ -37,19 +37,25 @@ _UNLIMITED = 2**64 - 1
 _INFO_BYTES = 176
 _FIELDS = struct.Struct("=24x I 40x I 28x I 16x Q 20x I 4x I Q Q")
 
-_SHORTEST_S, _SHORTEST = 0.05, 1 << 16
+_SHORTEST_S = 0.05
+_SHORTEST = 1 << 16
 """Messages that take less time or have fewer bytes are not paced, and nothing is learned: a queue
 holds them all."""
 
-_QUEUE_S, _QUEUE_SHARE, _LOST_SHARE = 0.015, 0.03, 0.005
+_QUEUE_S = 0.015
+_QUEUE_SHARE = 0.03
+_LOST_SHARE = 0.005
 """Too much: these seconds in queues, if they are that share of the time, or this many packets
 lost."""
 
-_UNKNOWN_STEP, _FIRST_STEP, _LARGEST_STEP = 0.08, 0.01, 0.5
+_UNKNOWN_STEP = 0.08
+_FIRST_STEP = 0.01
+_LARGEST_STEP = 0.5
 """By what share a rate grows before and after it was too high, twice as much each time, and at
 most."""
 
-_MOST, _LEAST = 1.25, 1.05
+_MOST = 1.25
+_LEAST = 1.05
 """A rate is at most this many times what connections delivered in the end, at least this many times
 what they sent."""
 
@@ -86,7 +92,8 @@ class Connection(NamedTuple):
 
     @staticmethod
     def of_process() -> "set[Connection]":
-        found, descriptors = set[Connection](), Path("/proc/self/fd")
+        found = set[Connection]()
+        descriptors = Path("/proc/self/fd")
         # A default timeout would make the owner's socket one that does not block, as soon as Python
         # looks at it.
         if socket.getdefaulttimeout() is not None or not descriptors.is_dir():
@@ -180,7 +187,8 @@ class Pace:
         """Takes in how messages got through that were paced as said here."""
         if sent.seconds < _SHORTEST_S:
             return
-        queued_s, lost = sent.queued_s, sent.lost
+        queued_s = sent.queued_s
+        lost = sent.lost
         self._last.append(sent)
         if len(self._last) == _REMEMBERED:
             # What queues and gets lost always, does so however fast messages leave.
@@ -193,11 +201,14 @@ class Pace:
             first = _MOST * max(sent.delivered, sent.nbytes / sent.seconds)
             self.bytes_per_s = first if too_fast else None
             return
-        most, least = _MOST * sent.delivered, _LEAST * sent.nbytes / sent.seconds
+        most = _MOST * sent.delivered
+        least = _LEAST * sent.nbytes / sent.seconds
         if too_fast:
-            factor, self._step = (1 - lost) * sent.seconds / (sent.seconds + queued_s), _FIRST_STEP
+            factor = (1 - lost) * sent.seconds / (sent.seconds + queued_s)
+            self._step = _FIRST_STEP
         else:
-            factor, self._step = 1 + self._step, min(2 * self._step, _LARGEST_STEP)
+            factor = 1 + self._step
+            self._step = min(2 * self._step, _LARGEST_STEP)
             # A message that is through before its connections are at their speed says nothing
             # against a higher one.
             most = max(most, self.bytes_per_s)
@@ -237,9 +248,11 @@ class Pacing:
 
     def _learn(self) -> None:
         counters = [connection.counters() for connection in self._connections]
-        before, self._before = self._before or counters, counters
+        before = self._before or counters
+        self._before = counters
         since = [after.since(then) for then, after in zip(before, counters, strict=True)]
         # Where less went, it was words, or there was no message for the other side.
         least = max(one.nbytes for one in since) / 4
-        if carried := [one for one in since if one.nbytes > least]:
+        carried = [one for one in since if one.nbytes > least]
+        if carried:
             self._pace.learn(Sent.over(carried))

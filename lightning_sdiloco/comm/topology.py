@@ -166,7 +166,8 @@ class SharedGloo:
             shared._devices = devices_of(made)
             return made
         options = gloo._Options()
-        options._devices, options._timeout = shared._devices, about.timeout
+        options._devices = shared._devices
+        options._timeout = about.timeout
         return gloo(about.store, about.group_rank, about.group_size, options)
 
 
@@ -312,7 +313,8 @@ class Topology:
         if layout.worker_groups == 1 and not in_group.is_on_host:
             in_site = Communicator(_own(rank, layout.worker_group_ranks(), "gloo", timeout))
         # A single rank needs no process group, and peers that are all ranks need none of their own.
-        stages, peers = (Communicator(),) * STAGES, world()
+        stages = (Communicator(),) * STAGES
+        peers = world()
         if layout.group_size > 1:
             ranks = layout.worker_group_ranks()
             # Twice the bound of a flight: a rank whose own exchange went well waits for one of its
@@ -415,10 +417,12 @@ def _exchanges(
         alone, *others = (InProcessExchange.connect(1)[0] for _ in range(4))
         return alone, others[0], others[1], others[2]
     both = process_group(gloo)
-    control, progress = DirectExchange(both, both), DirectExchange(both, both, tag=1)
+    control = DirectExchange(both, both)
+    progress = DirectExchange(both, both, tag=1)
     if on_device is None:
         there = Connection.of_process()
-        up, down = process_group(gloo), process_group(gloo)
+        up = process_group(gloo)
+        down = process_group(gloo)
         opened = Connection.of_process() - there
         # More or fewer are not gloo's alone, or gloo connects later: TCP then sends at its own
         # pace.
@@ -460,7 +464,8 @@ def _unbound() -> Iterator[None]:
     cannot do that.
     """
     default: Any = dist.group.WORLD
-    bound, default.bound_device_id = default.bound_device_id, None
+    bound = default.bound_device_id
+    default.bound_device_id = None
     try:
         yield
     finally:

@@ -30,7 +30,8 @@ class WorldWatch:
     """
 
     def __init__(self, advice: str, unit: str = "training batches") -> None:
-        self._advice, self._unit = advice, unit
+        self._advice = advice
+        self._unit = unit
         self._world = Communicator()
         self._before: int | None = (
             None  # What was begun over all ranks when the watch began; None while it rests.
@@ -40,7 +41,8 @@ class WorldWatch:
 
     def stop(self) -> None:
         """Ends the watch for good."""
-        self._is_over, self._before = True, None
+        self._is_over = True
+        self._before = None
 
     def begin(self, topology: Topology) -> None:
         watches = topology.num_groups > 1 and topology.rank == 0 and not self._is_over
@@ -48,7 +50,8 @@ class WorldWatch:
         self._before = self._world.begun() if watches else None
 
     def end(self) -> None:
-        before, self._before = self._before, None
+        before = self._before
+        self._before = None
         if before is None:
             return
         self._in_a_row = self._in_a_row + 1 if self._world.begun() > before else 0

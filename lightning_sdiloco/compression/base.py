@@ -96,7 +96,8 @@ class Compression(ABC):
                 # on the processor.
                 out[where] += values if factor == 1 else values.mul_(factor)
         if self.counts_senders():
-            senders, places = torch.zeros_like(out), torch.empty_like(out)
+            senders = torch.zeros_like(out)
+            places = torch.empty_like(out)
             for payload, _ in sent:
                 self.places(payload, places)
                 senders += places
@@ -261,7 +262,8 @@ def weighted_mean(
         like: A tensor of their shape and on their device.
         senders: How many of them have each value, if its mean is over these.
     """
-    total, count = torch.zeros_like(like), 0
+    total = torch.zeros_like(like)
+    count = 0
     for values, factor in parts:
         total += values if factor == 1 else values.mul_(factor)
         count += 1

@@ -94,9 +94,11 @@ class Blockwise(Compression):
         """Encodes values; a block with one that is not finite may become anything, and other
         blocks are untouched.
         """
-        numel, head = values.numel(), self._scale_bytes(values.numel())
+        numel = values.numel()
+        head = self._scale_bytes(values.numel())
         payload = new_vector(self.wire_bytes(numel), values.device, torch.uint8)
-        scales, codes = payload[:head].view(self.scale), payload[head:]
+        scales = payload[:head].view(self.scale)
+        codes = payload[head:]
         for where in chunks(values):
             own, one_each = self.encode_blocks(self.pad(values[where]).view(-1, self.block))
             scales[where.start // self.block :][: len(own)] = own
@@ -117,7 +119,8 @@ class Blockwise(Compression):
         head = self._scale_bytes(numel)
         # A payload may start at an odd address of a gathered buffer, where wider types cannot be
         # viewed.
-        scales, codes = payload[:head].clone().view(self.scale), payload[head:]
+        scales = payload[:head].clone().view(self.scale)
+        codes = payload[head:]
         for start in range(0, numel, chunk_length(payload.device)):
             stop = min(start + chunk_length(payload.device), numel)
             own = scales[start // self.block : -(-stop // self.block)]
@@ -353,7 +356,8 @@ class Int2(Blockwise):
     @override
     def decode_blocks(self, scales: Tensor, codes: Tensor) -> Tensor:
         """Decodes whole blocks, which is exact, since one of the two terms is zero."""
-        low, high = from_bfloat16_bits(scales & 0xFFFF), from_bfloat16_bits(scales >> 16)
+        low = from_bfloat16_bits(scales & 0xFFFF)
+        high = from_bfloat16_bits(scales >> 16)
         lower = look_up(codes, (1.0, 0.0, -1.0, -0.0)).mul_(low[:, None])
         return lower.add_(look_up(codes, (0.0, 1.0, -0.0, -1.0)).mul_(high[:, None]))
 
@@ -383,7 +387,8 @@ def _two_means(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
 
 def chunks(values: Tensor) -> Iterator[slice]:
     """Yields where the chunks of a vector lie."""
-    numel, length = values.numel(), chunk_length(values.device)
+    numel = values.numel()
+    length = chunk_length(values.device)
     return (slice(start, min(start + length, numel)) for start in range(0, numel, length))
 
 

@@ -30,7 +30,8 @@ class _Cast(Compression):
 
     @override
     def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
-        size, length = self.dtype.itemsize, chunk_length(payload.device)
+        size = self.dtype.itemsize
+        length = chunk_length(payload.device)
         scratch = new_vector(min(length, numel), payload.device)
         for start in range(0, numel, length):
             stop = min(start + length, numel)

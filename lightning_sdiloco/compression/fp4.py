@@ -182,7 +182,8 @@ def _in_triton() -> Passes:
 
 
 def _in_c() -> Passes:
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    pointer = ctypes.c_void_p
+    size = ctypes.c_int64
     try:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
@@ -219,7 +220,9 @@ def _mean(
 class _Eager(FP4):
     """Encodes and decodes by operations of torch alone."""
 
-    encode, decode, mean = Blockwise.encode, Blockwise.decode, Blockwise.mean
+    encode = Blockwise.encode
+    decode = Blockwise.decode
+    mean = Blockwise.mean
 
 
 def _is_proven(passes: Passes, device: torch.device) -> bool:
@@ -234,7 +237,8 @@ def _is_proven(passes: Passes, device: torch.device) -> bool:
     values[1024:1536], values[2048:2560] = 0.0, values[2048:2560] * 1e-38
     values[3072:3584] = one[3072:3584].clamp(-3, 3) * 1e38
     values = values.to(device)
-    eager, payload = _Eager(), torch.empty(_size(len(values)), device=device, dtype=torch.uint8)
+    eager = _Eager()
+    payload = torch.empty(_size(len(values)), device=device, dtype=torch.uint8)
     passes.encode(values, payload)
     sent = [(payload, 1.0), (eager.encode(values.flip(0)), 0.3), (payload, 1.7)]
     found, expected = torch.empty(2, 2, len(values), device=device, dtype=torch.float32)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 # Blocks of 128 values for each program, and its warps: of fifteen pairs the best on an H200, by
 # little.
-_ROWS, _WARPS = 8, 2
+_ROWS = 8
+_WARPS = 2
 
 # Payloads that are added up in one pass. A kernel is compiled for each number of them.
 _AT_ONCE = 8
@@ -103,7 +104,8 @@ def decode(payload: Tensor, out: Tensor) -> None:
 
 def mean(sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
     for first in range(0, len(sent), _AT_ONCE):
-        some, last = sent[first : first + _AT_ONCE], first + _AT_ONCE >= len(sent)
+        some = sent[first : first + _AT_ONCE]
+        last = first + _AT_ONCE >= len(sent)
         payloads = tuple([_even(payload) for payload, _ in some])
         factors = tuple([float(factor) for _, factor in some])
         _run(_mean, out, payloads, factors, out, begins=not first, count=len(sent) if last else 0)

@@ -112,11 +112,10 @@ class TopK(Compression):
 
     @override
     def encode(self, values: Tensor) -> Tensor:
-        count, done = self._count(values.numel()), 0
-        chosen, positions = (
-            values.new_empty(count),
-            values.new_empty(_packed_bytes(count), dtype=torch.uint8),
-        )
+        count = self._count(values.numel())
+        done = 0
+        chosen = values.new_empty(count)
+        positions = values.new_empty(_packed_bytes(count), dtype=torch.uint8)
         for blocks in _blocks(values):
             found = _largest(blocks.abs(), self._kept(blocks.size(1))).sort(dim=1).values
             chosen[done:][: found.numel()] = self.sent(blocks.gather(1, found), blocks).view(-1)
@@ -132,7 +131,8 @@ class TopK(Compression):
 
     @override
     def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
-        chosen, done = self._chosen(payload, numel), 0
+        chosen = self._chosen(payload, numel)
+        done = 0
         scratch = new_vector(min(numel, chunk_length(payload.device)), payload.device)
         for where in _stretches(numel, payload.device):
             values = scratch[: where.stop - where.start]
@@ -233,7 +233,8 @@ class Threshold(TopK):
                 " threshold of a top-k for"
                 " ten launches."
             )
-        least, every = self.least, self.every
+        least = self.least
+        every = self.every
         if least is not None and (
             isinstance(least, bool) or not isinstance(least, (int, float)) or not least >= 0
         ):
@@ -286,17 +287,21 @@ class Threshold(TopK):
     def encode(self, values: Tensor) -> Tensor:
         if not self.varies():
             return super().encode(values)
-        thresholds, done = self.thresholds, 0
+        thresholds = self.thresholds
+        done = 0
         if thresholds is None:
             return self.tuned(self.tuning(values, None)).encode(values)
-        counts, positions, chosen = [], [], []
+        counts = []
+        positions = []
+        chosen = []
         for blocks in _blocks(values):
             above = self._above(blocks.abs(), thresholds[done : done + len(blocks), None])
             counts.append(above.sum(1))
             positions.append(above.nonzero()[:, 1])
             chosen.append(blocks[above])
             done += len(blocks)
-        lengths, sent = torch.cat(counts), torch.cat(chosen)
+        lengths = torch.cat(counts)
+        sent = torch.cat(chosen)
         head = torch.stack((lengths & 255, lengths >> 8), dim=1).to(torch.uint8).view(-1)
         # A compression has no payload of no values.
         tail = [self.values.encode(sent)] if len(sent) else []
@@ -340,7 +345,8 @@ class Threshold(TopK):
         """Returns which values of each block are sent: what reaches its threshold, but no more
         than the largest.
         """
-        above, most = (magnitudes >= thresholds) & (magnitudes > 0), self._kept(magnitudes.size(1))
+        above = (magnitudes >= thresholds) & (magnitudes > 0)
+        most = self._kept(magnitudes.size(1))
         if bool((above.sum(1) > most).any()):
             above &= torch.zeros_like(above).scatter_(1, _largest(magnitudes, most), True)
         return above
@@ -366,7 +372,8 @@ def _stretches(numel: int, device: torch.device) -> Iterator[slice]:
 
 def _largest(magnitudes: Tensor, kept: int) -> Tensor:
     """Returns the positions of the largest magnitudes of every row."""
-    size, groups = magnitudes.size(1), magnitudes.size(1) // _GROUP
+    size = magnitudes.size(1)
+    groups = magnitudes.size(1) // _GROUP
     if size % _GROUP or kept * 2 > groups:
         return magnitudes.topk(kept, dim=1, sorted=False).indices
     # They all lie in the groups with the largest maxima, and these groups are found among far fewer
@@ -532,7 +539,8 @@ class RandomK(_Chance):
         """Yields views of the values, a cell to a row, and the position picked in each; the last
         cell may be short.
         """
-        whole, length = len(values) // self.every, max(chunk_length(values.device) // self.every, 1)
+        whole = len(values) // self.every
+        length = max(chunk_length(values.device) // self.every, 1)
         for start in range(0, whole, length):
             end = min(start + length, whole)
             cells = values[start * self.every : end * self.every].view(-1, self.every)

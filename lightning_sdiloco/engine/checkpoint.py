@@ -109,7 +109,8 @@ class Restart(NamedTuple):
 
 def write_rank(path: str, save: str, rank: int, state: Mapping[str, Any]) -> Entry:
     """Writes the file of a rank, either all of it or nothing."""
-    data, name = _saved(state), f"rank_{rank:05d}.pt"
+    data = _saved(state)
+    name = f"rank_{rank:05d}.pt"
     _write(path, save, name, data)
     return Entry(name, len(data), hashlib.sha256(data).hexdigest())
 
@@ -141,7 +142,8 @@ def read_groups(path: str, header: Mapping[str, Any]) -> list[list[State | None]
     """Reads what `restart_from` needs from the files of all ranks, by group; None where a file is
     missing.
     """
-    groups, size = header["layout"]["worker_groups"], header["layout"]["group_size"]
+    groups = header["layout"]["worker_groups"]
+    size = header["layout"]["group_size"]
 
     def read(rank: int) -> State | None:
         if not has_rank(path, header, rank):
@@ -365,7 +367,8 @@ def write_ranks(
     advice: str = _ADVICE,
 ) -> Saved:
     """Writes the files of all ranks; see [Note: the order of a save]. All ranks must call it."""
-    world, rank = topology.world, topology.rank
+    world = topology.world
+    rank = topology.rank
     # Ranks may have chosen different paths: requeued SLURM jobs number theirs by the files that
     # they see.
     path, save = world.all_gather_object((path, uuid.uuid4().hex))[0]
@@ -513,7 +516,8 @@ def read_own(
     ranks must call it.
     """
     own: State = {}
-    header, refusal = None, None
+    header = None
+    refusal = None
     try:
         checkpoint = read_file()
         header = checkpoint.get(KEY)
@@ -560,7 +564,8 @@ def _read_own(
             f"{path} was saved with {header['layout']}, now there are {_layout(topology)}. {_SAME}"
         )
     now = settings.taken_from(header["settings"]).fixed_by_a_checkpoint()
-    if other := settings.differences(header["settings"], now):
+    other = settings.differences(header["settings"], now)
+    if other:
         raise ValueError(
             f"{path} cannot be resumed exactly with other settings: {'; '.join(other)}. {_SAME}"
         )
@@ -598,7 +603,8 @@ def require_own_state(state: Mapping[str, Any], topology: Topology) -> None:
             f" {place['group_size']})"
         )
 
-    own, saved = place_of(topology), state.get("rank")
+    own = place_of(topology)
+    saved = state.get("rank")
     if saved is None or not state.keys() >= {"settings", "schedule"}:
         raise ValueError(
             "This state comes from an engine of an earlier version, which this one cannot read."
@@ -625,7 +631,8 @@ def require_own_state(state: Mapping[str, Any], topology: Topology) -> None:
 def own_state(optimizer: Optimizer) -> dict[str, Any]:
     """Returns the state of an optimizer, with what this rank holds in place of sharded tensors."""
     state = optimizer.state_dict()
-    own, divided = dict[Any, Any](), dict[Any, list[str]]()
+    own = dict[Any, Any]()
+    divided = dict[Any, list[str]]()
     for index, entry in state["state"].items():
         own[index] = {
             key: local(value) if isinstance(value, Tensor) else value
@@ -667,7 +674,8 @@ def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | 
             " missing files, or start a new fit from the weights of the checkpoint."
         )
     ranks = whole[0]
-    flights, landed = len(ranks[0]["flights"]), 0
+    flights = len(ranks[0]["flights"])
+    landed = 0
     shares = "anchor" not in ranks[0]["fragments"][0]
     joined = ranks if shares else [_mean_of(of) for of in zip(*whole, strict=True)]
     shards = [[OuterState.of(fragment) for fragment in state["fragments"]] for state in joined]
@@ -708,10 +716,8 @@ def _weighed(state: State, groups: int, settings: Settings | None) -> Weighed:
     weighing = state["settings"].get("weighing", repr(None))
     states = {tuple(fragment["names"]): fragment["norms"] for fragment in state["fragments"]}
     if settings is not None and weighing != repr(settings.weighing):
-        weighing, states = (
-            repr(settings.weighing),
-            {names: settings.aggregation.start(groups) for names in states},
-        )
+        weighing = repr(settings.weighing)
+        states = {names: settings.aggregation.start(groups) for names in states}
     return Weighed(weighing, groups, states)
 
 
@@ -776,7 +782,8 @@ def _land(
         gradients = direct_shards(groups[0][0]["fragments"][fragment], means, settings.outer.map)
         is_dense = flights[0][0].get("is_dense", False)
         for shard, gradient in enumerate(gradients):
-            before, optimizer = shards[shard][fragment], optimizers[shard]
+            before = shards[shard][fragment]
+            optimizer = optimizers[shard]
             shards[shard][fragment] = optimizer.step(
                 fragment, before, before.values, gradient, is_dense=is_dense
             )

@@ -70,7 +70,9 @@ class DropCompute:
                 f"most_dropped={most_dropped!r} is out of range: it must be a share above 0 and"
                 " below 1, such as 0.1."
             )
-        self.micro_batches, self.budget, self.most_dropped = micro_batches, budget, most_dropped
+        self.micro_batches = micro_batches
+        self.budget = budget
+        self.most_dropped = most_dropped
 
     def __call__(self, loader: Any) -> "DroppingLoader":
         """Returns a loader that yields None for the micro-batches of another one that are left
@@ -93,13 +95,17 @@ class DroppingLoader:
                 " synchronises the gradients"
                 " and must not be dropped. Give the loader a __len__."
             )
-        self.drop, self.loader, self.length, self._clock = drop, loader, len(loader), clock
+        self.drop = drop
+        self.loader = loader
+        self.length = len(loader)
+        self._clock = clock
         self.budget = inf if drop.budget == "auto" else float(drop.budget)
         self.trained = self.dropped = 0
         self._measures = drop.budget == "auto"
         self._all_gather: Callable[[Any], list[Any]] = lambda own: [own]
         self._table: list[list[float]] = []
-        self._position, self._resumed = 0, False
+        self._position = 0
+        self._resumed = False
         self._events: list[Any] = []
 
     def follow(self, engine: StreamingDiLoCo) -> "DroppingLoader":
@@ -131,7 +137,8 @@ class DroppingLoader:
         if not self._resumed:
             self._position = 0
         self._resumed = False
-        began, row = 0.0, list[float]()
+        began = 0.0
+        row = list[float]()
         for batch in self.loader:
             if self._position >= self.length:
                 return
@@ -140,7 +147,9 @@ class DroppingLoader:
                 if self._measures and row:
                     self._note([*row, now - began])
                 # Choosing takes time, and so does waiting for the others.
-                began, row, self.trained = self._clock(), [], 0
+                began = self._clock()
+                row = []
+                self.trained = 0
             else:
                 row.append(now - began)
             self._position += 1
@@ -167,10 +176,8 @@ class DroppingLoader:
             self._table.append(row)
         if len(self._table) == _WARMUP:
             every = self._all_gather(self._table)
-            self.budget, self._measures = (
-                best_drop(*_computed(every), self.drop.most_dropped).budget,
-                False,
-            )
+            self.budget = best_drop(*_computed(every), self.drop.most_dropped).budget
+            self._measures = False
             self._table = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,14 +193,13 @@ class DroppingLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes where `state_dict` was called; the time of the inner step restarts."""
-        self._position, self.trained, self.dropped = (
-            state["position"],
-            state["trained"],
-            state["dropped"],
-        )
+        self._position = state["position"]
+        self.trained = state["trained"]
+        self.dropped = state["dropped"]
         self._resumed = True
         if self.drop.budget == "auto":
-            self._measures, self.budget = state["measures"], state["budget"]
+            self._measures = state["measures"]
+            self.budget = state["budget"]
             self._table = [list(row) for row in state["table"]]
         if state["loader"] is not None:
             self.loader.load_state_dict(state["loader"])

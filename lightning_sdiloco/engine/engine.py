@@ -243,7 +243,8 @@ class StreamingDiLoCo:
         self.step_span: Span = (0.0, 0.0)
         self.last_landing: Landing | None = None
         self.final_landings = list[Landing]()
-        self._absences, self._counts = Absences(self.topology.num_groups), Counts()
+        self._absences = Absences(self.topology.num_groups)
+        self._counts = Counts()
         self._exclusions = Exclusions()
         self._unfinished: dict[str, Any] = {}
         self._next_cut: tuple[Fragment, ...] = ()  # While the model is cut again.
@@ -313,7 +314,8 @@ class StreamingDiLoCo:
                 " idle. Give 1 for an inner step without micro-batches, or leave it out."
             )
         self._counts.inner_steps += 1
-        ended, began = self.step_span[1], time.perf_counter()
+        ended = self.step_span[1]
+        began = time.perf_counter()
         self.step_span = began, began
         if trained:
             self.loop.trained(trained, trained if samples is None else samples)
@@ -622,7 +624,8 @@ class StreamingDiLoCo:
         fragments = self.rounds.fragments
         known = {name for fragment in fragments for name in fragment.layout.names}
         chosen = known if names is None else set(names)
-        if unknown := sorted(chosen - known):
+        unknown = sorted(chosen - known)
+        if unknown:
             raise ValueError(
                 f"set_outer was given {unknown[0]!r}, which is no trainable parameter of the model."
             )
@@ -656,7 +659,8 @@ class StreamingDiLoCo:
         process take turns.
         """
         self._require_open("group_mean()")
-        gathered, untrained = list[Tensor](), list[Mapping[int, Tensor]]()
+        gathered = list[Tensor]()
+        untrained = list[Mapping[int, Tensor]]()
 
         def receive(flight: Flight) -> None:
             arrival = flight.pending.result()
@@ -779,11 +783,9 @@ class StreamingDiLoCo:
         """
         self._require_no_site()
         self.rounds.require_no_launch(self.inner_steps, settings)
-        before, weighed, began_at = (
-            self.rounds.fragments,
-            self.rounds.weighed(),
-            self.rounds.began_at,
-        )
+        before = self.rounds.fragments
+        weighed = self.rounds.weighed()
+        began_at = self.rounds.began_at
         outer = named_outer(before, self.topology.in_group)
         self.given = settings
         self.settings = self._chosen(settings)
@@ -881,7 +883,8 @@ class StreamingDiLoCo:
             }
             recut = recut._replace(frozen=frozen)
         take_over(self.rounds.fragments, recut, self.topology)
-        rounds, says = self.rounds, self.topology.rank == 0
+        rounds = self.rounds
+        says = self.topology.rank == 0
         if says:
             say_what_is_cut_again(
                 recut, rounds.cut_model, restarts=recut.fragments != rounds.partition
@@ -922,7 +925,8 @@ def _require_no_warmup(state: Mapping[str, Any]) -> None:
     """Refuses the state of an earlier version that was saved while groups averaged their
     gradients.
     """
-    steps, warmup_steps = state["counts"]["inner_steps"], state.get("warmup_steps", 0)
+    steps = state["counts"]["inner_steps"]
+    warmup_steps = state.get("warmup_steps", 0)
     if steps < warmup_steps:
         raise ValueError(
             f"This state was saved after {steps} inner steps, inside a warm-up of"

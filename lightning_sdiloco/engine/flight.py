@@ -66,12 +66,14 @@ Work = Generator[None, None, Result]
 _MOMENT = 0.5
 
 # How many inner steps, and how many flights, are remembered for what is measured of them.
-_REMEMBERED, _FLIGHTS = 16, 3
+_REMEMBERED = 16
+_FLIGHTS = 3
 
 # Below so many values the control vector goes along in the message of the payload: another message
 # would cost more than a copy. In one flight of so many it goes ahead all the same, which shows how
 # long the payload is on the link.
-_SHORT, _AHEAD = 1 << 16, 7
+_SHORT = 1 << 16
+_AHEAD = 7
 
 # The number of an engine times this goes into every digest: an odd number of 64 bits keeps all
 # digests apart.
@@ -97,13 +99,18 @@ class Synchronizer:
         settings: Settings,
         diagnoses: bool,
     ) -> None:
-        self._fragments, self._topology, self.diagnoses = fragments, topology, diagnoses
-        groups, codec, self._merge = topology.num_groups, settings.codec, settings.landing
+        self._fragments = fragments
+        self._topology = topology
+        self.diagnoses = diagnoses
+        groups = topology.num_groups
+        codec = settings.codec
+        self._merge = settings.landing
         # In a leg each group sends its partners whole fragments.
         in_rounds = settings.exchange if settings.shares else "gather"
         self._rounded = all_reduce_for(in_rounds, groups, codec, self._merge.kept)
         self._exact = all_reduce_for(settings.exchange, groups, resolve("fp32"), self._merge.kept)
-        self._weighing, self._momentum = settings.aggregation, settings.routing.momentum(groups)
+        self._weighing = settings.aggregation
+        self._momentum = settings.routing.momentum(groups)
         self._exchange: Exchange[Any] = topology.exchange
         if codec.varies():
             self._exchange = VaryingExchange(topology.control, topology.exchange)
@@ -127,12 +134,11 @@ class Synchronizer:
         """Flies a fragment, in up to three stages. In-group collective, in the order of the
         launches on all ranks.
         """
-        fragment, topology, spans = (
-            self._fragments[launch.fragment],
-            self._topology,
-            dict[str, Span](),
-        )
-        is_round, device = launch.purpose is Purpose.ROUND, launch.gradient.device
+        fragment = self._fragments[launch.fragment]
+        topology = self._topology
+        spans = dict[str, Span]()
+        is_round = launch.purpose is Purpose.ROUND
+        device = launch.gradient.device
         # Other means than an outer step make up for no earlier loss: they use no memory, and leave
         # none.
         memory, tuning = (
@@ -145,10 +151,8 @@ class Synchronizer:
         began = time.perf_counter()
         # Groups that are at unlike points count their flights alike, and learn from each other's
         # words where they are.
-        word, is_ahead = (
-            self._control(launch, fragment),
-            next(self._flights) % _AHEAD == 0 or launch.leg,
-        )
+        word = self._control(launch, fragment)
+        is_ahead = next(self._flights) % _AHEAD == 0 or launch.leg
         is_along = launch.gradient.numel() < self._short and not is_ahead
         words: Any = None if is_along else topology.control.post([word] * topology.num_groups)
         all_reduce = self._all_reduce(launch)
@@ -168,7 +172,8 @@ class Synchronizer:
             if measures
             else None
         )
-        memory, tuning = encoded.memory, encoded.tuning
+        memory = encoded.memory
+        tuning = encoded.tuning
         del encoded, messages, head, values
         if not is_round:
             # Only a round that is saved in flight needs it again.
@@ -177,7 +182,8 @@ class Synchronizer:
 
         # Line 8: take the mean of what the groups sent; with two hops the mean of a part, which
         # goes to all of them.
-        began, posts = time.perf_counter(), [] if is_along else [(topology.control, words)]
+        began = time.perf_counter()
+        posts = [] if is_along else [(topology.control, words)]
         posts.append((self._exchange, posted))
         (*others, messages), sent, received, arrived = self._collect(posts, launch, _AVERAGE)
         spans["transfer"] = span_from(began, device)
@@ -189,7 +195,8 @@ class Synchronizer:
             on_link_s = on_link(posted_at, began, arrived[0], arrived[1], encoding)
         controls = [Control.unpacked(one.cpu().numpy().data) for one in along]
         self._check(controls, launch)
-        count, began = self._count(controls, launch), time.perf_counter()
+        count = self._count(controls, launch)
+        began = time.perf_counter()
         # If groups exchange only with some, the mean is over these.
         partners = launch.leg or range(topology.num_groups)
         counted = (
@@ -204,7 +211,8 @@ class Synchronizer:
         # By now all know what has changed: constants do not travel.
         changed = reduce(or_, [own.changed for own in controls])
         travelling = fragment.untrained.travelling(changed) if launch.leg or count.factors else []
-        posted_at, posts = time.perf_counter(), []
+        posted_at = time.perf_counter()
+        posts = []
         if travelling and topology.group_rank == 0:
             # Only one rank of a group sends buffers.
             posts.append((topology.second_hop, self._post_untrained(travelling, launch)))
@@ -228,12 +236,10 @@ class Synchronizer:
             yield
 
         # Line 11: make the outer step with the mean of the whole shard.
-        began, in_group, residual, untrained = (
-            time.perf_counter(),
-            topology.stages[_STEP],
-            None,
-            NOTHING,
-        )
+        began = time.perf_counter()
+        in_group = topology.stages[_STEP]
+        residual = None
+        untrained = NOTHING
         if hop is not None or travelling:
             received_messages, sent_on, received_on, arrived = self._collect(posts, launch, _STEP)
             spans["relay"] = span_from(began, device)
@@ -241,13 +247,12 @@ class Synchronizer:
                 # A message that short tells nothing of the link: it is taken to be as fast as the
                 # payload.
                 on_link_s *= 1 + max(sent_on, received_on) / max(1, sent, received)
-            sent, received = sent + sent_on, received + received_on
+            sent = sent + sent_on
+            received = received + received_on
             if hop is not None:
                 on_link_s += on_link(posted_at, began, posted_at, arrived[-1], 0.0)
-                mean, residual = (
-                    all_reduce.assemble(received_messages.pop(), like=launch.gradient),
-                    hop.residual,
-                )
+                mean = all_reduce.assemble(received_messages.pop(), like=launch.gradient)
+                residual = hop.residual
             if travelling:
                 untrained = self._untrained(received_messages, travelling, launch, count)
             # Received messages are freed before the outer step makes new tensors.
@@ -388,7 +393,8 @@ class Synchronizer:
     # A route that does not share; see [Note: gossip]
 
     def _bring(self, launch: Launch, fragment: FragmentState) -> Brought:
-        anchor, twin = fragment.load(fragment.anchor), fragment.load(fragment.twin)
+        anchor = fragment.load(fragment.anchor)
+        twin = fragment.load(fragment.twin)
         assert anchor is not None, "groups hold their own outer parameters"
         return bring(launch.outer, launch.gradient, anchor, twin, self._momentum)
 
@@ -402,7 +408,8 @@ class Synchronizer:
         mean: Tensor,
         count: Count,
     ) -> Taken:
-        group, anchor = self._topology.group_index, fragment.load(fragment.anchor)
+        group = self._topology.group_index
+        anchor = fragment.load(fragment.anchor)
         assert anchor is not None, "groups hold their own outer parameters"
         own = all_reduce.decode_own([payloads[group]], launch.gradient)
         return take(
@@ -419,7 +426,8 @@ class Synchronizer:
         """
         exchanges = list(dict.fromkeys(exchange for exchange, _ in posts))
         before = [(exchange.bytes_sent, exchange.bytes_received) for exchange in exchanges]
-        messages, arrived = list[list[Tensor]](), list[float]()
+        messages = list[list[Tensor]]()
+        arrived = list[float]()
         missing: Unanswered | None = None
         try:
             for exchange, posted in posts:
@@ -456,12 +464,14 @@ class Synchronizer:
         one misses.
         """
         # A number for which group it is: -1 for none, the number of groups where it is not known.
-        groups, size = self._topology.num_groups, self._topology.group_size
+        groups = self._topology.num_groups
+        size = self._topology.group_size
         code = -1 if missing is None else groups if missing.group is None else missing.group
         codes = torch.cat(self._topology.stages[stage].all_gather(torch.tensor([code]))).tolist()
         if missing is not None or max(codes) < 0:
             return missing
-        shard, code = codes.index(max(codes)), max(codes)
+        shard = codes.index(max(codes))
+        code = max(codes)
         own, other = (size * of + shard for of in (self._topology.group_index, code))
         if code == groups:
             return Unanswered(None, f"did not answer rank {own} of this group")
@@ -473,7 +483,8 @@ class Synchronizer:
         """Raises an `AgreementError` unless all groups are at one point with one outer model, and
         one is finite.
         """
-        own, leg = controls[self._topology.group_index], launch.leg or range(len(controls))
+        own = controls[self._topology.group_index]
+        leg = launch.leg or range(len(controls))
         values: dict[int, Any] = {
             group: one[:2] for group, one in enumerate(controls)
         }  # fragment and step
@@ -680,7 +691,8 @@ class ThreadBackground(Background):
 
     def __init__(self, device: torch.device) -> None:
         queues = [_Queue() for _ in range(STAGES)]
-        self._first, self._streams = queues[0], _Streams(device) if device.type != "cpu" else None
+        self._first = queues[0]
+        self._streams = _Streams(device) if device.type != "cpu" else None
         # The threads know the queues and not this object, so that they end even if it is never
         # closed.
         self._threads = [
@@ -725,7 +737,8 @@ def _serve(own: _Queue, following: _Queue | None, streams: "_Streams | None") ->
 
 class _Streams:
     def __init__(self, device: torch.device) -> None:
-        self._device, self._module = device, torch.get_device_module(device)
+        self._device = device
+        self._module = torch.get_device_module(device)
         self._side = self._module.Stream(device=device)
 
     def mark(self) -> Any:
@@ -748,7 +761,9 @@ class InlineBackground(Background):
     """
 
     def __init__(self, started: "dict[int, list[_Inline[Any]]]", groups: int) -> None:
-        self._all, self._groups, self._count = started, groups, 0
+        self._all = started
+        self._groups = groups
+        self._count = 0
 
     @staticmethod
     def connect(groups: int) -> "list[Callable[[torch.device], InlineBackground]]":
@@ -769,7 +784,8 @@ class InlineBackground(Background):
 
 
 class _Inline(Pending[Result]):
-    is_ready, seconds = True, 0.0
+    is_ready = True
+    seconds = 0.0
 
     def __init__(self, work: Work[Result], together: "list[_Inline[Any]]") -> None:
         super().__init__(work)
@@ -920,7 +936,8 @@ def _agreement(payloads: Sequence[Tensor], compression: Compression, mean: Tenso
     """Returns the squared norm of a mean; then, by group, that of what it sent and its inner
     product with the mean.
     """
-    sums, decoded = [_squares([mean])], torch.empty_like(mean)
+    sums = [_squares([mean])]
+    decoded = torch.empty_like(mean)
     for payload in payloads:
         if not payload.numel():  # Nothing came from this group.
             sums.append(torch.full((2,), math.nan, dtype=torch.float64, device=mean.device))

@@ -365,7 +365,8 @@ class FragmentState:
             return torch.linalg.vector_norm(gradient)
         # A mean is one of local values. It is compared in stretches, so that the difference takes
         # no memory.
-        norms, scratch = list[Tensor](), gradient.new_empty(0)
+        norms = list[Tensor]()
+        scratch = gradient.new_empty(0)
         for where in stretches(len(gradient), gradient.device):
             if not norms:
                 scratch = new_vector(where.stop - where.start, gradient.device)
@@ -404,7 +405,8 @@ class FragmentState:
         """Forgets all that made this group differ from the outer parameters, which all groups
         share now.
         """
-        self.anchor, self.twin = None if self.shares else self.outer.values, None
+        self.anchor = None if self.shares else self.outer.values
+        self.twin = None
 
     def load(self, stored: Tensor | None) -> Tensor | None:
         return None if stored is None else self.storage.load(stored)
@@ -416,10 +418,8 @@ class FragmentState:
         """Returns the outer parameters of the shard on the device, by way of what was
         prefetched.
         """
-        prefetched, self._prefetched = (
-            self._prefetched or self.storage.prefetch(self.outer.values),
-            None,
-        )
+        prefetched = self._prefetched or self.storage.prefetch(self.outer.values)
+        self._prefetched = None
         return prefetched()
 
     def land(self, arrival: Arrival, rule: LandingRule, steps: int, *, final: bool) -> None:

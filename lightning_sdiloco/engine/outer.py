@@ -104,7 +104,8 @@ class OnHost(OuterStorage):
     @override
     def prefetch(self, stored: Tensor) -> Callable[[], Tensor]:
         """Copies on its own stream, into memory of the stream that asked for it."""
-        module, copies = torch.get_device_module(self.device), self._copies
+        module = torch.get_device_module(self.device)
+        copies = self._copies
         values = torch.empty(stored.shape, dtype=stored.dtype, device=self.device)
         # What had this memory before may still be at work in the stream that asks.
         copies.wait_stream(module.current_stream(self.device))
@@ -222,7 +223,8 @@ class ShardOptimizer:
         """Returns the outer state of every fragment before its first step. The optimizer does not
         keep it.
         """
-        initial, self._initial = self._initial, []
+        initial = self._initial
+        self._initial = []
         return initial
 
     def step(
@@ -242,10 +244,8 @@ class ShardOptimizer:
         group = self._rates.of(0 if is_dense else before.rounds)[self._group_of[fragment]]
         if is_dense and self._dense_momentum is not None:
             group = {**group, "momentum": min(group["momentum"], self._dense_momentum)}
-        momentum, is_nesterov = (
-            before.state.get(MOMENTUM),
-            self._is_nesterov and _NESTEROV.items() <= group.items(),
-        )
+        momentum = before.state.get(MOMENTUM)
+        is_nesterov = self._is_nesterov and _NESTEROV.items() <= group.items()
         if (
             is_nesterov
             and momentum is not None
@@ -264,7 +264,9 @@ class ShardOptimizer:
         self, group: dict[str, Any], values: Tensor, gradient: Tensor, before: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Steps one stretch after the other, overwrites the gradient, and returns the new state."""
-        whole, vectors, scratch = dict[str, Any](), dict[str, Tensor](), values.new_empty(0)
+        whole = dict[str, Any]()
+        vectors = dict[str, Tensor]()
+        scratch = values.new_empty(0)
 
         def place(key: str, like: Tensor, where: slice) -> Tensor:
             """Returns where what is kept of a stretch stays: it is copied there, and stepped
@@ -308,7 +310,8 @@ class ShardOptimizer:
         # The optimizer is the user's own and no copy: torch copies neither its hooks nor further
         # attributes. What a step leaves in these is forgotten: it is no state of a fragment, and
         # would be missing in a checkpoint.
-        optimizer, attributes = self._optimizer, dict(vars(self._optimizer))
+        optimizer = self._optimizer
+        attributes = dict(vars(self._optimizer))
         optimizer.param_groups = [{**group, "params": [parameter]}]
         optimizer.state = defaultdict(dict, {parameter: state})
         try:
@@ -364,7 +367,8 @@ def nesterov_step(
     """
     after = new_vector(values.numel(), values.device)
     for where in stretches(values.numel(), values.device):
-        moved, kept = gradient[where], after[where]
+        moved = gradient[where]
+        kept = after[where]
         torch.mul(momentum[where], factor, out=kept).add_(moved)
         moved.add_(kept, alpha=factor)
         torch.add(values[where], moved, alpha=-lr, out=moved)

@@ -107,7 +107,8 @@ def extra_state(model: nn.Module) -> dict[str, Any]:
     extra state.
     """
     state: dict[str, Any] = nn.Module.state_dict(model, keep_vars=True)
-    names, tensors = set[str](), set[int]()
+    names = set[str]()
+    tensors = set[int]()
     for name, tensor in _tensors(model):
         names.add(name)
         tensors.add(id(tensor))

@@ -120,7 +120,8 @@ class Rounds:
     other what is due.
     """
 
-    requested, is_over = 0, False
+    requested = 0
+    is_over = False
 
     def __init__(
         self,
@@ -131,26 +132,30 @@ class Rounds:
         inner_optimizers: Sequence[Optimizer],
         copies: WeightCopies,
     ) -> None:
-        self.model, self.storage, self.background = model, storage, background
-        self.inner_optimizers, self.link = inner_optimizers, LinkRate()
+        self.model = model
+        self.storage = storage
+        self.background = background
+        self.inner_optimizers = inner_optimizers
+        self.link = LinkRate()
         self.copies = copies
         # What this rank sends to all groups with the next launch. Signal handlers may request
         # something at any moment.
-        self.requests, self.step_clock = 0, StepClock()
+        self.requests = 0
+        self.step_clock = StepClock()
         self.is_ending = False
-        self._topology, self._diagnoses = topology, False
-        self._sharded, self._thread = sharded_modules(model), threading.get_ident()
+        self._topology = topology
+        self._diagnoses = False
+        self._sharded = sharded_modules(model)
+        self._thread = threading.get_ident()
         # What the schedule heard of landings since the rounds began.
         self._heard: Mapping[str, Any] = {}
         self.fragments: list[FragmentState] = []
 
     def cut(self, fragments: Sequence[Fragment], settings: Settings) -> None:
         """Takes the model as it is for the outer one, cut into these fragments."""
-        self.partition, self.settings, self._launches = (
-            tuple(fragments),
-            settings,
-            settings.schedule or Every(),
-        )
+        self.partition = tuple(fragments)
+        self.settings = settings
+        self._launches = settings.schedule or Every()
         self._begin_at(0)
         records = fragments_of(
             self.model, fragments, settings, self._topology, self.storage, self.fragments
@@ -160,7 +165,8 @@ class Rounds:
         longest = max(fragment.layout.length for fragment in self.fragments)
         on_host = self.storage.device.type == "cpu"
         self._spare = SparePages(_KEPT_BYTES * longest) if on_host else None
-        self._codec, self._shares = settings.codec, settings.shares
+        self._codec = settings.codec
+        self._shares = settings.shares
         self.cut_model = CutModel(self.model)
         self._watch_copies()
         self._synchronizer = Synchronizer(self.fragments, self._topology, settings, self._diagnoses)
@@ -184,11 +190,9 @@ class Rounds:
     def begin(self, outer: NamedOuter, weighed: Weighed, began_at: int) -> None:
         """Begins the rounds from other outer state, by name. In-group collective."""
         start_from(self.fragments, outer, self._topology.in_group)
-        weighing, text, groups = (
-            self.settings.aggregation,
-            repr(self.settings.weighing),
-            self._topology.num_groups,
-        )
+        weighing = self.settings.aggregation
+        text = repr(self.settings.weighing)
+        groups = self._topology.num_groups
         for fragment in self.fragments:
             fragment.weighing = weighed.state_for(fragment.layout.names, weighing, text, groups)
         self._begin_at(began_at)
@@ -206,8 +210,11 @@ class Rounds:
         submodule was replaced by a copy, they continue, and error feedback remains where a fragment
         has its parameters still.
         """
-        before, partition, weighed = self.fragments, self.partition, self.weighed()
-        began_at, heard = self.began_at, self._heard
+        before = self.fragments
+        partition = self.partition
+        weighed = self.weighed()
+        began_at = self.began_at
+        heard = self._heard
         self.cut(recut.fragments, settings)
         for fragment in self.fragments:
             fragment.untrained.expect_unlike({*recut.known, *recut.new, *recut.frozen})
@@ -220,11 +227,9 @@ class Rounds:
             fragment.weight = former.weight
             parameters = zip(fragment.layout.parameters, former.layout.parameters, strict=True)
             if all(parameter is former_parameter for parameter, former_parameter in parameters):
-                fragment.memory, fragment.tuning, fragment.residual = (
-                    former.memory,
-                    former.tuning,
-                    former.residual,
-                )
+                fragment.memory = former.memory
+                fragment.tuning = former.tuning
+                fragment.residual = former.residual
 
     def _begin_at(self, step: int) -> None:
         self.began_at = step
@@ -296,7 +301,8 @@ class Rounds:
         due = self.due(step)
         if due:
             self.require_coverage()
-        topology, is_dense = self._topology, self.schedule.is_dense(step - self.began_at)
+        topology = self._topology
+        is_dense = self.schedule.is_dense(step - self.began_at)
         for index in due:
             began = time.perf_counter()
             with _recorded("sdiloco::launch"):
@@ -375,9 +381,12 @@ class Rounds:
         model (line 12).
         """
         with _recorded("sdiloco::land"):
-            began, launch = time.perf_counter(), flight.launch
-            arrival, arrived = flight.pending.result(), time.perf_counter()
-            fragment, group = self.fragments[launch.fragment], self._topology.group_index
+            began = time.perf_counter()
+            launch = flight.launch
+            arrival = flight.pending.result()
+            arrived = time.perf_counter()
+            fragment = self.fragments[launch.fragment]
+            group = self._topology.group_index
             keep_until_done(
                 [*arrival.gathered, arrival.changes["outer"].values, *arrival.untrained.tensors]
             )
@@ -387,7 +396,8 @@ class Rounds:
             land(arrival, arrival.rule, step - launch.step, final=not is_round)
             if is_round:
                 self.link.note(arrival.sends_bytes_per_s)
-                at, told = self._counted_in_rounds(launch.step), arrival.landing
+                at = self._counted_in_rounds(launch.step)
+                told = arrival.landing
                 heard = Heard(
                     launch.fragment, at, told.counted, told.group_norms, tuple(arrival.trained)
                 )
@@ -403,7 +413,8 @@ class Rounds:
         collective.
         """
         self.reshard()
-        in_group, optimizers = self._topology.in_group, self.inner_optimizers
+        in_group = self._topology.in_group
+        optimizers = self.inner_optimizers
 
         def on_all_ranks(facts: list[bool]) -> list[bool]:
             """Returns which facts hold on all ranks: they do the same, even if they hold different
@@ -461,7 +472,8 @@ class Rounds:
         # landed.
         for fragment in sorted(self.fragments, key=lambda fragment: fragment.kept_local is None):
             received = receive(flying.pop(0)) if len(flying) >= at_once else None
-            began, read = time.perf_counter(), fragment.launch if ends else fragment.read
+            began = time.perf_counter()
+            read = fragment.launch if ends else fragment.read
             launch = read(step, self._deadline(), purpose, self.take_requests() if ends else 0)
             launched = began, time.perf_counter()
             pending = self.background.start(self._synchronizer.fly(launch))
@@ -506,7 +518,8 @@ class Rounds:
         """Refuses to choose other settings after an inner step, unless no launch was or would have
         been due by then.
         """
-        steps, first = step - self.began_at, self.schedule.first_launch
+        steps = step - self.began_at
+        first = self.schedule.first_launch
         if self.flights or steps >= min(first, settings.schedule_of(1).first_launch):
             raise RuntimeError(
                 f"choose() was called after {steps} inner steps with"
@@ -520,7 +533,8 @@ class Rounds:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Launches again what was in flight: the same values give the same bytes."""
         for saved in state["flights"]:
-            began, outer = time.perf_counter(), self.fragments[saved["fragment"]].load_outer()
+            began = time.perf_counter()
+            outer = self.fragments[saved["fragment"]].load_outer()
             self.start(Launch.of(saved, outer, self._deadline()), began)
 
     def records(self) -> dict[str, Any]:

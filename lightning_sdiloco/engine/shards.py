@@ -184,7 +184,9 @@ class CutModel:
 
     def require_coverage(self) -> None:
         """Refuses a model in which a parameter is trainable that is in no fragment."""
-        found, left, seen = list[Tensor | None](), list[nn.Module | None]([self.model]), set[int]()
+        found = list[Tensor | None]()
+        left = list[nn.Module | None]([self.model])
+        seen = set[int]()
         while left:
             module = left.pop()
             if module is None:
@@ -365,7 +367,8 @@ def held_runs(tensor: Tensor) -> list[Runs]:
             positions[placement.dim] = [
                 one for chunks in parts if rank < len(chunks) for one in chunks[rank]
             ]
-        expected, held = tuple(map(len, positions)), tuple(local(tensor).shape)
+        expected = tuple(map(len, positions))
+        held = tuple(local(tensor).shape)
         if expected != held:
             raise ValueError(
                 f"torch says that it is divided{described_sharding(tensor)}, but this rank holds"
@@ -391,7 +394,8 @@ def divided(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[ShardSpec
         >>> [(spec.first, spec.length) for spec in divided([5], [[[(0, 5)]], [[(0, 5)]]])]
         [(0, 3), (3, 2)]
     """
-    shape, specs = tuple(shape), []
+    shape = tuple(shape)
+    specs = []
     for rank, runs in enumerate(ranks):
         holders = [other for other, others in enumerate(ranks) if others == runs]
         numel = _numel(runs)
@@ -416,7 +420,8 @@ def shard_specs(
     own: dict[str, list[Runs] | str] = {}
     for name, parameter in parameters.items():
         sharded: Any = parameter
-        if others := sorted(set(ranks_of(parameter)) - set(members)):
+        others = sorted(set(ranks_of(parameter)) - set(members))
+        if others:
             own[name] = (
                 f"it is divided among ranks of several worker groups: ranks {others} belong to"
                 " others"
@@ -434,7 +439,8 @@ def shard_specs(
                 own[name] = held_runs(parameter)
             except ValueError as error:
                 own[name] = str(error)
-    ranks, specs = group.all_gather_object(own), {}
+    ranks = group.all_gather_object(own)
+    specs = {}
     for name, parameter in parameters.items():
         refusal = next((rank[name] for rank in ranks if isinstance(rank[name], str)), None)
         try:
@@ -489,13 +495,16 @@ def to_parameters(
         >>> {name: p.values.tolist() for name, p in to_parameters(fragment, shards).items()}
         {'weight': [1.0, 2.0], 'bias': [4.0]}
     """
-    first, names, sizes = shards[0], fragment["names"], fragment["sizes"]
+    first = shards[0]
+    names = fragment["names"]
+    sizes = fragment["sizes"]
 
     def split(vectors: Sequence[Tensor]) -> dict[str, Tensor]:
         if "places" not in fragment:
             parts = torch.cat(list(vectors))[: sum(sizes)].split(sizes)
             return {name: part.clone() for name, part in zip(names, parts, strict=True)}
-        starts, whole = [0] * len(vectors), {}
+        starts = [0] * len(vectors)
+        whole = {}
         for name, places in zip(names, fragment["places"], strict=True):
             specs = [ShardSpec(*place) for place in places]
             whole[name] = vectors[0].new_zeros(prod(specs[0].shape))
@@ -786,7 +795,8 @@ class WholeLayout(FragmentLayout):
     ) -> None:
         sizes = [parameter.numel() for parameter in parameters]
         self.length = -(-sum(sizes) // shards)
-        self.start, end = shard * self.length, (shard + 1) * self.length
+        self.start = shard * self.length
+        end = (shard + 1) * self.length
         firsts = accumulate(sizes, initial=0)
         pieces = [
             slice(max(self.start - at, 0), min(end - at, n))
@@ -960,7 +970,8 @@ def layouts_of(
     fragments: Sequence[Fragment], parameters: Mapping[str, Tensor], topology: Topology
 ) -> list[FragmentLayout]:
     """Lays out all fragments. In-group collective where parameters are sharded."""
-    shard, shards = topology.group_rank, topology.group_size
+    shard = topology.group_rank
+    shards = topology.group_size
     if not any(map(is_sharded, parameters.values())):
         return [
             WholeLayout(f.names, [parameters[name] for name in f.names], shard, shards)
@@ -1020,7 +1031,8 @@ def digest(values: Tensor, start: int = 0) -> int:
     # Added up on the device, modulo 2**64, so that the host waits for it once.
     parts = list[Tensor]()
     for first in range(-(start % 2), words.numel(), length):
-        chunk, before = words[max(first, 0) : first + length].to(torch.int32), max(-first, 0)
+        chunk = words[max(first, 0) : first + length].to(torch.int32)
+        before = max(-first, 0)
         after = (before + chunk.numel()) % 2
         if before or after or chunk.storage_offset() % 2:
             chunk = pad(chunk, (before, after))

@@ -197,7 +197,8 @@ def agreed_fragments(
 
 def cut(model: nn.Module, settings: Settings) -> Partition:
     tensors = chain(model.named_parameters(), model.named_buffers())
-    if lazy := [clean_name(name) for name, tensor in tensors if is_lazy(tensor)]:
+    lazy = [clean_name(name) for name, tensor in tensors if is_lazy(tensor)]
+    if lazy:
         raise ValueError(
             f"{lazy[0]!r} has no shape yet: lazy modules get their shapes from the first batch,"
             " but the model is cut"
@@ -206,9 +207,8 @@ def cut(model: nn.Module, settings: Settings) -> Partition:
             " __init__."
         )
     parameters = trainable(model)
-    if other := [
-        name for name, parameter in parameters.items() if not parameter.is_floating_point()
-    ]:
+    other = [name for name, parameter in parameters.items() if not parameter.is_floating_point()]
+    if other:
         raise ValueError(
             f"The trainable parameter {other[0]!r} is {parameters[other[0]].dtype}, which has no"
             " float32 outer value."
@@ -263,7 +263,8 @@ def _say_what_is_unusual(
             settings.fragments,
             len(partition.fragments),
         )
-    if suits := settings.better_for_sparse(topology.num_groups):
+    suits = settings.better_for_sparse(topology.num_groups)
+    if suits:
         _log.warning(
             "outer_lr=%g and outer_momentum=%g are known not to suit compression=%r: what is not"
             " sent adds up until it"
@@ -340,7 +341,8 @@ def require_same_start(start: str, world: Communicator) -> None:
     """Refuses ranks that start from unlike checkpoints, told by where they do so. All ranks must
     call it.
     """
-    if differences := _differences(world.all_gather_object({"the start": start})):
+    differences = _differences(world.all_gather_object({"the start": start}))
+    if differences:
         raise ValueError(
             f"The ranks do not start from one checkpoint: {differences[0]}. Give all ranks the"
             " same one. Where machines"
@@ -354,9 +356,10 @@ def require_same_model(model: nn.Module, world: Communicator) -> None:
     """
     require_same_signatures(world.all_gather_object(signature(model)))
     is_on_host = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    if differences := _differences(
+    differences = _differences(
         world.all_gather_object({"what known values give": rounding() if is_on_host else ""})
-    ):
+    )
+    if differences:
         raise ValueError(
             f"The processors of these ranks round differently: {differences[0]}. Worker groups"
             " would drift apart. Train"
@@ -374,7 +377,8 @@ def rounding() -> str:
     # No random numbers: torch's differ between processors.
     known = (torch.arange(3 * 4099, device="cpu") * 7919 % 2003 - 1001).to(torch.float32) / 997
     values, gradient, momentum = known.view(3, -1).clone().unbind()
-    codec, mean = FP4(), torch.empty_like(gradient)
+    codec = FP4()
+    mean = torch.empty_like(gradient)
     codec.mean([(codec.encode(gradient), 1 / 3), (codec.encode(momentum), 1.7)], mean)
     nesterov_step(values, mean, momentum, lr=0.7, factor=0.9)
     return f"{digest(mean) % 2**64:x}"
@@ -383,7 +387,8 @@ def rounding() -> str:
 def require_own_group(model: nn.Module, topology: Topology) -> None:
     """Refuses a model that ranks outside its worker group train, too."""
     for name, parameter in model.named_parameters():
-        if others := sorted(set(ranks_of(parameter)) - set(topology.ranks)):
+        others = sorted(set(ranks_of(parameter)) - set(topology.ranks))
+        if others:
             raise ValueError(
                 f"The parameter {name!r} is sharded over ranks of several worker groups:"
                 f" {_listed(others)} are outside"
@@ -630,7 +635,8 @@ def start_from(
     # All fragments of a round see the same learning rate, new ones, too.
     rounds = max([outer.rounds, *(parameter.rounds for parameter in outer.parameters.values())])
     for fragment in fragments:
-        layout, known = fragment.layout, dict(outer.parameters)
+        layout = fragment.layout
+        known = dict(outer.parameters)
         if any(name not in known for name in layout.names):
             shard = layout.read()
             values = layout.named(layout.all_gather(shard, in_group), shard, in_group)
@@ -704,8 +710,10 @@ class Recut(NamedTuple):
         """
         model = cut_model.model
         rounds = max(parameter.rounds for parameter in outer.parameters.values())
-        parameters, untrained = dict[str, OuterParameter](), dict[str, Tensor]()
-        known, new = dict[str, Tensor](), dict[str, Tensor]()
+        parameters = dict[str, OuterParameter]()
+        untrained = dict[str, Tensor]()
+        known = dict[str, Tensor]()
+        new = dict[str, Tensor]()
         for name, parameter in trainable(model).items():
             former_name = cut_model.former_name(parameter)
             if former_name is None:
@@ -784,7 +792,8 @@ def follow_in_optimizers(
     """Drops gradients and optimizer state of another shape, and warns of new parameters that no
     optimizer steps.
     """
-    stepped, trained = set[int](), set[int]()
+    stepped = set[int]()
+    trained = set[int]()
     for optimizer in optimizers:
         # Lightning takes anything that has the methods of an optimizer.
         held = set[int]()

@@ -215,7 +215,8 @@ def _require_matches(model: nn.Module, places: Sequence[Place], named: Mapping[s
     for pattern in named:
         if any(fnmatchcase(place.name, pattern) for place in places):
             continue
-        if found := [name for name in trained if fnmatchcase(name, pattern)]:
+        found = [name for name in trained if fnmatchcase(name, pattern)]
+        if found:
             raise ValueError(
                 f"untrained={{{pattern!r}: ...}} names the trainable parameter {found[0]!r}. It"
                 " is for buffers and"
@@ -841,7 +842,8 @@ def agreed(
         new, spoilt = new_outer(state.kinds[index], tensors, before, keeps_outer=keeps_outer)
         if spoilt and all_alike([before, *tensors.values()]).all():
             # A constant that is not finite is left as it is: nobody has changed it.
-            new, spoilt = before, []
+            new = before
+            spoilt = []
         has_changed = ~all_alike([new, before]).all()
         values.append(to_bytes(new))
         is_alike.append(

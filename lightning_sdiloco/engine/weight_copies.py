@@ -44,7 +44,8 @@ _MODE = "train_mode"
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 # Long enough for slow weights that are updated every 30 steps.
-_STEPS_BEFORE, _STEPS_AFTER = 2, 32
+_STEPS_BEFORE = 2
+_STEPS_AFTER = 32
 _TINY_RATE = 1e-6
 # Beyond this the small tensors have been trained in spite of the rate, and a difference says
 # nothing.
@@ -53,7 +54,8 @@ _FARTHEST = 0.02
 _NEAR = 0.05
 # How far what comes out of a shift by 1 may be rounded, in float32 and where parameters are
 # shorter.
-_TOLERANCE, _TOLERANCE_OF_SHORT = 2e-3, 3e-2
+_TOLERANCE = 2e-3
+_TOLERANCE_OF_SHORT = 3e-2
 
 
 class WeightCopies:
@@ -108,7 +110,8 @@ class WeightCopies:
         for copy in self._hidden:
             copy.state[copy.key] = copy.tensor
         self._hidden = []
-        modes_after, modes_before = self._modes(), self._modes_before or []
+        modes_after = self._modes()
+        modes_before = self._modes_before or []
         self._modes_before = None
         self._set_modes(modes_before)
         if any(now and not before for now, before in zip(modes_after, modes_before, strict=True)):

@@ -90,28 +90,26 @@ class SiteArithmetic:
     """
 
     def __init__(self, rounds: Rounds, topology: Topology) -> None:
-        self._fragments, self._schedule, settings = (
-            rounds.fragments,
-            rounds.schedule,
-            rounds.settings,
-        )
+        self._fragments = rounds.fragments
+        self._schedule = rounds.schedule
+        settings = rounds.settings
         # All is done in the first stage of the background, whose communicator this is.
-        self._site, self._rank, self._ranks = (
-            topology.stages[0],
-            topology.group_rank,
-            topology.group_size,
-        )
+        self._site = topology.stages[0]
+        self._rank = topology.group_rank
+        self._ranks = topology.group_size
         self._all_reduce, self._exact_all_reduce = (
             all_reduce_for(settings.exchange, topology.num_groups, codec, settings.landing.kept)
             for codec in (settings.codec, resolve("fp32"))
         )
-        self._aggregation, self._landing = Aggregation(settings.outer.clip_norm), settings.landing
+        self._aggregation = Aggregation(settings.outer.clip_norm)
+        self._landing = settings.landing
 
     def encode(self, launch: Launch, begun: Contribution) -> Encoded:
         """Encodes what a launch has read. What is exact leaves nothing out, and what was left out
         before stays so.
         """
-        fragment, gradient = self._fragments[launch.fragment], launch.gradient
+        fragment = self._fragments[launch.fragment]
+        gradient = launch.gradient
         memory = fragment.load(fragment.memory)
         tuning = fragment.load(fragment.tuning)
         if begun.exact:
@@ -126,7 +124,8 @@ class SiteArithmetic:
         if self._rank == 0:
             # Rank 0 speaks for the untrained state.
             blob += sent_untrained(fragment.untrained, launch, begun.exact)
-        payload, norm = Payload(key_of(blob), len(blob)), norm_squared(gradient)
+        payload = Payload(key_of(blob), len(blob))
+        norm = norm_squared(gradient)
         # A norm that is not finite does not decide: it may overflow where every value is finite.
         finite = isfinite(norm) or bool(gradient.isfinite().all())
         outer = digest(launch.outer, start=fragment.layout.start)
@@ -145,7 +144,8 @@ class SiteArithmetic:
     def apply(
         self, record: Record, blobs: Mapping[str, Bytes], before: OuterState, own: Encoded | None
     ) -> Stepped:
-        began, fragment = time.perf_counter(), self._fragments[record.fragment]
+        began = time.perf_counter()
+        fragment = self._fragments[record.fragment]
         memory, tuning = (None, None) if own is None else (own.memory, own.tuning)
         values = fragment.storage.load(before.values)
         controls = [
@@ -166,8 +166,10 @@ class SiteArithmetic:
         mean = self._mean(fragment, sites, Count({0: 1.0}) if record.mean else count, values)
         decoded = span_from(began, values.device)
         # The outer step takes the mean.
-        norm, began = whole_norm(torch.linalg.vector_norm(mean), self._site), time.perf_counter()
-        counts, is_dense = bool(count.factors), self._schedule.is_dense_round(record.round)
+        norm = whole_norm(torch.linalg.vector_norm(mean), self._site)
+        began = time.perf_counter()
+        counts = bool(count.factors)
+        is_dense = self._schedule.is_dense_round(record.round)
         step = partial(outer_step, fragment, before, values, mean, self._site)
         outer = step(counts=counts, final=record.final, is_dense=is_dense)
         gathered = fragment.layout.all_gather(outer.values, self._site)
@@ -226,7 +228,8 @@ class SiteArithmetic:
     def _mean(
         self, fragment: FragmentState, sites: Sequence[_Site], count: Count, like: Tensor
     ) -> Tensor:
-        layout, all_reduce = fragment.layout, sites[0].all_reduce
+        layout = fragment.layout
+        all_reduce = sites[0].all_reduce
         if all(site.ranks == self._ranks and site.all_reduce is all_reduce for site in sites):
             end = all_reduce.payload_bytes(layout.length)
             return all_reduce.mean(
@@ -234,7 +237,8 @@ class SiteArithmetic:
                 count,
                 like=like,
             )
-        codes, factors = [site.all_reduce.compression for site in sites], count.factors.items()
+        codes = [site.all_reduce.compression for site in sites]
+        factors = count.factors.items()
         decoded = [
             self._stretch(layout, site, code.decode, like)
             for site, code in zip(sites, codes, strict=True)
@@ -252,12 +256,11 @@ class SiteArithmetic:
         read: Callable[[Tensor, Tensor], None],
         like: Tensor,
     ) -> Tensor:
-        stretch, position = torch.zeros_like(like), 0
+        stretch = torch.zeros_like(like)
+        position = 0
         for place, length in enumerate(layout.shard_lengths(site.ranks)):
-            first, last = (
-                max(position, layout.start),
-                min(position + length, layout.start + layout.length),
-            )
+            first = max(position, layout.start)
+            last = min(position + length, layout.start + layout.length)
             if first < last:
                 values = like.new_empty(length)
                 payload = site.payloads[place][: site.all_reduce.payload_bytes(length)].to(

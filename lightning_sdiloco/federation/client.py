@@ -119,14 +119,13 @@ class HubClient:
             Identity(run, role, name) if bundle is None else bundle.identity._replace(run=run)
         )
         self.incarnation = incarnation or secrets.token_hex(8)
-        self.max_blob, self._bundle, self._heartbeat, self._timeout = (
-            MAX_BLOB,
-            bundle,
-            heartbeat,
-            timeout,
-        )
+        self.max_blob = MAX_BLOB
+        self._bundle = bundle
+        self._heartbeat = heartbeat
+        self._timeout = timeout
         hub_addresses(hub)
-        self._hubs, self._turn = [one.strip() for one in hub.split(",")], 0
+        self._hubs = [one.strip() for one in hub.split(",")]
+        self._turn = 0
         self._channels = [self._channel() for _ in range(channels + 1)]
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="hub-client")
         self.away: str | None = None  # why the hub counts as gone
@@ -163,12 +162,14 @@ class HubClient:
 
     def get_small(self, wanted: Sequence[Payload]) -> dict[str, Bytes]:
         """Fetches blobs in one stream, which costs the hub about as much as one of them."""
-        size, blobs = sum(one.size for one in wanted), dict[str, Bytes]()
+        size = sum(one.size for one in wanted)
+        blobs = dict[str, Bytes]()
         message = pack(self._header(), b"".join(bytes.fromhex(one.key) for one in wanted))
 
         def ask() -> bytearray:
             self.require()
-            channel, came = random.choice(self._channels[1:]), bytearray()
+            channel = random.choice(self._channels[1:])
+            came = bytearray()
             try:
                 for piece in self._method("unary_stream", "get", channel)(
                     message, PATIENCE + size / LEAST_RATE
@@ -182,9 +183,11 @@ class HubClient:
                 raise HubUnreachable(f"hub {self._hub} ended a stream too early.")
             return came
 
-        came, end = memoryview(self._from_any(ask)), 0
+        came = memoryview(self._from_any(ask))
+        end = 0
         for one in wanted:
-            start, end = end, end + one.size
+            start = end
+            end = end + one.size
             blobs[one.key] = came[start:end]
             if key_of(blobs[one.key]) != one.key:
                 raise Altered(f"the hub sent other bytes than those with digest {one.key}.")
@@ -194,10 +197,12 @@ class HubClient:
         self, hello: Callable[[], Header], heartbeat: Callable[[], Header] = dict
     ) -> Iterator[Event]:
         """Yields what the hub sends unasked, for as long as the client is not closed."""
-        broken, self._listening = 0, True
+        broken = 0
+        self._listening = True
         try:
             while not self._closed.is_set():
-                why, kind = f"hub {self._hub} ended the connection.", "HubUnreachable"
+                why = f"hub {self._hub} ended the connection."
+                kind = "HubUnreachable"
                 try:
                     for event in self._connection(
                         hello(), heartbeat, self._heartbeat * _SILENT_HEARTBEATS * 2**broken
@@ -208,7 +213,8 @@ class HubClient:
                 except (Refused, Altered):
                     raise
                 except HubError as error:
-                    why, kind = str(error), type(error).__name__
+                    why = str(error)
+                    kind = type(error).__name__
                 if self._closed.is_set():
                     return
                 # What waits for it ends at once, and connections are made again; a hub that lacks
@@ -228,7 +234,8 @@ class HubClient:
         """Returns how many seconds a small call takes: the median of several, by the clock of this
         end alone.
         """
-        message, seconds = pack(self._header() | {"call": "ping"}), []
+        message = pack(self._header() | {"call": "ping"})
+        seconds = []
         # The first one makes the connection.
         for _ in range(_CALLS + 1):
             began = time.perf_counter()
@@ -255,9 +262,10 @@ class HubClient:
             moments.clear()
             began = time.perf_counter()
             ways = [channel for channel in self._channels[1:] for _ in range(at_once)]
-            if errors := self._at_once(
+            errors = self._at_once(
                 [partial(ask, way, message, size, most, until) for way in ways], moments.__len__
-            ):
+            )
+            if errors:
                 raise errors[0]
             # A connection starts slowly: what counts is the second half of the time.
             middle = (began + max(moments)) / 2
@@ -366,7 +374,8 @@ class HubClient:
             yield bytes(blob[at : at + CHUNK])
 
     def _fetched(self, key: str, size: int) -> bytearray:
-        header, blob = self._header() | {"key": key}, bytearray(size)
+        header = self._header() | {"key": key}
+        blob = bytearray(size)
 
         def fetch(
             calls: list[Any], channel: Any, part: list[int], left: float, progress: list[int]
@@ -375,7 +384,8 @@ class HubClient:
             calls.append(
                 call := self._method("unary_stream", "get", channel)(message, timeout=left)
             )
-            if (said := self._size_of(call)) != size:
+            said = self._size_of(call)
+            if said != size:
                 raise Malformed(f"blob {key} has {size:,} bytes, but the hub says {said:,}.")
             for piece in call:
                 if part[0] + len(piece) > part[1]:
@@ -409,10 +419,13 @@ class HubClient:
         """Moves the parts of a blob over all connections, and again what is missing, if errors are
         of the network.
         """
-        deadline, ever, stuck = time.monotonic() + PATIENCE + size / LEAST_RATE, False, 0
+        deadline = time.monotonic() + PATIENCE + size / LEAST_RATE
+        ever = False
+        stuck = 0
         while missing is not None:
             self.require()
-            if (left := deadline - time.monotonic()) <= 0:
+            left = deadline - time.monotonic()
+            if left <= 0:
                 raise HubUnreachable("the blob did not reach or leave the hub in time.")
             each = max(
                 CHUNK, -(-sum(end - start for start, end in missing) // (len(self._channels) - 1))
@@ -422,7 +435,9 @@ class HubClient:
                 for start, end in missing
                 for at in range(start, end, each)
             ] or [[0, 0]]
-            calls, progress, ways = list[Any](), [0], itertools.cycle(self._channels[1:])
+            calls = list[Any]()
+            progress = [0]
+            ways = itertools.cycle(self._channels[1:])
             tasks = [partial(move, calls, next(ways), part, left, progress) for part in parts]
             try:
                 errors = self._at_once(tasks, lambda progress=progress: progress[0])  # type: ignore[misc]
@@ -437,7 +452,8 @@ class HubClient:
                     raise error
             # Where a connection was there and broke, the next is there in some seconds, or the hub
             # is gone.
-            ever, stuck = ever or progress[0] > 0, 0 if progress[0] else stuck + 1
+            ever = ever or progress[0] > 0
+            stuck = 0 if progress[0] else stuck + 1
             if errors and (not ever or stuck > _STUCK):
                 raise errors[0]
             if errors or stuck:
@@ -500,7 +516,8 @@ class HubClient:
     def require(self) -> None:
         if self._closed.is_set():
             raise HubUnreachable(f"the connection to hub {self._hub} has been closed.")
-        if (why := self.away) is not None:
+        why = self.away
+        if why is not None:
             raise HubUnreachable(why)
 
     def _look_elsewhere(self) -> None:
@@ -525,7 +542,8 @@ class HubClient:
         if isinstance(error, Failure):
             return error
         if isinstance(error, self._grpc.RpcError):
-            code, details = error.code().name, error.details() or ""
+            code = error.code().name
+            details = error.details() or ""
             if code in AWAY or details.startswith("Concurrent RPC limit"):
                 if self.away is not None:
                     return HubUnreachable(self.away)
@@ -546,7 +564,9 @@ class HubClient:
     def _connection(
         self, hello: Header, heartbeat: Callable[[], Header], patience: float
     ) -> Iterator[Event]:
-        over, lock, patience = threading.Event(), threading.Lock(), min(self._timeout, patience)
+        over = threading.Event()
+        lock = threading.Lock()
+        patience = min(self._timeout, patience)
         # Since when the hub has been silent: not while its last words are being worked on.
         since: float | None = None
 
@@ -575,7 +595,8 @@ class HubClient:
                     since = None
                 if message is None:
                     return
-                self.away, patience = None, _SILENT_HEARTBEATS * self._heartbeat
+                self.away = None
+                patience = _SILENT_HEARTBEATS * self._heartbeat
                 header, body = unpack(message)
                 yield Event(str(header.get("kind")), header.get("about", {}), body)
         except Exception as error:
@@ -595,7 +616,9 @@ class _Way:
     """
 
     def __init__(self, link: Any, delay: float = 0.0) -> None:
-        self._link, self._delay, self._free_at = link, delay, 0.0
+        self._link = link
+        self._delay = delay
+        self._free_at = 0.0
 
     def carry(self, nbytes: int, do: Callable[[], Any]) -> Any:
         """Does what comes of the arrival; returns that, if it is there at once."""
@@ -629,16 +652,17 @@ class InProcessClient:
     """
 
     def __init__(self, hub: Any, site: str, link: Any = None, incarnation: str = "") -> None:
-        self.identity, self.incarnation = (
-            Identity(hub.run, "site", site),
-            incarnation or secrets.token_hex(8),
-        )
+        self.identity = Identity(hub.run, "site", site)
+        self.incarnation = incarnation or secrets.token_hex(8)
         self.now = hub.clock
         self.sends_bytes_per_s = (
             1 / link.seconds_per_byte if link and link.seconds_per_byte else 0.0
         )
-        self._hub, self._link, self._peer = hub, link, Peer("site", site, self.incarnation)
-        self._up, self._down = _Way(link, link.delay if link else 0.0), _Way(link)
+        self._hub = hub
+        self._link = link
+        self._peer = Peer("site", site, self.incarnation)
+        self._up = _Way(link, link.delay if link else 0.0)
+        self._down = _Way(link)
         self._connection: Any = None
         self._is_over = False
 
@@ -664,7 +688,8 @@ class InProcessClient:
         )
 
     def send(self, blob: Bytes, about: Header | None = None, key: str | None = None) -> Header:
-        about, size = about or {}, memoryview(blob).nbytes
+        about = about or {}
+        size = memoryview(blob).nbytes
 
         def arrives() -> Header:
             self._hub.store.put(blob)

@@ -159,7 +159,8 @@ def read(hint: Any, value: Any, name: str) -> Any:
     limit: Any = None
     if get_origin(hint) is Annotated:
         hint, limit = get_args(hint)
-    kind, arguments = get_origin(hint) or hint, get_args(hint)
+    kind = get_origin(hint) or hint
+    arguments = get_args(hint)
     if kind in (Union, UnionType):
         if value is None and NoneType in arguments:
             return None
@@ -238,7 +239,8 @@ def _read_tuple(kind: Any, arguments: Any, limit: int | range | None, value: Any
 
 
 def _read_dataclass(kind: Any, value: Any, name: str) -> Any:
-    hints, may_lack = _hints(kind), _may_lack(kind)
+    hints = _hints(kind)
+    may_lack = _may_lack(kind)
     if not isinstance(value, dict):
         raise Malformed(f"{name} is of type {type(value).__name__}, not an object")
     for key in value:

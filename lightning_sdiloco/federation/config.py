@@ -264,7 +264,9 @@ class Federation:
             connection.own.leave()
             connection.own.close()
             raise
-        site, incarnation, late = self.site, connection.own.incarnation, MergeAction(self.late)
+        site = self.site
+        incarnation = connection.own.incarnation
+        late = MergeAction(self.late)
         follower = Follower(terms, run_config.key, site, incarnation, self.patience, late=late)
         return FederatedWorld(rounds, topology, connection, follower, waits=self.grace != "auto")
 

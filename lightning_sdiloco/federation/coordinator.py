@@ -138,10 +138,13 @@ class Coordinator:
                 f"This ledger has run={self.run_config.run!r}, not {run!r}. Give that run, or"
                 " another ledger."
             )
-        self.run, self.journal, self.store = run, journal, store
+        self.run = run
+        self.journal = journal
+        self.store = store
         self.statistics: defaultdict[str, SiteStatistics] = defaultdict(SiteStatistics)
         self.trouble: str | None = None
-        self._clock, self._find_quorum = clock, find_quorum
+        self._clock = clock
+        self._find_quorum = find_quorum
         self._lock = threading.RLock()
         self._tell: Callable[..., None] = lambda event, to=None: None
         self._wake: Callable[[], None] = lambda: None
@@ -160,14 +163,16 @@ class Coordinator:
         self._snapshot_at = self._call_at = clock()
         self._called: dict[int, Call] = {}
         self._backing_up: set[str] = set()
-        self._copying, self._averaging = threading.Lock(), threading.Lock()
+        self._copying = threading.Lock()
+        self._averaging = threading.Lock()
         self.backup_folder: Path | None = None
 
     # Durable state
 
     def _opened(self) -> Ledger:
         assert self.run_config is not None, "the run has been founded"
-        terms, notes = self.terms, self.journal.notes
+        terms = self.terms
+        notes = self.journal.notes
         self._numbers = [array("q") for _ in range(terms.fragments)]
         self._named = [deque() for _ in range(terms.fragments)]
         ledger = Ledger(
@@ -258,11 +263,13 @@ class Coordinator:
         It copies the run at one moment, while it goes on. An incomplete copy replaces none.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        copy, ledger = BlobStore(folder / "hub.store"), folder / "hub.sqlite"
+        copy = BlobStore(folder / "hub.store")
+        ledger = folder / "hub.sqlite"
         assert isinstance(self.store, BlobStore), "what is in memory alone needs no copy"
         with self._copying:
             with self._lock:
-                records, named = self.ledger.seq, self._needed(self.ledger.kept)
+                records = self.ledger.seq
+                named = self._needed(self.ledger.kept)
                 self._backing_up = named
                 self.journal.back_up(folder / "next.sqlite")
             try:
@@ -280,7 +287,8 @@ class Coordinator:
         return records
 
     def start(self, tell: Callable[..., None], wake: Callable[[], None] = lambda: None) -> None:
-        self._tell, self._wake = tell, wake
+        self._tell = tell
+        self._wake = wake
 
     @property
     def ledger(self) -> Ledger:
@@ -373,7 +381,8 @@ class Coordinator:
                 self._tell(event, [hello.site])
 
     def _welcome(self, hello: Hello) -> Iterator[Event]:
-        now, ledger = self._clock(), self.ledger
+        now = self._clock()
+        ledger = self.ledger
         member = ledger.members.get(hello.site)
         if (
             member
@@ -395,10 +404,8 @@ class Coordinator:
             founded_again=bool(self._base),
         )
         counted = self.statistics[hello.site]
-        counted.heard_at, counted.incarnations = (
-            now,
-            counted.incarnations + (hello.incarnation != counted.incarnation),
-        )
+        counted.heard_at = now
+        counted.incarnations = counted.incarnations + (hello.incarnation != counted.incarnation)
         counted.incarnation = hello.incarnation
         if is_new:
             log.info("%s has joined", hello.site)
@@ -494,7 +501,8 @@ class Coordinator:
             amended = self._amended
             return {"run_config": run_config.key} | ({"terms": plain(amended)} if amended else {})
         with self._lock:
-            counted, now = self.statistics[peer.name], self._clock()
+            counted = self.statistics[peer.name]
+            now = self._clock()
             seconds = now - counted.began.pop(key, now)
             counted.bytes += size
             counted.rate = size / seconds if seconds > 0 else counted.rate
@@ -512,7 +520,8 @@ class Coordinator:
         """Takes a contribution, when its payloads are in the store."""
         with self._lock:
             self._arriving.pop((own.fragment, own.site), None)
-            answer, is_here = self.ledger.examine(own, incarnation), self.holds(own.payloads)
+            answer = self.ledger.examine(own, incarnation)
+            is_here = self.holds(own.payloads)
             if answer is Answer.LATE:
                 self.statistics[own.site].late += 1
                 if is_here:
@@ -536,7 +545,8 @@ class Coordinator:
 
     def _require_size(self, own: Contribution) -> None:
         """Refuses payloads that the hub could not read, where it is the hub that reads them."""
-        if (code := self.ledger.terms.hub_mean) is None:
+        code = self.ledger.terms.hub_mean
+        if code is None:
             return
         from lightning_sdiloco.federation.mean import has_sizes  # only who chose it needs numpy
 
@@ -567,10 +577,8 @@ class Coordinator:
                     self._require_here(peer)
                     self._ask(site, without)
             case "give":
-                header, parts = (
-                    StateHeader.from_bytes(body),
-                    read(Parts, about.get("parts"), "parts"),
-                )
+                header = StateHeader.from_bytes(body)
+                parts = read(Parts, about.get("parts"), "parts")
                 self.give(site, str(about.get("request")), header, parts)
             case "leave":
                 self.gone(peer)
@@ -634,10 +642,8 @@ class Coordinator:
     def give(self, site: str, name: str, header: StateHeader, parts: Sequence[Payload]) -> None:
         """Takes the state that a site gives, and hands it on when its blobs are in the store."""
         with self._lock:
-            request, run_config = (
-                self._requests.get(name),
-                self.run_config or self._founding.run_config,
-            )
+            request = self._requests.get(name)
+            run_config = self.run_config or self._founding.run_config
             if request is None or request.donor != site:
                 raise Refused(f"this state of {site} is no longer wanted")
             fragments = run_config.terms.fragments
@@ -687,13 +693,16 @@ class Coordinator:
         self, header: StateHeader, parts: tuple[Payload, ...], notes: Mapping[str, bytes]
     ) -> None:
         number = 1 + max((int(name.partition("/")[2]) for name in self._snapshots), default=-1)
-        name, snapshot = f"snapshot/{number:06d}", Snapshot(header, parts)
+        name = f"snapshot/{number:06d}"
+        snapshot = Snapshot(header, parts)
         self.journal.note({**notes, name: encoded(plain(snapshot))})
         self._snapshots[name] = snapshot
 
     def _ask_others(self, gone: str | None = None) -> None:
         """Asks another site if a donor does not answer, or has gone, or sends no heartbeat."""
-        ledger, now, founds = self._ledger, self._clock(), False
+        ledger = self._ledger
+        now = self._clock()
+        founds = False
         silent = (
             {site for site, own in ledger.members.items() if own.until <= now} if ledger else ()
         )
@@ -745,10 +754,8 @@ class Coordinator:
     def amend(self, changes: Any) -> Terms:
         """Amends the terms of the run, durably, and informs all sites."""
         with self._lock:
-            ledger, known = (
-                self.ledger,
-                {name: read(_TERMS[name], own, name) for name, own in dict(changes).items()},
-            )
+            ledger = self.ledger
+            known = {name: read(_TERMS[name], own, name) for name, own in dict(changes).items()}
             if any(map(ledger.has_ended, range(len(ledger.closed)))):
                 raise Refused(
                     "the run has ended, or some of its fragments have: its terms can no longer"
@@ -772,7 +779,8 @@ class Coordinator:
         ledger too.
         """
         with self._lock:
-            _, last = self.ledger, sum(map(len, self._numbers))
+            _ = self.ledger
+            last = sum(map(len, self._numbers))
             base = [at.round for at in self.ledger.base]
             later = [
                 own[max(0, round - base[p])]
@@ -809,7 +817,8 @@ class Coordinator:
                 if name.startswith(("snapshot/", "open/", "residual/")) and name not in kept
             ]
             self.journal.cut(count, {**dict.fromkeys(gone), "ending": None, "rolled_back": b"1"})
-            self._snapshots, self.trouble = kept, None
+            self._snapshots = kept
+            self.trouble = None
             self._ledger = self._opened()
             log.warning(
                 "an operator has rolled the run back to round %d: %d records are left", round, count
@@ -847,12 +856,15 @@ class Coordinator:
                     "missing": self._founding.missing,
                     "here": sorted(self._founding.hellos),
                 }
-            ledger, now, weights = self._ledger, self._clock(), Counter[str]()
+            ledger = self._ledger
+            now = self._clock()
+            weights = Counter[str]()
             for own in (
                 own for records in ledger.history for record in records for own in record.counted
             ):
                 weights[own.site] += own.weight
-            fragments, sites = list[Status](), dict[str, Status]()
+            fragments = list[Status]()
+            sites = dict[str, Status]()
             for fragment, closed in enumerate(ledger.closed):
                 opened = ledger.open.get(fragment)
                 missing = (
@@ -867,7 +879,8 @@ class Coordinator:
                 }
                 fragments.append(about | {"missing": missing, "ended": ledger.has_ended(fragment)})
             for name in sorted({*ledger.members, *self.statistics}):
-                member, heard = ledger.members.get(name), name in self.statistics
+                member = ledger.members.get(name)
+                heard = name in self.statistics
                 counted = self.statistics.get(name, SiteStatistics())
                 if member is None:
                     state = "gone"
@@ -919,7 +932,8 @@ class Coordinator:
         with self._lock:
             now = self._clock()
             self._ask_others()
-            before, trouble = self.trouble, self._go_on(now)
+            before = self.trouble
+            trouble = self._go_on(now)
             # What waits for its mean had no room for it.
             self.trouble = trouble or (before if self._ledger and self._ledger.closing else None)
             if before and not self.trouble:
@@ -970,7 +984,8 @@ class Coordinator:
             if self._ledger:
                 headers = self._ledger.snapshots.headers
                 kept = {name: own for name, own in self._snapshots.items() if own.header in headers}
-                if dropped := self._snapshots.keys() - kept:
+                dropped = self._snapshots.keys() - kept
+                if dropped:
                     self.journal.note(dict.fromkeys(dropped))
                     self._snapshots = kept
         except (AgreementError, NoSpace) as error:
@@ -1014,19 +1029,15 @@ class Coordinator:
         try:
             with self._lock:
                 closing = list(self.ledger.closing.values())
-                notes, code, run_config = (
-                    self.journal.notes("residual/"),
-                    self.ledger.terms.hub_mean,
-                    self.run_config,
-                )
+                notes = self.journal.notes("residual/")
+                code = self.ledger.terms.hub_mean
+                run_config = self.run_config
             assert code is not None, "only then does a record wait for its mean"
             assert run_config is not None, "the run has been founded"
             for record in closing:
-                name, get, sizes = (
-                    f"residual/{record.fragment:06d}",
-                    self.store.get,
-                    run_config.sizes(record.fragment),
-                )
+                name = f"residual/{record.fragment:06d}"
+                get = self.store.get
+                sizes = run_config.sizes(record.fragment)
                 kept = notes[name].decode() if name in notes else None
                 payload, residual = averaged(
                     record, get, sizes, code, None if kept is None else get(kept)

@@ -140,7 +140,8 @@ class Progress:
 
     def begin_again(self) -> None:
         """Notes that the local parameters become the outer ones, whatever was launched before."""
-        self.flight, self.is_fresh = None, True
+        self.flight = None
+        self.is_fresh = True
         self.drop()
 
     def drop(self) -> None:
@@ -229,7 +230,8 @@ class Progress:
             self.drop()
         record = self.records.get(applied.round)
         self.ended = record is not None and record.final
-        self.applied, self.digest = applied, digest
+        self.applied = applied
+        self.digest = digest
         self.closed = max(self.closed, applied.round)
         if self.apart and self.apart.round <= applied.round:
             self.apart = None
@@ -329,7 +331,8 @@ class Follower:
             # state of the others.
             if own.applied.round >= closed.round and own.applied != closed:
                 own.forget()
-                own.applied, own.records = Position(0, self._run_config), {}
+                own.applied = Position(0, self._run_config)
+                own.records = {}
             # Nor did what was heard of later rounds, and never landed.
             own.records = {
                 round: one for round, one in own.records.items() if round <= closed.round
@@ -354,7 +357,8 @@ class Follower:
         for own, closed, kept in zip(self.fragments, welcome.closed, welcome.kept, strict=True):
             own.closed = max(own.closed, closed.round)
             own.kept = kept
-        self.reachable, self._alone_since = True, None
+        self.reachable = True
+        self._alone_since = None
         self.terms = welcome.terms or self.terms
         known = dict(welcome.standing)
         standing = [
@@ -456,7 +460,8 @@ class Follower:
         """
         calls = []
         for own in () if self._finishing else self.fragments:
-            called, busy = own.called, own.flight or own.stands or own.ended
+            called = own.called
+            busy = own.flight or own.stands or own.ended
             answers = busy or own.steps >= self.terms.least_steps(own.next_round)
             if called and not called.final and own.skipped != called.round and not answers:
                 own.skipped = called.round
@@ -479,7 +484,8 @@ class Follower:
             steps=own.steps,
             exact=own.is_last(self.terms),
         )
-        own.flight, own.launched_at = InFlight(sent, step, own.steps), step
+        own.flight = InFlight(sent, step, own.steps)
+        own.launched_at = step
         own.drop()
         return sent
 
@@ -555,7 +561,8 @@ class Follower:
                 )
             own.refused = record.round
             return MergeAction.REFUSE
-        landing, without = own.landing(record, self.site), record.without(self.site)
+        landing = own.landing(record, self.site)
+        without = record.without(self.site)
         own.land(landing, record.position, after)
         own.too_long = own.too_long + 1 if without and without.reason == "too long" else 0
         if own.too_long >= _MOST_TOO_LONG:
@@ -612,7 +619,8 @@ class Follower:
 
     def load_state_dict(self, state: Mapping[str, Any], digests: Sequence[int]) -> None:
         """Restores what `state_dict` returned. This incarnation goes on where the other one was."""
-        hints, loaded = get_type_hints(Progress, include_extras=True), list[Progress]()
+        hints = get_type_hints(Progress, include_extras=True)
+        loaded = list[Progress]()
         for fragment, (saved, digest) in enumerate(zip(state["fragments"], digests, strict=True)):
             known = {name: read(hints[name], saved[name], name) for name in _SAVED}
             loaded.append(
@@ -638,7 +646,8 @@ def _require_sound(own: Progress, position: Position, said: int, digest: int) ->
             f"the state is at round {position.round} of fragment {own.fragment}; later records"
             " are gone"
         )
-    at, after = own.records.get(position.round), own.records.get(position.round + 1)
+    at = own.records.get(position.round)
+    after = own.records.get(position.round + 1)
     known = own.applied if own.applied.round == position.round else at.position if at else position
     if position != known or (after and after.previous != position.key):
         raise Refused(f"the state has another history of fragment {own.fragment} than the records")

@@ -114,7 +114,8 @@ def fingerprint(certificate: bytes) -> str:
 
 
 def init_keys(folder: str | Path, run: str | None = None, days: int = 3650) -> Path:
-    folder, x509 = Path(folder), extra("cryptography.x509")
+    folder = Path(folder)
+    x509 = extra("cryptography.x509")
     if run is not None:
         checked_name("run", run)
     if (folder / "ca.key").exists():
@@ -141,7 +142,8 @@ def add_keys(folder: str | Path, name: str, role: Role = "site", days: int = 365
     """Makes a bundle for a holder. If it had one, that stays valid until it expires, or all of its
     keys are revoked.
     """
-    folder, x509 = Path(folder), extra("cryptography.x509")
+    folder = Path(folder)
+    x509 = extra("cryptography.x509")
     if role not in ROLES:
         raise ValueError(f"role={role!r} is unknown. Choose one of {', '.join(ROLES)}.")
     try:
@@ -185,12 +187,14 @@ def _made(
     """Returns a new key, and its certificate with extensions that are critical or not, signed by
     itself or another.
     """
-    x509, forms = extra("cryptography.x509"), extra("cryptography.hazmat.primitives.serialization")
+    x509 = extra("cryptography.x509")
+    forms = extra("cryptography.hazmat.primitives.serialization")
     curves = extra("cryptography.hazmat.primitives.asymmetric.ec")
     key = curves.generate_private_key(curves.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
     # A clock may be some hours wrong.
-    day, now = datetime.timedelta(days=1), datetime.datetime.now(datetime.timezone.utc)
+    day = datetime.timedelta(days=1)
+    now = datetime.datetime.now(datetime.timezone.utc)
     builder = (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -375,9 +379,11 @@ def holder_of(context: Any) -> Identity:
 def require_valid(bundle: Bundle, context: Any) -> None:
     """Refuses a certificate that was revoked or has expired since its connection was made."""
     (pem,) = context.auth_context()["x509_pem_cert"]
-    if (revoked := bundle.revoked()) and fingerprint(pem) in revoked:
+    revoked = bundle.revoked()
+    if revoked and fingerprint(pem) in revoked:
         raise Denied(f"the certificate of {_who(context)} has been revoked.")
-    if (ends := _ends(pem)) < datetime.datetime.now(datetime.timezone.utc):
+    ends = _ends(pem)
+    if ends < datetime.datetime.now(datetime.timezone.utc):
         raise Denied(f"the certificate of {_who(context)} expired on {ends:%Y-%m-%d}.")
 
 

@@ -48,7 +48,9 @@ class Founding:
     def __init__(
         self, sites: int, find: Callable[[str], type[Any]] = built_in, again: bool = False
     ) -> None:
-        self._sites, self._find, self.again = sites, find, again
+        self._sites = sites
+        self._find = find
+        self.again = again
         self._proposed: dict[str, RunConfig] = {}
         self._brought: dict[str, tuple[Hello, RunConfig]] = {}
         self._founder: str | None = None
@@ -220,7 +222,8 @@ class Ledger:
     def heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
         member = self._member(heartbeat.site, heartbeat.incarnation)
         member.until = now + self.terms.lease
-        member.follows, member.applied = heartbeat.follows, heartbeat.applied
+        member.follows = heartbeat.follows
+        member.applied = heartbeat.applied
 
     def leave(self, site: str, incarnation: str) -> bool:
         """Waits no longer for a site: it has left, or its connection has ended. Tells whether it
@@ -331,7 +334,8 @@ class Ledger:
         return [self._call(fragment) for fragment in (*self.open, *last)]
 
     def _call(self, fragment: int) -> Call:
-        number, round = self.closed[fragment].round + 1, self.open.get(fragment, OpenRound())
+        number = self.closed[fragment].round + 1
+        round = self.open.get(fragment, OpenRound())
         is_exact = all(own.exact for own in round.here.values() if not own.reason)
         return Call(fragment, number, is_exact and (self._ending or self.terms.is_last(number)))
 
@@ -357,7 +361,8 @@ class Ledger:
                 continue
             if not majority:
                 continue
-            call, too_long = self._call(fragment), self._too_long(fragment, majority)
+            call = self._call(fragment)
+            too_long = self._too_long(fragment, majority)
             counted = tuple(own for own in majority if own.site not in too_long)
             held = {own.site for own in majority}
             left_out = tuple(
@@ -370,7 +375,8 @@ class Ledger:
             timings = tuple(
                 own for _, own in sorted(self._timings.untold.get(fragment, {}).items())
             )
-            seq, previous = self.seq + len(records), self.closed[fragment].key
+            seq = self.seq + len(records)
+            previous = self.closed[fragment].key
             records.append(
                 Record(seq, fragment, call.round, previous, counted, left_out, call.final, timings)
             )
@@ -484,7 +490,8 @@ class Ledger:
         """Takes other terms from here on. A round that is open, and was to be the last, closes as
         any other.
         """
-        self.terms, self.quorum = terms, quorum
+        self.terms = terms
+        self.quorum = quorum
         self.closing.clear()
 
     def has_ended(self, fragment: int) -> bool:

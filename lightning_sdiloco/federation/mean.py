@@ -26,8 +26,10 @@ _NUMBERS = {
 }
 
 # The format of fp4; `compression/fp4.py` says why it is as it is.
-_BLOCK, _EXPONENT = 128, 23
-_LEAST_TOP, _GREATEST_TOP = 0x0400, 0x7F7F
+_BLOCK = 128
+_EXPONENT = 23
+_LEAST_TOP = 0x0400
+_GREATEST_TOP = 0x7F7F
 _LEVELS = np.array(
     [sign * level for sign in (1.0, -1.0) for level in (0.0, *(2.0**-k for k in range(6, -1, -1)))],
     "f4",

@@ -78,8 +78,11 @@ class InProcessHub:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.run, self.clock, self.sleep = run, clock, sleep
-        self.journal, self.store = SQLiteLedger(MEMORY), InMemoryStore()
+        self.run = run
+        self.clock = clock
+        self.sleep = sleep
+        self.journal = SQLiteLedger(MEMORY)
+        self.store = InMemoryStore()
         self.clients: dict[str, InProcessClient] = {}
         # Its sites are in this process too, so what they name is their own.
         self.coordinator = Coordinator(run, self.journal, self.store, sites, clock, imported)

@@ -127,7 +127,8 @@ class DynamicBackup(Quorum):
 
     def awaited(self, history: Sequence[Record], sites: Collection[str]) -> Collection[str]:
         """Returns the sites that are worth waiting for."""
-        names, length = sorted(sites), _round_length(history)
+        names = sorted(sites)
+        length = _round_length(history)
         # A site that is not waited for would never count if always a little late; see the rule in
         # the docstring.
         if len(history) < RETENTION or length is None or (history[-1].round + 1) % RETENTION == 0:
@@ -163,7 +164,8 @@ def _lateness(history: Sequence[Record], sites: Collection[str]) -> dict[str, fl
     for entry in (entry for record in history for entry in record.timings):
         if entry.site in heard:
             heard[entry.site][entry.round] = entry.late
-    late, last = {}, history[-1].round
+    late = {}
+    last = history[-1].round
     for site, rounds in heard.items():
         # Nothing is known of a site that has just come, and the grace bounds what that costs.
         first = max(min(rounds, default=last + 1), last + 1 - RETENTION)

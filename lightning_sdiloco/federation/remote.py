@@ -71,8 +71,13 @@ class HubConnection:
     def __init__(
         self, client: Transport, rank: int = 0, ranks: int = 1, patience: float = 3600.0
     ) -> None:
-        self._client, self._rank, self._ranks, self._patience = client, rank, ranks, patience
-        self.site, self.incarnation, self.now = client.identity.name, client.incarnation, client.now
+        self._client = client
+        self._rank = rank
+        self._ranks = ranks
+        self._patience = patience
+        self.site = client.identity.name
+        self.incarnation = client.incarnation
+        self.now = client.now
         self.sends_bytes_per_s = client.sends_bytes_per_s
         # The hello and the heartbeat that the transport says; which rounds have landed last, None
         # without a state.
@@ -84,7 +89,8 @@ class HubConnection:
         # No call of the client is made under it: where hub and site are in one process, the hub has
         # a lock too.
         self._changed = threading.Condition(threading.RLock())
-        self._closed, self._nudge = threading.Event(), threading.Event()
+        self._closed = threading.Event()
+        self._nudge = threading.Event()
         self._pools = {
             name: client.pool(threads, f"hub-{name}") for name, threads in _THREADS.items()
         }
@@ -122,7 +128,9 @@ class HubConnection:
         """Asks until there is an answer, for some seconds; while the name is in use, for as long
         as a dead one is.
         """
-        began, told, tries = self.now(), "", 0
+        began = self.now()
+        told = ""
+        tries = 0
         while True:
             try:
                 return ask()
@@ -140,7 +148,8 @@ class HubConnection:
     def agree(self, run_config: RunConfig) -> RunConfig:
         def ask() -> RunConfig:
             answer = self._bring(run_config.to_bytes())
-            key, terms = str(answer.get("run_config")), answer.get("terms")
+            key = str(answer.get("run_config"))
+            terms = answer.get("terms")
             self.amended = None if terms is None else read(Terms, terms, "terms")
             return (
                 run_config
@@ -195,7 +204,8 @@ class HubConnection:
         self._submit("records", self._deliver, record)
 
     def heartbeat(self, follower: Follower) -> None:
-        hello, heartbeat = follower.hello(self._client.identity.run), follower.heartbeat()
+        hello = follower.hello(self._client.identity.run)
+        heartbeat = follower.heartbeat()
         self.words = (
             {"site": self.site, "hello": plain(hello)},
             {"site": self.site, "heartbeat": plain(heartbeat)},
@@ -242,7 +252,8 @@ class HubConnection:
                 " site's checkpoint holds what it trained: restart it when the hub can be reached."
             )
         with self._changed:
-            told, self._told = self._told, []
+            told = self._told
+            self._told = []
             if not told and self._error:
                 raise self._error
         if told:
@@ -320,17 +331,16 @@ class HubConnection:
             ):
                 # A hub that is back is tried at once; one that refuses, ever more seldom, however
                 # often it says hello.
-                nudge, is_refused = self._nudge, False
+                nudge = self._nudge
+                is_refused = False
                 try:
                     if self._is_taken(own, kept[1]):
                         return
                 except Refused as error:
                     is_refused = True
                     # Where another rank sends, the first one may have to say hello first.
-                    level, told = (
-                        logging.INFO if self._rank or tries else logging.WARNING,
-                        (own.round, own.fragment),
-                    )
+                    level = logging.INFO if self._rank or tries else logging.WARNING
+                    told = (own.round, own.fragment)
                     log.log(
                         level,
                         "%s: round %d of fragment %d was not taken: %s",
@@ -493,14 +503,17 @@ class HubConnection:
                 self._fetch_waiting()
             case Welcomed():
                 with self._changed:
-                    self._let_in, self._asking, self._ask_at = True, False, float("-inf")
+                    self._let_in = True
+                    self._asking = False
+                    self._ask_at = float("-inf")
                     # What waits comes again.
                     self._kept = said.welcome.kept
                     self._waiting.clear()
                     outstanding = [own for own, _ in self._outbox.values()]
                 self._put(said)
                 # Pending retries run at once.
-                before, self._nudge = self._nudge, threading.Event()
+                before = self._nudge
+                self._nudge = threading.Event()
                 before.set()
                 for own in outstanding:
                     self._start(own)

@@ -219,7 +219,8 @@ class RunConfig(Message):
         """Names what differs from another run config, this one being "here": empty if nothing
         does.
         """
-        ours, theirs = dict(_leaves(plain(self))), dict(_leaves(plain(other)))
+        ours = dict(_leaves(plain(self)))
+        theirs = dict(_leaves(plain(other)))
         return [
             f"{name} is {ours.get(name, 'missing')} here and {theirs.get(name, 'missing')} there"
             for name in dict.fromkeys([*ours, *theirs])
@@ -244,7 +245,8 @@ class RunConfig(Message):
             for one in patches
             if self._is_patch(other, one.split(" is ")[0].removeprefix("versions."))
         ]
-        if different := [one for one in different if one not in patches]:
+        different = [one for one in different if one not in patches]
+        if different:
             more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
             raise Refused(
                 f"This site cannot join the run {other.run!r}, which was founded on another run"

@@ -76,7 +76,9 @@ class Session:
     """A watching peer: its events wait until it reads them."""
 
     def __init__(self, peer: Peer) -> None:
-        self.peer, self.admitted, self._ended = peer, False, False
+        self.peer = peer
+        self.admitted = False
+        self._ended = False
         self._waiting: queue.SimpleQueue[Event | Failure | None] = queue.SimpleQueue()
 
     def push(self, event: Event) -> None:
@@ -114,7 +116,8 @@ class Door:
     """
 
     def __init__(self) -> None:
-        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
         self._open: Counter[tuple[str, str]] = Counter()
         self._silent: dict[Any, float] = {}
 
@@ -178,7 +181,8 @@ class Hub:
         heartbeat: float = 1.0,
     ) -> None:
         self.store = store
-        self._calls, self._heartbeat = calls, heartbeat
+        self._calls = calls
+        self._heartbeat = heartbeat
         self._lock = threading.Lock()
         self._sessions: list[Session] = []
         self._of_site: dict[str, Session] = {}
@@ -200,7 +204,8 @@ class Hub:
             raise ValueError(
                 f"The keys belong to {whose}, but a hub needs its own: give hub.bundle."
             )
-        self._run, self._bundle = run, bundle
+        self._run = run
+        self._bundle = bundle
         grpc = extra("grpc")
         self._server = grpc.server(
             ThreadPoolExecutor(MAX_CALLS + _FOR_OPERATORS, thread_name_prefix="hub"),
@@ -217,7 +222,8 @@ class Hub:
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, handlers),)
         )
-        health, self._messages = extra("grpc_health.v1.health"), extra("grpc_health.v1.health_pb2")
+        health = extra("grpc_health.v1.health")
+        self._messages = extra("grpc_health.v1.health_pb2")
         self._health = health.HealthServicer()
         self._set_health("NOT_SERVING")
         # It gives its status to all that TLS lets in, without a header. `Watch` would hold a thread
@@ -312,10 +318,8 @@ class Hub:
     def _put(self, requests: Iterator[bytes], context: Any) -> bytes:
         """Takes a part of a blob, or none, and says what has become of it, or what is missing."""
         peer, header, about, _ = self._asked("put", self._door.first(requests, context), context)
-        key, size = (
-            checked_key(header.get("key")),
-            checked_size(header.get("size"), self.store.max_blob, "blob"),
-        )
+        key = checked_key(header.get("key"))
+        size = checked_size(header.get("size"), self.store.max_blob, "blob")
         start = checked_size(header.get("start", 0), size, "part")
         self._calls.admit(peer, about, key, size)
         try:
@@ -337,7 +341,8 @@ class Hub:
         return pack({"stored": True, "answer": self._calls.stored(peer, about, key, size)})
 
     def _upload(self, peer: Peer, key: str, size: int) -> Upload:
-        place, now = (peer.role, peer.name, key), time.monotonic()
+        place = (peer.role, peer.name, key)
+        now = time.monotonic()
         with self._lock:
             for other in [
                 own for own, upload in self._arriving.items() if upload.used < now - _GIVEN_UP
@@ -374,7 +379,8 @@ class Hub:
     def _together(self, keys: Sequence[str]) -> Iterator[bytes]:
         waiting = bytearray()
         for key in map(checked_key, keys):
-            if (size := self.store.size(key)) > CHUNK:
+            size = self.store.size(key)
+            if size > CHUNK:
                 raise Refused(f"fetch a blob of {size:,} bytes on its own.")
             waiting += self.store.read(key, 0, size)
             if len(waiting) >= CHUNK:
@@ -513,7 +519,8 @@ class HubService(Hub):
             )
         if quorum is not None:
             imported(quorum)  # now, and not when a site names it
-        self._awake, self._closed = threading.Event(), threading.Event()
+        self._awake = threading.Event()
+        self._closed = threading.Event()
         self.ledger = SQLiteLedger(ledger, must_exist=sites is None)
         try:
             blobs = BlobStore(Path(ledger).with_suffix(".store") if store is None else store)

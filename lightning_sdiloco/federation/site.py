@@ -73,14 +73,13 @@ class SharedConnection:
     def __init__(
         self, topology: Topology, connect: Callable[[int, int, str], HubConnection]
     ) -> None:
-        self._ranks, rank = topology.in_site, topology.group_rank
+        self._ranks = topology.in_site
+        rank = topology.group_rank
         self._leads = rank == 0
         self._payloads: dict[str, Mapping[str, Bytes]] = {}
         self._coming: dict[str, tuple[Record, set[int]]] = {}
-        made, incarnation = (
-            list[HubConnection](),
-            self._ranks.all_gather_object(secrets.token_hex(8))[0],
-        )
+        made = list[HubConnection]()
+        incarnation = self._ranks.all_gather_object(secrets.token_hex(8))[0]
 
         def connects() -> None:
             made.append(connect(rank, topology.group_size, incarnation))
@@ -154,7 +153,8 @@ class SharedConnection:
         """Returns what this rank has heard: events at the first one, and which records it has
         fetched payloads for.
         """
-        told, fetched = list[Any](), dict[str, bool]()
+        told = list[Any]()
+        fetched = dict[str, bool]()
         for one in self.own.events():
             if isinstance(one, Recorded):
                 fetched[one.record.key] = one.blobs is not None
@@ -242,12 +242,12 @@ class FederatedWorld:
         follower: Follower,
         waits: bool,
     ) -> None:
-        self._rounds, self._topology, self._arithmetic = (
-            rounds,
-            topology,
-            SiteArithmetic(rounds, topology),
-        )
-        self._connection, self.follower, self._waits = connection, follower, waits
+        self._rounds = rounds
+        self._topology = topology
+        self._arithmetic = SiteArithmetic(rounds, topology)
+        self._connection = connection
+        self.follower = follower
+        self._waits = waits
         self._launched: dict[int, Launched] = {}
         # Records that are being applied, and the payloads of those that came.
         self._applied: dict[int, tuple[Record, Pending[Stepped]]] = {}
@@ -258,7 +258,8 @@ class FederatedWorld:
         self._has_parted = False
         self._waits_for = ""
         self.requested = 0
-        self._samples, self._has_trained = 0, False
+        self._samples = 0
+        self._has_trained = False
 
     # Training
 
@@ -288,7 +289,8 @@ class FederatedWorld:
         """Counts an inner step by its samples, which may differ between ranks: `hear` adds them
         up.
         """
-        self._has_trained, self._samples = True, self._samples + samples
+        self._has_trained = True
+        self._samples = self._samples + samples
 
     @torch.no_grad()
     def launch_due(self, step: int) -> int:
@@ -300,7 +302,8 @@ class FederatedWorld:
         if due:
             self._rounds.require_coverage()
         for index in due:
-            began, fragment = time.perf_counter(), self._rounds.fragments[index]
+            began = time.perf_counter()
+            fragment = self._rounds.fragments[index]
             begun = self.follower.begin(index, step)
             launch = fragment.launch(step, float("inf"), Purpose.ROUND, 0)
             buffers = launch.buffers
@@ -338,7 +341,8 @@ class FederatedWorld:
         }
         for index in encoding if wait else self._connection.ready(encoding):
             self._launched[index].encoded = encoded = encoding[index].result()
-            own, sent = self.follower.fragments[index].flight, encoded.sent
+            own = self.follower.fragments[index].flight
+            sent = encoded.sent
             # A launch of before the checkpoint is complete already.
             complete = sent if own is not None and own.own == sent else self.follower.complete(sent)
             if complete is not None:
@@ -412,15 +416,11 @@ class FederatedWorld:
                 record = own.records.get(own.next_round)
                 if record is None or own.digest is None or record.key not in self._blobs:
                     continue
-                applied, launched = (
-                    self._applied.get(own.fragment),
-                    self._launched.get(own.fragment),
-                )
+                applied = self._applied.get(own.fragment)
+                launched = self._launched.get(own.fragment)
                 if applied is None or applied[0].key != record.key:
-                    blobs, before = (
-                        self._blobs[record.key],
-                        self._rounds.fragments[own.fragment].outer,
-                    )
+                    blobs = self._blobs[record.key]
+                    before = self._rounds.fragments[own.fragment].outer
                     encoded = launched.encoded if launched else None
                     work = partial(self._arithmetic.apply, record, blobs, before, encoded)
                     self._applied[own.fragment] = record, self._in_background(work)
@@ -442,10 +442,8 @@ class FederatedWorld:
         self, record: Record, stepped: Stepped, step: int, wait: Span | None
     ) -> Landing | None:
         arrived = time.perf_counter()
-        fragment, launched = (
-            self._rounds.fragments[record.fragment],
-            self._launched.get(record.fragment),
-        )
+        fragment = self._rounds.fragments[record.fragment]
+        launched = self._launched.get(record.fragment)
         was_finite = launched is None or launched.encoded is None or launched.encoded.sent.finite
         landing = self.follower.land(record, stepped.before, stepped.after)
         del self._applied[record.fragment]
@@ -464,11 +462,13 @@ class FederatedWorld:
         own = next(
             (i for i, one in enumerate(record.counted) if one.site == self.follower.site), -1
         )
-        without, outlying = record.without(self.follower.site), tuple[int, ...]()
+        without = record.without(self.follower.site)
+        outlying = tuple[int, ...]()
         if without and without.reason in ("too long", "not finite"):
             why = "it was not finite"
             if without.reason == "too long":
-                why, outlying = f"{without.times:.4g} times as long as usual", (0,)
+                why = f"{without.times:.4g} times as long as usual"
+                outlying = (0,)
             _log.warning(
                 "This site's contribution to round %d of fragment %d was left out: %s. It takes"
                 " the outer parameters of"
@@ -503,7 +503,8 @@ class FederatedWorld:
             self._rounds.recover(fragment.index)
         self._drop_landed()
         sent = launched.encoded.blobs.values() if launched and launched.encoded else ()
-        wait, group = wait or (arrived, arrived), self._topology
+        wait = wait or (arrived, arrived)
+        group = self._topology
         told = stepped.arrival.landing._replace(
             launched_at=step if launched is None else launched.flight.launch.step,
             left_out=() if was_finite else (0,),
@@ -529,7 +530,8 @@ class FederatedWorld:
         told, self._now, requests, samples = self._connection.heard(requests, self._samples)
         if self._has_trained:
             self.follower.trained(samples)
-            self._has_trained, self._samples = False, 0
+            self._has_trained = False
+            self._samples = 0
         self._send()
         for event in told:
             match event:
@@ -542,8 +544,10 @@ class FederatedWorld:
                             "The hub is back: site %s sends what it has trained.",
                             self.follower.site,
                         )
-                    self._is_alone, self._waits_for = False, ""
-                    snapshot, fragments = event.snapshot, self.follower.fragments
+                    self._is_alone = False
+                    self._waits_for = ""
+                    snapshot = event.snapshot
+                    fragments = self.follower.fragments
                     begins = all(own.digest is None for own in fragments)
                     if (
                         begins
@@ -569,7 +573,8 @@ class FederatedWorld:
                     if event.blobs is not None and event.record.round > own.applied.round:
                         self._blobs[event.record.key] = event.blobs
                 case StateWanted():
-                    if given := self._given(event.founding):
+                    given = self._given(event.founding)
+                    if given:
                         self._connection.own.give(event.request, *given)
                 case StateArrived():
                     self._adopt(event)
@@ -659,7 +664,8 @@ class FederatedWorld:
         """Takes over a state that came, as far as it is newer than what this site has."""
         if not self.follower.wants_state:
             return
-        fragments, parts = self._rounds.fragments, state.parts
+        fragments = self._rounds.fragments
+        parts = state.parts
         try:
             if len(parts) != len(fragments):
                 raise Refused(
@@ -675,7 +681,8 @@ class FederatedWorld:
             return
         self._rounds.reshard()
         for index, landing in landings.items():
-            fragment, in_group = fragments[index], self._topology.in_group
+            fragment = fragments[index]
+            in_group = self._topology.in_group
             before = fragment.gathered(in_group)
             fragment.start_from(came[index].outer, came[index].untrained)
             fragment.untrained.own.of_first.update(came[index].own)
@@ -725,10 +732,8 @@ class FederatedWorld:
         for flight in state["flights"]:
             own = self.follower.fragments[flight["fragment"]].flight
             if own is not None:
-                began, outer = (
-                    time.perf_counter(),
-                    self._rounds.fragments[flight["fragment"]].load_outer(),
-                )
+                began = time.perf_counter()
+                outer = self._rounds.fragments[flight["fragment"]].load_outer()
                 launch = Launch.of(flight, outer, float("inf"))
                 self._launch(launch, own.own, (began, time.perf_counter()))
         self._send(wait=True)

@@ -101,14 +101,16 @@ class SQLiteLedger:
 
     def _verify(self) -> None:
         """Finds the last record, and the digest of all, each with its number, in their order."""
-        self.last, self.chain = -1, b""
+        self.last = -1
+        self.chain = b""
         for seq, record, stored in self._database.execute(
             "select seq, record, chain from records order by seq"
         ):
             chain = _chained(self.chain, seq, record) if isinstance(record, bytes) else b""
             if seq != self.last + 1 or chain != stored:
                 raise self._unusable(f"record {self.last + 1} has been altered, or is missing")
-            self.last, self.chain = seq, chain
+            self.last = seq
+            self.chain = chain
 
     def append(
         self, seq: int, record: Bytes, notes: Mapping[str, Bytes | None] | None = None
@@ -122,7 +124,8 @@ class SQLiteLedger:
             self._write(
                 ("insert into records values (?, ?, ?)", (seq, bytes(record), chain)), notes or {}
             )
-            self.last, self.chain = seq, chain
+            self.last = seq
+            self.chain = chain
 
     def read(self, after: int = -1) -> Iterator[tuple[int, bytes]]:
         while True:
@@ -273,7 +276,8 @@ class BlobStore:
     """
 
     def __init__(self, url: str | Path, max_blob: int = MAX_BLOB) -> None:
-        self.url, self.max_blob = str(url), max_blob
+        self.url = str(url)
+        self.max_blob = max_blob
         try:
             self._files, root = fsspec.core.url_to_fs(self.url)
         except (ImportError, ValueError) as error:
@@ -357,7 +361,8 @@ class BlobStore:
 
     def retain(self, keys: Collection[str], age: float = 600.0) -> int:
         """Drops all blobs except the named ones and recent ones, which no record may name yet."""
-        now, dropped = time.monotonic(), 0
+        now = time.monotonic()
+        dropped = 0
         self._files.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             for path in self._files.ls(self._blobs, detail=False):
@@ -404,13 +409,16 @@ class Upload:
     """A blob on its way into a store, whose pieces come in any order and from several threads."""
 
     def __init__(self, store: BlobStore, key: str, size: int) -> None:
-        self.key, self.size, self.used = key, size, time.monotonic()
+        self.key = key
+        self.size = size
+        self.used = time.monotonic()
         self._store = store
         self._path = store.spool / f"{key}.{secrets.token_hex(8)}"
         self._there: Ranges = []
         self._unsynced = 0
         self._given_up = self._committed = False
-        self._lock, self._committing = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._committing = threading.Lock()
         with _telling_full_disks(store.spool):
             # Closed with this object and not before: a thread may still be writing while another
             # gives up.
@@ -440,13 +448,16 @@ class Upload:
                 if len(there) > _MOST_RANGES:
                     raise Malformed("a blob must arrive in parts without gaps.")
                 if there != self._there:  # what comes again changes nothing
-                    view, at = memoryview(data), start
+                    view = memoryview(data)
+                    at = start
                     while len(view):
                         written = os.pwrite(self._handle(), view, at)
-                        view, at = view[written:], at + written
+                        view = view[written:]
+                        at = at + written
                     self._there = there
                     self._unsynced += len(data)
-                complete, syncs = not self.missing, self._unsynced >= _SYNC_EVERY
+                complete = not self.missing
+                syncs = self._unsynced >= _SYNC_EVERY
                 self._unsynced = 0 if syncs else self._unsynced
             if syncs:
                 os.fsync(self._handle())

@@ -58,10 +58,13 @@ def waits(
             " would ever close. Give a smaller quorum."
         )
     arrives = {site: way.up(payload) for site, way in ways.items()}
-    first, history, rounds = min(arrives.values()), list[Record](), list[Round]()
+    first = min(arrives.values())
+    history = list[Record]()
+    rounds = list[Round]()
     for number in range(1, _ROUNDS + 1):
         # The hub asks whenever a contribution comes, and when the grace is over.
-        awaited, closes = quorum.awaited(history[-RETENTION:], list(arrives)), max(arrives.values())
+        awaited = quorum.awaited(history[-RETENTION:], list(arrives))
+        closes = max(arrives.values())
         for now in sorted({*arrives.values(), first + grace}):
             here = {site: at for site, at in arrives.items() if at <= now}
             is_over = now >= first + grace

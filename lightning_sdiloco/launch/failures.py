@@ -30,7 +30,9 @@ _runs = itertools.count()
 
 class Failures:
     def __init__(self, store: Any, rank: int, group: int, world_size: int) -> None:
-        self._store, self._rank, self._world_size = store, rank, world_size
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
         self._who = f"Rank {rank} (worker group {group})"
         self._key = f"streaming_diloco/failure/{next(_runs)}"
 
@@ -40,13 +42,15 @@ class Failures:
         """
         if self._store is None:
             return
-        lost, readers = _lost_contact(exception), f"{self._key}/readers"
+        lost = _lost_contact(exception)
+        readers = f"{self._key}/readers"
         error = f"{type(exception).__name__}: {exception}".removesuffix(": ")
         word = f"{self._who} {'lost contact' if lost else 'failed'} first: {error}"
         words: list[
             str
         ] = []  # The first that any rank left, which is this rank's own if there was none.
-        looked, deadline = threading.Event(), time.monotonic() + _SECONDS + _READING_SECONDS
+        looked = threading.Event()
+        deadline = time.monotonic() + _SECONDS + _READING_SECONDS
 
         def look() -> None:
             try:

@@ -152,12 +152,14 @@ class Endpoints(NamedTuple):
 class Listener(ThreadingTCPServer):
     """Listens on an address and answers every connection, in its own thread."""
 
-    daemon_threads, request_queue_size = True, _CONNECTIONS
+    daemon_threads = True
+    request_queue_size = _CONNECTIONS
 
     def __init__(self, address: str, serve: Callable[[socket.socket], None]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         super().__init__((address, 0), BaseRequestHandler)
-        self._serve, self.port = serve, int(self.server_address[1])
+        self._serve = serve
+        self.port = int(self.server_address[1])
         threading.Thread(
             target=self.serve_forever, args=(0.02,), name="sdiloco-listener", daemon=True
         ).start()
@@ -210,7 +212,8 @@ def find_broken_connections(
     rendezvous: Rendezvous, group: int, exchange: Callable[[], str], inside: Callable[[], str]
 ) -> tuple[list[Endpoints], list[BrokenConnection]]:
     """Tries all connections; see `require_reachable`. All ranks must call it."""
-    host, token = socket.gethostname(), secrets.token_hex(_TOKEN_BYTES)
+    host = socket.gethostname()
+    token = secrets.token_hex(_TOKEN_BYTES)
     listeners: list[Listener] = []
 
     def listen(address: str) -> tuple[str, int]:
@@ -245,7 +248,8 @@ def find_broken_connections(
 
 def _try(source: int, target: int, endpoints: Sequence[Endpoints]) -> BrokenConnection | None:
     """Connects to another rank, and returns what is broken, if anything."""
-    own, other = endpoints[source], endpoints[target]
+    own = endpoints[source]
+    other = endpoints[target]
     host, port = other.inside if own.group == other.group else other.exchange
     answer = bytearray()
 

@@ -55,7 +55,8 @@ _CHOOSE = "Choose another MASTER_PORT, the same for all ranks."
 _OTHER_RANK = "If this is not the first node, give it another NODE_RANK."
 
 # Keys of the store: the token of the process that keeps it, and who else takes itself for rank 0.
-_KEEPER, _SECOND = "sdiloco/keeper", "sdiloco/second"
+_KEEPER = "sdiloco/keeper"
+_SECOND = "sdiloco/second"
 
 
 def say_node_rank(node_rank: int) -> str:
@@ -88,12 +89,11 @@ class Rendezvous:
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
         """Returns the values of all ranks, in the order of the ranks. All ranks must call it."""
-        prefix, sent = f"sdiloco/{name}/", json.dumps(value).encode()
+        prefix = f"sdiloco/{name}/"
+        sent = json.dumps(value).encode()
         every = range(self.world_size)
-        deadline, patience = (
-            time.monotonic() + self._timeout.total_seconds(),
-            _SECONDS_TO_FIRST_WARNING,
-        )
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        patience = _SECONDS_TO_FIRST_WARNING
         while True:
             left = deadline - time.monotonic()
             seconds = min(max(left, 0.0), patience)
@@ -191,7 +191,8 @@ def _require_same_store(kept: Store, found: Store, address: str) -> None:
     """Refuses a rank 0 that finds another one's store where all ranks meet; see [Note: two ranks
     0].
     """
-    token, here = secrets.token_hex(8), socket.gethostname()
+    token = secrets.token_hex(8)
+    here = socket.gethostname()
     kept.set(_KEEPER, token)
     kept.get(
         _KEEPER
@@ -224,7 +225,8 @@ def wait_for_store(
     who = f"Rank {rank} on {socket.gethostname()} cannot reach rank 0 at {host}:{port}"
     other_rank = "" if rank else f" {_OTHER_RANK}"
     started = time.monotonic()
-    unanswered_since, warns_at = started, started + _SECONDS_TO_FIRST_WARNING
+    unanswered_since = started
+    warns_at = started + _SECONDS_TO_FIRST_WARNING
     while (answer := _greet(host, port, patience)) != _PING:
         now = time.monotonic()
         if isinstance(answer, ConnectionRefusedError):

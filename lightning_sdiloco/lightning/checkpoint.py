@@ -85,8 +85,11 @@ class Checkpointer:
     """The averages of the fit, once there are any."""
 
     def __init__(self, fit: FitState) -> None:
-        self._fit, self._trainer, self._groups = fit, fit.trainer, fit.groups
-        self._options, self._format = fit.options, fit.format
+        self._fit = fit
+        self._trainer = fit.trainer
+        self._groups = fit.groups
+        self._options = fit.options
+        self._format = fit.format
         self.resumed: dict[str, Any] | None = None
         """What this rank saved, of a fit that is about to resume exactly."""
         self.start = "a new run"
@@ -185,7 +188,8 @@ class Checkpointer:
     def _require_the_settings_of(self, header: dict[str, Any]) -> None:
         saved = header["settings"]
         self._options.restore(saved)
-        if other := Settings.differences(saved, self._settings()):
+        other = Settings.differences(saved, self._settings())
+        if other:
             raise ValueError(
                 "The checkpoint cannot be resumed exactly with other settings:"
                 f" {'; '.join(other)}. Resume with the"
@@ -203,7 +207,9 @@ class Checkpointer:
             self._require_the_settings_of(header)
         # Rounds that restart are no beginning.
         self._options.chooses_dense = False
-        topology, layout, settings = self._groups.topology, header["layout"], self._options.settings
+        topology = self._groups.topology
+        layout = header["layout"]
+        settings = self._options.settings
 
         def read() -> Restart | None:
             """Reads on rank 0, for all: they may see different files."""
@@ -224,8 +230,10 @@ class Checkpointer:
                 if is_told
                 else f"{path} cannot be read: {first.failure[0]}: {first.text}"
             )
-        self._restart, self.start = Restart.of(first.value), "outer parameters of another run"
-        size, own = layout["group_size"], None
+        self._restart = Restart.of(first.value)
+        self.start = "outer parameters of another run"
+        size = layout["group_size"]
+        own = None
         # This rank reads the file of its group and shard, if there is one, or of the group's first.
         mesh = {
             name: of for name, of in layout.items() if name not in ("worker_groups", "group_size")
@@ -280,8 +288,10 @@ class Checkpointer:
 
         See [Note: the order of a save].
         """
-        topology, path = self._groups.topology, str(path)
-        host, averaging = self._trainer.strategy, self.averaging
+        topology = self._groups.topology
+        path = str(path)
+        host = self._trainer.strategy
+        averaging = self.averaging
         state: dict[str, Any] = {
             "engine": engine.state_dict(),
             "requests": dict(self._fit.requests.done_at),
@@ -426,7 +436,8 @@ class Checkpointer:
     # What is compared
 
     def _settings(self) -> dict[str, str]:
-        is_open, settings = self._options.open, self._options.settings
+        is_open = self._options.open
+        settings = self._options.settings
         # What suits the rounds is known once these are chosen.
         chosen = settings if is_open else settings.chosen_for(self._groups.topology.num_groups)
         return {**chosen.fixed_by_a_checkpoint(), **dict.fromkeys(is_open, repr(AUTO))}
@@ -447,8 +458,10 @@ def begin_epochs_alike(trainer: Any, undo: ExitStack) -> None:
     """Patches the loops of a trainer; see [Note: epochs after a resume] and [Note: the rest of a
     batch].
     """
-    loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    progress, once = epoch_loop.batch_progress, undo.enter_context(ExitStack())
+    loop = trainer.fit_loop
+    epoch_loop = trainer.fit_loop.epoch_loop
+    progress = epoch_loop.batch_progress
+    once = undo.enter_context(ExitStack())
 
     def is_at_last_batch() -> bool:
         return bool(epoch_loop.restarted_on_train_batch_end and progress.is_last_batch)
@@ -531,7 +544,8 @@ def metrics_state_dict(trainer: Any) -> dict[str, Any]:
     results = trainer.fit_loop.epoch_loop._results if epoch.processed < epoch.started else {}
     saved = {}
     for key, result in results.items():
-        meta, reduction = result.meta, result.meta.reduce_fx.__name__
+        meta = result.meta
+        reduction = result.meta.reduce_fx.__name__
         # A process group cannot be found again, nor can a metric that is not part of the module.
         if (
             result.has_reset
@@ -562,7 +576,8 @@ def metrics_state_dict(trainer: Any) -> dict[str, Any]:
 
 
 def load_metrics_state_dict(trainer: Any, state: dict[str, Any]) -> None:
-    connector, results = trainer._logger_connector, trainer.fit_loop.epoch_loop._results
+    connector = trainer._logger_connector
+    results = trainer.fit_loop.epoch_loop._results
     classes: Any = sys.modules[type(results).__module__]
     connector._callback_metrics.update(state["seen"])
     for key, saved in state["epoch"].items():

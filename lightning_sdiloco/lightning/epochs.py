@@ -84,7 +84,8 @@ class Epochs:
         """Replaces what ends epochs in Lightning; see [Note: uneven data]. One worker group alone
         needs nothing.
         """
-        trainer, loop = self.fit.trainer, self.fit.trainer.fit_loop
+        trainer = self.fit.trainer
+        loop = self.fit.trainer.fit_loop
         self._states: Callable[[], dict[str, Any]] = loop.on_save_checkpoint
 
         def saved_state(states: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -143,14 +144,16 @@ class Epochs:
 
     def _tell(self, batch: int, is_end: bool) -> None:
         """Announces in which batch this group is, or after which its data ended."""
-        engine, exchange = self.fit.engine, self.fit.groups.topology.progress
+        engine = self.fit.engine
+        exchange = self.fit.groups.topology.progress
         word = torch.tensor([batch, is_end], dtype=torch.int64).view(torch.uint8)
         posted = exchange.post([word] * exchange.num_groups)
         self._told.append((engine.inner_steps if engine is not None else 0, posted))
 
     def _hear(self) -> list[list[int]]:
         """Returns what all groups said in the meeting that was posted first."""
-        topology, timeout = self.fit.groups.topology, self.fit.options.settings.timeout
+        topology = self.fit.groups.topology
+        timeout = self.fit.options.settings.timeout
         try:
             deadline = time.monotonic() + timeout.total_seconds()
             words = topology.progress.collect(self._told.popleft()[1], deadline)
@@ -167,8 +170,11 @@ class Epochs:
     # The lengths of the groups
 
     def _setup_data(self, original: Callable[[], None]) -> None:
-        loop, strategy = self.fit.trainer.fit_loop, self.fit.trainer.strategy
-        before, failure, loaded = loop._data_fetcher, None, False
+        loop = self.fit.trainer.fit_loop
+        strategy = self.fit.trainer.strategy
+        before = loop._data_fetcher
+        failure = None
+        loaded = False
 
         def barrier(wait: Callable[..., None], name: Any = None, *args: Any, **kwargs: Any) -> None:
             nonlocal loaded
@@ -193,14 +199,18 @@ class Epochs:
             return
         if type(loop._data_fetcher).__name__ != "_DataLoaderIterDataFetcher":
             # See [Note: a batch ahead].
-            fetcher, self._length, self._loaders = loop._data_fetcher, length, None
-            self._start_profiler, self._stop_profiler = (
-                fetcher._start_profiler,
-                fetcher._stop_profiler,
-            )
-            self._ahead, fetcher.batches, fetcher.prefetch_batches = fetcher.batches, [], 0
+            fetcher = loop._data_fetcher
+            self._length = length
+            self._loaders = None
+            self._start_profiler = fetcher._start_profiler
+            self._stop_profiler = fetcher._stop_profiler
+            self._ahead = fetcher.batches
+            fetcher.batches = []
+            fetcher.prefetch_batches = 0
             self.done = self._is_open = self._is_over = False
-            self._fetcher, self.fetched, loop._data_fetcher = fetcher, 0, self
+            self._fetcher = fetcher
+            self.fetched = 0
+            loop._data_fetcher = self
         elif length is not None:
             # It passes its iterator to training_step, which takes the batches: it can be shortened,
             # but not yield None.
@@ -213,8 +223,10 @@ class Epochs:
         """Agrees with all ranks on the batches of an epoch. Raises on all of them if one has none,
         or cannot load.
         """
-        trainer, topology = self.fit.trainer, self.fit.groups.topology
-        loop, own = trainer.fit_loop, None
+        trainer = self.fit.trainer
+        topology = self.fit.groups.topology
+        loop = trainer.fit_loop
+        own = None
         if failure is None:
             # A restored loader may be at its end, and groups may have no data in a later epoch.
             resumed = loop.restarting or getattr(
@@ -268,25 +280,29 @@ class Epochs:
 
     def __iter__(self) -> "Epochs":
         iter(self._fetcher)
-        self._ahead, self.fetched = [], 0
+        self._ahead = []
+        self.fetched = 0
         self.done = self._is_open = self._is_over = False
         return self
 
     def __next__(self) -> tuple[Any, int, int]:
-        self._fetcher._start_profiler, self._fetcher._stop_profiler = (
-            self._start_profiler,
-            self._stop_profiler,
-        )
-        trainer, topology, batch = self.fit.trainer, self.fit.groups.topology, self.fetched + 1
+        self._fetcher._start_profiler = self._start_profiler
+        self._fetcher._stop_profiler = self._stop_profiler
+        trainer = self.fit.trainer
+        topology = self.fit.groups.topology
+        batch = self.fetched + 1
         said = trainer.fit_loop.epoch_loop._warning_cache
         if not self._is_open and self.fit in trainer.callbacks:
             # An epoch begins, or goes on.
-            self._is_open, self._last, self._end = True, self.fetched, None
+            self._is_open = True
+            self._last = self.fetched
+            self._end = None
         item = self._ahead.pop() if self._ahead else next(self._fetcher, None)
         if item is None and not self._is_open:
             # A tuner trains a fixed number of steps, so the data starts again.
             iter(self._fetcher)
-            self._is_over, item = False, next(self._fetcher)
+            self._is_over = False
+            item = next(self._fetcher)
         self._is_over = self._is_over or item is None
         if self._length is None and not self._is_over:
             self._loaders = self._states().get(_LOADERS)
@@ -332,13 +348,15 @@ class Epochs:
 
 def count_idle_batch(trainer: Any, optimizer_steps: int) -> bool:
     """Counts a batch without training as Lightning counts one with training."""
-    loop, steps = trainer.fit_loop.epoch_loop, 1
+    loop = trainer.fit_loop.epoch_loop
+    steps = 1
     loop.batch_progress.increment_started()
     if loop._should_accumulate():
         return False
     progress = loop.automatic_optimization.optim_progress.optimizer.step
     if not trainer.lightning_module.automatic_optimization:
-        progress, steps = loop.manual_optimization.optim_step_progress, optimizer_steps
+        progress = loop.manual_optimization.optim_step_progress
+        steps = optimizer_steps
     for _ in range(steps):
         progress.increment_ready()
         progress.increment_completed()
@@ -546,7 +564,8 @@ def _keep_in_group(undo: ExitStack, trainer: Any, own: Any) -> None:
         )
 
     def forward(normalise: Callable[..., Tensor], layer: nn.SyncBatchNorm, x: Tensor) -> Tensor:
-        before, layer.process_group = layer.process_group, own
+        before = layer.process_group
+        layer.process_group = own
         try:
             return normalise(layer, x)
         finally:

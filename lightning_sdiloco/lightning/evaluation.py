@@ -56,7 +56,9 @@ class ShownModel:
     """
 
     def __init__(self, groups: ConnectedGroups, save: str, warns: bool = True) -> None:
-        self._groups, self._save, self._warns = groups, save, warns
+        self._groups = groups
+        self._save = save
+        self._warns = warns
         self.mean: GroupMean | None = None
         """The mean of the groups, if it was exchanged since the last inner step."""
         self._own: dict[
@@ -233,7 +235,9 @@ class Evaluation:
     """
 
     def __init__(self, fit: FitState) -> None:
-        self._fit, self._groups, self._shows = fit, fit.groups, fit.options.evaluate
+        self._fit = fit
+        self._groups = fit.groups
+        self._shows = fit.options.evaluate
         self.shown = ShownModel(fit.groups, "trainer.save_checkpoint")
         self._saves_with_all = self._is_due = self._is_showing = False
         self.rewritten = Rewritten(fit.groups)
@@ -241,7 +245,8 @@ class Evaluation:
 
     def begin(self, undo: ExitStack) -> None:
         self._hooks = user_hooks(self._fit.trainer, VALIDATION_HOOKS)
-        trainer, epoch_loop = self._fit.trainer, self._fit.trainer.fit_loop.epoch_loop
+        trainer = self._fit.trainer
+        epoch_loop = self._fit.trainer.fit_loop.epoch_loop
         wrap(undo, trainer, "save_checkpoint", self._save)
         if self._shows == "local":
             return
@@ -284,7 +289,8 @@ class Evaluation:
             self._saves_with_all = False
 
     def _run(self, loop: Any, original: Callable[[], Any]) -> Any:
-        is_due, self._is_due = self._is_due, False
+        is_due = self._is_due
+        self._is_due = False
         engine = self._fit.engine
         # Before training, after it, and where one loop runs in another, everything is shown
         # already.
@@ -328,7 +334,8 @@ class Averaging:
     """
 
     def __init__(self, fit: FitState, undo: ExitStack) -> None:
-        self._fit, self._module = fit, fit.trainer.lightning_module
+        self._fit = fit
+        self._module = fit.trainer.lightning_module
         self._callback: Any = None  # The WeightAveraging, of which there is at most one.
         self._wanted = False
         self._unfinished: State | None = None
@@ -343,7 +350,8 @@ class Averaging:
             if "StochasticWeightAveraging" in kinds:
                 wrap(undo, callback, "on_train_epoch_start", self._in_outer)
             elif "WeightAveraging" in kinds:
-                self._callback, self._should_update = callback, callback.should_update
+                self._callback = callback
+                self._should_update = callback.should_update
                 self._update = callback.on_train_batch_end
                 wrap(undo, callback, "should_update", self._answer)
                 wrap(undo, callback, "on_train_batch_end", self._end_batch)
@@ -433,7 +441,8 @@ class Averaging:
         """
         if self._callback is None or state is None:
             return
-        average, self._wanted = self._callback._average_model, state["wanted"]
+        average = self._callback._average_model
+        self._wanted = state["wanted"]
         for buffer, own in zip(average.buffers(), state["buffers"], strict=True):
             buffer.copy_(own)
         unfinished = state["unfinished"]

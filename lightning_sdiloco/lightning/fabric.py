@@ -97,7 +97,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         self._inner_optimizers: list[Optimizer] = []
         self._is_set_up_again = False  # While the model in training is.
         self._landings: list[Landing] = []
-        self._samples, self._trained = 0, 1
+        self._samples = 0
+        self._trained = 1
         # The optimizers, by number, that have stepped in the batch that is not counted yet.
         self._stepped = set[int]()
         self._saves_with_all = self._saved_alone = False
@@ -180,7 +181,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     def setup_module(self, module: nn.Module) -> Any:
         if self.engine is not None and self.engine.is_finished:
             # Setting up a model after the end starts a new training.
-            self._nets, self._inner_optimizers = [], []
+            self._nets = []
+            self._inner_optimizers = []
             self._stepped.clear()
             self.results.engine = None
         for name, part in module.named_modules():
@@ -305,7 +307,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     def _step(self, engine: StreamingDiLoCo, **trained: Any) -> None:
         self._shown.forget()
         self._landings = engine.step(**trained)
-        self._samples, self._trained = 0, 1
+        self._samples = 0
+        self._trained = 1
         self._stepped.clear()
         self._unfinished[:] = [engine.inner_steps]
 
@@ -353,7 +356,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         # Fabric waits after each save.
-        saved_alone, self._saved_alone = self._saved_alone, False
+        saved_alone = self._saved_alone
+        self._saved_alone = False
         if saved_alone and self._is_alone:
             return
         with self._groups.waiting(args, self.engine):
@@ -477,7 +481,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             """Reads the file of rank 0, and puts what this rank saved in place of it."""
             checkpoint: dict[str, Any] = load_file(*file, **how)
             if files.KEY in checkpoint:
-                settings, optimizers = self._options.settings, len(self._inner_optimizers)
+                settings = self._options.settings
+                optimizers = len(self._inner_optimizers)
                 reader = reader_of(load_file, **how)
                 own.update(
                     read_own(

@@ -95,18 +95,18 @@ class Fit(FitState):
         results: Results,
         termination: type[BaseException],
     ) -> None:
-        self.trainer, self.options, self.groups, self.format = (
-            trainer,
-            options,
-            groups,
-            model_format,
-        )
-        self.termination, self.requests = termination, Requests()
+        self.trainer = trainer
+        self.options = options
+        self.groups = groups
+        self.format = model_format
+        self.termination = termination
+        self.requests = Requests()
         self.signals = Signals(self)
         self.epochs = Epochs(self)
         self.checkpointer = Checkpointer(self)
         self.evaluation = Evaluation(self)
-        self.watch, self.scale_watch = WorldWatch(_ADVICE), ScaleWatch()
+        self.watch = WorldWatch(_ADVICE)
+        self.scale_watch = ScaleWatch()
         self._results = results
         self.patches = ExitStack()
         self._epoch_has_stepped: bool | None = None  # None until a batch of the epoch has ended.
@@ -132,13 +132,14 @@ class Fit(FitState):
 
     def begin(self) -> None:
         """Refuses what cannot work, and replaces what Lightning does over all ranks."""
-        trainer, groups, patches, results = self.trainer, self.groups, self.patches, self._results
-        results.options, results.engine, results.fragments, results.other = (
-            self.options,
-            None,
-            (),
-            None,
-        )
+        trainer = self.trainer
+        groups = self.groups
+        patches = self.patches
+        results = self._results
+        results.options = self.options
+        results.engine = None
+        results.fragments = ()
+        results.other = None
         check_names(trainer)
         refuse_what_cannot_work(trainer, self.options.settings.shares, self.format.is_sharded)
         self.signals.listen(patches)
@@ -219,7 +220,8 @@ class Fit(FitState):
             and self.trainer.is_global_zero
             and not self.options.open
         ):
-            if (steps := self._known_steps) < math.inf:
+            steps = self._known_steps
+            if steps < math.inf:
                 warn_of_few_rounds(engine.schedule, int(steps))
             self._announcement = Announcement(engine, self.trainer.strategy.cluster_environment)
 
@@ -227,10 +229,12 @@ class Fit(FitState):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         lay_out(trainer)
-        self._interval, self._row = None, {}
+        self._interval = None
+        self._row = {}
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self._is_between_epochs, self._epoch_has_stepped = True, None
+        self._is_between_epochs = True
+        self._epoch_has_stepped = None
         if self.engine is not None:
             self.counts_micro_batches = (
                 follow_engine(self.trainer, self.engine) or self.counts_micro_batches
@@ -259,7 +263,8 @@ class Fit(FitState):
             must_recut = self._any_rank(self.engine.has_other_parameters())
             self._recut_or_take(self.engine, must_recut)
         self._is_between_epochs = False
-        must_wrap, self._must_wrap = self._must_wrap, False
+        must_wrap = self._must_wrap
+        self._must_wrap = False
         return must_wrap
 
     def _any_rank(self, holds: bool) -> bool:
@@ -284,7 +289,8 @@ class Fit(FitState):
 
     def _save(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Lets a checkpoint that is saved between two epochs hold what hooks have just replaced."""
-        engine, waits = self.engine, not (self.groups.failed or self.is_ending)
+        engine = self.engine
+        waits = not (self.groups.failed or self.is_ending)
         if engine is None or engine.is_finished:
             save(*args, **kwargs)
             return
@@ -329,7 +335,8 @@ class Fit(FitState):
         """
         self.watch.end()
         # All that was agreed on after the last inner step is done.
-        self.requests.agreed_now, self.landed = 0, False
+        self.requests.agreed_now = 0
+        self.landed = False
         engine = self.engine
         if batch is not None:
             self.samples += samples_in(batch) or 1
@@ -356,12 +363,15 @@ class Fit(FitState):
             self.groups.meet()
         self._steps_per_batch = self.optimizer_steps or self._steps_per_batch
         trained = self._micro_batches if self.counts_micro_batches else 1
-        self.optimizer_steps, self.stepped = 0, False
+        self.optimizer_steps = 0
+        self.stepped = False
         landings = [
             *self._early,
             *engine.step(trained=trained, idle=idle, samples=max(1, self.samples)),
         ]
-        self._early, self.samples, self._micro_batches = [], 0, 0
+        self._early = []
+        self.samples = 0
+        self._micro_batches = 0
         self.landed = bool(landings)
         self.evaluation.shown.forget()
         self.requests.land(landings, engine.requested)
@@ -374,7 +384,8 @@ class Fit(FitState):
             launch_in, engine.report()["exposed_wait_s"] if self.options.open else 0.0
         ):
             self.groups.meet()
-            trainer, options = self.trainer, self.options
+            trainer = self.trainer
+            options = self.options
             is_planned = options.is_planned
             options.choose(trainer.lightning_module, self.groups.topology)
             engine.choose(options.settings)
@@ -423,7 +434,8 @@ class Fit(FitState):
         # two logged steps.
         is_step = self.trainer._logger_connector._first_loop_iter is not None
         if self.trainer.training and step is None and (metrics or is_step):
-            metrics, self._row = {**metrics, **_as_metrics(self._row)}, {}
+            metrics = {**metrics, **_as_metrics(self._row)}
+            self._row = {}
         log_metrics(metrics, step)
 
     def _log_rest(self) -> None:

@@ -123,13 +123,15 @@ class Signals:
     """
 
     def __init__(self, fit: FitState) -> None:
-        self._fit, self._trainer = fit, fit.trainer
+        self._fit = fit
+        self._trainer = fit.trainer
         self._received: set[Request] = set()
         self._requeue: Callable[..., None] | None = None
         self._requeued_by: int | None = None
 
     def listen(self, undo: ExitStack) -> None:
-        connector, loop = self._trainer._signal_connector, self._trainer.fit_loop
+        connector = self._trainer._signal_connector
+        loop = self._trainer.fit_loop
         self._requeue = connector._slurm_sigusr_handler_fn
         wrap(
             undo,
@@ -155,9 +157,8 @@ class Signals:
         """Ends a fit that has finished before a launch could carry the request. All ranks must
         call it.
         """
-        if received := reduce(
-            or_, self._fit.groups.topology.world.all_gather_object(self.received)
-        ):
+        received = reduce(or_, self._fit.groups.topology.world.all_gather_object(self.received))
+        if received:
             self._end(received)
 
     def _note(self, request: Request, signum: int, frame: Any) -> None:
@@ -169,7 +170,8 @@ class Signals:
 
     def _after_batch(self, original: Callable[[Any], None], data_fetcher: Any) -> None:
         """Ends a batch, and the fit if all agreed to; see [Note: where a fit ends]."""
-        loop, agreed = self._trainer.fit_loop.epoch_loop, self._agreed()
+        loop = self._trainer.fit_loop.epoch_loop
+        agreed = self._agreed()
         if agreed and loop._should_check_val_fx(data_fetcher):
             # As when a validation stops in its first batch, with which Lightning then starts again.
             loop.val_loop.batch_progress.reset_on_run()
@@ -216,7 +218,8 @@ class Signals:
         raise self._fit.termination
 
     def _save(self) -> None:
-        trainer, step = self._trainer, self._trainer.global_step
+        trainer = self._trainer
+        step = self._trainer.global_step
         if trainer.checkpoint_callbacks and not trainer.fast_dev_run:
             folders = [
                 getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks

@@ -200,7 +200,8 @@ class ConnectedGroups:
         )
         # A second fit in this process finds the process groups of the first.
         if self._topology is None or self._topology.is_stale():
-            if (connected := world().size) != layout.world_size:
+            connected = world().size
+            if connected != layout.world_size:
                 raise ValueError(
                     f"{connected} processes are connected by code outside Lightning, but the"
                     " worker groups are made for"
@@ -234,7 +235,8 @@ class ConnectedGroups:
         wait for them.
         """
         self.failed = True
-        failures, self._failures = self._failures, None
+        failures = self._failures
+        self._failures = None
         if failures is not None:
             with suppress(Exception):
                 failures.leave(exception)
@@ -294,7 +296,9 @@ class ConnectedGroups:
 
 def _layout(host: Any, options: Options, model_format: WholeModel) -> GroupLayout:
     """Returns which ranks form a worker group, of as many as the environment says there are."""
-    nodes, processes, environment = host.num_nodes, host.num_processes, host.cluster_environment
+    nodes = host.num_nodes
+    processes = host.num_processes
+    environment = host.cluster_environment
     world_size = nodes * processes
     # An environment that refuses these numbers does so at the launch, in its own words.
     with suppress(ValueError):

@@ -28,7 +28,8 @@ _log = logging.getLogger(__name__)
 
 _RESULT = "lightning.pytorch.trainer.connectors.logger_connector.result"
 
-OLDEST, NEWEST = "2.5.0", "2.6.6"
+OLDEST = "2.5.0"
+NEWEST = "2.6.6"
 """The first and the last version of Lightning that the tests have passed with."""
 
 FABRIC = "Fabric's DDPStrategy"
@@ -221,7 +222,8 @@ def wrap(undo: ExitStack, target: Any, name: str, around: Callable[..., Any]) ->
     if not hasattr(target, name):
         _require([entry])
         return
-    original, own = getattr(target, name), vars(target)
+    original = getattr(target, name)
+    own = vars(target)
     undo.callback(*((setattr, target, name, own[name]) if name in own else (own.pop, name, None)))
     if isinstance(target, (type, ModuleType)):
         setattr(target, name, lambda *args, **kwargs: around(original, *args, **kwargs))
@@ -291,7 +293,8 @@ def _has(host: Any, entry: HostName) -> bool:
     """Returns whether an object of Lightning has a name by itself, and not because a subclass of
     ours has it.
     """
-    name, is_class = entry.name, isinstance(host, type)
+    name = entry.name
+    is_class = isinstance(host, type)
     own: Mapping[str, Any] = {} if is_class else getattr(host, "__dict__", {})
     if name in _SET:
         return own.get(name) is None or getattr(host, name.removeprefix("_"), None) is own[name]
@@ -379,7 +382,8 @@ def refuse_what_cannot_work(trainer: Any, shares: bool, is_sharded: bool) -> Non
             f" {', '.join(map(repr, _PRECISIONS))}."
         )
     # Lightning before 2.6 has no such validation.
-    if (seconds := getattr(trainer, "_val_check_time_interval", None)) is not None:
+    seconds = getattr(trainer, "_val_check_time_interval", None)
+    if seconds is not None:
         raise ValueError(
             f"val_check_interval is a time, {seconds:g} s: each rank would go by its own clock,"
             " validate after another"

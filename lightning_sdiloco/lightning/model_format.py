@@ -165,7 +165,8 @@ class WholeModel:
         elif state is not None and getattr(state, "process_group", group) is None:
             state.process_group = group
         # A simulated group has no process group, and wraps in its own way.
-        is_single, given = topology.group_size == 1 and group is not None, host._ddp_kwargs
+        is_single = topology.group_size == 1 and group is not None
+        given = host._ddp_kwargs
         does_more = any(given.get(name) is not None for name in _MORE)
         if (
             is_single
@@ -333,7 +334,9 @@ class ShardedModel(WholeModel):
             layout = GroupLayout(world_size, max(1, world_size // (self._data * self._tensor)))
         else:
             layout = super().layout(worker_groups, num_nodes, num_processes)
-        data, tensor, size = self._data, self._tensor, layout.group_size
+        data = self._data
+        tensor = self._tensor
+        size = layout.group_size
         if isinstance(tensor, str):
             tensor = size // data if isinstance(data, int) else gcd(size, num_processes)
         if isinstance(data, str):
@@ -382,7 +385,8 @@ class ShardedModel(WholeModel):
         checkpoint = dict(torch.load(file, map_location="cpu", weights_only=weights_only, **how))
         if files.KEY not in checkpoint:
             return dict(load(path, *args, **kwargs))
-        model, strict = host.model, host.lightning_module.strict_loading
+        model = host.model
+        strict = host.lightning_module.strict_loading
         state: dict[str, Any] = get_model_state_dict(model)
         if is_folder(path):
             loaded = {"state_dict": state}
@@ -393,10 +397,8 @@ class ShardedModel(WholeModel):
         else:
             whole = checkpoint.pop("state_dict")
             if strict and state.keys() != whole.keys():
-                missing, unexpected = (
-                    sorted(state.keys() - whole.keys()),
-                    sorted(whole.keys() - state.keys()),
-                )
+                missing = sorted(state.keys() - whole.keys())
+                unexpected = sorted(whole.keys() - state.keys())
                 raise RuntimeError(
                     f"The checkpoint is of another model. Missing: {missing}. Unexpected:"
                     f" {unexpected}."
@@ -444,7 +446,8 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path, group: Communicator)
     tensors = {"state_dict": metadata.pop("state_dict")}
     for index, state in enumerate(metadata.pop("optimizer_states", [])):
         tensors[f"optimizer_{index}"] = state
-    part, before = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.before")
+    part = path.with_name(f"{path.name}.part")
+    before = path.with_name(f"{path.name}.before")
     # What an earlier save has left goes before any rank writes; all ranks raise if it cannot.
     first = group.attempt(lambda: _remove(part) if group.rank == 0 else None)[0]
     if first.failure:
@@ -504,7 +507,8 @@ class SingleRankDDP(DistributedDataParallel):
     @override
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         if isinstance(self.reducer, _NoReducer):
-            module, is_training = self.module, self.training
+            module = self.module
+            is_training = self.training
             super().__init__(module, **self._arguments)
             self.training = is_training
         super().register_comm_hook(state, hook)
@@ -529,7 +533,8 @@ def fix_bucket_order(model: DistributedDataParallel) -> None:
     """Makes DistributedDataParallel rebuild its buckets now: a resumed fit then adds gradients in
     the same order.
     """
-    module, parameters = model.module, [p for p in model.module.parameters() if p.requires_grad]
+    module = model.module
+    parameters = [p for p in model.module.parameters() if p.requires_grad]
     embeddings = (
         part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))
     )
@@ -568,7 +573,8 @@ def release_gradients(trainer: Any, optimizers: Iterable[Any], batch_idx: int, n
     """Frees the gradients of the batch before, if they are large and no user's hook may look at
     them.
     """
-    module, begins = trainer.lightning_module, batch_idx % trainer.accumulate_grad_batches == 0
+    module = trainer.lightning_module
+    begins = batch_idx % trainer.accumulate_grad_batches == 0
     if nbytes < _LEAST_BYTES or not begins or not module.automatic_optimization:
         return
     hooks = [

@@ -126,8 +126,11 @@ class Interval:
     """
 
     def __init__(self, sync_every: int, first_step: int) -> None:
-        self._sync_every, self._first_step = sync_every, first_step
-        self._began, self._waited, self._peak = time.perf_counter(), 0.0, math.nan
+        self._sync_every = sync_every
+        self._first_step = first_step
+        self._began = time.perf_counter()
+        self._waited = 0.0
+        self._peak = math.nan
 
     def scalars_with(self, landing: Landing) -> dict[str, float]:
         """Counts a landing, and returns the scalars of the round if the landing ends it, otherwise
@@ -141,12 +144,10 @@ class Interval:
         now = landing.spans["land"][1]
         utilisation = 1 - min(1.0, self._waited / (now - self._began))
         scalars = {"compute_utilisation": utilisation, "peak_gbit_s": self._peak}
-        self._began, self._first_step, self._waited, self._peak = (
-            now,
-            landing.landed_at,
-            0.0,
-            math.nan,
-        )
+        self._began = now
+        self._first_step = landing.landed_at
+        self._waited = 0.0
+        self._peak = math.nan
         return {
             _PREFIX + name: number for name, number in scalars.items() if not math.isnan(number)
         }
@@ -156,9 +157,11 @@ def progress(engine: StreamingDiLoCo, columns: float = math.inf) -> dict[str, st
     """Returns what the progress bar shows: as many entries as fit into its line, and at least the
     first.
     """
-    flights, landing = list(map(str, engine.in_flight)), engine.last_landing
+    flights = list(map(str, engine.in_flight))
+    landing = engine.last_landing
     rate = math.nan if landing is None else landing.link_gbit_s
-    schedule, steps = engine.schedule, engine.steps_in_rounds
+    schedule = engine.schedule
+    steps = engine.steps_in_rounds
     outer_step = str(engine.round)
     if schedule.is_dense(steps):
         outer_step = f"dense {schedule.launches_in(0, steps)[0]}"
@@ -267,14 +270,18 @@ class StreamingDiLoCoMonitorMixin:
             raise ValueError(
                 f"diagnostics={diagnostics!r} is neither True nor False. Give one of them."
             )
-        self.diagnostics, self._folder, self._timeline = diagnostics, folder, timeline
+        self.diagnostics = diagnostics
+        self._folder = folder
+        self._timeline = timeline
         self._file: Any = None
         self._ahead = 0.0  # of time.perf_counter(), which runs more steadily than the clock
         self._fragments: tuple[Fragment, ...] = ()
-        self._step, self._losses = 0, Deferred()
+        self._step = 0
+        self._losses = Deferred()
         self._done: float | None = None
         self._paused: float | None = None
-        self._names_before, self._validated = set[str](), set[str]()
+        self._names_before = set[str]()
+        self._validated = set[str]()
 
     # Hooks
 
@@ -294,7 +301,8 @@ class StreamingDiLoCoMonitorMixin:
         self._file = path.open("a", buffering=1, encoding="utf-8")
         self._folder = str(folder)
         self._ahead = time.time() - time.perf_counter()
-        self._fragments, self._done = (), None
+        self._fragments = ()
+        self._done = None
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -305,7 +313,8 @@ class StreamingDiLoCoMonitorMixin:
         if engine.inner_steps == self._step:
             return
         self._step = engine.inner_steps
-        began, self._done = self._done, engine.step_span[1]
+        began = self._done
+        self._done = engine.step_span[1]
         self._write("step", step=self._step, span=(began, engine.step_span[0]), done=self._done)
         if engine.fragments is not self._fragments:
             self._note_fragments(pl_module, engine)
@@ -407,8 +416,10 @@ class StreamingDiLoCoMonitorMixin:
         engine = trainer.strategy.engine
         if self._done is not None or engine is None:
             return
-        self._done, self._step = time.perf_counter(), engine.inner_steps
-        topology, settings = engine.topology, engine.settings
+        self._done = time.perf_counter()
+        self._step = engine.inner_steps
+        topology = engine.topology
+        settings = engine.settings
         self._write(
             "start",
             rank=trainer.global_rank,
@@ -496,10 +507,8 @@ def _folder_of(trainer: Any) -> Path:
     """Returns where a run keeps its files: beside checkpoints, where the first logger has no
     folder for each run.
     """
-    folder, first = (
-        Path(trainer.log_dir or trainer.default_root_dir),
-        next(iter(trainer.loggers), None),
-    )
+    folder = Path(trainer.log_dir or trainer.default_root_dir)
+    first = next(iter(trainer.loggers), None)
     if first is None or getattr(first, "log_dir", None) is not None:
         return folder
     # Only rank 0 knows the name of a run that a server has given.
@@ -646,10 +655,12 @@ def _parts(path: Path) -> list[list[Line]]:
 
 def _ahead(part: Sequence[Line], reference: Sequence[Line]) -> float:
     """Returns by how many seconds a rank's clock is ahead of another's; see [Note: clocks]."""
-    least, most = float("-inf"), float("inf")
+    least = float("-inf")
+    most = float("inf")
     flight = itemgetter("fragment", "launched_at", "final")
     flights = {flight(line): line for line in reference if line["kind"] == "landing"}
-    own, other = part[0]["group"], reference[0]["group"]
+    own = part[0]["group"]
+    other = reference[0]["group"]
     for line in part:
         together = flights.get(flight(line)) if line["kind"] == "landing" else None
         if together is not None and (
@@ -667,7 +678,8 @@ def _read(parts: Sequence[list[Line]], reference: Sequence[list[Line]]) -> Rank:
         is_first = parts is reference or number >= len(reference)
         ahead = 0.0 if is_first else _ahead(part, reference[number])
         for line in part:
-            kind, step = line["kind"], line.get("step", 0)
+            kind = line["kind"]
+            step = line.get("step", 0)
             began, ended = line.get("span", (0.0, 0.0))
             span = began - ahead, ended - ahead
             if kind == "start":
@@ -686,7 +698,8 @@ def _read(parts: Sequence[list[Line]], reference: Sequence[list[Line]]) -> Rank:
             elif kind == "loss":
                 rank.losses.append((step, line["loss"]))
             elif kind == "fragments":
-                rank.fragments, rank.parameters = line["fragments"], line["parameters"]
+                rank.fragments = line["fragments"]
+                rank.parameters = line["parameters"]
     return rank
 
 
@@ -802,19 +815,23 @@ ENOUGH_ROUNDS = 10
 """A fit with fewer rounds gets a warning."""
 
 # The first inner steps are slow for other reasons.
-_FIRST, _LAST = 3, 10
+_FIRST = 3
+_LAST = 10
 
 # A signal that waits for longer gets a warning, with this many seconds more for saving.
-_LONG_SECONDS, _SAVING_SECONDS = 60.0, 60
+_LONG_SECONDS = 60.0
+_SAVING_SECONDS = 60
 
 
 class Announcement:
     """Announces at the start what trains, and after ten inner steps how fast."""
 
     def __init__(self, engine: StreamingDiLoCo, environment: Any = None) -> None:
-        self._engine, self._environment = engine, environment
+        self._engine = engine
+        self._environment = environment
         self._times: list[float] = []
-        topology, settings = engine.topology, engine.settings
+        topology = engine.topology
+        settings = engine.settings
         # What a rank sends to other worker groups for each fragment, without buffers.
         others = topology.num_groups - 1
         all_reduce = all_reduce_for(
@@ -832,7 +849,8 @@ class Announcement:
             others * CONTROL_BYTES + all_reduce.bytes_to_others(shard, topology.group_index)
             for shard in shards
         ]
-        least, most = readable(min(self._bytes)), readable(max(self._bytes))
+        least = readable(min(self._bytes))
+        most = readable(max(self._bytes))
         sent = least if least == most else f"{least} to {most}"
         first = next(
             step for step in count(engine.steps_in_rounds + 1) if engine.schedule.launches(step)
@@ -869,9 +887,11 @@ class Announcement:
         self._times.append(time.monotonic())
         if len(self._times) < _LAST:
             return
-        times, settings = self._times[_FIRST:], self._engine.settings
+        times = self._times[_FIRST:]
+        settings = self._engine.settings
         seconds = median(after - before for before, after in zip(times, times[1:], strict=False))
-        window, of_link = settings.overlap_steps * seconds, ""
+        window = settings.overlap_steps * seconds
+        of_link = ""
         if self._engine.topology.num_groups > 1 and not window:
             of_link = "; with overlap_steps=0 training waits for every fragment"
         elif self._engine.topology.num_groups > 1:
@@ -893,7 +913,8 @@ class Announcement:
         give = f"Allow {early} s from SIGTERM to SIGKILL"
         # Only Lightning's environment for SLURM has one. Without auto_requeue it does not listen
         # for it.
-        if requeue := getattr(self._environment, "requeue_signal", None):
+        requeue = getattr(self._environment, "requeue_signal", None)
+        if requeue:
             name = requeue.name.removeprefix("SIG") if self._environment.auto_requeue else "TERM"
             give = f"Use sbatch --signal={name}@{early}"
         _log.warning(
@@ -913,7 +934,8 @@ def warn_of_few_rounds(schedule: Schedule, steps: int) -> None:
     """Warns if fewer than `ENOUGH_ROUNDS` rounds fit into a run, and says which ``sync_every``
     would do.
     """
-    if (rounds := schedule.rounds_in(steps)) >= ENOUGH_ROUNDS:
+    rounds = schedule.rounds_in(steps)
+    if rounds >= ENOUGH_ROUNDS:
         return
     advice = f"For {ENOUGH_ROUNDS} rounds train for more inner steps"
     for sync_every in range(min(schedule.sync_every - 1, steps // ENOUGH_ROUNDS), 0, -1):

@@ -50,7 +50,8 @@ _DENSE_EVERY = (4, 8, 16, 32, 64, 128)
 _NEXT_TO_NOTHING = 0.002
 
 # The first inner steps are slow for other reasons. The median of a few more is enough.
-FIRST, STEPS = 3, 8
+FIRST = 3
+STEPS = 8
 
 # Stand in until the choice is made: no launch is due before that.
 _PLACEHOLDERS: Mapping[str, Any] = {
@@ -63,7 +64,9 @@ _PLACEHOLDERS: Mapping[str, Any] = {
 
 # A message grows until its exchange takes this long or it is this large. The time is enough to
 # measure any link, the size to measure most.
-_ENOUGH_SECONDS, _LEAST_BYTES, _MOST_BYTES = 0.5, 2**16, 2**24
+_ENOUGH_SECONDS = 0.5
+_LEAST_BYTES = 2**16
+_MOST_BYTES = 2**24
 
 # Bytes per second that a device reads and writes in its memory.
 _MEMORY_RATES = {"cpu": 1e10}
@@ -136,7 +139,8 @@ class Options:
         )
 
     def __post_init__(self) -> None:
-        settings, first = self.settings, next(iter(self.auto), "")
+        settings = self.settings
+        first = next(iter(self.auto), "")
         asked = f"exchange={TwoShot()!r}" if first == "exchange" else f"{first}='auto'"
         for holds, why in (
             (
@@ -374,7 +378,8 @@ class Options:
             if not self.chooses_dense:
                 self.settings = replace(self.settings, dense_beginning=DenseBeginning.read(dense))
         # Runs of old say how many blocks the default was.
-        cut, before = self.settings.fragments, saved.get("fragments", "").strip("'")
+        cut = self.settings.fragments
+        before = saved.get("fragments", "").strip("'")
         if isinstance(cut, str) and before.startswith(f"{cut}:"):
             self.settings = replace(self.settings, fragments=before)
         if not self.auto or any(saved.get(name) in (None, repr(AUTO)) for name in self.auto):
@@ -395,7 +400,8 @@ class Options:
                 ) from None
         if self.overlap_gives_way and "sync_every" in chosen:
             chosen["overlap_steps"] = overlap_for(chosen["sync_every"], None)
-        self.auto, self.settings = (), replace(self.settings, **chosen)
+        self.auto = ()
+        self.settings = replace(self.settings, **chosen)
 
     def start(self) -> None:
         self._times = [time.monotonic()]
@@ -426,7 +432,8 @@ class Options:
         """Measures the link, and adopts what the planner recommends for what is open. All ranks
         must call it.
         """
-        settings, timeout = self.settings, self.settings.timeout.total_seconds()
+        settings = self.settings
+        timeout = self.settings.timeout.total_seconds()
         step_time = max(topology.world.all_gather_object(self.step_time()))
         names = tuple(name for name in self.auto if name != "exchange")
         if "exchange" in self.auto:
@@ -445,7 +452,8 @@ class Options:
         chosen = topology.world.all_gather_object(
             choice(names, settings, model, topology, self.measured)
         )[0]
-        self.auto, self.settings = (), replace(settings, **chosen)
+        self.auto = ()
+        self.settings = replace(settings, **chosen)
         if self.chooses_dense:
             self._choose_dense(model, topology, step_time)
         self._choose_outer_step(model, topology)
@@ -530,7 +538,8 @@ def measure_link(topology: Topology, timeout: float, to: int | None = None) -> L
             max(took if to is None else took[topology.group_size * to :][: topology.group_size])
         )
 
-    round_trip, nbytes = min(seconds(1) for _ in range(3)), _LEAST_BYTES
+    round_trip = min(seconds(1) for _ in range(3))
+    nbytes = _LEAST_BYTES
     while (took := seconds(nbytes)) < _ENOUGH_SECONDS and nbytes < _MOST_BYTES:
         nbytes *= 4
     # All ranks of a group send at once, each to all other groups.

@@ -144,7 +144,8 @@ class LauncherMixin(_Base):
         """Writes the results and Lightning's metrics to files, and returns what is left for the
         queue.
         """
-        folder, extra = Path(self._folder), super().get_extra_results(trainer)
+        folder = Path(self._folder)
+        extra = super().get_extra_results(trainer)
         engine = trainer.strategy.engine
         if engine is not None and engine.is_finished:
             summary = engine.fragments, engine.schedule, engine.outer_state_dict(), engine.report()

@@ -180,7 +180,8 @@ class GroupStrategy:
         self._options = Options.of(locals())
         arguments = self.base_arguments(of_format)
         self._format = self.model_format(arguments)
-        self._groups, self.results = ConnectedGroups(), Results(self._options)
+        self._groups = ConnectedGroups()
+        self.results = Results(self._options)
         super().__init__(timeout=timeout, **arguments)  # type: ignore[call-arg]
 
     def base_arguments(self, of_format: dict[str, Any]) -> dict[str, Any]:
@@ -311,7 +312,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         if self._fit is not None:
             # What the planner chose stays; rate, momentum and mixing are chosen as they were for
             # the first fit.
-            chosen, first = self._fit.options, self._options.settings
+            chosen = self._fit.options
+            first = self._options.settings
             settings = replace(
                 chosen.settings,
                 outer_lr=first.outer_lr,
@@ -332,7 +334,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         refuse_what_cannot_work(trainer, self._options.settings.shares, self._format.is_sharded)
         if self._fit is not None:
             self._fit.close()
-        kind, termination = self.distribution.callback, self.distribution.termination
+        kind = self.distribution.callback
+        termination = self.distribution.termination
         self._fit = kind(
             trainer, replace(self._options), self._groups, self._format, self.results, termination
         )
@@ -362,7 +365,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             return super().distributed_sampler_kwargs
         # Every group and every data-parallel rank has its own data; tensor-parallel ranks have the
         # same.
-        topology, tensor = self.topology, self._format.mesh.get("tensor_parallel", 1)
+        topology = self.topology
+        tensor = self._format.mesh.get("tensor_parallel", 1)
         data = topology.group_size // tensor
         rank = topology.group_index * data + topology.group_rank // tensor
         return {"num_replicas": topology.num_groups * data, "rank": rank}
@@ -538,7 +542,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             return own_state(optimizer)
         # torch steps an optimizer that has no state to get one, which is no inner step and must not
         # be kept.
-        stepped, had_state = self.fit.stepped, bool(optimizer.state)
+        stepped = self.fit.stepped
+        had_state = bool(optimizer.state)
         try:
             return dict(super().optimizer_state(optimizer))
         finally:
@@ -599,7 +604,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         if group in (None, self.topology.world.process_group) and stays_in_group(
             self.lightning_module, self._groups
         ):
-            fit, topology = self.fit, self.topology
+            fit = self.fit
+            topology = self.topology
             if not fit.has_gathered and topology.num_groups > 1 and fit.trainer.is_global_zero:
                 _log.warning(
                     "all_gather in a training batch gathers over the ranks of the worker group"
@@ -648,7 +654,8 @@ def document(strategy: Any) -> None:
     """Gives a strategy the docstring and the signature that ``help()`` and the command line
     show.
     """
-    arguments, renamed = strategy.model_format.base_arguments, strategy.renamed
+    arguments = strategy.model_format.base_arguments
+    renamed = strategy.renamed
     described, _, raises = inspect.cleandoc(GroupStrategy.__doc__ or "").partition("\n\nRaises:")
     own = inspect.cleandoc(arguments.__doc__ or "").partition("Args:\n")[2]
     text = f"{described.partition('Args:')[2].rstrip()}\n{own}"

@@ -72,7 +72,9 @@ class Link:
         elapsed = self.round_trip
         window = rate * self.round_trip if warm else connections * _FIRST_WINDOW
         while window < min(nbytes, rate * self.round_trip):
-            nbytes, elapsed, window = nbytes - window, elapsed + self.round_trip, 2 * window
+            nbytes = nbytes - window
+            elapsed = elapsed + self.round_trip
+            window = 2 * window
         return elapsed + nbytes / rate
 
     def is_warm_after(self, silence: float) -> bool:

@@ -23,7 +23,11 @@ from lightning_sdiloco.planning.workload import FLOAT32, Groups, Model
 # Bytes of memory that are read and written for each value: reading a fragment, compressing it,
 # decoding the message of one group and adding it, the outer step, mixing a fragment into the model.
 # The mean that goes out on the second hop is compressed like an outer gradient.
-_LAUNCH, _ENCODE, _DECODE, _OUTER_STEP, _LAND = 12, 32, 20, 48, 12
+_LAUNCH = 12
+_ENCODE = 32
+_DECODE = 20
+_OUTER_STEP = 48
+_LAND = 12
 
 _DDP_BUCKET = 25 * 2**20
 
@@ -70,7 +74,9 @@ class Streaming:
     """
 
     def __init__(self, model: Model, settings: Settings, groups: Groups) -> None:
-        self.model, self.settings, self.groups = model, settings, groups
+        self.model = model
+        self.settings = settings
+        self.groups = groups
         self.numels = model.fragments(settings)
         self.schedule = settings.schedule_of(len(self.numels))
         self._shards = [-(-numel // groups.group_size) for numel in self.numels]
@@ -141,22 +147,20 @@ class Streaming:
 
     def utilisation(self, link: Link) -> float:
         """Returns the share of the wall time in which training does not wait, in the long run."""
-        played, schedule = _Play(self, [Line.of(link)], [1.0]), replace(self.schedule, dense=None)
+        played = _Play(self, [Line.of(link)], [1.0])
+        schedule = replace(self.schedule, dense=None)
         played.follow(_timetable(schedule, _ROUNDS * schedule.sync_every + schedule.overlap_steps))
         trained = (_ROUNDS - _ROUNDS // 2) * schedule.sync_every * self.groups.step_time
         return trained / (played.landed[_ROUNDS - 1] - played.landed[_ROUNDS // 2 - 1])
 
     def costs(self, fragment: int, link: Link) -> "Costs":
-        per_value, shard, part = (
-            1 / self.groups.memory_rate,
-            self._shards[fragment],
-            self._parts[fragment],
-        )
-        connections, hops_again = max(1, round(self._connections)), self._second_hops[fragment] > 0
-        first, again = (
-            connections * self._messages[fragment],
-            connections * self._second_hops[fragment],
-        )
+        per_value = 1 / self.groups.memory_rate
+        shard = self._shards[fragment]
+        part = self._parts[fragment]
+        connections = max(1, round(self._connections))
+        hops_again = self._second_hops[fragment] > 0
+        first = connections * self._messages[fragment]
+        again = connections * self._second_hops[fragment]
         return Costs(
             launch=_LAUNCH * shard * per_value,
             encode=_ENCODE * shard * per_value,
@@ -172,7 +176,8 @@ class Streaming:
         """Returns the bytes of a message to another group; the compression may choose by its
         sender's link.
         """
-        codec, shard = self.settings.codec, self._shards[fragment]
+        codec = self.settings.codec
+        shard = self._shards[fragment]
         choice = codec.choice(
             shard, bytes_per_s, self.settings.overlap_steps * self.groups.step_time
         )
@@ -183,7 +188,9 @@ class Streaming:
         """Returns how long each group's link is busy with a flight of a fragment, in both hops and
         directions.
         """
-        groups, shard, connections = self.groups, self._shards[fragment], self.groups.connections
+        groups = self.groups
+        shard = self._shards[fragment]
+        connections = self.groups.connections
         all_reduce = all_reduce_for(
             self.settings.exchange, groups.groups, self.settings.codec, 0.0
         ).at(0)
@@ -217,10 +224,8 @@ class Streaming:
     @cached_property
     def memory(self) -> Memory:
         """The memory it takes; ``offload="auto"`` means the same as on CUDA."""
-        gathered, offloads = (
-            FLOAT32 if self.groups.group_size > 1 else 0,
-            self.settings.outer.offload is not False,
-        )
+        gathered = FLOAT32 if self.groups.group_size > 1 else 0
+        offloads = self.settings.outer.offload is not False
         of_part = [
             FLOAT32 * part * (again > 0)
             for part, again in zip(self._parts, self._second_hops, strict=True)
@@ -390,7 +395,8 @@ def play(
         >>> round(fast.waited), round(slow.waited), round(fast.end) == round(slow.end)
         (20, 0, True)
     """
-    groups, absences = method.groups.groups, sorted(absences)
+    groups = method.groups.groups
+    absences = sorted(absences)
     each = [Line.of(one) for one in links or [link] * groups]
     for name, own in (
         ("speeds", speeds),
@@ -446,7 +452,9 @@ class _Group:
     def __init__(
         self, step_time: float, absences: Sequence[Absence], idle: Collection[int]
     ) -> None:
-        self._step_time, self._absences, self._idle = step_time, absences, frozenset(idle)
+        self._step_time = step_time
+        self._absences = absences
+        self._idle = frozenset(idle)
         self.clock = self.waited = self.longest_flight = 0.0
         # When each stage of the background was done with its last flight.
         self.encoded = self.averaged = self.stepped = 0.0
@@ -462,7 +470,8 @@ class _Group:
         if until >= first > 1:
             self.steps[-1] = self.clock
         if not self._idle and not self._absences:
-            begun, self.clock = self.clock, self.clock + max(0, until - first + 1) * self._step_time
+            begun = self.clock
+            self.clock = self.clock + max(0, until - first + 1) * self._step_time
             self.steps += [
                 begun + (number + 1) * self._step_time for number in range(until - first + 1)
             ]
@@ -485,7 +494,8 @@ class _Play:
         idle: Sequence[Collection[int]] = (),
         differ: bool = False,
     ) -> None:
-        self._lines, self._link = lines, _slowest(lines)
+        self._lines = lines
+        self._link = _slowest(lines)
         # Where links differ and all groups wait for all, both directions of each are busy with what
         # it carries.
         self._differ = differ
@@ -504,7 +514,8 @@ class _Play:
 
     def _use(self, method: Streaming) -> None:
         """Sets how fragments travel from now on."""
-        self._method, each = method, range(len(method.numels))
+        self._method = method
+        each = range(len(method.numels))
         self._costs = [method.costs(fragment, self._link) for fragment in each]
         if self._differ:
             self._busy = [
@@ -543,7 +554,8 @@ class _Play:
         ]
 
     def _launch(self, fragment: int) -> None:
-        cost, launched = self._costs[fragment], list[float]()
+        cost = self._costs[fragment]
+        launched = list[float]()
         for group in self._groups:
             launched.append(group.clock)
             group.clock += cost.launch
@@ -576,26 +588,24 @@ class _Play:
         Groups exchange with the partners of their leg, which is all groups but on a route of pairs,
         at the speed of the slowest link among them.
         """
-        settings, everyone = self._method.settings, tuple(range(len(self._groups)))
+        settings = self._method.settings
+        everyone = tuple(range(len(self._groups)))
         is_one = settings.shares or len(everyone) == 1
         legs = (
             [everyone] if is_one else settings.routing.legs(self._flights[fragment], len(everyone))
         )
-        launched, arrived = max(group.encoded for group in self._groups), [0.0] * len(self._groups)
+        launched = max(group.encoded for group in self._groups)
+        arrived = [0.0] * len(self._groups)
         for leg in legs:
-            slowest, together = (
-                _slowest([self._lines[group] for group in leg]),
-                [self._groups[group] for group in leg],
-            )
+            slowest = _slowest([self._lines[group] for group in leg])
+            together = [self._groups[group] for group in leg]
             cost = (
                 self._costs[fragment]
                 if slowest == self._link
                 else self._method.costs(fragment, slowest)
             )
-            posted, before = (
-                max(group.encoded for group in together),
-                max(group.up for group in together),
-            )
+            posted = max(group.encoded for group in together)
+            before = max(group.up for group in together)
             warm = slowest.is_warm_after(posted - before - slowest.round_trip)
             free = max(posted, before) + (cost.warm if warm else cost.cold)
             for index, group in zip(leg, together, strict=True):
@@ -609,10 +619,8 @@ class _Play:
     def _over_lines(self, fragment: int) -> tuple[list[float], float, float]:
         """Returns the same where links differ."""
         # A group learns with the second message what its first one took.
-        busy, round_trip = (
-            self._busy[fragment][sum(self._flights) > 1],
-            max(line.round_trip for line in self._lines),
-        )
+        busy = self._busy[fragment][sum(self._flights) > 1]
+        round_trip = max(line.round_trip for line in self._lines)
         posted = max(group.encoded for group in self._groups)
         for group, one in zip(self._groups, busy, strict=True):
             group.up = max(posted, group.up) + one.up

@@ -66,7 +66,9 @@ def _at_once(sync_every: int, model: PaperModel, gbit_s: float) -> float:
     """Returns the utilisation where all layers travel every ``sync_every`` steps, and training
     waits for them.
     """
-    u, c, layers = model.node_time, model.layer_time(16, gbit_s), model.layers
+    u = model.node_time
+    c = model.layer_time(16, gbit_s)
+    layers = model.layers
     wait = max(c, 2 * c - u, layers * c - (2 * layers - 3) * u)
     return sync_every * model.compute_time / (sync_every * model.compute_time + wait)
 

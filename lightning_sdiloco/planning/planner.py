@@ -58,7 +58,8 @@ def _least(method: Method, link: Link, target: float) -> float | None:
     def reaches(exponent: float) -> bool:
         return method.utilisation(replace(link, gbit_s=10**exponent)) >= target
 
-    low, high = -6.0, 4.0
+    low = -6.0
+    high = 4.0
     if not reaches(high):
         return None
     while high - low > 4e-4:
@@ -109,7 +110,8 @@ def recommend(
         method = Streaming(model, settings, groups)
         busy = method.utilisation(with_margin(link))
         if busy > 1.01 * reached or busy >= TARGET:
-            best, reached = method, busy
+            best = method
+            reached = busy
         if reached >= TARGET:
             break
     assert best is not None, "there are candidates, and each trains for some of the time"
@@ -155,10 +157,12 @@ def through_hub(
     mixing = settings.chosen_for(groups.groups).landing.kept
     all_reduce = all_reduce_for("gather", groups.groups, settings.codec, mixing).at(0)
     payloads = [all_reduce.payload_bytes(numel) for numel in model.fragments(settings)]
-    bytes_in, largest = groups.groups * sum(payloads), max(payloads)
+    bytes_in = groups.groups * sum(payloads)
+    largest = max(payloads)
     bytes_out = groups.others * bytes_in
     # Seconds for which a round keeps the hub busy, however often there is one.
-    busy, way = bytes_out * 8e-9 / gbit_s, hub_link(link, groups.groups, gbit_s)
+    busy = bytes_out * 8e-9 / gbit_s
+    way = hub_link(link, groups.groups, gbit_s)
     # From when all sites launch until each has the payloads of all.
     flight = groups.groups * largest * 8e-9 / way.gbit_s + _HUB_ROUND_TRIPS * way.round_trip
     steps = max(1, math.ceil(flight / groups.step_time))

@@ -32,7 +32,8 @@ def readable_rate(gbit_s: float) -> str:
 def _scaled(number: float, units: Sequence[str]) -> str:
     power = 0
     while float(f"{number:.3g}") >= 1000 and power < len(units) - 1:
-        number, power = number / 1000, power + 1
+        number = number / 1000
+        power = power + 1
     return f"{short(number)} {units[power]}"
 
 

@@ -73,7 +73,8 @@ def main(args: list[str] | None = None) -> None:
     chosen = parser.parse_args(given)
     # Objects in place of class paths; the method was renamed in jsonargparse 4.49.
     chosen = getattr(parser, "instantiate", parser.instantiate_classes)(chosen)
-    name, arguments = chosen.command, chosen[chosen.command]
+    name = chosen.command
+    arguments = chosen[chosen.command]
     function = getattr(arguments, "command", None) or name
     try:
         text = _called(
@@ -147,7 +148,8 @@ def parser_of(asked: Container[str]) -> ArgumentParser:
     parser = _Parser(prog="sdiloco", description="Tools for Streaming DiLoCo.", version=version)
     subcommands = parser.add_subcommands(dest="command")
     for name, (_, functions) in COMMANDS.items():
-        own, others = name in functions, [function for function in functions if function != name]
+        own = name in functions
+        others = [function for function in functions if function != name]
         summary = (
             _summary(name, name)
             if own
@@ -279,9 +281,12 @@ class _Parser(ArgumentParser):
             if "_" not in option
         ]
         wrong, right = (f"--{unknown[1]}", options) if unknown else ("", [])
-        if command := re.search(r"invalid choice: '([^']+)' \(choose from ([^)]*)\)", message):
-            wrong, right = command[1], re.findall(r"[\w-]+", command[2])
-        if close := get_close_matches(wrong, right, n=1):
+        command = re.search(r"invalid choice: '([^']+)' \(choose from ([^)]*)\)", message)
+        if command:
+            wrong = command[1]
+            right = re.findall(r"[\w-]+", command[2])
+        close = get_close_matches(wrong, right, n=1)
+        if close:
             message = f"{message}\nDid you mean {close[0]}?"
         sys.stderr.write(
             f"error: {message}\n{self.prog.replace('[options] ', '')} --help lists what there is.\n"
@@ -310,7 +315,9 @@ class _Parser(ArgumentParser):
         for pattern, words in _EXPECTED.items():
             reason = re.sub(pattern, words, reason)
         option = f"--{refused[1].replace('_', '-')}"
-        return f"{option} {given[1] if given else ''}: {reason.strip('. ')}. It takes: {helps[refused[1]]}"
+        accepted = " ".join(helps[refused[1]].split())
+        value = given[1] if given else ""
+        return f"{option} {value}: {reason.strip('. ')}. It takes: {accepted}"
 
 
 if __name__ == "__main__":

@@ -127,7 +127,8 @@ def train(setting: str, steps: int, console: Console) -> dict[str, Any]:
             bar = progress.add_task(SETTINGS[setting], total=steps)
             assert process.stdout is not None
             for line in process.stdout:
-                if made := re.fullmatch(r"step (\d+)\n", line):
+                made = re.fullmatch(r"step (\d+)\n", line)
+                if made:
                     progress.update(bar, completed=int(made[1]))
                 else:
                     said.append(line)
@@ -195,7 +196,8 @@ def time_on_link(row: dict[str, Any]) -> str:
 def sentences(ddp: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     """Returns what Streaming DiLoCo cost in loss, and how long both runs take on the slow link."""
     nats = ours["val_loss"] - ddp["val_loss"]
-    loss, perplexity = 100 * abs(nats) / ddp["val_loss"], 100 * abs(math.expm1(nats))
+    loss = 100 * abs(nats) / ddp["val_loss"]
+    perplexity = 100 * abs(math.expm1(nats))
     above, more = ("above", "more") if nats > 0 else ("below", "less")
     return [
         f"What it cost: after the same tokens the loss of {OURS} is {abs(nats):.3f} nats per"
@@ -264,10 +266,8 @@ def draw(folder: Path, results: dict[str, dict[str, Any]]) -> list[Path]:
     def drawn(figure: Any) -> None:
         axes = figure.subplots()
         for setting, result in results.items():
-            losses, minutes = (
-                list(result["val_losses"].values()),
-                [at / 60 for at in result["link_seconds"].values()],
-            )
+            losses = list(result["val_losses"].values())
+            minutes = [at / 60 for at in result["link_seconds"].values()]
             label = f"{SETTINGS[setting]}: loss {losses[-1]:.3f} after {short(60 * minutes[-1])}"
             axes.plot(minutes, losses, "o-", color=COLORS[setting], markersize=4, label=label)
         axes.set_xlabel(f"minutes on a link of {LINK_NAME}, computed")

@@ -127,10 +127,8 @@ def doctor(
                 zip(examined.endpoints, examined.machines, strict=True)
             )
         ]
-        found, seen = (
-            findings(examined),
-            {"ranks": ranks, "unreachable": examined.broken, "links": examined.links},
-        )
+        found = findings(examined)
+        seen = {"ranks": ranks, "unreachable": examined.broken, "links": examined.links}
     wrong = any(finding.state == "wrong" for finding in found)
     text = (
         codec.dumps(plain({"ok": not wrong, "findings": found, **seen}), indent=2)
@@ -154,7 +152,8 @@ def _as_table(found: Sequence[Finding]) -> str:
             finding.found,
             finding.fix,
         )
-    terminal, printed = sys.stdout.isatty(), io.StringIO()
+    terminal = sys.stdout.isatty()
+    printed = io.StringIO()
     # Logs of launchers have no width.
     Console(
         file=printed, force_terminal=terminal, width=None if terminal else 140, highlight=False
@@ -190,7 +189,8 @@ def _examined(
     if groups == "auto":
         groups = launch.nodes if launch.nodes > 1 else launch.world_size
     layout = GroupLayout(launch.world_size, groups)
-    group, speaks = layout.group_of(launch.rank), layout.group_rank_of(launch.rank) == 0
+    group = layout.group_of(launch.rank)
+    speaks = layout.group_rank_of(launch.rank) == 0
     timeout = datetime.timedelta(seconds=wait)
     progress = _progress if launch.rank == 0 else lambda text: None
     progress(
@@ -225,12 +225,11 @@ def detect_launch(num_nodes: int | None = None) -> Launch:
     environments = import_module(f"{fabric}.plugins.environments")
     numbers: tuple[str, ...] = ()
     if num_nodes is not None:
-        environment, numbers = environments.LightningEnvironment(), ("NODE_RANK", "MASTER_PORT")
+        environment = environments.LightningEnvironment()
+        numbers = ("NODE_RANK", "MASTER_PORT")
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        environment, numbers = (
-            environments.TorchElasticEnvironment(),
-            ("RANK", "WORLD_SIZE", "MASTER_PORT"),
-        )
+        environment = environments.TorchElasticEnvironment()
+        numbers = ("RANK", "WORLD_SIZE", "MASTER_PORT")
     elif "SLURM_NTASKS" in os.environ and environments.SLURMEnvironment.detect():
         try:
             environment = environments.SLURMEnvironment()
@@ -256,7 +255,8 @@ def detect_launch(num_nodes: int | None = None) -> Launch:
     where = str(environment.main_address), environment.main_port
     if num_nodes is not None:
         return Launch(environment.node_rank(), num_nodes, num_nodes, *where)
-    rank, world_size = environment.global_rank(), environment.world_size()
+    rank = environment.global_rank()
+    world_size = environment.world_size()
     if numbers:
         # GROUP_WORLD_SIZE is missing where ranks were started by hand one by one.
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -353,7 +353,8 @@ def _of_machines(seen: Examined) -> Iterator[Finding]:
         fix = f"ulimit -n {needed} before the training starts, on every machine."
         yield Finding("wrong", "open files", told, fix)
     for rank, machine in enumerate(seen.machines):
-        on_host, cores = hosts.count(hosts[rank]), machine["cores"]
+        on_host = hosts.count(hosts[rank])
+        cores = machine["cores"]
         given = machine["variables"].get("OMP_NUM_THREADS", "")
         threads = int(given) if given.isdigit() else cores
         if machine["device"] == "CPU" and on_host > 1 and threads * on_host > cores:
@@ -385,10 +386,12 @@ def _of_links(seen: Examined) -> Iterator[Finding]:
             fix = "Start the doctor again; if the error stays, look at that machine."
             yield Finding("wrong", f"round trip {link.source} -> {link.target}", link.error, fix)
             continue
-        way, rate = f"{link.source} -> {link.target}", link.bits_per_second
+        way = f"{link.source} -> {link.target}"
+        rate = link.bits_per_second
         if link.source < link.target:
             yield Finding("ok", f"round trip {way}", f"{1000 * link.round_trip:.3g} ms")
-        told, back = readable_rate(rate / 1e9), rates.get((link.target, link.source), rate)
+        told = readable_rate(rate / 1e9)
+        back = rates.get((link.target, link.source), rate)
         if rate * _UNEQUAL < back:
             told += f", and {readable_rate(back / 1e9)} in the other direction"
             fix = (
@@ -497,7 +500,8 @@ def _link(
     rates: list[float] = []
 
     def send(connection: socket.socket) -> None:
-        block, deadline = bytes(_BLOCK), time.monotonic() + seconds
+        block = bytes(_BLOCK)
+        deadline = time.monotonic() + seconds
         connection.sendall(b"s")
         while time.monotonic() < deadline:
             connection.sendall(block)
@@ -518,8 +522,11 @@ def _serve(connection: socket.socket, seconds: float) -> None:
         if kind == b"p":
             connection.sendall(kind)
             continue
-        block, start = memoryview(bytearray(_BLOCK)), time.monotonic()
-        middle, counted, last = None, 0, start
+        block = memoryview(bytearray(_BLOCK))
+        start = time.monotonic()
+        middle = None
+        counted = 0
+        last = start
         while count := connection.recv_into(block):
             last = time.monotonic()
             if middle is not None:
@@ -555,7 +562,8 @@ def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], dic
         raise ValueError(
             "Give the keys of a site, or of another role in the run: --keys FILE; or --insecure."
         )
-    found, numbers = list[Finding](), dict[str, Any](hub=options.hub)
+    found = list[Finding]()
+    numbers = dict[str, Any](hub=options.hub)
     for finding in _of_way(options, places, seconds, numbers):
         found.append(finding)
         if finding.state == "wrong":
@@ -573,7 +581,8 @@ def _of_way(
         except ValueError as refusal:
             yield Finding("wrong", "keys", str(refusal))
             return
-        who, until = bundle.identity, bundle.ends
+        who = bundle.identity
+        until = bundle.ends
         days = (until - datetime.datetime.now(datetime.timezone.utc)).days
         run = f"run {who.run}" if who.run != "-" else "the run of its authority"
         told = f"{who.role} {who.name} in {run}, valid until {until:%Y-%m-%d}, for {days} days"
@@ -657,16 +666,17 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
         return
     if status["trouble"]:
         yield Finding("wrong", "run", str(status["trouble"]), "Ask the hub's operator.")
-    needs, free = status["disk"]["still_needs"], status["disk"]["free"]
+    needs = status["disk"]["still_needs"]
+    free = status["disk"]["free"]
     if free is not None:
-        told, fix = (
-            f"the hub has {readable(free)} free, but the run will need {readable(needs)} more",
-            "",
-        )
+        told = f"the hub has {readable(free)} free, but the run will need {readable(needs)} more"
+        fix = ""
         if free < needs:
             fix = "Make room, or give the hub another --store: without room no rounds close."
         yield Finding("slow" if fix else "ok", "disk", told, fix)
-    run_config, records, sites = status["run_config"], status["records"], len(status["sites"])
+    run_config = status["run_config"]
+    records = status["records"]
+    sites = len(status["sites"])
     terms = run_config["terms"]
     ends = "without an end" if terms["rounds"] is None else f"{terms['rounds']} rounds"
     quorum = (

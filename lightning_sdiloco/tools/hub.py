@@ -126,10 +126,12 @@ class HubOptions:
     def mailbox(self, role: Role, channels: int = 1) -> HubClient:
         if self.hub is None:
             raise ValueError("Say where the hub is: --hub ADDRESS:PORT.")
-        name, run = str(role), self.run
+        name = str(role)
+        run = self.run
         if self.keys is not None and not self.insecure:
             who = load(self.keys).identity
-            name, run = who.name, run or who.run
+            name = who.name
+            run = run or who.run
         if run is None:
             raise ValueError("Say which run it is: --run RUN. A bundle names it too: --keys FILE.")
         return HubClient(
@@ -306,12 +308,10 @@ class MetricsServer:
                 f"metrics={listen!r} is not an address: give one with a port, such as"
                 " 127.0.0.1:9400."
             )
-        self._status, self._lock, self._last, self._until = (
-            status,
-            threading.Lock(),
-            dict[str, Any](),
-            0.0,
-        )
+        self._status = status
+        self._lock = threading.Lock()
+        self._last = dict[str, Any]()
+        self._until = 0.0
         registry = client.CollectorRegistry()
         registry.register(self)
         client.ProcessCollector(registry=registry)
@@ -383,7 +383,8 @@ class MetricsServer:
             yield family(name, text, [([], value)])
         if not status["founded"]:
             return
-        sites, fragments = status["sites"], list(enumerate(status["fragments"]))
+        sites = status["sites"]
+        fragments = list(enumerate(status["fragments"]))
         states = [
             ([site, state], own["state"] == state)
             for site, own in sites.items()

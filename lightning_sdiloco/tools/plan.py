@@ -107,17 +107,16 @@ def plan(
         require_drawable(picture)
     of_links = _links(links, bandwidth)
     if of_links:
-        bandwidth, groups = min(of_links.values()), len(of_links)
+        bandwidth = min(of_links.values())
+        groups = len(of_links)
     described = _described(model, params, layers, step_time, bandwidth)
     assert step_time is not None
     assert bandwidth is not None
     require(steps >= 1, "steps", steps, "at least 1")
     overlap_steps = overlap_for(sync_every, overlap_steps)
     settings = Settings(sync_every, overlap_steps, fragments=fragments, compression=compression)
-    workers, link = (
-        Groups(step_time, groups, group_size, memory_rate * 1e9),
-        Link(bandwidth, round_trip, loss),
-    )
+    workers = Groups(step_time, groups, group_size, memory_rate * 1e9)
+    link = Link(bandwidth, round_trip, loss)
     hub = (
         None
         if hub_bandwidth is None
@@ -130,10 +129,8 @@ def plan(
         if of_links
         else None
     )
-    own, chosen = (
-        Streaming(described, settings, workers),
-        planner.recommend(described, workers, link),
-    )
+    own = Streaming(described, settings, workers)
+    chosen = planner.recommend(described, workers, link)
     methods = planner.alternatives(described, settings, workers)
     compressed = {
         name: Streaming(described, replace(settings, compression=name), workers)
@@ -312,15 +309,14 @@ def _asked_waits(
         site: Way(planner.hub_link(replace(link, gbit_s=gbit_s), groups.groups, hub.gbit_s), delay)
         for (site, gbit_s), delay in zip(of_sites.items(), late, strict=True)
     }
-    asked, grace = (
-        All(quorum) if isinstance(quorum, int) else quorum,
-        LONGEST_GRACE if grace is None else grace,
-    )
+    asked = All(quorum) if isinstance(quorum, int) else quorum
+    grace = LONGEST_GRACE if grace is None else grace
     return waits(asked, grace, ways, hub.largest_payload, settings.sync_every, groups.step_time)
 
 
 def _settings(method: Streaming) -> dict[str, Any]:
-    names, settings = ("sync_every", "overlap_steps", "fragments", "compression"), method.settings
+    names = ("sync_every", "overlap_steps", "fragments", "compression")
+    settings = method.settings
     numbers = settings.chosen_for(method.groups.groups).numbers
     return {
         **{name: getattr(settings, name) for name in names},
@@ -343,13 +339,13 @@ NAMES: Mapping[str, str] = {
 
 
 def _plan_as_text(told: Mapping[str, Any]) -> str:
-    settings, chosen, link = told["settings"], told["recommendation"], told["link"]
+    settings = told["settings"]
+    chosen = told["recommendation"]
+    link = told["link"]
     ranks = "1 rank" if told["group_size"] == 1 else f"{told['group_size']} ranks"
     loss = f"{link.loss:.3g} of the packets lost" if link.loss else "no loss"
-    overlap, reached = (
-        f"overlap_steps={settings['overlap_steps']}",
-        chosen["utilisation_with_margin"],
-    )
+    overlap = f"overlap_steps={settings['overlap_steps']}"
+    reached = chosen["utilisation_with_margin"]
     cut, cut_again = (
         f"{count} fragment{'s' if count > 1 else ''}"
         for count in (settings["number_of_fragments"], chosen["number_of_fragments"])

@@ -54,7 +54,8 @@ def report(
     """
     require_matplotlib("A report")
     with Console(stderr=True).status("Reading the records") as progress:
-        place, read = records_in(run), read_run(run)
+        place = records_in(run)
+        read = read_run(run)
         verdict = judge(read)
         folder = (
             Path(output)
@@ -68,10 +69,8 @@ def report(
             for name in pictures_of(read):
                 progress.update(f"Drawing {name}")
                 for theme, colors in THEMES.items():
-                    suffix, made = (
-                        "" if theme == "light" else f"-{theme}",
-                        partial(PICTURES[name].draw, read, colors),
-                    )
+                    suffix = "" if theme == "light" else f"-{theme}"
+                    made = partial(PICTURES[name].draw, read, colors)
                     (folder / f"{name}{suffix}.png").write_bytes(
                         drawn(made, "png", colors, _SIZE, dpi=160)
                     )
@@ -161,7 +160,8 @@ def waited_for(run: Run) -> tuple[Causes, Link | None]:
                 max(0.0, own[1] - max(hop[0] for hop in (own, *theirs))) for own, *theirs in hops
             )
             if landed.link_gbit_s is not None and landed.bytes_sent and took > 0:
-                bits, seconds = bits + 8 * landed.bytes_sent, seconds + took
+                bits = bits + 8 * landed.bytes_sent
+                seconds = seconds + took
     link = Link(gbit_s=bits / seconds / 1e9 * run.ranks[0].about["shards"]) if seconds else None
     return Causes(on_link, for_groups, in_all - for_groups - on_link), link
 
@@ -182,7 +182,8 @@ def advise(run: Run, link: Link) -> Advice | None:
     groups = _groups(run, model, settings)
 
     # One of them changed, starting with those that change training least.
-    every, overlap_steps = settings.sync_every, settings.overlap_steps
+    every = settings.sync_every
+    overlap_steps = settings.overlap_steps
     changed = [
         replace(settings, overlap_steps=more)
         for more in OVERLAP_STEPS
@@ -230,7 +231,8 @@ def _groups(run: Run, model: Model, settings: Settings) -> Groups:
         max(map(step_seconds, run.ranks)), about["groups"], about["shards"], memory_rate=1.0
     )
     # At one byte a second the seconds are bytes.
-    method, any_link = Streaming(model, settings, groups), Link(gbit_s=1.0)
+    method = Streaming(model, settings, groups)
+    any_link = Link(gbit_s=1.0)
     landings = [landed for rank in run.ranks for landed in waits(rank)]
     nbytes = sum(method.costs(landed.fragment, any_link).background for landed in landings)
     seconds = sum(ended - began for landed in landings for began, ended in in_background(landed))
@@ -243,7 +245,8 @@ def _groups(run: Run, model: Model, settings: Settings) -> Groups:
 def _what_limited(
     run: Run, limit: str, share: float, causes: Causes, link: Link | None
 ) -> list[str]:
-    kept, head = f"Training kept computing for {share:.1%} of the time.", run.heads[0]
+    kept = f"Training kept computing for {share:.1%} of the time."
+    head = run.heads[0]
     words = {
         "link": "for the link",
         "groups": "for a slower group",
@@ -260,7 +263,8 @@ def _what_limited(
         else ""
     )
     if limit == "alone" and head.about.get("site") is not None:
-        landed, again = waits(head), len(head.starts) - 1
+        landed = waits(head)
+        again = len(head.starts) - 1
         sites = sorted({site for one in landed for site in one.sites})
         counted = (
             ", ".join(f"{site} in {sum(site in one.sites for one in landed)}" for site in sites)
@@ -282,7 +286,8 @@ def _what_limited(
         return [f"{kept} No setting would change that much.{rate}"]
     if limit == "groups":
         steps = {rank.group: step_seconds(rank) for rank in run.heads}
-        slow, fast = max(steps, key=lambda g: steps[g]), min(steps, key=lambda g: steps[g])
+        slow = max(steps, key=lambda g: steps[g])
+        fast = min(steps, key=lambda g: steps[g])
         return [
             f"{kept} A slower group limited this run: an inner step of group {slow} took"
             f" {seconds_as_text(steps[slow])}, of group {fast} {seconds_as_text(steps[fast])}."
@@ -343,7 +348,8 @@ def _agreement(run: Run) -> list[str]:
         )
     last = [curve[-1][1] for curve in cosines_of(run).values()]
     if len(last) > 1:
-        cosine, alone = sum(last) / len(last), (1 / len(last)) ** 0.5
+        cosine = sum(last) / len(last)
+        alone = (1 / len(last)) ** 0.5
         sentences.append(
             f"In the last round the groups' outer gradients had a cosine of {cosine:.2f} with"
             " their mean, on average;"
@@ -664,16 +670,20 @@ def draw_flights(run: Run, theme: Theme, figure: Any) -> None:
     fragments below.
     """
     axes = _axes(figure, "seconds since the first inner step", "")
-    heads, steps = run.heads[:_GROUPS], run.heads[0].steps
+    heads = run.heads[:_GROUPS]
+    steps = run.heads[0].steps
     figure.set_size_inches(_SIZE[0], 1.2 + 0.2 * sum(1 + len(head.fragments) for head in heads))
     every = int(run.ranks[0].about["settings"]["sync_every"])
     ended = max(
         (landed.spans["land"][1] for rank in run.ranks for landed in rank.landings),
         default=steps[-1].done,
     )
-    first, last = steps[max(0, len(steps) - _ROUNDS * every)].span[0], max(ended, steps[-1].done)
+    first = steps[max(0, len(steps) - _ROUNDS * every)].span[0]
+    last = max(ended, steps[-1].done)
     # A hair apart, so that single steps can be told.
-    gap, row, ticks = (last - first) / 1500, 0, list[str]()
+    gap = (last - first) / 1500
+    row = 0
+    ticks = list[str]()
 
     def bars(spans: Sequence[Span], color: str, alpha: float, height: float = 0.7) -> None:
         seen = [
@@ -723,7 +733,8 @@ _SHADES: Mapping[str, tuple[float, Callable[[LandingRecord], Sequence[Span]]]] =
 
 def draw_agreement(run: Run, theme: Theme, figure: Any) -> None:
     """Draws how far the outer gradients of the groups agree in direction and in length."""
-    cosines, norms = cosines_of(run), norms_of(run)
+    cosines = cosines_of(run)
+    norms = norms_of(run)
     axes = _axes(figure, "inner step", "cosine with the mean", 121 if cosines else 122)
     for group, curve in cosines.items():
         _line(axes, curve, color_of(group, theme), 1, 2, f"group {group}")
@@ -864,7 +875,9 @@ th:first-child, td:first-child { text-align: left; } th { color: var(--quiet); f
 def page(
     title: str, run: Run, verdict: Verdict, pictures: Mapping[str, Mapping[str, bytes]]
 ) -> str:
-    about, settings, first = run.ranks[0].about, run.ranks[0].about["settings"], run.ranks[0]
+    about = run.ranks[0].about
+    settings = run.ranks[0].about["settings"]
+    first = run.ranks[0]
     is_site = about.get("site") is not None
     ranks = (
         f"{first.name}: {about['shards']} ranks"
@@ -879,7 +892,8 @@ def page(
         f" mixing={settings['mixing']}, compression={settings['compression'] or 'custom'},"
         f" exchange={exchange_of(run) or '-'}"
     )
-    steps, sent = max(len(rank.steps) for rank in run.ranks), max(bytes_sent(run).values())
+    steps = max(len(rank.steps) for rank in run.ranks)
+    sent = max(bytes_sent(run).values())
     tiles = [
         (f"{verdict.utilisation:.1%}", "compute utilisation"),
         (f"{steps:,}", "inner steps"),

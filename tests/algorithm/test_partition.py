@@ -47,7 +47,8 @@ class GPT(nn.Module):
 
 def residual(inside: int, outside: int) -> nn.Module:
     """A basic block of a ResNet; the first of a stage has a shortcut of its own."""
-    conv, norm = nn.Conv2d(inside, outside, 3, bias=False), nn.BatchNorm2d(outside)
+    conv = nn.Conv2d(inside, outside, 3, bias=False)
+    norm = nn.BatchNorm2d(outside)
     block = nn.ModuleDict(
         {"conv1": conv, "bn1": norm, "conv2": nn.Conv2d(outside, outside, 3, bias=False)}
     )
@@ -194,7 +195,8 @@ def test_blocks_take_turns_or_go_with_neighbours_and_what_stands_outside_shares_
             True,
             True,
         )
-        largest, shared = max(own.nbytes for own in found[:count]), found[count:]
+        largest = max(own.nbytes for own in found[:count])
+        shared = found[count:]
         assert [name for own in shared for name in own.names] == [other.name for other in others]
         assert all(own.nbytes <= largest or len(own.names) == 1 for own in shared)
         assert all(
@@ -299,10 +301,8 @@ def test_patterns_choose_fragments_and_their_order_by_any_name_of_a_tied_paramet
     model.positions.requires_grad_(False)
     assert fragments_of(cut(model, [["blocks.0.*"]])) == [below(model, "blocks.0")]
     # A pattern may match frozen parameters only, and then makes no fragment.
-    head, patterns = (
-        [Parameter("head.weight", 8), Parameter("head.bias", 4)],
-        [["backbone.*"], ["head.*"]],
-    )
+    head = [Parameter("head.weight", 8), Parameter("head.bias", 4)]
+    patterns = [["backbone.*"], ["head.*"]]
     (fragment,) = partition(head, patterns, frozen=["backbone.weight"]).fragments
     assert fragment.names == ("head.weight", "head.bias")
     with pytest.raises(ValueError, match=r"'backbone.\*' matches no parameter"):
@@ -310,10 +310,8 @@ def test_patterns_choose_fragments_and_their_order_by_any_name_of_a_tied_paramet
 
 
 def test_what_cannot_be_is_refused() -> None:
-    small, no_lists = (
-        mlp(2, nn.ReLU),
-        ("list of non-empty lists of patterns", "[['net.0.*'], ['net.1.*']]"),
-    )
+    small = mlp(2, nn.ReLU)
+    no_lists = ("list of non-empty lists of patterns", "[['net.0.*'], ['net.1.*']]")
     malformed: list[Any] = [
         [],
         [[]],
@@ -333,10 +331,8 @@ def test_what_cannot_be_is_refused() -> None:
         "exactly one",
         "Narrow one of them",
     )
-    tied, both = (
-        [["embedding.*", "positions", "norm.*", "blocks.*"], ["head.*"]],
-        "'strided' or 'sequential'",
-    )
+    tied = [["embedding.*", "positions", "norm.*", "blocks.*"], ["head.*"]]
+    both = "'strided' or 'sequential'"
     by_tied = ("'embedding.weight'", "'head.weight'", "tied", "'embedding.*'", "'head.*'", "Narrow")
     cases: list[tuple[nn.Module, Any, tuple[str, ...]]] = [
         *((small, wrong, (f"fragments={wrong!r}", *no_lists)) for wrong in malformed),

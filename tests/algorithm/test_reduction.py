@@ -141,7 +141,8 @@ def test_a_short_message_takes_the_control_vector_along_but_in_one_flight_of_sev
             **choices,
         }
         groups = SimulatedGroups([nn.Linear(numel, 1) for _ in range(3)], **settings)
-        engine, sent = groups.engines[0], [0]
+        engine = groups.engines[0]
+        sent = [0]
         for _ in range(35):
             groups.step()
             sent.append(engine.topology.control.bytes_sent)
@@ -150,7 +151,8 @@ def test_a_short_message_takes_the_control_vector_along_but_in_one_flight_of_sev
 
     rounds = list(range(2, 35, 2))
     for exchange in ("gather", "two_shot"):
-        short, long = ahead(65_534, exchange=exchange), ahead(65_535, exchange=exchange)
+        short = ahead(65_534, exchange=exchange)
+        long = ahead(65_535, exchange=exchange)
         assert (short[0], long[0]) == (rounds[::7], rounds)
         assert 0 <= long[1] - short[1] <= 2 * 8 * len(rounds)
     assert ahead(60, exchange="gather", compression=ByLink())[0] == rounds
@@ -161,11 +163,14 @@ def test_what_the_second_rounding_loses_comes_with_the_next_mean_and_what_chance
 ):
     for compression in FAMILY:
         mean = torch.randn(600, generator=torch.Generator().manual_seed(0)).exp()
-        residual, total, errors = None, torch.zeros(600), []
+        residual = None
+        total = torch.zeros(600)
+        errors = []
         for count in range(1, 25):
             shots = TwoShotAllReduce(2, compression.at(count), 0.0)
             hop = shots.second_hop(mean, residual)
-            residual, decoded = hop.residual, torch.empty(600)
+            residual = hop.residual
+            decoded = torch.empty(600)
             shots.compression.decode(hop.payload, decoded)
             total += decoded
             errors.append(float((total / count - mean).norm() / mean.norm()))
@@ -179,10 +184,8 @@ def test_what_the_second_rounding_loses_comes_with_the_next_mean_and_what_chance
     assert half.residual.tolist() == pytest.approx([0.0, 0.0, 0.15, -0.1])
     # Of a padded part, what is remembered is what was not sent of it.
     for exchange in ("two_shot", "gather"):
-        all_reduce, gradient = (
-            all_reduce_for(exchange, 3, ErrorFeedback(FP4()), 0.0),
-            torch.randn(1000),
-        )
+        all_reduce = all_reduce_for(exchange, 3, ErrorFeedback(FP4()), 0.0)
+        gradient = torch.randn(1000)
         encoded = all_reduce.encode(gradient, None)
         assert encoded.memory is not None
         sent = all_reduce.decode_own(encoded.payloads, gradient)
@@ -243,7 +246,9 @@ def bisected(links: list[float]) -> float:
     """The least time in which shares that add up to 1 are allowed, found without the closed
     form.
     """
-    groups, low, high = len(links), 1 / min(links), 10 * len(links) / min(links)
+    groups = len(links)
+    low = 1 / min(links)
+    high = 10 * len(links) / min(links)
     for _ in range(100):
         middle = (low + high) / 2
         shares = sum(max(0.0, (link * middle - 1) / (groups - 2)) for link in links)
@@ -295,7 +300,8 @@ def test_by_itself_more_than_two_groups_take_two_shots_what_is_none_is_refused_a
         ways = [type(all_reduce_for("auto", groups, compression, 0.5)) for groups in (1, 2, 3, 8)]
         more = AllReduce if "TopK" in str(compression) else TwoShotAllReduce
         assert ways == [AllReduce, AllReduce, more, more], compression
-    uneven, senders = TwoShot((0.7, 0.3, 0)), TopK(0.1, Float32(), over="senders")
+    uneven = TwoShot((0.7, 0.3, 0))
+    senders = TopK(0.1, Float32(), over="senders")
     unknown = r"=.* is unknown. It is one of 'auto', 'gather', 'two_shot'"
     refused: list[tuple[Callable[[], Any], str]] = [
         *(
@@ -345,11 +351,9 @@ def test_flights_overlap_their_stages_keep_the_order_of_launches_and_one_that_fa
     None
 ):
     before = threading.active_count()
-    background, second_was_sent, order = (
-        ThreadBackground(torch.device("cpu")),
-        threading.Event(),
-        [],
-    )
+    background = ThreadBackground(torch.device("cpu"))
+    second_was_sent = threading.Event()
+    order = []
 
     def wait() -> None:
         assert second_was_sent.wait(10)

@@ -35,11 +35,14 @@ def looped(schedule: Schedule, steps: int) -> tuple[list[Event], list[Event]]:
     due.
     """
     dense = schedule.dense
-    launches, landings = list[Event](), list[Event]()
+    launches = list[Event]()
+    landings = list[Event]()
     rounds = [0] * schedule.fragments
     for step in range(1, steps + 1):
         for fragment in range(schedule.fragments):
-            every, since, overlap = schedule.sync_every, step, schedule.overlap_steps
+            every = schedule.sync_every
+            since = step
+            overlap = schedule.overlap_steps
             if dense is not None and rounds[fragment] < dense.rounds:
                 every = dense.sync_every
                 overlap = dense.overlap_steps

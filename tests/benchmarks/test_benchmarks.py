@@ -67,7 +67,8 @@ NETWORK = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def quick(name: str, folder: Path) -> dict[str, Any]:
     """Runs a benchmark as little as shows that it runs, and returns the file of results."""
     (folder / name).mkdir()
-    results, picture = folder / name / "results.json", folder / name / "picture.svg"
+    results = folder / name / "results.json"
+    picture = folder / name / "picture.svg"
     importlib.import_module(f"benchmarks.{name}").main(
         ["--quick", "--json", str(results), "--picture", str(picture)]
     )
@@ -158,7 +159,8 @@ def test_over_slow_links_ours_keeps_its_speed_learns_the_same_and_sends_what_it_
     rows = {row["method"]: row for row in quick("loss_over_time", tmp_path)["rows"]}
     text = training.Text(TINY, loss_over_time.VALIDATION_WINDOWS)
     for method, choices in (("ddp", None), ("streaming_defaults", {"sync_every": 10})):
-        case, points = rows[method]["case"], rows[method]["points"]
+        case = rows[method]["case"]
+        points = rows[method]["points"]
         budget = case["steps"] * 2 * case["batch"] * TINY.context / training.parameters(TINY)
         if choices is not None:
             # A Trainer knows how few rounds there are, and groups in one process do not.
@@ -272,7 +274,9 @@ def test_a_training_in_pieces_has_the_bits_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = replace(OURS, inner="muon", budget=0.6 * OURS.budget)
-    whole, path, pieces = made(one), tmp_path / "runs.json", 0
+    whole = made(one)
+    path = tmp_path / "runs.json"
+    pieces = 0
     # Every look at the clock takes a second, so that pieces end with fragments in flight.
     ticks = count()
     monkeypatch.setattr(training.time, "time", lambda: next(ticks))
@@ -373,7 +377,8 @@ def test_the_verdict_is_about_numbers_on_seeds_that_chose_nothing() -> None:
 
 def test_of_a_model_with_adapters_only_these_are_trained_and_exchanged() -> None:
     one = next(one for one in finetuning.quick_trainings() if one.choices and one.lora_rank)
-    before, after = one.model().state_dict(), training.trained(one, one.text()).state_dict()
+    before = one.model().state_dict()
+    after = training.trained(one, one.text()).state_dict()
     changed = {name for name, values in before.items() if not torch.equal(values, after[name])}
     assert changed == {name for name in before if name.endswith((".down", ".up"))}
     groups = SimulatedGroups([one.model(), one.model()], **one.choices)
@@ -408,7 +413,8 @@ def test_methods_train_as_their_names_say() -> None:
         dropping.trained(group, step) / dropping.batch for group in range(4) for step in range(250)
     )
     assert MOST_DROPPED / 2 < 1 - kept < 1.2 * MOST_DROPPED
-    some, whole = dropping.group(), dropping.group()
+    some = dropping.group()
+    whole = dropping.group()
     tokens, targets = next(dropping.text().batches(0, 8))
     some.backward(tokens, targets, 6)
     whole.backward(tokens[:6], targets[:6])
@@ -448,7 +454,8 @@ def test_backup_workers_follow_closed_forms() -> None:
     # A site that is always late delays the others only every eighth round, where all that it has
     # trained counts.
     late = Case(sites=4, rounds=40, share=0.0, delays=(0.0, 0.0, 0.0, 15.0), grace=20.0)
-    waiting, backup = Play(late).run(), Play(replace(late, quorum=BACKUP)).run()
+    waiting = Play(late).run()
+    backup = Play(replace(late, quorum=BACKUP)).run()
     assert waiting.found()["landing_seconds"] > 15
     assert backup.found()["landing_seconds"] < 9
     counted = {one.round: own.weight for one in backup.records if (own := one.of("site-3"))}

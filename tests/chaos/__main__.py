@@ -44,7 +44,8 @@ def run(
     found; see `examined`.
     """
     links = Links(1 + len(SITES), MBIT_S, ONE_WAY_DELAY) if namespaces else nullcontext(None)
-    began, problems = time.monotonic(), []
+    began = time.monotonic()
+    problems = []
     with links as opened, World(folder, SITES, seconds, links=opened) as world:
         try:
             Play(world).run(sequence(seed, SITES, namespaces, only), faults, 60 * minutes)
@@ -77,10 +78,8 @@ def show(runs: list[Found]) -> dict[str, float]:
     for kind in sorted({kind for one in runs for kind in one["faults"]}):
         back = [own for one in runs for own in one["returns"] if own["kind"] == kind]
         times = [own["seconds"] for own in back] or [float("nan")]
-        faults, states = (
-            sum(one["faults"].get(kind, 0) for one in runs),
-            sum(own["state"] for own in back),
-        )
+        faults = sum(one["faults"].get(kind, 0) for one in runs)
+        states = sum(own["state"] for own in back)
         rows.append(
             [
                 kind,
@@ -127,7 +126,8 @@ def main(arguments: list[str] | None = None) -> None:
     found = run(
         chosen.seed, faults, chosen.minutes, chosen.namespaces, chosen.step, folder, chosen.kinds
     )
-    file, which = chosen.json, ("commit", "seed", "namespaces", "kinds")
+    file = chosen.json
+    which = ("commit", "seed", "namespaces", "kinds")
     before = json.loads(file.read_text())["runs"] if file is not None and file.exists() else []
     # The same run counts once, and sums are of one commit.
     runs = [*(one for one in before if any(one.get(name) != found[name] for name in which)), found]

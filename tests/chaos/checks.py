@@ -56,7 +56,8 @@ class Told(NamedTuple):
 
     def spans(self) -> list[Span]:
         """The faults, in the order in which they ended."""
-        began, spans = {}, []
+        began = {}
+        spans = []
         for note in self.faults:
             key = note["kind"], note["victim"]
             if note["what"] == "begin":
@@ -308,7 +309,8 @@ def losses(site: str, told: Told, batch: int) -> list[tuple[int, int, str]]:
         launches: list[Counted] = []
         last: dict[int, int] = {}
         for round, (_, incarnation, weight) in counts:
-            number, steps = numbers.get(incarnation, 0), weight // batch
+            number = numbers.get(incarnation, 0)
+            steps = weight // batch
             made = incarnations[number].landed.get(
                 (fragment, round - 1), incarnations[number].began
             )
@@ -318,11 +320,15 @@ def losses(site: str, told: Told, batch: int) -> list[tuple[int, int, str]]:
             *_before_kills(incarnations, launches),
             *_dropped(fragment, incarnations, launches),
         ]
-        counted, missing, most, problem = 0, 0, 0, ""
+        counted = 0
+        missing = 0
+        most = 0
+        problem = ""
         for own in launches:
             counted += own.steps
             inside = {step for first, end in spans for step in range(first, min(end, own.made))}
-            missing, most = max(0, own.made - counted), len(inside)
+            missing = max(0, own.made - counted)
+            most = len(inside)
             if missing > most and not problem:
                 problem = (
                     f"{site} has lost {missing} steps of fragment {fragment} by round {own.round}"

@@ -4,7 +4,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-HUB, ALL = "hub", "all"
+HUB = "hub"
+ALL = "all"
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ class Play:
         `Halted`.
         """
         self.begin()
-        deadline, done = time.monotonic() + seconds, 0
+        deadline = time.monotonic() + seconds
+        done = 0
         while done < count and time.monotonic() < deadline:
             pause, fault = next(faults)
             self.wait(pause)
@@ -128,7 +129,8 @@ class Play:
             self.world.end(fault)
             for site in filter(fault.hits, self.world.sites):
                 own = self.seen[site]
-                own.at, own.training = now, own.training and not FORMS[fault.kind].kills
+                own.at = now
+                own.training = own.training and not FORMS[fault.kind].kills
             if fault.hits(HUB):
                 self.record_at = now + (_START if fault.kind == "blackout" else LONGEST_HANG)
         hit = {one.victim for _, one in self.going_on}
@@ -136,14 +138,16 @@ class Play:
             for note in self.world.news(site):
                 own.at = max(own.at, note["at"])
                 if note["what"] == "step":
-                    own.training, own.round = True, min(note["rounds"])
+                    own.training = True
+                    own.round = min(note["rounds"])
                     own.back = own.back or (
                         not hit & {site, HUB, ALL} and note["reachable"] and note["lag"] == 0
                     )
                 own.ended = own.ended or note["what"] == "ended"
         for note in self.world.news(HUB):
             if note["what"] == "append":
-                self.records, self.record_at = self.records + 1, note["at"]
+                self.records = self.records + 1
+                self.record_at = note["at"]
         for name in self.world.dead():
             raise Halted(f"{name} died by itself: {self.world.said(name)}")
         for site, own in self.seen.items():

@@ -104,7 +104,8 @@ class Net(pl.LightningModule):
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.seconds, self.becomes_wrong = seconds, False
+        self.seconds = seconds
+        self.becomes_wrong = False
         self.net = wide()
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
@@ -131,10 +132,13 @@ class Notes(Callback):
         if self._began:
             return
         engine: Any = trainer.strategy.engine  # type: ignore[attr-defined]
-        follower, make_step = engine.loop.follower, engine.step
+        follower = engine.loop.follower
+        make_step = engine.step
 
         def step(**choices: Any) -> Any:
-            lost, began, delayed = stolen(), time.monotonic(), waited_for_processor()
+            lost = stolen()
+            began = time.monotonic()
+            delayed = waited_for_processor()
             landings = make_step(**choices)
             now = time.monotonic()
             self._notebook.write(
@@ -303,7 +307,8 @@ def serve(sites: int, place: Place, refound: bool = False) -> None:
     watch(Coordinator, "hello", before=hello)
     watch(SQLiteLedger, "append", after=append)
     port = place.hub.rpartition(":")[2]
-    ledger, keys = place.folder / "hub.sqlite", place.folder / "keys"
+    ledger = place.folder / "hub.sqlite"
+    keys = place.folder / "keys"
     service = HubService(
         RUN, ledger, sites=sites, listen=f"0.0.0.0:{port}", keys=keys, refound=refound
     )

@@ -106,7 +106,8 @@ class OnLostDisks(World):
 
     @override
     def told(self, name: str) -> tuple[Any, ...]:
-        told, store = super().told(name), self.folder / "hub.store"
+        told = super().told(name)
+        store = self.folder / "hub.store"
         if name == HUB and store.exists():
             shutil.rmtree(store)
             for file in self.folder.glob("hub.sqlite*"):
@@ -152,7 +153,8 @@ OTHER_ARITHMETIC = {
 
 
 class Command(subprocess.Popen[bytes]):
-    exitcode, join = property(subprocess.Popen.poll), subprocess.Popen.wait
+    exitcode = property(subprocess.Popen.poll)
+    join = subprocess.Popen.wait
 
 
 class Upgraded(World):
@@ -188,7 +190,8 @@ def test_hub_and_sites_are_updated_one_after_the_other_and_other_arithmetic_stay
     other = copied(tmp_path / "other", OTHER_ARITHMETIC)
     # With the mean of the hub, which goes on from what rounding has left out.
     with Upgraded(tmp_path, "abc", 0.05, mean="hub") as world:
-        world.package, world.sites = ROOT, ("a", "b")
+        world.package = ROOT
+        world.sites = ("a", "b")
         play = Play(world)
         play.begin()
         world.package = newer

@@ -19,7 +19,8 @@ from tests.chaos.faults import ALL, FORMS, HUB, STAGES, Fault
 from tests.chaos.notes import Note, Notebook, news, read
 from tests.chaos.processes import RUN, Place, serve, train
 
-MBIT_S, ONE_WAY_DELAY = 100e6, 0.025
+MBIT_S = 100e6
+ONE_WAY_DELAY = 0.025
 _FLIGHT = 25.0  # seconds within which a site comes to every stage of a flight
 
 Process = Any  # one of `multiprocessing`, or what has pid, exitcode, kill and join
@@ -41,7 +42,9 @@ class World:
         links: Links | None = None,
         **choices: Any,
     ) -> None:
-        self.folder, self.sites, self._links = folder, tuple(sites), links
+        self.folder = folder
+        self.sites = tuple(sites)
+        self._links = links
         names = (HUB, *sites)
         self._number = {name: number for number, name in enumerate(names)}
         self.processes: dict[str, Process] = {}
@@ -93,7 +96,8 @@ class World:
 
     def begin(self, fault: Fault) -> None:
         """Lets a fault happen. One at a stage of a flight does when the site comes to it."""
-        victims, change = (HUB, *self.sites) if fault.victim == ALL else (fault.victim,), None
+        victims = (HUB, *self.sites) if fault.victim == ALL else (fault.victim,)
+        change = None
         if fault.kind in STAGES:
             armed = self.folder / f"{fault.victim}.{fault.kind}"
             armed.touch()

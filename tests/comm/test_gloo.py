@@ -51,11 +51,9 @@ def exchanged(exchange: Any, group: int, numel: int) -> None:
 
 def unequal(exchange: Any, rank: int, device: str = "cpu") -> None:
     """Messages of different sizes, of which several are on their way, reach their groups."""
-    groups, sent, received = (
-        range(exchange.num_groups),
-        exchange.bytes_sent,
-        exchange.bytes_received,
-    )
+    groups = range(exchange.num_groups)
+    sent = exchange.bytes_sent
+    received = exchange.bytes_received
 
     def message(sender: int, to: int, turn: int) -> Tensor:
         return torch.full((to,), 10 * sender + to + 50 * turn, dtype=torch.uint8, device=device)
@@ -241,7 +239,9 @@ linux = pytest.mark.skipif(
 
 
 class SimulatedConnection:
-    now, limited, is_gone = Counters(0, 0, 0, 0.0, 0.05, 0.05, 0.0, on_the_way=0), None, False
+    now = Counters(0, 0, 0, 0.0, 0.05, 0.05, 0.0, on_the_way=0)
+    limited = None
+    is_gone = False
 
     def counters(self) -> Counters:
         if self.is_gone:
@@ -260,7 +260,8 @@ class Link:
     round_trip = 0.05
 
     def __init__(self, connections: int, bytes_per_s: float, queue_s: float = 0.1) -> None:
-        self.bytes_per_s, self.queue_s = bytes_per_s, queue_s
+        self.bytes_per_s = bytes_per_s
+        self.queue_s = queue_s
         self.connections: Any = [SimulatedConnection() for _ in range(connections)]
         self.pacing = Pacing(self.connections)
 
@@ -354,7 +355,8 @@ def learned(
     """The least that a link is paced to once it is known, where messages need not be as fast as
     they are paced.
     """
-    pace, least = Pace(), float("inf")
+    pace = Pace()
+    least = float("inf")
     for at in range(300):
         paced_at = pace.bytes_per_s or 2 * carries
         rate = min(carries, share * paced_at)
@@ -399,10 +401,8 @@ def test_what_no_pace_prevents_does_not_slow_a_link_down() -> None:
     assert paced(Sent(10**7, 1.0, queued_s=0.09, lost=0.05, delivered=3e6)) == 1.25e7
     # One that is through before it is at speed does not lower the pace for those of other
     # fragments, which are longer.
-    long, short = (
-        Sent(10**8, 1.0, 0.1, lost=0.0, delivered=1e8),
-        Sent(10**7, 0.4, 0.0, lost=0.0, delivered=3e7),
-    )
+    long = Sent(10**8, 1.0, 0.1, lost=0.0, delivered=1e8)
+    short = Sent(10**7, 0.4, 0.0, lost=0.0, delivered=3e7)
     assert paced(long, *[short] * 5) == 1.25e8
 
 
@@ -470,7 +470,8 @@ def test_payloads_of_both_hops_are_paced_and_words_are_not() -> None:
     run_ranks(made, 3)
 
 
-MBIT_S, SITES = 40, 3
+MBIT_S = 40
+SITES = 3
 
 
 def over_links(links: Links, rank: int, world_size: int) -> float | None:

@@ -50,7 +50,8 @@ CHOICES = {**KNOWN, "pairs": PAIRS, "ring": {"route": Ring(), "compression": "fp
 
 def joined(world_size: int, groups: int, device: str) -> Topology:
     """Over gloo from the CPU, or from device to device."""
-    layout, timeout = GroupLayout(world_size, groups), timedelta(seconds=30)
+    layout = GroupLayout(world_size, groups)
+    timeout = timedelta(seconds=30)
     if device == "cpu":
         return Topology.of_world(layout, timeout)
     pretend.install()
@@ -150,7 +151,8 @@ def test_a_strategy_joins_its_groups_over_what_carries_tensors_of_its_device_and
         raise Joined(args[3])
 
     def run(rank: int, world_size: int) -> None:
-        stub, patch = DeviceBackend("stub", torch.device("cpu")), pytest.MonkeyPatch()
+        stub = DeviceBackend("stub", torch.device("cpu"))
+        patch = pytest.MonkeyPatch()
         patch.setattr("lightning_sdiloco.lightning.groups.nccl_on", lambda device: stub)
         patch.setattr(Topology, "of_world", of_world)
         nccl = TwoShot("equal", backend="nccl")
@@ -177,7 +179,8 @@ def test_a_strategy_joins_its_groups_over_what_carries_tensors_of_its_device_and
 
 def test_a_group_that_never_answers_is_given_up_at_the_deadline() -> None:
     def run(rank: int, world_size: int, told: str) -> None:
-        exchange, started = joined(world_size, world_size, "pretend").exchange, time.monotonic()
+        exchange = joined(world_size, world_size, "pretend").exchange
+        started = time.monotonic()
         if not rank:
             nothing = torch.zeros(10, dtype=torch.uint8, device="pretend")
             with pytest.raises(Unanswered, match=told):
@@ -286,11 +289,13 @@ def test_messages_travel_once_all_groups_have_launched_and_in_the_same_order_on_
         }
         training = Training("pretend", rank, topology=joined(2, 2, "pretend"), **choices)
         topology = training.engine.topology
-        travel, patch = dist.batch_isend_irecv, pytest.MonkeyPatch()
+        travel = dist.batch_isend_irecv
+        patch = pytest.MonkeyPatch()
         patch.setattr(
             dist, "batch_isend_irecv", lambda calls: (began.append(noted(calls)), travel(calls))[1]
         )
-        post, launched = topology.control.post, list[float]()
+        post = topology.control.post
+        launched = list[float]()
         patch.setattr(
             topology.control,
             "post",

@@ -47,7 +47,8 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 CHUNK = 1 << 20
 # A vector cut at multiples of this decodes like its pieces: where blocks of values start anew with
 # those of positions.
-PLACES, UNIT = 4096, 2 * 4096
+PLACES = 4096
+UNIT = 2 * 4096
 
 
 class Case(NamedTuple):
@@ -64,7 +65,8 @@ class Case(NamedTuple):
     largest: float = 0.99
 
 
-TWO_BITS, ONE = [0.0, 1.5, 0.0, 0.0, -1.5, 0.0], [1.25]
+TWO_BITS = [0.0, 1.5, 0.0, 0.0, -1.5, 0.0]
+ONE = [1.25]
 MICRO = [6.0, -6.0, 0.0, 0.5, -1.0, 1.5]
 # What has a name, and what a user may put together besides, so that every kind of value is sent by
 # position.
@@ -144,7 +146,8 @@ def test_what_a_payload_is_what_comes_back_and_what_is_remembered(
 ) -> None:
     for name, (one, _, _, _, largest) in CASES.items():
         for given_values in (values, wild):
-            payload, most = one.encode(given_values), one.wire_bytes(given_values.numel())
+            payload = one.encode(given_values)
+            most = one.wire_bytes(given_values.numel())
             assert payload.numel() <= most if one.varies() else payload.numel() == most, name
             assert (payload.dtype, payload.dim(), payload.is_contiguous()) == (
                 torch.uint8,
@@ -153,8 +156,10 @@ def test_what_a_payload_is_what_comes_back_and_what_is_remembered(
             ), name
         # Encoding leaves its input alone, and keeps nothing of it: training goes on while the
         # payload is on its way.
-        before, encoded = values.clone(), values.clone()
-        payload, again = one.encode(encoded), one.encode(before)
+        before = values.clone()
+        encoded = values.clone()
+        payload = one.encode(encoded)
+        again = one.encode(before)
         assert same_bits(encoded, before), name
         encoded.fill_(0.5)
         assert torch.equal(payload, again), name
@@ -174,7 +179,8 @@ def test_what_a_payload_is_what_comes_back_and_what_is_remembered(
         # What is remembered is what was lost.
         inner = one.compression if isinstance(one, ErrorFeedback) else one
         remembering = ErrorFeedback(inner, decay=0.5)
-        payload, memory = remembering.encode(small), torch.ones_like(small)
+        payload = remembering.encode(small)
+        memory = torch.ones_like(small)
         lost = small - round_trip(remembering, small)
         assert torch.equal(remembering.remembered(small, None, payload, mixing=0.0), lost * 0.5), (
             name
@@ -204,7 +210,8 @@ def test_the_mean_is_that_of_what_is_decoded_also_in_stretches(
         wholes = [(torch.empty(numel), factor) for _, factor in sent]
         for (payload, _), (whole, _) in zip(sent, wholes, strict=True):
             compression.decode(payload, whole)
-        mean, found = torch.empty(numel), torch.full((numel,), torch.nan)
+        mean = torch.empty(numel)
+        found = torch.full((numel,), torch.nan)
         compression.mean(sent, mean)
         for where, stretch in compression.stretches(sent[0][0], numel):
             found[where] = stretch
@@ -458,7 +465,8 @@ def test_chance_picks_one_of_so_many_values_the_same_in_one_step_and_on_every_ma
             of_each = picked // 7 if isinstance(chance, RandomK) else picked - picked[0]
             assert of_each.tolist() == list(range(math.ceil(numel / 7)))
         # Payloads of what chance picks may be added up.
-        one, other = heavy_tailed(1000, seed=1), heavy_tailed(1000, seed=2)
+        one = heavy_tailed(1000, seed=1)
+        other = heavy_tailed(1000, seed=2)
         added = chance.at(5).encode(one).view(torch.float32) + chance.at(5).encode(other).view(
             torch.float32
         )
@@ -489,7 +497,8 @@ def reference_encode(values: list[float]) -> bytes:
     """The format in plain Python: every number here is a double, in which all comparisons below
     are exact.
     """
-    tops, codes = b"", []
+    tops = b""
+    codes = []
     for start in range(0, len(values), 128):
         block = values[start : start + 128]
         largest = struct.unpack("<I", struct.pack("<f", max(abs(value) for value in block)))[0]
@@ -549,10 +558,8 @@ def test_fp4_is_the_reference_around_every_threshold_and_for_every_byte_and_hard
     ):
         values = torch.cat((torch.tensor([2.0]), around, -around)) * top
         assert bytes(FP4().encode(values).tolist()) == reference_encode(values.tolist())
-    payload, out = (
-        torch.cat((torch.tensor([0x40, 0x40] * 4), torch.arange(256))).to(torch.uint8),
-        torch.empty(512),
-    )
+    payload = torch.cat((torch.tensor([0x40, 0x40] * 4), torch.arange(256))).to(torch.uint8)
+    out = torch.empty(512)
     FP4().decode(payload, out)
     assert same_bits(out, torch.tensor(reference_decode(bytes(payload.tolist()), 512)))
     with pytest.raises(AssertionError, match="another size"):
@@ -620,7 +627,8 @@ def test_the_final_exchange_takes_no_memory_along_and_leaves_no_values_out() -> 
         run.groups.finish()
         return run.groups.outer_state_dict()
 
-    expected, top = at_the_end("bf16"), TopK(0.05, BFloat16())
+    expected = at_the_end("bf16")
+    top = TopK(0.05, BFloat16())
     few = (ErrorFeedback(top), top, Threshold(0.05, BFloat16(), least=2.0))
     for compression in (*few, RandomK(8, BFloat16()), RandomBlock(8, BFloat16())):
         assert unlike(at_the_end(compression), expected) == [], compression
@@ -630,7 +638,8 @@ def plain_loops(launches: list[list[float]], share: float, every: int) -> list[l
     """What is sent of each launch, with zeros elsewhere: for each block one threshold, for so many
     launches.
     """
-    sent, thresholds = [], dict[int, float]()
+    sent = []
+    thresholds = dict[int, float]()
     for number, values in enumerate(launches):
         sent.append(list[float]())
         for start in range(0, len(values), PLACES):
@@ -647,7 +656,9 @@ def plain_loops(launches: list[list[float]], share: float, every: int) -> list[l
 
 def launched(compression: Compression, launches: list[Tensor]) -> tuple[list[Tensor], list[int]]:
     """What all groups decode of each launch, and the bytes of the payloads."""
-    tuning, decoded, sizes = None, [], []
+    tuning = None
+    decoded = []
+    sizes = []
     for values in launches:
         tuning = compression.tuning(values, tuning)
         payload = compression.tuned(tuning).encode(values)
@@ -700,11 +711,9 @@ def test_who_sent_a_value_is_read_from_the_payload() -> None:
             ErrorFeedback(one),
             *([] if one.varies() else [RandomK(3, one), RandomBlock(3, one)]),
         ):
-            payload, places, decoded = (
-                compression.encode(values),
-                torch.empty_like(values),
-                torch.empty_like(values),
-            )
+            payload = compression.encode(values)
+            places = torch.empty_like(values)
+            decoded = torch.empty_like(values)
             compression.places(payload, places)
             compression.decode(payload, decoded)
             assert torch.equal(places, (decoded != 0).float())
@@ -717,7 +726,8 @@ def test_who_sent_a_value_is_read_from_the_payload() -> None:
 
 
 def test_a_threshold_sends_less_while_values_are_calm_and_all_it_may_where_they_are_not() -> None:
-    rough, kept = noise(4 * PLACES), Threshold(1 / 64, Int2(), every=6)
+    rough = noise(4 * PLACES)
+    kept = Threshold(1 / 64, Int2(), every=6)
     _, sizes = launched(kept, [rough * factor for factor in (1, 0.9, 0.5, 0.1, 0, 9, 0.1)])
     most = kept.wire_bytes(4 * PLACES)
     assert sizes[0] == sizes[5] == sizes[6] == most, "the last one is the first with new thresholds"
@@ -739,7 +749,8 @@ def build(
     shutil.copy(ROOT / "hatch_build.py", folder)
     (folder / BESIDE).mkdir(parents=True, exist_ok=True)
     (folder / BESIDE / "fp4.c").write_text(source)
-    words, environment = [sys.executable, folder / "hatch_build.py"], path and {"PATH": str(path)}
+    words = [sys.executable, folder / "hatch_build.py"]
+    environment = path and {"PATH": str(path)}
     return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
 
 
@@ -759,7 +770,8 @@ def use(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_payload(payload: torch.Tensor, numel: int) -> None:
-    one, other = torch.empty(numel), torch.empty(numel)
+    one = torch.empty(numel)
+    other = torch.empty(numel)
     FP4().decode(payload, one)
     Blockwise.decode(FP4(), payload, other)
     assert same_bits(one, other)
@@ -802,7 +814,8 @@ def test_both_ways_give_the_same_bits(library: Path, monkeypatch: pytest.MonkeyP
             (torch.cat((own[:offset], own))[offset:], by)
             for own, by in zip(payloads, factors, strict=True)
         ]
-        one, other = torch.empty(numel + 1)[1:], torch.empty(numel)
+        one = torch.empty(numel + 1)[1:]
+        other = torch.empty(numel)
         FP4().mean(sent, one)
         Compression.mean(FP4(), sent, other)
         assert torch.equal(one.isnan(), other.isnan())

@@ -95,7 +95,8 @@ def with_statistics(seed: int) -> nn.Sequential:
 def with_links(engines: Sequence[StreamingDiLoCo], rates: Sequence[float]) -> None:
     """Tells every group how fast its link is, and that an inner step takes a second."""
     for engine, rate in zip(engines, rates, strict=False):
-        engine.link.fixed, engine.rounds.step_clock = rate, StepClock(1.0)
+        engine.link.fixed = rate
+        engine.rounds.step_clock = StepClock(1.0)
 
 
 def regression(model: nn.Module, group: int, step: int, place: int, size: int) -> Tensor:
@@ -127,11 +128,16 @@ class Groups:
         self.every = [joined.group_index] if joined else range(groups)
         ranks = joined.topology.ranks if joined else range(1)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        self.place, self.size = rank - ranks.start, len(ranks)
+        self.place = rank - ranks.start
+        self.size = len(ranks)
         self.models: list[Any] = [net(rank if joined else group) for group in self.every]
         self.optimizers = [inner_optimizer(inner, model) for model in self.models]
-        self.idle, self.micro_batches, self.loss = idle, micro_batches, loss
-        self.choices, self.steps, self.landings = choices, 0, list[Landing]()
+        self.idle = idle
+        self.micro_batches = micro_batches
+        self.loss = loss
+        self.choices = choices
+        self.steps = 0
+        self.landings = list[Landing]()
         if joined:
             choices = {"worker_groups": joined, "inner_optimizers": self.optimizers, **choices}
             self.engines = [StreamingDiLoCo(self.models[0], **choices)]

@@ -61,7 +61,8 @@ def ones(length: int = 4) -> Tensor:
 @alone
 def test_the_pretended_device_sees_accesses_that_nothing_orders_and_who_waits() -> None:
     def unordered() -> None:
-        event, side = Event(), Stream()
+        event = Event()
+        side = Stream()
         event.record()
         values = ones().add_(1)
         side.wait_event(event)  # of before
@@ -133,7 +134,8 @@ def test_what_a_gpu_must_show_the_pretended_device_shows(tmp_path: Path) -> None
         "outer AdamW",
     )
     resumed = ("error feedback", "random, two shots, offloaded")
-    place, wrong = Place("pretend", tmp_path, quick=True), dict[str, str]()
+    place = Place("pretend", tmp_path, quick=True)
+    wrong = dict[str, str]()
     for name in (
         *(f"bits, {name}" for name in late),
         *(f"resume, {name}" for name in resumed),
@@ -215,7 +217,8 @@ def test_in_one_process_bits_are_those_of_the_cpu_copies_wait_for_the_device_and
         assert (copied.device.type, copied.is_pinned(), copied is not values) == ("cpu", True, True)
         assert copied.tolist() == [0, 1, 2, 3, 4]
     # A loss is logged once it is there, and a digest waits for the device once.
-    losses, values = Deferred(), torch.randn(600_000)
+    losses = Deferred()
+    values = torch.randn(600_000)
     with synchronisations() as log:
         losses.take(1, torch.full((), 0.5, device="pretend"))
         assert [losses.ready(), losses.ready()] == [[], [(1, 0.5)]]
@@ -242,7 +245,8 @@ def most_of(
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))).to(
         "pretend"
     )
-    before, most = pretend.memory_allocated(), dict[str, float]()
+    before = pretend.memory_allocated()
+    most = dict[str, float]()
 
     def counted(name: str, work: Callable[[], Any]) -> Any:
         pretend.reset_peak_memory_stats()
@@ -277,7 +281,8 @@ def most_of(
         counted("step", step)
         if number % 5 == 4:
             assert {values.device.type for values in counted("checkpoint", checkpoint)} == {"cpu"}
-    taken, held = counted("mean", mean), pretend.memory_allocated()
+    taken = counted("mean", mean)
+    held = pretend.memory_allocated()
     pretend.reset_peak_memory_stats()
     assert {values.device.type for values in engine.view.named(taken).values()} == {"cpu"}
     assert pretend.max_memory_allocated() == held, (
@@ -310,7 +315,8 @@ def test_beside_ddps_buckets_and_a_byte_the_device_holds_what_is_in_flight() -> 
             # What one flight takes at most, with what is prefetched for the next one.
             assert most["start"] <= copies
             assert max(most["step"], most["checkpoint"]) <= copies + 2.5
-            ddp_and_a_byte, in_flight = layers + layers / 4, layers // 4
+            ddp_and_a_byte = layers + layers / 4
+            in_flight = layers // 4
             assert max(most["mean"], most["end"]) <= ddp_and_a_byte + copies * in_flight
         assert large["step"] <= small["step"] + 0.1
         # All fragments at once would take several models.

@@ -72,10 +72,8 @@ def test_whatever_of_the_outer_state_differs_is_an_error_before_it_is_landed() -
         here = Groups(joined=WorkerGroups(2), **{**settings, "fragments": [["*"]]})
         here.until(6)
         (engine,) = here.engines
-        state, whole = (
-            engine.state_dict(),
-            torch.cat([own.flatten() for own in engine.outer_state_dict().values()]),
-        )
+        state = engine.state_dict()
+        whole = torch.cat([own.flatten() for own in engine.outer_state_dict().values()])
         if rank > 1:
             state["fragments"][0]["outer"] = whole.chunk(2)[3 - rank]
         engine.load_state_dict(state)
@@ -159,7 +157,8 @@ def test_it_is_the_plain_mean_of_local_values_whatever_is_shown_and_what_a_fit_t
         run = trained(3, 1, **choices)
         for model in run.models:
             nn.init.constant_(model[0].bias, 0.999)
-        mean, states = floating(shown(run, 1)), [model.state_dict() for model in run.models]
+        mean = floating(shown(run, 1))
+        states = [model.state_dict() for model in run.models]
         for name, values in mean.items():
             expected = torch.stack([state[name].double() for state in states]).mean(dim=0)
             torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-6)
@@ -186,7 +185,8 @@ def test_taking_it_after_every_step_changes_no_bit_of_training() -> None:
     }
     chance = {"compression": ErrorFeedback(RandomK(8, Int4()))}
     for groups, choices in ((2, {"compression": "sparse"}), (2, chance), (3, guarded)):
-        plain, looked = trained(groups, 0, **choices), trained(groups, 0, **choices)
+        plain = trained(groups, 0, **choices)
+        looked = trained(groups, 0, **choices)
         for step in range(1, 10):
             torch.manual_seed(step)
             plain.step()

@@ -146,7 +146,8 @@ CASES |= {
     "ring": {"groups": 4, "route": Ring(), "compression": "fp32", "mixing": 0.25},
 }
 CASES = {name: {**BASE, **case} for name, case in CASES.items()}
-STEPS, STOPS = 24, (7, 12, 18)
+STEPS = 24
+STOPS = (7, 12, 18)
 
 
 @cache
@@ -154,7 +155,9 @@ def whole(name: str) -> tuple[Groups, dict[int, Values], list[list[Values]]]:
     """A simulation that does not stop: all of it after some steps, and what groups hold after
     every landing.
     """
-    run, seen, landed = Groups(**CASES[name]), {}, []
+    run = Groups(**CASES[name])
+    seen = {}
+    landed = []
     for step in range(1, STEPS + 1):
         if run.step():
             landed.append([held(*both) for both in zip(run.engines, run.models, strict=True)])
@@ -171,11 +174,13 @@ def test_processes_that_stop_in_flight_have_the_bits_and_bytes_of_a_simulation_t
         whole(name)
 
     def play(rank: int, world_size: int) -> dict[str, Any]:
-        joined, wrong = WorkerGroups(world_size), dict[str, Any]()
+        joined = WorkerGroups(world_size)
+        wrong = dict[str, Any]()
         for name, case in CASES.items():
             if case["groups"] != world_size:
                 continue
-            here, seen = Groups(**case, joined=joined), []
+            here = Groups(**case, joined=joined)
+            seen = []
             while here.steps < STEPS:
                 if here.step():
                     seen.append(held(here.engines[0], here.models[0]))
@@ -233,7 +238,8 @@ def test_all_ranks_of_groups_of_two_hold_the_same_bits_after_every_landing() -> 
     cases = {name: case for name, case in cases.items() if case["groups"] == 3}
 
     def play(rank: int, world_size: int) -> dict[str, Any]:
-        joined, wrong = WorkerGroups(2), dict[str, Any]()
+        joined = WorkerGroups(2)
+        wrong = dict[str, Any]()
         for name, chosen in cases.items():
             here = Groups(**chosen, joined=joined)
             (engine,) = here.engines
@@ -327,7 +333,8 @@ def test_engines_that_went_on_or_ended_go_back_and_what_was_requested_before_a_s
     # It waits for a launch, or is in flight.
     for stop in (9, 11):
         first.until(stop)
-        saved, seen = first.saved(), first.seen()
+        saved = first.saved()
+        seen = first.seen()
         second = first.resumed()
         second.until(18)
         asked = [(landing.launched_at, landing.requests) for landing in second.landings]
@@ -358,7 +365,8 @@ def trained(steps: int = 5, worker_groups: int | str = "auto", **choices: Any) -
 def test_a_file_holds_the_model_a_second_save_replaces_it_and_what_is_not_of_now_is_refused(
     tmp_path: Path,
 ) -> None:
-    path, engine = tmp_path / "a.ckpt", trained()
+    path = tmp_path / "a.ckpt"
+    engine = trained()
     for _ in range(2):
         engine.save(path)
     assert len(list((tmp_path / "a.ckpt.sdiloco").iterdir())) == 1
@@ -584,7 +592,8 @@ def test_fits_with_other_groups_settings_or_files_start_from_the_outer_parameter
         assert [words for words in said if words not in ranks[0][1]] == []
     for name in ("three", "two"):
         for rank, (fitted, _) in enumerate(found[name]):
-            first, group = fitted["trace"][CHECKPOINT_AT], rank if name == "three" else rank // 2
+            first = fitted["trace"][CHECKPOINT_AT]
+            group = rank if name == "three" else rank // 2
             for parameter, own in restart.parameters.items():
                 assert torch.equal(first[f"outer {parameter}"].flatten(), own.values)
                 assert torch.equal(first[parameter].flatten(), own.values), (
@@ -624,7 +633,8 @@ def test_a_recut_lands_flights_keeps_momentum_and_rates_and_gives_frozen_paramet
         model[0].requires_grad_(False)
         engine.recut()
         here.until(20)
-        landed, in_flight = len(before), len(engine.in_flight)
+        landed = len(before)
+        in_flight = len(engine.in_flight)
         assert in_flight
         model[0].requires_grad_(True)
         model[6].requires_grad_(False)
@@ -729,7 +739,8 @@ def test_a_finetuning_callback_cuts_the_model_anew_between_epochs_and_a_fit_resu
     """From the end of epochs and from their middle; and with other groups, which train the layer
     too.
     """
-    other, steps = "pytorch_lightning", (6, 9)
+    other = "pytorch_lightning"
+    steps = (6, 9)
     ranks = run_processes(finetuned, 4, 2, other, saving(other, tmp_path, every_n_train_steps=3))
     for fitted in ranks:
         assert {name.split(".")[1] for name in fitted["outer"]} == {"0", "2", "4"}

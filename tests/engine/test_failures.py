@@ -248,14 +248,16 @@ def test_who_is_late_by_less_than_a_millisecond_is_not_gone_and_a_landing_waits_
     None
 ):
     def wait_in_vain(rank: int, world_size: int) -> tuple[list[str], float]:
-        exchange, told = DirectExchange(dist.new_group(), dist.new_group()), []
+        exchange = DirectExchange(dist.new_group(), dist.new_group())
+        told = []
         posted = exchange.post([torch.zeros(1, dtype=torch.uint8)] * 2)
         posted.receiving = {1: CountsWholeMilliseconds()}
         for seconds in (0.0199, 0.0109, 0.0):
             with pytest.raises(Unanswered) as late:
                 exchange.collect(posted, time.monotonic() + seconds)
             told.append(str(late.value))
-        topology, start = WorkerGroups(1, timeout=timedelta(seconds=0.6)).topology, time.monotonic()
+        topology = WorkerGroups(1, timeout=timedelta(seconds=0.6)).topology
+        start = time.monotonic()
         if rank == 1:
             time.sleep(2)
         else:
@@ -298,7 +300,8 @@ TIMEOUT = 2.0  # ranks that start later than this would fail before
 GONE = "Rank 0, which records which rank failed first, has ended. Its output names the cause."
 
 
-interrupt, pause = partial(signal.raise_signal, signal.SIGINT), partial(time.sleep, 2 * TIMEOUT)
+interrupt = partial(signal.raise_signal, signal.SIGINT)
+pause = partial(time.sleep, 2 * TIMEOUT)
 
 
 def boom() -> None:
@@ -323,10 +326,8 @@ def fitted(
                 act()
             return self.loss(given[0]) if given else self.trainer.strategy.barrier("here")
 
-        said, timeout = (
-            fits.said_by("lightning_sdiloco"),
-            timedelta(seconds=TIMEOUT if act is pause else 20),
-        )
+        said = fits.said_by("lightning_sdiloco")
+        timeout = timedelta(seconds=TIMEOUT if act is pause else 20)
         strategy = fits.strategy(
             distribution, worker_groups=groups, **{**ONE, "sync_every": 8}, timeout=timeout
         )
@@ -388,7 +389,8 @@ def test_word_of_an_earlier_run_is_not_that_of_a_later_one_and_a_silent_store_ke
     told = "Rank 0 (worker group 0) has lost contact with another rank, but none has reported a failure: a process"
     assert sys.version_info < (3, 11) or error.__notes__[0].startswith(told)
 
-    error, started = ExchangeError("worker group 0 went away"), time.monotonic()
+    error = ExchangeError("worker group 0 went away")
+    started = time.monotonic()
     Failures(silent, 1, 1, 2).leave(error)
     assert time.monotonic() - started < 10
     assert sys.version_info < (3, 11) or error.__notes__ == [GONE]

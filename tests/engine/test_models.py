@@ -127,11 +127,10 @@ def test_gradients_that_are_averaged_over_all_groups_are_refused_on_every_rank()
     """A wrapper over the ranks of the group is taken off, and one over fewer is refused."""
 
     def construct(rank: int, world_size: int) -> None:
-        groups, part = (
-            WorkerGroups(2),
-            nn.Sequential(DistributedDataParallel(mlp()), nn.Linear(3, 3)),
-        )
-        own, whole = "2 and 3" if rank > 1 else "0 and 1", DistributedDataParallel(mlp())
+        groups = WorkerGroups(2)
+        part = nn.Sequential(DistributedDataParallel(mlp()), nn.Linear(3, 3))
+        own = "2 and 3" if rank > 1 else "0 and 1"
+        whole = DistributedDataParallel(mlp())
         told = refusal(StreamingDiLoCo, whole, worker_groups=2)
         assert f"over ranks 0, 1, 2 and 3, but this rank's worker group is ranks {own}" in told
         assert "process_group=WorkerGroups(2).process_group" in told
@@ -158,7 +157,8 @@ def test_gradients_that_are_averaged_over_all_groups_are_refused_on_every_rank()
 
 def test_what_fabric_wraps_has_the_names_that_the_user_gave() -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
-    plain, compiled = fabric.setup(mlp()), fabric.setup(torch.compile(mlp()))
+    plain = fabric.setup(mlp())
+    compiled = fabric.setup(torch.compile(mlp()))
     assert next(iter(dict(plain.named_parameters()))).startswith("_forward_module.")
     assert names_of(StreamingDiLoCo(plain)) == names_of(StreamingDiLoCo(compiled)) == NAMES
     model = nn.Module()

@@ -47,7 +47,8 @@ def mean_of(gradients: list[Tensor], factors: dict[int, float], codes: list[Any]
 def test_the_first_code_that_arrives_in_time_is_chosen_and_the_mean_is_that_of_plain_loops() -> (
     None
 ):
-    by_overlap, by_seconds = resolve(ByLink(MENU)), resolve(ByLink(MENU, within=2.0))
+    by_overlap = resolve(ByLink(MENU))
+    by_seconds = resolve(ByLink(MENU, within=2.0))
     sizes = [8 + resolve(name).wire_bytes(9000) for name in MENU]
     for number, size in enumerate(sizes):
         assert by_overlap.choice(9000, bytes_per_s=size / 4, overlap_s=4.0) == number
@@ -61,9 +62,11 @@ def test_the_first_code_that_arrives_in_time_is_chosen_and_the_mean_is_that_of_p
     assert _carried([0.0, 4e6, 4e6, 4e6]) == _carried([0.0, 6e6, 6e6, 1e3]) == 4e6
     assert _carried([0.0, 0.0]) == 0.0
     rows = [torch.randn(9001, generator=torch.Generator().manual_seed(group)) for group in range(3)]
-    factors, total = {0: 0.5, 1: 1.25, 2: 1.25}, torch.zeros(9001)
+    factors = {0: 0.5, 1: 1.25, 2: 1.25}
+    total = torch.zeros(9001)
     for group, (row, name) in enumerate(zip(rows, MENU, strict=True)):
-        code, decoded = resolve(name), torch.empty(9001)
+        code = resolve(name)
+        decoded = torch.empty(9001)
         code.decode(code.encode(row), decoded)
         total += decoded * factors[group]
         payload = (
@@ -84,16 +87,20 @@ def test_what_was_not_sent_waits_whatever_is_sent_in_next() -> None:
     by_link = resolve(ByLink(codes))
     for mixing in (0.0, 0.5):
         outer, local, sent, moved = (torch.zeros(5000, dtype=torch.float32) for _ in range(4))
-        generator, memory = torch.Generator().manual_seed(0), None
+        generator = torch.Generator().manual_seed(0)
+        memory = None
         for choice in (2, 0, 1, 1, 0, 2, 0, 0):
             move = torch.randn(5000, generator=generator)
-            local, moved = local - move, moved + move
+            local = local - move
+            moved = moved + move
             encoded = all_reduce_for("gather", 1, by_link.chosen(choice), mixing).encode(
                 outer - local, memory
             )
-            decoded, memory = torch.empty(5000), encoded.memory
+            decoded = torch.empty(5000)
+            memory = encoded.memory
             codes[choice].decode(encoded.payloads[0][8:], decoded)
-            sent, outer = sent + decoded, outer - decoded
+            sent = sent + decoded
+            outer = outer - decoded
             local = mixing * local + (1 - mixing) * outer
             assert memory is not None
             torch.testing.assert_close(sent + (outer - local) + memory, moved, atol=2e-5, rtol=0)
@@ -127,7 +134,9 @@ def test_each_site_sends_in_its_own_code_through_the_hub() -> None:
 def test_the_mean_over_senders_is_that_of_plain_loops() -> None:
     for seed in range(60):
         generator = torch.Generator().manual_seed(seed)
-        groups, numel, quarters = 1 + seed % 5, 1 + 7 * seed % 60, 1 + seed % 4
+        groups = 1 + seed % 5
+        numel = 1 + 7 * seed % 60
+        quarters = 1 + seed % 4
         # Small whole numbers, of which every sum is exact, and of a group no two of one magnitude.
         rows = [torch.randperm(numel, generator=generator) + 1.0 for _ in range(groups)]
         rows = [row * (torch.randint(0, 2, (numel,), generator=generator) * 2 - 1) for row in rows]
@@ -135,17 +144,21 @@ def test_the_mean_over_senders_is_that_of_plain_loops() -> None:
             group: 0.25 * 2 ** (seed + group) % 5 for group in range(groups) if (seed + group) % 4
         }
         kept = -(-quarters * numel // 4)
-        kept, expected = min(kept + kept % 2, numel), []
+        kept = min(kept + kept % 2, numel)
+        expected = []
         for place in range(numel):
-            total, count = 0.0, 0
+            total = 0.0
+            count = 0
             for group, factor in factors.items():
                 if abs(rows[group][place]) > numel - kept:
-                    total, count = total + factor * float(rows[group][place]), count + 1
+                    total = total + factor * float(rows[group][place])
+                    count = count + 1
             expected.append(total / max(count, 1))
         actual = mean_of(rows, factors, [TopK(quarters / 4, Float32(), over="senders")] * groups)
         assert torch.equal(actual, torch.tensor(expected)), seed
     # Where all send all, both means have the same bits.
-    rows, factors = list(torch.randn(3, 5001)), {0: 0.7, 1: 1.1, 2: 1.2}
+    rows = list(torch.randn(3, 5001))
+    factors = {0: 0.7, 1: 1.1, 2: 1.2}
     for wrap in (lambda one: one, lambda one: RandomK(4, one)):
         means = [
             mean_of(rows, factors, [wrap(TopK(1.0, Float32(), over=o))] * 3)
@@ -161,7 +174,9 @@ def test_bytes_fall_while_groups_move_little_and_those_told_are_those_sent() -> 
         models, sync_every=1, overlap_steps=0, fragments=[["*"]], compression=kept, outer_lr=0.0
     )
     moves = torch.randn(90, 100, generator=torch.Generator().manual_seed(0))
-    told, expected, tuning = [], [], None
+    told = []
+    expected = []
+    tuning = None
     for scale in (1.0, 1.0, 0.5, 0.1, 0.1):
         before = models[0].weight.detach().clone()
         for model in models:
@@ -179,7 +194,8 @@ def test_bytes_fall_while_groups_move_little_and_those_told_are_those_sent() -> 
     run.finish()
 
 
-WIDTH, STEPS = 600, 16
+WIDTH = 600
+STEPS = 16
 CHOICES: dict[str, Any] = {"sync_every": 6, "overlap_steps": 2}
 NUMELS = [WIDTH * WIDTH + WIDTH, 6 * WIDTH + 3 * WIDTH + 3]  # nearly all in one of two fragments
 
@@ -193,7 +209,8 @@ def test_every_rank_sends_its_share_of_the_fragments_and_holds_its_share_of_the_
     None
 ):
     def run(rank: int, world_size: int) -> dict[str, Any]:
-        shards, wrong = world_size // 2, dict[str, Any]()
+        shards = world_size // 2
+        wrong = dict[str, Any]()
         for name, codec in COMPRESSIONS.items():
             if codec.varies():
                 continue
@@ -206,10 +223,8 @@ def test_every_rank_sends_its_share_of_the_fragments_and_holds_its_share_of_the_
             # Either fragment launches twice: after steps 6 and 12, and after 9 and 15.
             sizes = [CONTROL_BYTES + codec.wire_bytes(-(-numel // shards)) for numel in NUMELS]
             held = [[part.numel() for part in (of["outer"], *of["state"].values())] for of in own]
-            sent, all_held = (
-                engine.report()["bytes_sent"],
-                [sum(copies) for copies in zip(*held, strict=True)],
-            )
+            sent = engine.report()["bytes_sent"]
+            all_held = [sum(copies) for copies in zip(*held, strict=True)]
             if sent != 2 * sum(sizes) or any(
                 abs(numel - sum(NUMELS) / shards) > 2 for numel in all_held
             ):

@@ -137,7 +137,9 @@ SCHEDULES = st.builds(Schedule, st.integers(2, 12), st.just(0), st.integers(1, 5
 
 def launches(rule: LaunchSchedule, schedule: Schedule, steps: int) -> list[tuple[int, int]]:
     """What is launched where two groups train with the same rate at every step."""
-    state, last, launched = rule.start(schedule), dict.fromkeys(range(schedule.fragments), 0), []
+    state = rule.start(schedule)
+    last = dict.fromkeys(range(schedule.fragments), 0)
+    launched = []
     for step in range(1, steps + 1):
         for fragment in rule.due(state, step):
             trained = step - last[fragment]
@@ -163,7 +165,8 @@ def test_who_never_launches_less_often_follows_the_schedule_and_no_request_waits
 
 
 def test_calm_phases_double_the_stride_and_a_jump_ends_them() -> None:
-    models, steps = [nn.Linear(4, 1, bias=False) for _ in range(2)], []
+    models = [nn.Linear(4, 1, bias=False) for _ in range(2)]
+    steps = []
     choices: dict[str, Any] = {"sync_every": 10, "overlap_steps": 0, "compression": "fp32", **MEAN}
     choices["schedule"] = Selective(threshold=0.3, most=4)
     groups = SimulatedGroups(models, **choices)
@@ -213,9 +216,11 @@ def test_no_weighing_counts_who_did_not_train_or_is_not_finite(weighing: Weighin
 def test_weighings_are_their_formulas_and_z_scores_leave_out_what_is_unusual_and_accept_what_lasts() -> (
     None
 ):
-    norms, trained = (0.1, 0.5, 0.3), (3, 1, 2)
+    norms = (0.1, 0.5, 0.3)
+    trained = (3, 1, 2)
     raw = [steps * exp(-norm / 0.2) for norm, steps in zip(norms, trained, strict=True)]
-    by_norm, by_median = [own / sum(raw) for own in raw], [3 / 6, 1 / 6 * 0.3 / 0.5, 2 / 6]
+    by_norm = [own / sum(raw) for own in raw]
+    by_median = [3 / 6, 1 / 6 * 0.3 / 0.5, 2 / 6]
     for formula, expected in ((ByNorm(temperature=0.2), by_norm), (ByMedian(), by_median)):
         count = formula.count(
             [said(*own) for own in zip(trained, norms, strict=True)], formula.start(3)
@@ -227,7 +232,8 @@ def test_weighings_are_their_formulas_and_z_scores_leave_out_what_is_unusual_and
         scores = ZScore(alpha=0.0).heard([said(norm=norm)], scores)
     assert scores[0] == pytest.approx([20, mean(usual), pvariance(usual)])
     for norms in ([*usual, 100.0, *usual], [*usual, *[3.0] * 60]):
-        weighing, out = ZScore(threshold=3.0, alpha=0.1, warmup=10), []
+        weighing = ZScore(threshold=3.0, alpha=0.1, warmup=10)
+        out = []
         state: Any = weighing.start(2)
         for norm in norms:
             controls = [said(), said(norm=norm)]
@@ -456,7 +462,8 @@ def test_the_state_of_other_fragments_or_outer_optimizers_is_refused_and_one_tha
 
 
 def test_simulated_groups_that_would_train_the_same_parameters_are_refused() -> None:
-    model, shared = mlp(), nn.Linear(5, 5)
+    model = mlp()
+    shared = nn.Linear(5, 5)
     told = refusal(SimulatedGroups, [model] * 2)
     assert told.startswith(
         "The models of groups 0 and 1 share the parameter '0.weight', so each would train"
@@ -527,7 +534,12 @@ class Neighbours(Route):
     ids=lambda r: type(r).__name__,
 )
 def test_routes_follow_plain_loops(route: Route) -> None:
-    m, h, overlap, mixing, lr, mu = 7, 4, 2, 0.25, 0.7, 0.5
+    m = 7
+    h = 4
+    overlap = 2
+    mixing = 0.25
+    lr = 0.7
+    mu = 0.5
     accelerated = isinstance(route, Ring)
     outer_step = (
         {} if accelerated else {"outer_optimizer": partial(torch.optim.SGD, lr=lr, momentum=mu)}
@@ -538,7 +550,8 @@ def test_routes_follow_plain_loops(route: Route) -> None:
     targets = torch.randn(m, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     local, outer, twin = (torch.zeros(m, 64, dtype=torch.float64) for _ in range(3))
     velocity, rate, pull = torch.zeros_like(local), *ring_numbers(m)
-    sent, s = local, np.exp(-2 * rate)
+    sent = local
+    s = np.exp(-2 * rate)
     for step in range(1, 43):
         for model, target in zip(models, targets, strict=True):
             model[0].data += 0.1 * (target.float() - model[0].data)
@@ -547,9 +560,12 @@ def test_routes_follow_plain_loops(route: Route) -> None:
         if step % h == 0:
             sent = local
         if step > h - 1 and step % h == overlap:
-            number, values, second = step // h - 1, sent, twin + sent - outer
+            number = step // h - 1
+            values = sent
+            second = twin + sent - outer
             if accelerated:
-                more, less = (1 + s) / 2, (1 - s) / 2
+                more = (1 + s) / 2
+                less = (1 - s) / 2
                 values, second = more * values + less * second, less * values + more * second
             mean = torch.empty_like(values)
             for leg in route.legs(number, m):
@@ -638,7 +654,8 @@ def test_rounds_start_anew_from_the_mean() -> None:
     run = Groups(4, "sgd", with_statistics, fragments=[["*"]], route=RandomPairs(), **choices)
     run.until(9)
     restart = restart_from([[engine.state_dict()] for engine in run.engines], Settings())
-    found, own = restart.parameters.values(), [outer_state(engine)[0] for engine in run.engines]
+    found = restart.parameters.values()
+    own = [outer_state(engine)[0] for engine in run.engines]
     for joined, parts in (
         (torch.cat([one.values for one in found]), [of["outer"] for of in own]),
         (
@@ -795,7 +812,8 @@ def test_numbers_mean_what_they_say_the_rest_is_chosen_and_a_checkpoint_has_the_
         recommended().outer_lr
     )
     numbers = {"outer_lr": 0.625, "outer_momentum": 0.5, "mixing": 0.375}
-    whole, resumed = Groups(**SHORT, **numbers), Groups(**SHORT)
+    whole = Groups(**SHORT, **numbers)
+    resumed = Groups(**SHORT)
     whole.until(9)
     resumed.load(whole.saved())
     for run in (whole, resumed):
@@ -854,7 +872,8 @@ def parsed(table: str) -> list[Event]:
 def test_launches_and_landings_are_those_of_the_paper(
     schedule: Schedule, since: int, length: int, far: int
 ) -> None:
-    h, fragments = schedule.sync_every, range(schedule.fragments)
+    h = schedule.sync_every
+    fragments = range(schedule.fragments)
     expected = happens(schedule, -h, 5 * h)
     every = [
         (step, schedule.launches(step), schedule.landings(step)) for step in range(-h, 5 * h + 1)

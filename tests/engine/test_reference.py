@@ -74,7 +74,8 @@ PLAIN: dict[str, Any] = {**MEAN, "overlap_steps": 0}
 
 def alone(inner: str, group: int, steps: int) -> list[Values]:
     """The parameters after every step of training without any exchange."""
-    model, seen = mlp(), []
+    model = mlp()
+    seen = []
     optimizer = inner_optimizer(inner, model)
     for step in range(1, steps + 1):
         train_step(model, optimizer, group, step)
@@ -84,7 +85,8 @@ def alone(inner: str, group: int, steps: int) -> list[Values]:
 
 def test_an_exchange_in_every_step_is_data_parallel_sgd_and_none_is_independent_training() -> None:
     for groups in (1, 3):
-        loops, model = by_loops("sgd", groups, 6, grouped(2), sync_every=1, **PLAIN), mlp()
+        loops = by_loops("sgd", groups, 6, grouped(2), sync_every=1, **PLAIN)
+        model = mlp()
         optimizer = inner_optimizer("sgd", model)
         for step in range(1, 7):
             losses = [
@@ -307,7 +309,8 @@ def differences(rank: int, world_size: int) -> dict[str, Any]:
                 if off or unlike(engine.outer_state_dict(), outer):
                     wrong.setdefault(f"{groups} groups, {case}", (here.steps, off))
             engine.finish()
-            if off := unlike(copied(model.named_parameters()), expected.outer):
+            off = unlike(copied(model.named_parameters()), expected.outer)
+            if off:
                 wrong[f"{groups} groups, {case}: at the end"] = off
             if engine.report()["landings"] != len(expected.landings):
                 wrong[f"{groups} groups, {case}: landings"] = engine.report()["landings"]
@@ -334,7 +337,8 @@ def test_groups_that_run_dry_and_a_schedule_follow_the_loops(
     """Epochs of as many inner steps as the group with the most batches; groups train unequal
     micro-batches.
     """
-    sync_every, base = data.draw(st.integers(1, 9)), data.draw(st.sampled_from([0.4, 0.7, 1.0]))
+    sync_every = data.draw(st.integers(1, 9))
+    base = data.draw(st.sampled_from([0.4, 0.7, 1.0]))
     dense = dense_beginning = None
     if sync_every > 1 and data.draw(st.booleans()):
         dense_every = data.draw(st.integers(1, sync_every // 2))
@@ -361,10 +365,8 @@ def test_groups_that_run_dry_and_a_schedule_follow_the_loops(
     own = {**choices, "outer_lr": base, "outer_optimizer": schedule, "compression": "fp32"}
     own["dense_beginning"] = dense_beginning
     inner = data.draw(st.sampled_from(["sgd", "adamw"]))
-    expected, trained = (
-        by_loops(inner, len(batches), 25, **loops),
-        Groups(len(batches), inner, **own),
-    )
+    expected = by_loops(inner, len(batches), 25, **loops)
+    trained = Groups(len(batches), inner, **own)
     most = 1 + (dense[0] if dense else 0) + 25 // sync_every
     for outer in expected.outers:
         trained.step()
@@ -417,7 +419,8 @@ class Stepped:
     """
 
     def __init__(self, *values: Tensor, **choices: Any) -> None:
-        self.model, self.values = nn.ParameterList([own.clone() for own in values]), list(values)
+        self.model = nn.ParameterList([own.clone() for own in values])
+        self.values = list(values)
         always: dict[str, Any] = {
             "sync_every": 1,
             "overlap_steps": 0,
@@ -485,7 +488,8 @@ class Scaled(SGD):
 
     def __init__(self, shards: Any, scale: float) -> None:
         super().__init__(shards, lr=1.0, momentum=0.5)
-        self.scale, self.steps = scale, 0
+        self.scale = scale
+        self.steps = 0
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.steps += 1
@@ -502,14 +506,16 @@ def test_hooks_and_attributes_of_the_users_optimizer_take_part_in_every_step_and
     """torch's copies of an optimizer have neither, so it must not be copied; and checkpoints do
     not hold them.
     """
-    made, hooked = [], []
+    made = []
+    hooked = []
 
     def make(shards: Any) -> Optimizer:
         made.append(Scaled(shards, scale=0.25))
         made[-1].register_step_post_hook(lambda optimizer, *given: hooked.append(optimizer))
         return made[-1]
 
-    outer, ones = Stepped(torch.zeros(3), torch.zeros(3), outer_optimizer=make), torch.ones(3)
+    outer = Stepped(torch.zeros(3), torch.zeros(3), outer_optimizer=make)
+    ones = torch.ones(3)
     calls, hooked[:] = len(made), []
     before = outer_state(outer.engine)
     for expected in (-0.25, -0.25 - 0.25 - 0.125):

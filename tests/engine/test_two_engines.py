@@ -213,7 +213,8 @@ def test_threads_that_meet_other_ranks_in_unlike_order_are_not_mixed_up() -> Non
 
 def test_engines_one_after_another_and_side_by_side_share_threads_and_connections() -> None:
     def run(rank: int, world_size: int) -> list[int]:
-        joined, connections = WorkerGroups(2), list[int]()
+        joined = WorkerGroups(2)
+        connections = list[int]()
         for engines in (1, 1, 3):
             models = [mlp() for _ in range(engines)]
             made = [StreamingDiLoCo(model, worker_groups=joined, **CHOICES) for model in models]

@@ -313,7 +313,8 @@ class Rebound(nn.Module):
 
     def __init__(self, first: Tensor, dtype: torch.dtype) -> None:
         super().__init__()
-        self.layer, self.dtype = nn.Linear(5, 3), dtype
+        self.layer = nn.Linear(5, 3)
+        self.dtype = dtype
         self.register_buffer("seen", first)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -64,7 +64,8 @@ def test_after_a_landing_groups_go_on_from_the_mean_whatever_the_optimizer_keeps
     groups = SimulatedGroups(
         models, [[optimizer] for optimizer in optimizers], **{**PLAIN, "fragments": 1}
     )
-    landed_at, outer = 0, 0.0
+    landed_at = 0
+    outer = 0.0
     for step in range(1, 15):
         for group, model in enumerate(models):
             push(model, group)
@@ -215,7 +216,9 @@ def test_shown_weights_stay_as_they_are_whichever_mode_a_hook_leaves() -> None:
             push(model, group)
             optimizers[group].step()
         groups.step()
-    engine, model, optimizer = groups.engines[1], models[1], optimizers[1]
+    engine = groups.engines[1]
+    model = models[1]
+    optimizer = optimizers[1]
     before = [p.detach().clone() for p in model.parameters()]
     outer = engine.outer_state_dict()
     with engine.evaluate():

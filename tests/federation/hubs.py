@@ -109,7 +109,8 @@ class Served(AbstractContextManager["Served"]):
     """A hub without rules, and what it keeps blobs in."""
 
     def __init__(self, folder: Path, keys: Path) -> None:
-        self.keys, self.handler = keys, Noting()
+        self.keys = keys
+        self.handler = Noting()
         self.store = BlobStore(folder / "store", max_blob=64 << 20)
         self.hub = Hub(self.handler, self.store, RUN, keys=keys, heartbeat=0.2)
         self.port = self.hub.port
@@ -200,7 +201,10 @@ class World:
     """A hub on disk, over gRPC, and scripted sites in this thread."""
 
     def __init__(self, folder: Path, keys: Path, terms: Terms = TERMS) -> None:
-        self.folder, self.keys, self.terms, self.port = folder, keys, terms, 0
+        self.folder = folder
+        self.keys = keys
+        self.terms = terms
+        self.port = 0
         self.sites: dict[str, ScriptedSite] = {}
         self.open: list[Any] = []
 

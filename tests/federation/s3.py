@@ -28,7 +28,9 @@ def s3_at(folder: Path) -> Iterator[str]:
         )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    url, log, known = f"http://127.0.0.1:{port}", folder / "s3.log", dict(os.environ)
+    url = f"http://127.0.0.1:{port}"
+    log = folder / "s3.log"
+    known = dict(os.environ)
     words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with (
         log.open("wb") as file,

@@ -31,7 +31,8 @@ from lightning_sdiloco.federation.messages import (
 )
 from lightning_sdiloco.federation.run_config import RunConfig, Terms
 
-RUN, LENGTH = "run-1", 4
+RUN = "run-1"
+LENGTH = 4
 NOISE = np.random.default_rng(0).standard_normal((64, LENGTH)).astype(np.float32) / 16
 
 
@@ -73,17 +74,21 @@ class Part:
         return self.held + (self.flight or [])
 
     def drop(self) -> None:
-        self.local, self.held, self.flight = self.values.outer.copy(), [], None
+        self.local = self.values.outer.copy()
+        self.held = []
+        self.flight = None
 
     def place(self, new: Values, landing: MergeAction, has_landed: bool = True) -> None:
         """Does to the local values, and to the steps that are in them, what a landing says."""
-        old, self.values = self.values, new
+        old = self.values
+        self.values = new
         if landing in (MergeAction.MIX, MergeAction.DROP):
             self.local = np.float32(0.5) * (self.local + new.outer)
         elif landing is MergeAction.CARRY:
             self.local = self.local + (new.outer - old.outer)
         else:
-            self.local, self.held = new.outer.copy(), []
+            self.local = new.outer.copy()
+            self.held = []
         if has_landed:
             if landing is MergeAction.CARRY:
                 self.held = (self.flight or []) + self.held
@@ -109,7 +114,8 @@ def run_config(terms: Terms, **settings: str) -> RunConfig:
 
 
 class ScriptedSite:
-    samples, trained = 4, 0
+    samples = 4
+    trained = 0
 
     def __init__(
         self,
@@ -118,7 +124,8 @@ class ScriptedSite:
         first: Sequence[Values],
         late: MergeAction = MergeAction.CARRY,
     ) -> None:
-        self.connection, self.run_config = connection, own
+        self.connection = connection
+        self.run_config = own
         self.follower = Follower(
             own.terms, own.key, connection.site, connection.incarnation, late=late
         )
@@ -227,7 +234,8 @@ class ScriptedSite:
         return self.follower.reachable and self.follower.follows and self.follower.lag == 0
 
     def train(self) -> None:
-        self.at, self.trained = self.at + 1, self.trained + 1
+        self.at = self.at + 1
+        self.trained = self.trained + 1
         own = ord(self.follower.site[-1])
         for p, part in enumerate(self.parts):
             part.local += NOISE[(self.trained * 7 + p * 3 + own) % 64]
@@ -257,7 +265,8 @@ class ScriptedSite:
         gradient = self.gradient(part)
         exact = self.follower.fragments[p].is_last(self.follower.terms)
         payload = self.encoded(gradient, exact)
-        named, finite = (Payload(key_of(payload), len(payload)),), bool(np.isfinite(gradient).all())
+        named = (Payload(key_of(payload), len(payload)),)
+        finite = bool(np.isfinite(gradient).all())
         begun = self.follower.begin(p, self.at)
         sent = self.follower.complete(
             replace(begun, digest=part.values.digest, payloads=named, finite=finite)
@@ -266,7 +275,10 @@ class ScriptedSite:
             part.held = []
             return
         self.launches(sent, part)
-        part.finite, part.flight, part.held, part.payload = finite, part.held, [], payload
+        part.finite = finite
+        part.flight = part.held
+        part.held = []
+        part.payload = payload
         self.contribute(sent)
 
     def encoded(self, gradient: np.ndarray, exact: bool) -> bytes:
@@ -280,13 +292,15 @@ class ScriptedSite:
 
     def land(self, record: Record) -> None:
         p = record.fragment
-        old, blobs = self.parts[p].values, self.blobs.pop(record.key)
+        old = self.parts[p].values
+        blobs = self.blobs.pop(record.key)
         new = self.stepped(record, old, [blobs[source[0].key] for source in record.sources])
         landing = self.follower.land(record, old.digest, new.digest)
         self.counted += record.of(self.follower.site) is not None
         self.lands(record, landing, new)
         if landing is MergeAction.REFUSE:
-            self.parts[p].held, self.parts[p].flight = [], None
+            self.parts[p].held = []
+            self.parts[p].flight = None
         else:
             self.place(p, new, landing)
 

@@ -26,7 +26,8 @@ from lightning_sdiloco.federation.remote import HubConnection
 from lightning_sdiloco.federation.store import SQLiteLedger
 from tests.training import inner_optimizer, mlp, train_step
 
-STEP, PATIENCE = 0.1, 60.0
+STEP = 0.1
+PATIENCE = 60.0
 
 
 def lose(client: Any) -> None:
@@ -74,7 +75,9 @@ class Site:
         topology: Topology | None = None,
         **choices: Any,
     ) -> None:
-        self.hub, self.index, self.step = hub, index, 0
+        self.hub = hub
+        self.index = index
+        self.step = 0
         self.model: Any = mlp() if model is None else model
         self.optimizer = inner_optimizer("adamw", self.model)
         self.topology = topology or replace(Topology(), background=InlineBackground.connect(1)[0])
@@ -198,8 +201,12 @@ class Threads(Communicator):
 
     def __init__(self, slots: list[Any], barrier: threading.Barrier, rank: int) -> None:
         super().__init__()
-        self.size, self.rank, self.is_on_host, self.gathered = len(slots), rank, True, 0
-        self._slots, self._barrier = slots, barrier
+        self.size = len(slots)
+        self.rank = rank
+        self.is_on_host = True
+        self.gathered = 0
+        self._slots = slots
+        self._barrier = barrier
 
     def all_gather_object(self, value: Any) -> list[Any]:
         self.gathered += 1
@@ -281,7 +288,8 @@ def train_ranked(
 
     def live(place: tuple[int, Topology, nn.Module]) -> Site:
         index, topology, model = place
-        own, of_site = Site(hub, index, model, topology, **choices), samples[index]
+        own = Site(hub, index, model, topology, **choices)
+        of_site = samples[index]
         every.wait()
         for _ in range(3):
             own.world.hear()

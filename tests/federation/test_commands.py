@@ -295,7 +295,8 @@ def test_the_health_of_a_hub_with_keys_is_told_to_holders_alone_and_without_a_wo
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     bundle = load(world.keys / "viewer.bundle")
-    port, request = world.start(sites=1).port, health_pb2.HealthCheckRequest()
+    port = world.start(sites=1).port
+    request = health_pb2.HealthCheckRequest()
     options = [("grpc.ssl_target_name_override", host_of(RUN))]
     holder = grpc.ssl_channel_credentials(bundle.authority, bundle.key, bundle.certificate)
     for credentials in (holder, grpc.ssl_channel_credentials(bundle.authority), None):
@@ -321,7 +322,8 @@ def test_the_health_of_a_hub_with_keys_is_told_to_holders_alone_and_without_a_wo
 def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what_is_in_the_way(
     world: World,
 ) -> None:
-    hub, bundle = world.start(sites=1), ["--keys", str(world.keys / "a.bundle")]
+    hub = world.start(sites=1)
+    bundle = ["--keys", str(world.keys / "a.bundle")]
 
     def examined(*options: str, code: int = 0, port: int = hub.port) -> dict[str, Any]:
         """What it says as JSON, by the names of what was looked at."""
@@ -368,10 +370,8 @@ def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what
     assert told["disk"]["state"] == "slow"
     # Two fragments with payloads of 16 bytes, of 50 rounds, and a state.
     state = sum(part.size for own in hub.coordinator._snapshots.values() for part in own.parts)
-    needs, rounds = (
-        told["status"]["disk"]["still_needs"],
-        [own["round"] for own in told["status"]["fragments"]],
-    )
+    needs = told["status"]["disk"]["still_needs"]
+    rounds = [own["round"] for own in told["status"]["fragments"]]
     assert needs == 16 * sum(50 - round for round in rounds) + state
     assert (
         f"the hub has 99 bytes free, but the run will need {readable(needs)} more"

@@ -48,7 +48,8 @@ def filled(path: Path, records: int) -> SQLiteLedger:
 
 
 def test_a_ledger_that_is_cut_altered_or_of_something_else_is_refused(tmp_path: Path) -> None:
-    path, other = tmp_path / "hub.sqlite", tmp_path / "other"
+    path = tmp_path / "hub.sqlite"
+    other = tmp_path / "other"
     filled(path, 60).close()
     whole = path.read_bytes()
     with sqlite3.connect(other) as database:
@@ -78,7 +79,8 @@ def test_a_ledger_that_is_cut_altered_or_of_something_else_is_refused(tmp_path: 
 def test_one_process_has_the_ledger_to_itself_and_notes_change_with_the_record_or_not_at_all(
     tmp_path: Path,
 ) -> None:
-    one, same = filled(tmp_path / "one", 1), filled(tmp_path / "same", 1)
+    one = filled(tmp_path / "one", 1)
+    same = filled(tmp_path / "same", 1)
     with pytest.raises(LedgerError, match="another process has it open"):
         SQLiteLedger(tmp_path / "one")
     assert one.chain == same.chain
@@ -143,7 +145,8 @@ def test_a_blob_comes_back_under_its_digest_until_it_is_dropped(store: BlobStore
 
 
 def test_nobody_sees_a_blob_before_it_is_whole_and_right(tmp_path: Path) -> None:
-    store, blob = BlobStore(tmp_path), os.urandom(40 * CHUNK + 11)
+    store = BlobStore(tmp_path)
+    blob = os.urandom(40 * CHUNK + 11)
     upload = store.begin(key_of(blob), len(blob))
     for start in (2 * CHUNK, 0):
         assert not upload.take(start, blob[start : start + CHUNK])
@@ -225,7 +228,8 @@ def test_a_bundle_says_who_its_holder_is_and_only_its_owner_can_read_it(
 
 
 def test_the_commands_make_keys_and_refuse(keys: Path, tmp_path: Path) -> None:
-    folder, empty = str(tmp_path / "keys"), str(tmp_path / "empty")
+    folder = str(tmp_path / "keys")
+    empty = str(tmp_path / "empty")
     told("keys", "init", folder)
     assert "site-b.bundle: for site site-b" in told("keys", "add", folder, "site-a", "site-b")
     told("keys", "add", folder, "boss", "--role", "operator")
@@ -243,7 +247,8 @@ def test_the_commands_make_keys_and_refuse(keys: Path, tmp_path: Path) -> None:
     told("keys", "revoke", folder, "site-c")
     assert len(load(folder, "hub").revoked()) == 1
     # A holder may get new keys before the old ones are taken back; an old one that leaked goes too.
-    old, new = load(folder, "site-a").certificate, load(add_keys(folder, "site-a")).certificate
+    old = load(folder, "site-a").certificate
+    new = load(add_keys(folder, "site-a")).certificate
     assert sorted(revoke_keys(folder, "site-a")) == sorted(map(fingerprint, (old, new)))
     assert {fingerprint(old), fingerprint(new)} < load(folder, "hub").revoked()
     assert not (Path(folder) / "site-a.bundle").exists()
@@ -269,7 +274,8 @@ def test_keys_that_do_not_fit_are_refused_before_a_connection_is_made(
     half = tmp_path / "half.bundle"
     half.write_bytes((keys / "site-a.bundle").read_bytes()[:700])
     half.chmod(0o600)
-    others, neither = init_keys(tmp_path / "other", "other-run"), "either keys or insecure=True"
+    others = init_keys(tmp_path / "other", "other-run")
+    neither = "either keys or insecure=True"
     refused: tuple[tuple[Any, str, dict[str, Any], str], ...] = (
         (HubClient, "site-a", {}, neither),
         (HubClient, "site-a", {"keys": keys, "insecure": True}, neither),

@@ -125,11 +125,11 @@ def test_a_founded_run_outlives_deaths_evictions_and_a_rollback(
 @patch("lightning_sdiloco.federation.remote._LONGEST_LEASE", 0.2)
 def test_what_a_member_may_not_say_is_refused_and_the_run_goes_on(world: World) -> None:
     world.found("a", rounds=1)
-    stranger, other, posing = world.client("b"), world.sites["a"].follower, world.client("c")
-    hello, beats = (
-        json.loads(other.hello(RUN).to_bytes()),
-        {"heartbeat": json.loads(other.heartbeat().to_bytes())},
-    )
+    stranger = world.client("b")
+    other = world.sites["a"].follower
+    posing = world.client("c")
+    hello = json.loads(other.hello(RUN).to_bytes())
+    beats = {"heartbeat": json.loads(other.heartbeat().to_bytes())}
     own = json.loads(
         Follower(TERMS, run_config(TERMS).key, "c", posing.incarnation).hello(RUN).to_bytes()
     )
@@ -210,7 +210,8 @@ def test_a_full_disk_is_told_nothing_is_lost_and_the_run_goes_on_with_room(
 
 def test_what_is_announced_takes_no_room_and_no_more_than_the_run_can_need(world: World) -> None:
     world.start(1)
-    site, spool = world.client("a"), world.folder / "hub.store" / "incomplete"
+    site = world.client("a")
+    spool = world.folder / "hub.store" / "incomplete"
 
     def announced(kind: str, size: int) -> None:
         header = site._header({"kind": kind}) | {
@@ -247,7 +248,8 @@ def test_calls_that_are_replayed_change_nothing_and_a_quorum_that_comes_back_clo
         client: Any = site.connection._client
         client.call = partial(noted, client, client.call)
     world.rounds(4)
-    records, chance = world.status()["records"], random.Random(0)
+    records = world.status()["records"]
+    chance = random.Random(0)
     for client, name, about, body in chance.sample(said, len(said)):
         if name != "leave":
             with suppress(HubError, Refused):
@@ -275,7 +277,8 @@ def test_calls_that_are_replayed_change_nothing_and_a_quorum_that_comes_back_clo
 
 
 def test_a_run_goes_on_from_a_copy_of_its_hub(world: World, tmp_path: Path) -> None:
-    first, copy = tmp_path / "first", tmp_path / "copy"
+    first = tmp_path / "first"
+    copy = tmp_path / "copy"
     first.mkdir()
     world.found("a", "b", "c", rounds=3, ledger=first / "hub.sqlite", backups=copy)
     assert f"records are in {copy}, at the hub" in told("hub", "backup", *world.asked("boss"))
@@ -371,7 +374,8 @@ def test_who_comes_or_returns_waits_for_few_round_trips_however_many_fragments_t
     world: World,
 ) -> None:
     world.terms = replace(TERMS, fragments=16, sync_every=16, overlap_steps=1, lease=30.0)
-    donor, joiner = world.found("a", rounds=3), world.join("b", seed=3)
+    donor = world.found("a", rounds=3)
+    joiner = world.join("b", seed=3)
     chain = Chain(donor.connection, joiner.connection)
     until(lambda: (donor.hear(), joiner.is_up_to_date())[1])
     assert joiner.states == ["a"]
@@ -379,7 +383,8 @@ def test_who_comes_or_returns_waits_for_few_round_trips_however_many_fragments_t
     # payloads of the 48 records before that none were of use. One or two more on a machine that is
     # busy.
     assert chain.length <= 7
-    before, welcomes = joiner.rounds, joiner.welcomes
+    before = joiner.rounds
+    welcomes = joiner.welcomes
     world.service.coordinator.gone(Peer("site", "b", joiner.connection.incarnation))
     del world.sites["b"]
     world.more(1)
@@ -402,7 +407,8 @@ def test_what_did_not_come_is_fetched_again_and_a_cut_is_noticed_while_nobody_re
 ) -> None:
     world.terms = replace(TERMS, grace=0.3)
     world.found("a", "b", rounds=1)
-    quiet, failed = world.sites["b"], list[str]()
+    quiet = world.sites["b"]
+    failed = list[str]()
     get = quiet.connection._client.get_small
 
     def fails_first(wanted: Sequence[Payload]) -> Any:
@@ -431,7 +437,9 @@ def test_what_an_earlier_connection_was_fetching_is_told_by_the_next_one_alone(
     connection: Any = world.found("a", rounds=2).connection
     until(lambda: not connection._coming and not connection.events())
     record = world.service.coordinator.ledger.history[0][0]
-    get, asked, goes_on = connection._client.get_small, threading.Event(), threading.Event()
+    get = connection._client.get_small
+    asked = threading.Event()
+    goes_on = threading.Event()
 
     def told() -> list[Any]:
         heard = [one for one in connection.events() if isinstance(one, Recorded) and one.blobs]
@@ -461,7 +469,8 @@ def test_what_an_earlier_connection_was_fetching_is_told_by_the_next_one_alone(
 
 def test_a_round_costs_each_site_one_stream_however_many_sites_there_are(world: World) -> None:
     world.terms = replace(TERMS, grace=60.0, lease=60.0)
-    service, streams = world.start(sites=4), list[Sequence[str]]()
+    service = world.start(sites=4)
+    streams = list[Sequence[str]]()
     together = service._together
     service._together = lambda keys: (streams.append(keys), together(keys))[1]
     world.join("a", "b", "c", "site-a")
@@ -475,8 +484,10 @@ def test_a_round_costs_each_site_one_stream_however_many_sites_there_are(world: 
 def test_a_snapshot_that_arrives_some_rounds_later_takes_the_place_of_the_one_before(
     world: World,
 ) -> None:
-    site, given = world.found("a", rounds=2), list[Any]()
-    give, site.connection.give = site.connection.give, lambda *state: given.append(state)
+    site = world.found("a", rounds=2)
+    given = list[Any]()
+    give = site.connection.give
+    site.connection.give = lambda *state: given.append(state)
     world.run(lambda: given)
     world.more(12)
     give(*given[0])
@@ -505,14 +516,16 @@ def test_what_a_checkpoint_has_in_flight_waits_until_the_hub_has_let_the_site_in
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.start(sites=2)
-    first, second = world.join("a"), world.join("b")
+    first = world.join("a")
+    second = world.join("b")
     until(lambda: (first.is_up_to_date(), second.is_up_to_date())[1])
     launched: list[tuple[Any, Any]] = []
     second.connection.contribute = lambda *own: launched.append(own)
     until(lambda: second.step() or launched)
     world.kill("b")
     until(lambda: world.service.coordinator.status()["sites"]["b"]["state"] == "gone")
-    coordinator, hellos = world.service.coordinator, list[str]()
+    coordinator = world.service.coordinator
+    hellos = list[str]()
     hello = coordinator.hello
     coordinator.hello = lambda peer, about: (hellos.append(peer.name), hello(peer, about))[1]
     second.connection = again = world.connect("b")
@@ -547,7 +560,8 @@ def test_a_contribution_of_several_ranks_counts_when_the_payload_of_every_rank_i
     ]
     others = [HubConnection(client, 1, 2) for client in clients]
     world.open += others
-    site, coordinator = joined(first), world.service.coordinator
+    site = joined(first)
+    coordinator = world.service.coordinator
     until(lambda: site.hear() or site.follower.follows)
     first.heartbeat(site.follower)
     for shards in others:
@@ -611,7 +625,8 @@ def test_the_memory_of_a_hub_is_bounded_by_chunks_and_connections(
         Path("/proc/self/clear_refs").write_text("5")
         return int(status.split("VmHWM:")[1].split()[0]) << 10
 
-    size, channels = 48 << 20, 4
+    size = 48 << 20
+    channels = 4
     blob = bytearray(os.urandom(1 << 20)) * (size >> 20)
     with Served(tmp_path, keys) as served:
         site = served.client("a", channels=channels)
@@ -632,7 +647,8 @@ def test_the_memory_of_a_hub_is_bounded_by_chunks_and_connections(
 
 
 def test_the_memory_of_a_hub_does_not_grow_with_the_run() -> None:
-    now, terms = [0.0], replace(TERMS, sync_every=2, overlap_steps=1)
+    now = [0.0]
+    terms = replace(TERMS, sync_every=2, overlap_steps=1)
     hub = InProcessHub(RUN, 1, lambda: now[0])
     site = joined(hub.connect("a"), terms)
 

@@ -40,7 +40,9 @@ from lightning_sdiloco.federation.run_config import (
 from tests.own_quorum import Core
 
 TERMS = Terms(fragments=1, sync_every=20, overlap_steps=3, grace=2.0, lease=10.0)
-RUN_CONFIG, DIGEST, STEPS = "00" * 32, 7, 30
+RUN_CONFIG = "00" * 32
+DIGEST = 7
+STEPS = 30
 BACKUP = ChosenQuorum("lightning_sdiloco.DynamicBackup", {"least": 0.5})
 CORE = ChosenQuorum("tests.own_quorum.Core", {"core": ["a", "b"]})
 
@@ -294,7 +296,8 @@ def test_a_joiner_gets_the_state_of_who_has_applied_most_or_the_snapshot_and_nev
 
 
 def test_a_round_is_the_last_where_it_is_to_be_and_all_that_may_count_in_it_is_exact() -> None:
-    exact, idle = own("a", exact=True), own("b", exact=True, weight=0)
+    exact = own("a", exact=True)
+    idle = own("b", exact=True, weight=0)
     for ends, sent, counted, final in (
         (True, (exact, own("b")), "ab", False),
         (True, (own("b"), exact), "ab", False),
@@ -324,7 +327,8 @@ def after_four_rounds(norms: dict[str, float], **changes: Any) -> tuple[Ledger, 
     """A ledger whose sites have counted in four rounds with outer gradients of these norms, and
     its records.
     """
-    made, records = ledger("".join(norms), **changes), list[Record]()
+    made = ledger("".join(norms), **changes)
+    records = list[Record]()
     for number in range(1, 5):
         offer(made, *(replace(long(site, norm), round=number) for site, norm in norms.items()))
         records += made.due(1.0)
@@ -375,7 +379,8 @@ def test_who_trained_longer_may_be_longer_and_where_all_are_or_the_guard_is_off_
 
 def test_a_run_is_founded_once_by_sites_with_one_run_config() -> None:
     run_config = run_config_of(1)
-    founding, first = Founding(2), Hello("run", "b", incarnation(), run_config.key, ())
+    founding = Founding(2)
+    first = Hello("run", "b", incarnation(), run_config.key, ())
     founding.hello(first, run_config)
     with pytest.raises(ValueError, match=r"settings\.mixing is 0\.6 here and 0\.5 there"):
         founding.hello(replace(first, site="a"), replace(run_config, settings={"mixing": "0.6"}))
@@ -406,7 +411,8 @@ def history(rounds: int = RETENTION, last: int = 20, **late: float) -> list[Reco
 
 def test_dynamic_backup_leaves_out_who_is_later_than_the_round_over_the_others() -> None:
     for sites in (3, 4, 8):
-        names, threshold = [f"s{site}" for site in range(sites)], STEPS / (sites - 1)
+        names = [f"s{site}" for site in range(sites)]
+        threshold = STEPS / (sites - 1)
         for late, awaited in ((threshold - 0.01, names), (threshold + 0.01, names[:-1])):
             past = history(**dict.fromkeys(names[:-1], 0.0), **{names[-1]: late})
             assert DynamicBackup(least=0.1).awaited(past, names) == awaited
@@ -538,7 +544,8 @@ def test_a_hub_imports_no_quorum_that_its_operator_has_not_named_and_starts_with
     ):
         with pytest.raises(ValueError, match=words):
             imported(path)
-    backup, core = DynamicBackup(), Core(["a", "b"])
+    backup = DynamicBackup()
+    core = Core(["a", "b"])
     for own, quorum, made in (
         (careful, BACKUP, backup),
         (allowed, BACKUP, backup),
@@ -595,7 +602,8 @@ def test_wrong_values_are_found_at_the_launch_at_the_landing_and_in_a_checkpoint
     made = follower(20)
     assert launched(made, 20, digest=DIGEST + 1) is None
     assert (made.follows, made.fragments[0].steps) == (False, 0)
-    made, wrong = follower(20, flies=True), record(1, own("b", digest=8))
+    made = follower(20, flies=True)
+    wrong = record(1, own("b", digest=8))
     assert made.land(wrong, DIGEST, 9) is MergeAction.REFUSE
     assert (made.wants_state, made.fragments[0].applied.round) == (True, 0)
     made.found([DIGEST])

@@ -45,7 +45,8 @@ def test_the_hub_reads_and_writes_the_bytes_of_fp4(numel: int, seed: int, scale:
     one, other = torch.randn(2, numel, generator=torch.Generator().manual_seed(seed))
     values = one * other.mul(4).exp() * scale
     values[::7], values[1::9] = 0.0, -0.0
-    payload, expected = FP4().encode(values), torch.empty(numel)
+    payload = FP4().encode(values)
+    expected = torch.empty(numel)
     FP4().decode(payload, expected)
     assert encoded(values.numpy(), "fp4") == payload.numpy().tobytes()
     assert decoded(payload.numpy().tobytes(), numel, "fp4").tobytes() == expected.numpy().tobytes()
@@ -59,7 +60,8 @@ def test_in_float32_the_mean_of_the_hub_is_that_of_the_sites_also_the_last_one_a
     None
 ):
     choices = {**CHOICES, "compression": "fp32", "rounds": 6}
-    at_hub, at_sites = founded(3, **choices), founded(3, **{**choices, "mean": "sites"})
+    at_hub = founded(3, **choices)
+    at_sites = founded(3, **{**choices, "mean": "sites"})
     for sites in (at_hub, at_sites):
         train(sites, 20)
         restarted(sites)
@@ -71,8 +73,12 @@ def test_in_float32_the_mean_of_the_hub_is_that_of_the_sites_also_the_last_one_a
 
 
 def test_what_is_left_out_of_means_is_remembered_to_the_last_bit_of_rounding() -> None:
-    random, numel = np.random.default_rng(0), 300
-    told, sent, residual, sizes = np.zeros(numel), np.zeros(numel), None, Sizes(numel)
+    random = np.random.default_rng(0)
+    numel = 300
+    told = np.zeros(numel)
+    sent = np.zeros(numel)
+    residual = None
+    sizes = Sizes(numel)
     for number in range(12):
         blobs = random.standard_normal((3, numel)).astype(np.float32)
         store = {key_of(blob.tobytes()): blob.tobytes() for blob in blobs}

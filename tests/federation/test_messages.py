@@ -32,7 +32,9 @@ from lightning_sdiloco.federation.run_config import RunConfig, Terms
 KEYS = st.text("0123456789abcdef", min_size=64, max_size=64)
 LIVES = st.text("0123456789abcdef", min_size=16, max_size=16)
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
-WHOLE, ROUNDS, SMALL = st.integers(0, 2**63 - 1), st.integers(1, 2**40), st.integers(0, 99)
+WHOLE = st.integers(0, 2**63 - 1)
+ROUNDS = st.integers(1, 2**40)
+SMALL = st.integers(0, 99)
 DIGESTS = st.integers(-(2**63), 2**63 - 1)
 POSITIONS = st.builds(Position, WHOLE, KEYS)
 PAYLOADS = st.lists(st.builds(Payload, KEYS, WHOLE), max_size=2).map(tuple)
@@ -47,7 +49,9 @@ RUN_CONFIG = RunConfig(
 
 @st.composite
 def records(draw: Any) -> Record:
-    about, previous, digest = (draw(SMALL), draw(ROUNDS)), draw(KEYS), draw(DIGESTS)
+    about = (draw(SMALL), draw(ROUNDS))
+    previous = draw(KEYS)
+    digest = draw(DIGESTS)
     counted = tuple(
         Contribution(
             *(*about, site, draw(LIVES), previous, draw(ROUNDS), digest, draw(PAYLOADS)),
@@ -86,7 +90,8 @@ def test_texts_come_back_as_they_were_and_changed_bits_and_garbage_are_refused(
 
 
 def test_what_makes_no_message_is_refused_by_its_name() -> None:
-    welcome, late = Welcome((), ()), replace(RECORD, timings=(Timing("a", 1, 0.0),))
+    welcome = Welcome((), ())
+    late = replace(RECORD, timings=(Timing("a", 1, 0.0),))
     for whole, field, values in (
         (OWN, "fragment", (True, -1)),
         (OWN, "round", (1.0, 2**63)),

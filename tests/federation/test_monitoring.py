@@ -162,7 +162,8 @@ def test_a_real_prometheus_answers_every_query_of_the_dashboard(keys: Path, tmp_
     with closing(World(tmp_path, keys)) as world:
         world.found("a", "b", rounds=2)
         status = world.service.coordinator.status()
-    hub, port = MetricsServer("127.0.0.1:0", lambda: status, lambda: True), free_port()
+    hub = MetricsServer("127.0.0.1:0", lambda: status, lambda: True)
+    port = free_port()
     server = Prometheus(tmp_path, hub.port, port)
 
     def run(rank: int, world_size: int) -> Any:

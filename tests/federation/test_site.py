@@ -219,10 +219,8 @@ class Run:
 
     def pending(self, index: int, fragment: int = 0) -> int:
         """The steps that a site holds, or has in flight, and that no record counts yet."""
-        own, counted = (
-            self.sites[index].fragments[fragment],
-            [r.of(f"s{index}") for r in self.hub.records(fragment)],
-        )
+        own = self.sites[index].fragments[fragment]
+        counted = [r.of(f"s{index}") for r in self.hub.records(fragment)]
         return own.steps + (own.flight.steps if own.flight and own.flight.own not in counted else 0)
 
     def counted(self, index: int, fragment: int = 0) -> int:
@@ -344,7 +342,8 @@ def test_what_a_new_incarnation_trains_while_the_round_is_open_counts_with_its_n
     assert run.sites[0].engine.in_flight
     run.die(0)
     again = run.again(0, state if has_checkpoint else None)
-    before, was = again.local(), again.outer()[0].clone()
+    before = again.local()
+    was = again.outer()[0].clone()
     assert torch.equal(before, was[: len(before)]), (
         "what its earlier incarnation has trained is in the round"
     )
@@ -387,7 +386,8 @@ def test_all_ranks_of_a_site_begin_again_together() -> None:
             other.connection.heartbeat(other.world.follower)
             at_once(lambda rank: (rank.train(samples=1), rank.engine.land_due()), ranks)
 
-    site, other = started(0), Site(hub, 1, **ONE_FRAGMENT)
+    site = started(0)
+    other = Site(hub, 1, **ONE_FRAGMENT)
     hear(site)
     alone(site, 6)
     states = at_once(lambda rank: rank.state(), site)
@@ -443,8 +443,10 @@ def test_a_site_that_drops_what_comes_too_late_mixes_all_the_same(
 
 def slow(site: Site, waits: int) -> Site:
     """A site to which payloads take so many waits."""
-    left, held = [waits], list[Any]()
-    events, wait = site.connection.events, site.connection.wait
+    left = [waits]
+    held = list[Any]()
+    events = site.connection.events
+    wait = site.connection.wait
 
     def waited(timeout: float) -> bool:
         left[0] -= 1
@@ -456,7 +458,8 @@ def slow(site: Site, waits: int) -> Site:
         held[:] = [event for event in held if event not in now]
         return now
 
-    site.connection.wait, site.connection.events = waited, heard
+    site.connection.wait = waited
+    site.connection.events = heard
     return site
 
 
@@ -546,7 +549,8 @@ def test_sites_train_on_beside_a_hub_that_knows_less_and_count_it_all_when_its_l
 ) -> None:
     sites = founded(2, steps=40, **CHOICES)
     hub = sites[0].hub
-    whole, before = hub.journal, sites[0].local().clone()
+    whole = hub.journal
+    before = sites[0].local().clone()
     restarted(sites, earlier(hub, 6))
     train(sites, 20)
     assert not torch.equal(sites[0].local(), before)
@@ -688,7 +692,8 @@ def test_how_many_ranks_a_site_has_changes_no_bit(direction: Any) -> None:
         "outer_optimizer": OuterOptimizer(direction=direction),
     }
     alone = train_ranked((1, 1, 1), 26, normed, (4, 4, 4), **choices)
-    heard, gathered = [], list[int]()
+    heard = []
+    gathered = list[int]()
 
     def at(rank: Site, step: int) -> None:
         if rank.index == 0 and not rank.topology.group_rank and step < 8:
@@ -765,7 +770,8 @@ def test_ranks_share_what_their_site_sends_and_fetches() -> None:
     expected = alone.engine.report()
     for site in sites[:2]:
         for rank in site:
-            report, number = rank.engine.report(), rank.topology.group_rank
+            report = rank.engine.report()
+            number = rank.topology.group_rank
             assert report["bytes_sent"] == pytest.approx(expected["bytes_sent"] / 4, rel=0.02)
             of_site = [
                 record.of(f"s{rank.index}") for record in rank.hub.records() if record.round == 1
@@ -841,7 +847,8 @@ def test_a_run_ends_with_what_all_its_sites_hold(
         assert torch.allclose(torch.cat(list(whole(site).values())), mean, rtol=2**-8, atol=0.0)
 
 
-LAST, ROUNDED = [True, True], [False, False]
+LAST = [True, True]
+ROUNDED = [False, False]
 
 
 def over(sites: Sequence[Site], exact: Sequence[Sequence[Sequence[bool]]]) -> None:
@@ -849,7 +856,8 @@ def over(sites: Sequence[Site], exact: Sequence[Sequence[Sequence[bool]]]) -> No
     exact.
     """
     for _ in range(12):
-        if left := [site for site in sites if not site.world.is_over]:
+        left = [site for site in sites if not site.world.is_over]
+        if left:
             train(left, 1)
     assert not left
     assert equal(sites[0].outer(), sites[1].outer())
@@ -994,7 +1002,8 @@ def test_what_is_sent_in_float32_is_read_so_beside_what_is_not() -> None:
     still, other = founded(2, **CHOICES, outer_lr=1.0, outer_momentum=0.0, outer_optimizer=outer)
     still.optimizer.param_groups[0]["lr"] = 0.0
     train([still, other], 7)
-    held, send = list[Any](), still.connection.contribute
+    held = list[Any]()
+    send = still.connection.contribute
     still.connection.contribute = lambda *sent: held.append(sent)
     still.train()
     still.connection.contribute = send

@@ -164,7 +164,8 @@ def test_who_has_no_certificate_of_the_authority_is_no_member_and_no_hub(
     for stranger, told in strangers:
         with pytest.raises(HubUnreachable, match=told):
             stranger.call("ping")
-    authority, own = load(served.keys, "site-a").authority, load(other)
+    authority = load(served.keys, "site-a").authority
+    own = load(other)
     for certificate in ((), (own.key, own.certificate)):
         with channel_to(served.port, authority, *certificate) as channel:
             assert refusal(lambda channel=channel: ping(channel)) == "UNAVAILABLE"
@@ -217,7 +218,8 @@ def test_a_member_speaks_for_itself_for_its_run_with_its_key_and_this_version(
         with pytest.raises(Denied, match="certificate of site 'site-a' is not valid for"):
             claiming(served, **claim).call("ping")
     # Nor in what it says, nor in its heartbeats.
-    site, about = served.client("site-a"), {"site": "site-b"}
+    site = served.client("site-a")
+    about = {"site": "site-b"}
     for say in (
         lambda: site.send(b"payload", about),
         lambda: site.call("contribute", about),
@@ -346,7 +348,8 @@ def test_a_blob_is_refused_by_what_is_announced_and_by_other_bytes_than_that(
 
 def test_what_is_wrong_with_the_disk_of_the_hub_is_told(served: Served) -> None:
     site = served.client("site-a")
-    key, other = put(site, b"old"), put(site, bytes(3 * CHUNK))
+    key = put(site, b"old")
+    other = put(site, bytes(3 * CHUNK))
     served.store.retain([other], age=0)
     with pytest.raises(Missing, match=key):
         site.get(key)
@@ -368,7 +371,9 @@ def test_what_is_wrong_with_the_disk_of_the_hub_is_told(served: Served) -> None:
 def test_a_reader_who_opens_streams_and_says_nothing_keeps_nobody_out(
     hub: Served, keys: Path
 ) -> None:
-    own, goes_on, ended = load(keys, "viewer"), threading.Event(), list[str]()
+    own = load(keys, "viewer")
+    goes_on = threading.Event()
+    ended = list[str]()
 
     def silence() -> Any:
         goes_on.wait()
@@ -404,10 +409,8 @@ def test_there_is_room_for_an_operator_whoever_else_calls(tmp_path: Path, keys: 
 def test_who_is_connected_is_sent_away_when_its_certificate_is_no_longer_valid(
     tmp_path: Path,
 ) -> None:
-    keys, past = (
-        make_keys(tmp_path / "keys"),
-        datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc),
-    )
+    keys = make_keys(tmp_path / "keys")
+    past = datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc)
     with Served(tmp_path, keys) as served:
         first, second = (served.client(name).events(dict) for name in ("site-a", "site-b"))
         assert next(first).kind == next(second).kind == "welcome"
@@ -428,7 +431,8 @@ def test_a_refusal_is_not_answered_by_calls_without_end(
     def tries() -> int:
         return [call.args[1] for call in refuse.call_args_list].count("contribute")
 
-    connection, began = HubConnection(hub.client("site-a")), time.monotonic()
+    connection = HubConnection(hub.client("site-a"))
+    began = time.monotonic()
     connection._let_in = True
     connection.contribute(own("site-a"), {})
     until(lambda: tries() >= 3)
@@ -468,14 +472,16 @@ def test_a_later_incarnation_takes_the_place_of_an_earlier_one_and_events_reach_
     with pytest.raises(Malformed):
         next(hub.client("site-a").events(lambda: [1]))  # type: ignore[arg-type,return-value]
     assert hub.handler.seen == [], "who is not let in was not there"
-    earlier, later = hub.client("site-a"), hub.client("site-a")
+    earlier = hub.client("site-a")
+    later = hub.client("site-a")
     # What is sent again is known.
     for site, said in ((earlier, "open"), (later, "known")):
         assert site.send(b"payload", {"site": "site-a", "round": 1}) == {"said": said}
     assert hub.handler.taken == [("site-a", key_of(b"payload"))]
     with pytest.raises(Refused, match="another size"):
         later.send(b"payload", {"size": 8})
-    first, second = earlier.events(dict), later.events(dict)
+    first = earlier.events(dict)
+    second = later.events(dict)
     assert next(first) == next(second) == Event("welcome", {"to": "site-a"})
     with pytest.raises(Refused, match="watches from elsewhere"):
         list(first)
@@ -567,7 +573,8 @@ def test_blobs_travel_at_the_same_time_and_what_has_arrived_is_not_sent_again(
 ) -> None:
     site = hub.client("site-a", port=line.port, channels=4)
     site.call("ping")
-    blob, other = os.urandom(40 * CHUNK), os.urandom(40 * CHUNK)
+    blob = os.urandom(40 * CHUNK)
+    other = os.urandom(40 * CHUNK)
     line.passed["up"], line.cut_after["up"] = 0, 20 * CHUNK
     assert hub.store.get(put(site, blob)) == blob
     # What was on its way in buffers is lost: some chunks for each connection.

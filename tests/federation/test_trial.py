@@ -49,13 +49,12 @@ def test_nothing_diverges_in_any_of_the_worlds(part: int) -> None:
 
 # A rule is taken out of the real ledger or follower, of the site or the hub. What is changed, as it
 # is:
-land, launches, load, landing = (
-    Follower.land,
-    Progress.launches,
-    Follower.load_state_dict,
-    Progress.landing,
-)
-call, durable = Ledger._call, Durable.append
+land = Follower.land
+launches = Progress.launches
+load = Follower.load_state_dict
+landing = Progress.landing
+call = Ledger._call
+durable = Durable.append
 
 
 def hasty(self: Durable, seq: int, record: bytes, notes: Any = None) -> None:

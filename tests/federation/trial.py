@@ -63,8 +63,12 @@ FAULTS = (
     *("flip_outer", "flip_payload", "flip_record", "flip_state", "flip_checkpoint"),
     *("wrong_arithmetic", "not_finite"),
 )
-QUIET, ENDING, LEAST = 40.0, 40.0, 0.5
-TICK, BEAT, UNHEARD = 0.1, 0.5, 2.0
+QUIET = 40.0
+ENDING = 40.0
+LEAST = 0.5
+TICK = 0.1
+BEAT = 0.5
+UNHEARD = 2.0
 # Times of a hub that are short beside those of the trial.
 SHORT = {"_PATIENCE": 2.0, "_SENDING": 2.0}
 
@@ -77,7 +81,8 @@ def said(kind: str, body: bytes) -> Any:
 class Process:
     """Hears what arrives: later if it is stopped, and never if it is dead."""
 
-    alive, stopped = True, False
+    alive = True
+    stopped = False
 
     def __init__(self) -> None:
         self.unread: list[tuple[Any, ...]] = []
@@ -95,7 +100,8 @@ class Process:
 
     def go_on(self) -> None:
         self.stopped = False
-        unread, self.unread = self.unread, []
+        unread = self.unread
+        self.unread = []
         for message in unread:
             self.arrive(*message)
 
@@ -104,7 +110,9 @@ class Connection:
     """What an incarnation of a site says goes over the network of its world."""
 
     def __init__(self, machine: "Site", incarnation: str) -> None:
-        self._machine, self.site, self.incarnation = machine, machine.name, incarnation
+        self._machine = machine
+        self.site = machine.name
+        self.incarnation = incarnation
 
     def hello(self, follower: Follower) -> None:
         self._machine.world.send(self._machine, "hello", follower.hello(RUN))
@@ -121,7 +129,10 @@ class Site(ScriptedSite, Process):
 
     def __init__(self, world: "World", name: str, speed: float, samples: int) -> None:
         Process.__init__(self)
-        self.world, self.name, self.speed, self.samples = world, name, speed, samples
+        self.world = world
+        self.name = name
+        self.speed = speed
+        self.samples = samples
         self.alive = self.cut_up = self.cut_down = self.gone_for_good = False
         self.checkpoints: list[Any] = []
         self.incarnations = self.turns = 0
@@ -132,19 +143,18 @@ class Site(ScriptedSite, Process):
     def start(self) -> None:
         if self.alive or self.gone_for_good:
             return
-        world, self.incarnations = self.world, self.incarnations + 1
+        world = self.world
+        self.incarnations = self.incarnations + 1
         incarnation = f"{int(self.name[1:]):04x}{self.incarnations:012x}"
         first = [first_values(p, world.run_config.key) for p in range(world.terms.fragments)]
         ScriptedSite.__init__(
             self, Connection(self, incarnation), world.run_config, first, world.late
         )
-        self.incarnation, self.alive, self.stopped, self.was_wrong, self.does_wrong = (
-            incarnation,
-            True,
-            False,
-            False,
-            False,
-        )
+        self.incarnation = incarnation
+        self.alive = True
+        self.stopped = False
+        self.was_wrong = False
+        self.does_wrong = False
         self.finishing = self.broken = self.waits = self.misled = self.forgot = False
         self.joined = not world.sites_join
         self.heard_at = self.waited_since = self.calm_since = world.now
@@ -163,7 +173,8 @@ class Site(ScriptedSite, Process):
 
     def go_on(self) -> None:
         if self.stopped and self.alive:
-            self.calm_since, self.waited_since = self.world.now, self.world.now
+            self.calm_since = self.world.now
+            self.waited_since = self.world.now
             super().go_on()
             self.trains_in(self.speed)
 
@@ -190,7 +201,9 @@ class Site(ScriptedSite, Process):
             self.follower.load_state_dict(state, [part.values.digest for part in parts])
         except ValueError:
             return False
-        self.parts, self.at, self.misled = parts, at, misled
+        self.parts = parts
+        self.at = at
+        self.misled = misled
         return True
 
     # What it hears
@@ -235,7 +248,8 @@ class Site(ScriptedSite, Process):
                 self.halt(Refused(event.body.decode()))
         if event.kind in ("refused", "heard"):
             return
-        heard, get = said(event.kind, event.body), self.world.disk.store.get
+        heard = said(event.kind, event.body)
+        get = self.world.disk.store.get
         try:
             if isinstance(heard, Recorded):
                 keys = [payload.key for own in heard.record.counted for payload in own.payloads]
@@ -294,7 +308,8 @@ class Site(ScriptedSite, Process):
     def lives_on(self, turn: int) -> None:
         if not self.alive or self.stopped or turn != self.turns:
             return
-        follower, world = self.follower, self.world
+        follower = self.follower
+        world = self.world
         self.forgot = self.forgot and follower.lag > 0
         joins = (
             follower.reachable
@@ -338,7 +353,8 @@ class Site(ScriptedSite, Process):
         new = super().stepped(record, old, payloads)
         if self.does_wrong:
             new.outer[0] = np.nextafter(new.outer[0], np.float32(9))
-            self.does_wrong, self.was_wrong = False, True
+            self.does_wrong = False
+            self.was_wrong = True
         return new
 
     def lands(self, record: Record, landing: MergeAction, new: Values) -> None:
@@ -354,13 +370,16 @@ class Disk:
     """
 
     def __init__(self, store: InMemoryStore, is_real: bool = True) -> None:
-        self.journal, self.store, self.is_real = Durable(MEMORY), store, is_real
+        self.journal = Durable(MEMORY)
+        self.store = store
+        self.is_real = is_real
         # Each with its round, by site and fragment.
         self.counted: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
 
     def without_the_last(self, number: int, steps: dict[Contribution, "Sent"]) -> "Disk":
         """What a backup of a while ago holds."""
-        backup, notes = Disk(self.store, is_real=False), self.journal.notes()
+        backup = Disk(self.store, is_real=False)
+        notes = self.journal.notes()
         oldest = min(name for name in notes if name.startswith("snapshot/"))
         backup.journal.note({name: notes[name] for name in ("run_config", oldest)})
         for seq, text in self.journal.read():
@@ -378,7 +397,8 @@ class Durable(SQLiteLedger):
 
     def append(self, seq: int, record: Any, notes: Any = None) -> None:
         super().append(seq, record, notes)
-        if hub := self.hub:
+        hub = self.hub
+        if hub:
             made = Record.from_bytes(record)
             hub.world.judge.recorded(hub, made)
             if hub.world.quiet_records is not None:
@@ -390,7 +410,9 @@ class Hub(Process):
 
     def __init__(self, world: "World", disk: Disk) -> None:
         super().__init__()
-        self.world, self.disk, self.started = world, disk, world.now
+        self.world = world
+        self.disk = disk
+        self.started = world.now
         self.sessions: dict[str, str] = {}
         # For the judge: when a site has beaten, which incarnation, whether it follows, and what it
         # has applied.
@@ -507,15 +529,14 @@ class Hub(Process):
 class World:
     def __init__(self, seed: int, faults: int = 50) -> None:
         self.random = random = Random(seed)
-        self.now, self.numbers = 0.0, count()
+        self.now = 0.0
+        self.numbers = count()
         self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.judge = Judge()
-        self.left_faults, self.slow_until, self.share_not_finite, self.trouble = (
-            faults,
-            0.0,
-            0.0,
-            False,
-        )
+        self.left_faults = faults
+        self.slow_until = 0.0
+        self.share_not_finite = 0.0
+        self.trouble = False
         self.ending = False
         self.flips: set[str] = set()
         grace = random.choice([0.3, 0.6, 1.5])
@@ -618,7 +639,8 @@ class World:
         if not self.left_faults:
             return
         self.left_faults -= 1
-        kind, site = self.random.choice(FAULTS), self.random.choice(list(self.sites.values()))
+        kind = self.random.choice(FAULTS)
+        site = self.random.choice(list(self.sites.values()))
         others = [
             own
             for own in self.sites.values()
@@ -686,7 +708,8 @@ class World:
 
     def heal(self, site: Site) -> None:
         site.cut_up = site.cut_down = False
-        site.broken, site.calm_since = True, self.now
+        site.broken = True
+        site.calm_since = self.now
 
     def hub_starts(self, instead_of: Hub) -> None:
         if self.hub is instead_of and not instead_of.alive:
@@ -739,7 +762,8 @@ class World:
         ]
         if able or not (self.hub.alive and self.hub.disk.is_real):
             return
-        hub, disk = self.hub, self.hub.disk
+        hub = self.hub
+        disk = self.hub.disk
         firsts = [
             own.next_round
             for site in self.sites.values()
@@ -755,7 +779,8 @@ class World:
             # A record that is gone may still land where it has arrived before: what it has counted,
             # it has.
             before = Disk(disk.store)
-            before.counted, disk.counted = disk.counted, defaultdict(dict)
+            before.counted = disk.counted
+            disk.counted = defaultdict(dict)
             for (site, p), rounds in before.counted.items():
                 last = hub.ledger.closed[p].round
                 disk.counted[site, p] = {
@@ -848,7 +873,8 @@ class Judge:
             self.violations.append(what)
 
     def launched(self, site: Site, own: Contribution, part: Part) -> None:
-        ids, values = part.held, part.values
+        ids = part.held
+        values = part.values
         self.sent[own] = Sent(list(ids), values.lineage, values.digest, part.local.copy())
         self.deny(
             own.weight != len(ids) * site.samples,
@@ -865,8 +891,11 @@ class Judge:
 
     def lands(self, site: Site, record: Record, landing: MergeAction, new: Values) -> None:
         """Looks at a landing before the site does to its values what it says."""
-        p, part, deny = record.fragment, site.parts[record.fragment], self.deny
-        old, flight = part.values, part.flight or []
+        p = record.fragment
+        part = site.parts[record.fragment]
+        deny = self.deny
+        old = part.values
+        flight = part.flight or []
         rounds = self.disks[record.key].counted[site.name, p]
         counted = {step for step in part.steps if rounds.get(step, 1 << 60) <= record.round}
         where = f"{site.name}, round {record.round} of {p}"
@@ -950,7 +979,8 @@ class Judge:
         where = f"{'' if disk.is_real else 'backup: '}round {record.round} of {record.fragment}"
         self.disks[record.key] = disk
         for own in record.counted:
-            sent, counted = self.sent.get(own), disk.counted[own.site, own.fragment]
+            sent = self.sent.get(own)
+            counted = disk.counted[own.site, own.fragment]
             if sent is None:
                 self.violations.append(f"{where} counts what {own.site} has not contributed")
                 return
@@ -972,7 +1002,9 @@ class Judge:
     @staticmethod
     def living(hub: Hub) -> list[str]:
         """The sites that have beaten within a lease, follow, and are near enough."""
-        now, lease, closed = hub.world.now, hub.world.terms.lease, hub.ledger.closed
+        now = hub.world.now
+        lease = hub.world.terms.lease
+        closed = hub.ledger.closed
         return [
             site
             for site, (time, _, follows, applied) in hub.heartbeats.items()
@@ -991,7 +1023,9 @@ class Judge:
 
     def closes(self, hub: Hub) -> None:
         """Looks, after the hub closed what was due, for rounds that are open for too long."""
-        now, ledger, terms = hub.world.now, hub.ledger, hub.world.terms
+        now = hub.world.now
+        ledger = hub.ledger
+        terms = hub.world.terms
         for p, round in ledger.open.items():
             able = [own for own in round.here.values() if not own.reason]
             if (
@@ -1017,7 +1051,8 @@ class Judge:
             )
 
     def quiet(self, world: World) -> None:
-        records, fragments = world.quiet_records or [], world.terms.fragments
+        records = world.quiet_records or []
+        fragments = world.terms.fragments
         self.deny(
             len(records) / fragments < QUIET / 6,
             f"only {len(records)} records while nothing was wrong",

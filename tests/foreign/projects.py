@@ -71,13 +71,11 @@ class Trial:
 
 class _Probe:
     def __init__(self, trial: Trial, monitor: str, half: int, sign: int) -> None:
-        self.trial, self.monitor, self.half, self.sign, self.validations = (
-            trial,
-            monitor,
-            half,
-            sign,
-            0,
-        )
+        self.trial = trial
+        self.monitor = monitor
+        self.half = half
+        self.sign = sign
+        self.validations = 0
         self.losses: list[float] = []
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
@@ -107,7 +105,8 @@ class _Probe:
 
 def sines(length: int, series: int, noise: float = 0.0) -> dict[str, Any]:
     """Columns of a table: sines of different phases."""
-    time, which = np.tile(np.arange(length), series), np.repeat(np.arange(series), length)
+    time = np.tile(np.arange(length), series)
+    which = np.repeat(np.arange(series), length)
     values = 5 + np.sin(time / 4 + which) + noise * np.random.default_rng(0).normal(size=len(time))
     return {"time": time, "series": which, "value": values.astype("float32")}
 
@@ -168,10 +167,8 @@ def chemprop(trial: Trial) -> None:
 
     def molecules(count: int, seed: int) -> Any:
         """Chains of known pieces; the target is their number of carbon atoms."""
-        generator, atoms = (
-            np.random.default_rng(seed),
-            ("C", "CC", "CCO", "c1ccccc1", "C(=O)O", "CN", "C1CCCCC1"),
-        )
+        generator = np.random.default_rng(seed)
+        atoms = ("C", "CC", "CCO", "c1ccccc1", "C(=O)O", "CN", "C1CCCCC1")
         smiles = [
             "".join(generator.choice(atoms, size=generator.integers(2, 5))) for _ in range(count)
         ]
@@ -183,7 +180,8 @@ def chemprop(trial: Trial) -> None:
         return data.build_dataloader(part, batch_size=8, num_workers=0, shuffle=seed == 0)
 
     new.seed_everything(0)
-    metrics, regression = [layers.metrics.RMSE(), layers.metrics.MAE()], layers.RegressionFFN()
+    metrics = [layers.metrics.RMSE(), layers.metrics.MAE()]
+    regression = layers.RegressionFFN()
     model = models.MPNN(
         layers.BondMessagePassing(),
         layers.MeanAggregation(),
@@ -283,13 +281,12 @@ def rl4co(trial: Trial) -> None:
             }
 
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            saved, rollout = checkpoint["baseline"], self.baseline.baseline
+            saved = checkpoint["baseline"]
+            rollout = self.baseline.baseline
             self.baseline.alpha = saved["alpha"]
-            rollout.bl_vals, rollout.mean, rollout.dataset.data = (
-                saved["values"],
-                saved["mean"],
-                saved["tours"],
-            )
+            rollout.bl_vals = saved["values"]
+            rollout.mean = saved["mean"]
+            rollout.dataset.data = saved["tours"]
 
     new.seed_everything(0)
     env = TSPEnv(generator_params={"num_loc": 10})

@@ -19,7 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset
 import lightning_sdiloco  # noqa: F401
 from tests.ranks import in_ranks
 
-WINDOW, MICRO_BATCH, STEPS = 64, 16, 64
+WINDOW = 64
+MICRO_BATCH = 16
+STEPS = 64
 
 
 def windows() -> list[torch.Tensor]:

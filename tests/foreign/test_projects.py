@@ -62,7 +62,8 @@ def test_a_project_does_what_it_does_with_ddp(project: str, tmp_path: Path) -> N
             PROJECTS[project](trial)
             return trial.found
 
-        with_ddp, ours = fitted("ddp", "ddp"), fitted("unbroken", NAME)
+        with_ddp = fitted("ddp", "ddp")
+        ours = fitted("unbroken", NAME)
         assert agreed(ours["digest"])
         again = fitted("resumed", NAME, resume=tmp_path / "unbroken" / HALF)
         for name in ("global_step", "keys", "predictions", "validated", "parameters"):

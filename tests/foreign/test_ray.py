@@ -43,7 +43,8 @@ def workers(folder: Path) -> list[int]:
     """The processes in which Ray trains for a run of the example: children of its daemon, which
     has our environment.
     """
-    daemons, found = set[int](), list[tuple[int, int]]()
+    daemons = set[int]()
+    found = list[tuple[int, int]]()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it may have ended
             name = (process / "cmdline").read_bytes()
@@ -79,7 +80,8 @@ def test_a_killed_worker_is_started_again_and_the_fit_ends_with_the_same_bits(
 ) -> None:
     short = ("--epochs", 3, "--steps", 30, "--sync-every", 10)
     unbroken = example(tmp_path / "unbroken", *short)
-    ended, killed = threading.Event(), list[bool]()
+    ended = threading.Event()
+    killed = list[bool]()
     hunter = threading.Thread(target=lambda: killed.append(kills_one(tmp_path / "killed", ended)))
     hunter.start()
     try:
@@ -117,7 +119,9 @@ def test_the_workers_of_a_node_are_a_group_unless_nodes_have_different_numbers(
 
     from lightning_sdiloco.ray import RayStreamingDiLoCoStrategy
 
-    counted, refused, rank = set[int](), 0, 0
+    counted = set[int]()
+    refused = 0
+    rank = 0
     for node, here in enumerate(workers_of_nodes):
         for local in range(here):
             where = {

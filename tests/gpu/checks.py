@@ -121,7 +121,8 @@ def codecs(place: Place, rank: int, world_size: int) -> Found:
     for name, codec in CODECS.items():
         payload = codec.encode(values)
         assert_same(codec.encode(there), payload, f"{name}: the payload of the device differs")
-        out, expected = torch.empty_like(there), torch.empty_like(values)
+        out = torch.empty_like(there)
+        expected = torch.empty_like(values)
         codec.decode(payload.to(place.device), out)
         codec.decode(payload, expected)
         assert_same(out, expected, f"{name}: what the device decodes differs")
@@ -347,7 +348,8 @@ def between_devices(name: str, place: Place, rank: int, world_size: int) -> Foun
     topology = Topology.of_world(
         GroupLayout(2, 2), timedelta(seconds=40), on_device=backend_on(place, rank)
     )
-    runs, counts = [], []
+    runs = []
+    counts = []
     for one in (topology, Topology.of_world(GroupLayout(2, 2), timedelta(seconds=40))):
         training = Training(place.device, rank, topology=one, **CHOICES[name])
         runs.append(shown_run(training))

@@ -190,11 +190,9 @@ class Traced(Callback):
 
     def __init__(self, first: int, last: int, path: Path, with_device: bool) -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if with_device else [])]
-        self._profile, self._steps, self._path = (
-            profile(activities=activities),
-            range(first, last),
-            path,
-        )
+        self._profile = profile(activities=activities)
+        self._steps = range(first, last)
+        self._path = path
         self._open: Any = None
 
     def on_train_batch_start(
@@ -247,7 +245,8 @@ def traced(place: Place, rank: int, world_size: int) -> Found:
     with gzip.open(path, "rt") as file:
         events = json.load(file)["traceEvents"]
     names = [event.get("name") for event in events]
-    launches, landings = names.count("sdiloco::launch"), names.count("sdiloco::land")
+    launches = names.count("sdiloco::launch")
+    landings = names.count("sdiloco::land")
     assert launches, "the trace holds no launch"
     assert landings, "the trace holds no landing"
     ours = waits_in(events, ["sdiloco::launch", "sdiloco::land"])

@@ -74,7 +74,8 @@ def do(task: Task, place: Place, log: Path) -> Outcome:
     """Does a piece of work in processes of its own, whose output goes to a file; the shorter time
     limit holds.
     """
-    began, limit = time.monotonic(), min(place.seconds, task.seconds)
+    began = time.monotonic()
+    limit = min(place.seconds, task.seconds)
     start = (
         run_ranks if task.connected and task.ranks > 1 else partial(run_processes, ranks_per_node=1)
     )

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.fits import Announced, whole
 
-FEATURES, TARGETS = 16, 4
+FEATURES = 16
+TARGETS = 4
 
 
 class Block(nn.Module):
@@ -23,7 +24,8 @@ class Block(nn.Module):
 
     def __init__(self, width: int, norm: nn.Module) -> None:
         super().__init__()
-        self.position_wise_feed_forward_projection, self.norm = nn.Linear(width, width), norm
+        self.position_wise_feed_forward_projection = nn.Linear(width, width)
+        self.norm = norm
 
     def forward(self, x: Tensor) -> Tensor:
         return x + 0.01 * torch.tanh(self.norm(self.position_wise_feed_forward_projection(x)))

@@ -61,7 +61,9 @@ class Seen(pl.LightningModule):
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
-        self.net, self.trained, self.seen = made("wide", seed), list[Any](), list[Any]()
+        self.net = made("wide", seed)
+        self.trained = list[Any]()
+        self.seen = list[Any]()
 
     def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
         self.trained.append(held(self))
@@ -84,7 +86,8 @@ def fit(
     rank: int, model: Any, strategy: Any, resume: Any = None, size: int = 1, **choices: Any
 ) -> Any:
     """Fits in this rank, one of those of two groups."""
-    loader, validation = choices.pop("loader", Batches(rank, size)), choices.pop("validation", None)
+    loader = choices.pop("loader", Batches(rank, size))
+    validation = choices.pop("validation", None)
     choices["enable_checkpointing"] = any(
         "Checkpoint" in type(c).__name__ for c in choices.get("callbacks", ())
     )
@@ -124,11 +127,13 @@ def test_all_files_and_the_end_of_a_short_fit_are_as_good_as_ddps_and_go_on_with
         fit(rank, model, strategy, resume, 2, max_steps=steps, callbacks=[save])
         return held(model)
 
-    ddp, said = run("ddp", "ddp"), said_by("lightning_sdiloco")
+    ddp = run("ddp", "ddp")
+    said = said_by("lightning_sdiloco")
     ours = run("ours", fits.strategy(worker_groups=2))
     assert agreed(ours)
     assert error_of(ours) <= 1.1 * error_of(ddp) + 1e-3
-    mine, theirs = saved(tmp_path / "ours"), saved(tmp_path / "ddp")
+    mine = saved(tmp_path / "ours")
+    theirs = saved(tmp_path / "ddp")
     assert (
         list(mine) == list(theirs) == ["last.ckpt", "step=20.ckpt", "step=40.ckpt", "step=60.ckpt"]
     )
@@ -157,11 +162,13 @@ def test_an_average_that_has_not_begun_is_no_checkpoint(rank: int, tmp_path: Pat
     def run(resume: Path | None = None) -> dict[str, Tensor]:
         average = pl.callbacks.EMAWeightAveraging(decay=0.5)
         save = saving(tmp_path / str(resume is None), every_n_train_steps=20, save_last=True)
-        model, strategy = Seen(rank), fits.strategy(fragments=[["*"]])
+        model = Seen(rank)
+        strategy = fits.strategy(fragments=[["*"]])
         fit(rank, model, strategy, resume, max_steps=130, callbacks=[save, average])
         return held(model)
 
-    through, states = run(), saved(tmp_path / "True")
+    through = run()
+    states = saved(tmp_path / "True")
     for name in ("step=20.ckpt", "step=100.ckpt", "step=120.ckpt", "last.ckpt"):
         assert error_of(states[name]) < 0.6 * INITIAL, name
     assert same(through, run(tmp_path / "True" / "step=40.ckpt"))
@@ -206,7 +213,8 @@ def test_a_signal_leaves_no_time_for_an_exchange(rank: int, tmp_path: Path) -> N
 def test_one_rank_alone_and_one_that_fails_save_their_own_values_say_so_and_wait_for_nobody(
     rank: int, tmp_path: Path
 ) -> None:
-    said, seen = said_by("lightning_sdiloco"), list[dict[str, Tensor]]()
+    said = said_by("lightning_sdiloco")
+    seen = list[dict[str, Tensor]]()
 
     def look(trainer: Any, module: Any, *_: Any) -> None:
         if trainer.global_step == 5 and rank == 1:
@@ -269,7 +277,8 @@ def test_a_loop_of_fabric_that_never_finishes_saves_what_it_has_trained(
     fabric = fabric_of(4, sync_every=50, overlap_steps=5, fragments=[["*"]])
     net = made("wide", rank)
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=2e-3))
-    whole, model_alone = {"model": model, "optimizer": optimizer}, {"model": model}
+    whole = {"model": model, "optimizer": optimizer}
+    model_alone = {"model": model}
     for step in range(1, 61):
         train(fabric, optimizer, loss_of(model, rank // 2, step))
         if step == 5 and rank == 0:
@@ -307,8 +316,11 @@ class Average:
     """A moving average as people write it: it takes the place of the weights for a validation."""
 
     def __init__(self, module: nn.Module, decay: float = 0.9) -> None:
-        self.module, self.decay, self.expected = module, decay, list[dict[str, Tensor]]()
-        self.values, self.before = dict[str, Tensor](), dict[str, Tensor]()
+        self.module = module
+        self.decay = decay
+        self.expected = list[dict[str, Tensor]]()
+        self.values = dict[str, Tensor]()
+        self.before = dict[str, Tensor]()
 
     def update(self, *_: Any) -> None:
         for name, values in held(self.module).items():
@@ -397,7 +409,8 @@ def test_testing_prediction_and_an_exception_in_the_midst_of_a_fit_see_the_outer
             raise ArithmeticError("enough")
 
     for which in ("test", "predict", "validate"):
-        model, local = Seen(rank), list[dict[str, Tensor]]()
+        model = Seen(rank)
+        local = list[dict[str, Tensor]]()
         choices: dict[str, Any] = {
             "max_steps": 11,
             "callbacks": [callback(on_train_batch_end=evaluate)],
@@ -431,12 +444,14 @@ def test_means_of_the_first_round_change_no_bit_of_training_and_are_in_the_best_
     def run(
         rank: int, name: str, resume: Path | None = None
     ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-        validates, folder = name != "plain", tmp_path / name
+        validates = name != "plain"
+        folder = tmp_path / name
         by_loss = {"monitor": "val_loss", "save_on_train_epoch_end": False}
         callbacks = [saving(folder, every_n_train_steps=1)] + validates * [
             saving(folder / "best", **by_loss)
         ]
-        model, groups = Seen(rank // size), {"worker_groups": 2, "compression": compression}
+        model = Seen(rank // size)
+        groups = {"worker_groups": 2, "compression": compression}
         strategy = fits.strategy(**groups, **SHORT, **(sizes if size > 1 else {}))
         if size > 1:
             model.configure_model = lambda: sharded(model)
@@ -527,7 +542,8 @@ def test_early_stopping_and_the_best_checkpoint_go_beside_ddp_from_the_first_ste
         assert Path(best.best_model_path).name == "step=150.ckpt"
         return losses
 
-    losses, expected = run("streaming", fits.strategy()), run("ddp", "ddp")
+    losses = run("streaming", fits.strategy())
+    expected = run("ddp", "ddp")
     assert agreed(losses)
     assert len(losses) == 6
     assert losses == sorted(losses, reverse=True)

@@ -20,7 +20,8 @@ from tests.ranks import agreed, in_ranks, run_processes
 pytestmark = pytest.mark.large
 
 # All fragments have landed once when the fit is saved, and some are in flight again.
-STEPS, SAVED = 15, 10
+STEPS = 15
+SAVED = 10
 SHARDED = {"data_parallel_size": 2, "tensor_parallel_size": 1}
 
 
@@ -28,7 +29,8 @@ def fit(
     rank: int, kind: str, groups: int, folder: Path, resume: bool = False, **choices: Any
 ) -> dict[str, Any]:
     """Fits, saving in the midst of it or resuming from there."""
-    size, found = 4 // groups, dict[str, Any]()
+    size = 4 // groups
+    found = dict[str, Any]()
 
     def look(trainer: Any, *_: Any) -> None:
         if trainer.global_step == SAVED:

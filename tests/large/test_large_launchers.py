@@ -23,7 +23,8 @@ pytestmark = pytest.mark.large
 
 def readable(trainer: Any) -> tuple[list[dict[str, Any]], list[Any]]:
     """What users read of a fit: tensors, and plain containers."""
-    strategy, steps = trainer.strategy, range(20)
+    strategy = trainer.strategy
+    steps = range(20)
     tensors = [
         strategy.outer_state_dict(),
         held(trainer.lightning_module),

@@ -20,7 +20,8 @@ from tests.scripts import ROOT, run_python
 
 pytestmark = pytest.mark.large
 
-STEPS, SAVED = 16, 9
+STEPS = 16
+SAVED = 9
 CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:3"}
 
 

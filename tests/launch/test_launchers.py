@@ -95,7 +95,8 @@ def launched(
     all end well.
     """
     fresh(folder)
-    nodes, log = len(arguments), folder / "all.log"
+    nodes = len(arguments)
+    log = folder / "all.log"
     # Otherwise processes that are restarted read in torchrun's store where those before them
     # listened.
     known = {**unlaunched(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **environment}
@@ -185,7 +186,8 @@ def submitted(cluster: Slurm, folder: Path, *arguments: str) -> str:
 
 def said(words: str, log: Path) -> str:
     """Waits until a log says something; returns all that it says."""
-    deadline, text = time.monotonic() + 250.0, ""
+    deadline = time.monotonic() + 250.0
+    text = ""
     while words not in text:
         assert time.monotonic() < deadline, text[-3000:]
         time.sleep(0.1)
@@ -223,7 +225,8 @@ def test_a_requeued_job_ends_with_the_bits_of_one_that_was_never_stopped(
         "--open-mode=append",
         "--output=job.log",
     ]
-    through, stopped = fresh(tmp_path / "through"), fresh(tmp_path / "stopped")
+    through = fresh(tmp_path / "through")
+    stopped = fresh(tmp_path / "stopped")
     job = submitted(cluster, stopped, *choices, f"--wrap={command}")
     said("signal now", stopped / "job.log")
     cluster.run("scancel", "--signal=USR1", job)

@@ -39,13 +39,15 @@ def loopback() -> str:
 
 
 def rendezvous_of(rank: int, world_size: int, seconds: float = 20.0) -> Rendezvous:
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     return rendezvous_at(address, port, rank, world_size, timedelta(0, seconds))
 
 
 @in_ranks(3)
 def test_ranks_meet_and_what_cannot_be_reached_is_named_on_all_of_them(rank: int) -> None:
-    met, host = rendezvous_of(rank, 3), socket.gethostname()
+    met = rendezvous_of(rank, 3)
+    host = socket.gethostname()
 
     def case(name: str) -> Rendezvous:
         own = copy(met)
@@ -123,7 +125,8 @@ def test_a_program_that_is_no_store_of_this_training_is_named_at_once(
 ) -> None:
     monkeypatch.setattr(rendezvous, "_SECONDS_PER_ATTEMPT", 0.5)
     another = "is not a torch TCPStore (it says {}): another program listens there"
-    http, ssh = another.format("'<!DOCTYPE HTML>'"), another.format("'SSH-2.0-OpenSSH_9.6'")
+    http = another.format("'<!DOCTYPE HTML>'")
+    ssh = another.format("'SSH-2.0-OpenSSH_9.6'")
     for program, rank, words in (
         ("http", 0, http),
         ("http", 1, http),

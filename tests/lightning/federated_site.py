@@ -82,8 +82,10 @@ def train(place: Rank) -> None:
     own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": place.port, "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {key: str(value) for key, value in own.items()}
     pl.seed_everything(0)
-    notebook, folder = place.enter(place.name), place.folder / place.site
-    last, given = folder / "last.ckpt", {"federation": federation_of(place.site, place), **SETTINGS}
+    notebook = place.enter(place.name)
+    folder = place.folder / place.site
+    last = folder / "last.ckpt"
+    given = {"federation": federation_of(place.site, place), **SETTINGS}
     sharded = partial(
         lightning_sdiloco.StreamingDiLoCoModelParallelStrategy, data_parallel_size=place.ranks
     )
@@ -104,7 +106,8 @@ def train(place: Rank) -> None:
     loader: Any = samples_of(place.site, 2 if place.budget else BATCH)
     if place.budget:
         loader = lightning_sdiloco.DropCompute(4, place.budget, most_dropped=0.3)(loader)
-    net, ends = RankNet(place), dict[str, Any]()
+    net = RankNet(place)
+    ends = dict[str, Any]()
     try:
         trainer.fit(
             net,
@@ -122,7 +125,8 @@ def train(place: Rank) -> None:
         }
         ends["same"] = [float(parameter.detach().double().sum()) for parameter in net.parameters()]
     ends["metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    digest, made = hashlib.sha256(), trainer.strategy
+    digest = hashlib.sha256()
+    made = trainer.strategy
     for values in ({} if "terminated" in ends else made.outer_state_dict()).values():
         digest.update(values.numpy().tobytes())
     applied = [list(own.applied) for own in made.engine.loop.follower.fragments]

@@ -38,7 +38,8 @@ def net() -> nn.Module:
 
 
 def told(trainer: Any, model: Any) -> dict[str, Any]:
-    strategy, settings = trainer.strategy, trainer.strategy.engine.settings
+    strategy = trainer.strategy
+    settings = trainer.strategy.engine.settings
     return {
         "settings": {name: getattr(settings, name) for name in (*AUTO, "exchange")},
         "measured": strategy.measured,
@@ -132,7 +133,8 @@ def test_what_a_slow_link_gets_is_told_resumed_and_the_same_as_if_it_was_given(
     saving = [at({step: save(path) for step, path in files.items()})]
     auto_settings.measure_link = lambda topology, timeout: SLOW
     Options.step_time = lambda self: 0.05
-    said, logger = said_by("lightning_sdiloco"), CSVLogger(tmp_path, "", "")
+    said = said_by("lightning_sdiloco")
+    logger = CSVLogger(tmp_path, "", "")
     slow = chosen(SLOW, *AUTO)
     described = Model.of_parameters(trainable(net()))
     among = auto_settings.candidates_among(tuple(AUTO), Settings(), described)
@@ -205,11 +207,9 @@ def test_what_a_checkpoint_holds_is_taken_up_and_forgotten_with_its_fit(
         groups: int, *starts: Path | None, callbacks: Any = (), **choices: Any
     ) -> list[Any]:
         strategy = StreamingDiLoCoStrategy(groups, sync_every=4, overlap_steps=1, **choices)
-        runner, model, seen = (
-            trainer(strategy=strategy, devices=2, max_steps=0, callbacks=callbacks),
-            module(),
-            [],
-        )
+        runner = trainer(strategy=strategy, devices=2, max_steps=0, callbacks=callbacks)
+        model = module()
+        seen = []
         for start in starts:
             runner.fit_loop.epoch_loop.max_steps += 8
             runner.fit(model, SomeBatches(rank, 20), ckpt_path=start)

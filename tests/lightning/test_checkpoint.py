@@ -55,7 +55,8 @@ CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 5, "fragments": "st
 MOMENTUM = {"outer_momentum": 0.9, "outer_optimizer": OuterOptimizer(direction="equalised")}
 NEWEST: dict[str, Any] = {"save_top_k": 1, "monitor": "step", "mode": "max"}
 pl = importlib.import_module(LIGHTNING)
-AsyncCheckpointIO, TorchCheckpointIO = pl.plugins.AsyncCheckpointIO, pl.plugins.TorchCheckpointIO
+AsyncCheckpointIO = pl.plugins.AsyncCheckpointIO
+TorchCheckpointIO = pl.plugins.TorchCheckpointIO
 LATE: dict[str, Any] = {"plugins": [AsyncCheckpointIO()]}
 # The oldest Lightning has neither `save_on_exception` nor `fit(weights_only=...)`.
 not_in_the_oldest = since("2.6")
@@ -201,7 +202,8 @@ def test_a_fit_resumed_at_any_step_has_the_same_bits(
     """Also with the other distribution. A file takes its place in one step, wherever temporary
     files lie.
     """
-    plain, fit = uninterrupted[rank], partial(run_fit, rank, 2)
+    plain = uninterrupted[rank]
+    fit = partial(run_fit, rank, 2)
     moved: list[str] = []
 
     def commit(self: Any) -> None:
@@ -210,7 +212,8 @@ def test_a_fit_resumed_at_any_step_has_the_same_bits(
 
     # Lightning writes to the temporary folder and moves, which is a copy if that is another file
     # system.
-    original, LocalFileOpener.commit = LocalFileOpener.commit, commit
+    original = LocalFileOpener.commit
+    LocalFileOpener.commit = commit
     # 5: before any flight; 11: two fragments in flight; 13: just landed; 16: launched again.
     steps = (5, 11, 13, 16)
     saved = fit(callbacks=[at({step: save(tmp_path / f"{step}.ckpt") for step in steps})])
@@ -236,10 +239,8 @@ def test_a_fit_resumed_at_any_step_has_the_same_bits(
 def test_only_the_newest_checkpoint_may_be_resumable(
     rank: int, tmp_path: Path, uninterrupted: list[Trained]
 ) -> None:
-    fit, keep = (
-        partial(run_fit, rank, 2),
-        saving(LIGHTNING, tmp_path, every_n_train_steps=7, save_last="link"),
-    )
+    fit = partial(run_fit, rank, 2)
+    keep = saving(LIGHTNING, tmp_path, every_n_train_steps=7, save_last="link")
     shorter = fit(steps=14, callbacks=keep, resume="exact:newest")
     assert_resumed(shorter, uninterrupted[rank], 0, end=14)
     longer = fit(path=tmp_path / "last.ckpt", resume="exact:newest")
@@ -284,7 +285,8 @@ def test_a_bfloat16_transformer_with_muon_resumes_through_a_link_to_the_newest_f
 
     keep = saving(OTHER, tmp_path, every_n_train_steps=6, **{**NEWEST, "save_last": "link"})
     keep += saving(OTHER, tmp_path / "weights", every_n_train_steps=10, save_weights_only=True)
-    plain, last = fit(), tmp_path / "last.ckpt"
+    plain = fit()
+    last = tmp_path / "last.ckpt"
     assert plain["report"]["landings"] > 2
     assert_resumed(fit(callbacks=[*keep, at({9: save(tmp_path / "9")}, OTHER)]), plain, 0)
     # It keeps the dense beginning that it had.
@@ -298,7 +300,8 @@ def test_a_bfloat16_transformer_with_muon_resumes_through_a_link_to_the_newest_f
     )
     # The file holds the outer model in the dtypes of its parameters, and the folder the float32
     # values.
-    state, outer = torch.load(last, weights_only=True)["state_dict"], outer_of(plain, 12)
+    state = torch.load(last, weights_only=True)["state_dict"]
+    outer = outer_of(plain, 12)
     assert {values.dtype for values in outer.values()} == {torch.float32}
     assert_same(
         {name: state[name] for name in outer},
@@ -327,10 +330,8 @@ def test_a_resumed_group_of_three_adds_gradients_in_the_same_order_or_says_so(
         {"static_graph": True},
     ]
     for way, ddp_kwargs in enumerate(ways):
-        fit, path = (
-            partial(run_fit, rank, 3, steps=12, groups=1, ddp_kwargs=ddp_kwargs),
-            tmp_path / str(way),
-        )
+        fit = partial(run_fit, rank, 3, steps=12, groups=1, ddp_kwargs=ddp_kwargs)
+        path = tmp_path / str(way)
         plain = fit(callbacks=[at({9: save(path)})])
         assert not any("may round differently" in text for text in said)
         resumed = fit(path=path)
@@ -363,7 +364,8 @@ def logging_module(distribution: str, seed: int) -> Any:
     """A module that logs in all ways, and whose learning rate depends on what it logged."""
 
     def training_step(self: Any, parts: Any, index: int) -> Any:
-        loss, of_epoch = self.loss(parts), {"on_step": False, "on_epoch": True}
+        loss = self.loss(parts)
+        of_epoch = {"on_step": False, "on_epoch": True}
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log_dict({"most": loss, "all": loss, "here": loss}, reduce_fx="max", **of_epoch)
         self.log("sum", loss, reduce_fx=sum, sync_dist=True, **of_epoch)
@@ -396,7 +398,8 @@ def logging_module(distribution: str, seed: int) -> Any:
 
     hooks = (training_step, validation_step, on_train_epoch_end, configure_optimizers)
     model = traced(distribution, seed, ended={}, **{hook.__name__: hook for hook in hooks})
-    model.mean, model.many = MeanMetric(), MetricCollection([MeanMetric(), MaxMetric()])
+    model.mean = MeanMetric()
+    model.many = MetricCollection([MeanMetric(), MaxMetric()])
     return model
 
 
@@ -407,7 +410,8 @@ def test_metrics_of_a_resumed_epoch_are_those_of_all_its_batches(
     callbacks = importlib.import_module(distribution).callbacks
 
     def run(bound: dict[str, int], resume: str | None = None) -> Trained:
-        model, folder = logging_module(distribution, rank), tmp_path / str(bound)
+        model = logging_module(distribution, rank)
+        folder = tmp_path / str(bound)
         stopping = callbacks.EarlyStopping("loss_epoch", patience=9)
         best = callbacks.ModelCheckpoint(folder / "best", monitor="loss", mode="max")
         saves = saving(distribution, folder, every_n_train_steps=1)
@@ -424,7 +428,8 @@ def test_metrics_of_a_resumed_epoch_are_those_of_all_its_batches(
             seen,
             ckpt_path=resume and str(folder / f"{resume}.ckpt"),
         )
-        stopped, rate = stopping.state_dict(), trainer.optimizers[0].param_groups[0]["lr"]
+        stopped = stopping.state_dict()
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
         rests = (rate, stopped["wait_count"], stopped["best_score"], best.best_model_score)
         return {"trace": model.trace, "ended": model.ended, "rests": rests}
 
@@ -509,7 +514,8 @@ def test_damaged_folders_and_other_settings_are_refused_by_name(tmp_path: Path) 
         ("is not what was saved", alter),
         ("which is missing. The folder", of_another_checkpoint),
     ]
-    lr, momentum = recommended().outer_lr, MOMENTUM["outer_momentum"]
+    lr = recommended().outer_lr
+    momentum = MOMENTUM["outer_momentum"]
     outer = OuterOptimizer(outlier_guard=5.0, clip_norm=2.0)
     changed = f"sync_every was 8, now it is 9; outer_lr was {lr}, now it is 0.375; outer_momentum was {momentum}, now "
     changed += "it is 0.75; outer_optimizer.clip_norm was None, now it is 2.0; outer_optimizer.outlier_guard was "
@@ -629,7 +635,8 @@ def test_a_single_rank_saves_a_whole_checkpoint_on_an_exception(rank: int, tmp_p
     keep = saving(LIGHTNING, tmp_path, save_on_exception=True, save_last="link")
     alone = partial(run_fit, 0, 1, groups=1)
     refusal(alone, callbacks=[at({14: partial(fail, 0)}), *keep], kind=ArithmeticError)
-    plain, resumed = alone(steps=16), alone(steps=16, path=tmp_path / "last.ckpt")
+    plain = alone(steps=16)
+    resumed = alone(steps=16, path=tmp_path / "last.ckpt")
     # Only what the rank holds: the step of the batch that failed was not counted.
     assert_same(resumed["trace"][14], plain["trace"][14])
 
@@ -697,7 +704,9 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_can_be_resumed(tmp_path: 
 
 class Gated(TorchCheckpointIO):  # type: ignore[misc, valid-type]
     def __init__(self) -> None:
-        self.gate, self.stands, self.written = threading.Event(), threading.Event(), 0
+        self.gate = threading.Event()
+        self.stands = threading.Event()
+        self.written = 0
         self.gate.set()
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
@@ -818,7 +827,9 @@ def test_files_of_any_format_and_place_can_be_resumed(
     rank: int, tmp_path: Path, uninterrupted: list[Trained]
 ) -> None:
     fsspec.register_implementation("elsewhere", Elsewhere, clobber=True)
-    link, copies, boxed = tmp_path / "link.ckpt", tmp_path / "copies", tmp_path / "boxed"
+    link = tmp_path / "link.ckpt"
+    copies = tmp_path / "copies"
+    boxed = tmp_path / "boxed"
 
     def fit(step: int, **more: Any) -> None:
         assert_resumed(run_fit(rank, 2, **more), uninterrupted[rank], step)

@@ -50,7 +50,8 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 def test_what_ranks_write_differently_in_on_train_end_is_rank_0s_with_a_warning(
     rank: int, distribution: str
 ) -> None:
-    written, said = dict[str, Tensor](), said_by(FIT)
+    written = dict[str, Tensor]()
+    said = said_by(FIT)
 
     def average(trainer: Any, module: Any) -> None:
         with torch.no_grad():
@@ -151,11 +152,13 @@ def test_the_caller_of_forked_ranks_gets_back_what_rank_0_wrote_at_the_end() -> 
         with torch.no_grad():
             module.net[0].weight.fill_(1.0 + trainer.global_rank)
 
-    model, chosen = fits.module(net=mlp(0)), fits.strategy(start_method="fork", **SHORT)
+    model = fits.module(net=mlp(0))
+    chosen = fits.strategy(start_method="fork", **SHORT)
     trainer = fits.trainer(
         strategy=chosen, devices=2, max_steps=9, callbacks=[on(on_train_end=average)]
     )
-    before, loader = tensors(model), fits.batches(0)
+    before = tensors(model)
+    loader = fits.batches(0)
     trainer.fit(model, loader)
     assert bool((model.net[0].weight == 1.0).all())
     outer = chosen.outer_state_dict()
@@ -171,7 +174,8 @@ def test_after_an_exception_in_a_hook_at_the_end_all_ranks_hold_the_outer_model(
             if rank:
                 raise ArithmeticError("the disk is full")
 
-        model, chosen = fits.module(net=mlp(rank)), fits.strategy(**SHORT)
+        model = fits.module(net=mlp(rank))
+        chosen = fits.strategy(**SHORT)
         choices = {"devices": 2, "max_steps": 9, "callbacks": [on(**{hook: fail})]}
         trainer = fits.trainer(strategy=chosen, **choices)
         if rank:

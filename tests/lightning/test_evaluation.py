@@ -83,7 +83,8 @@ def test_validation_changes_nothing_and_agrees_everywhere(
     does an average.
     """
     callbacks = importlib.import_module(distribution).callbacks
-    loader, average = SomeBatches(rank, 2), callbacks.EMAWeightAveraging(decay=0.6)
+    loader = SomeBatches(rank, 2)
+    average = callbacks.EMAWeightAveraging(decay=0.6)
 
     class Reader(callbacks.Callback):
         def on_validation_start(self, trainer: Any, module: Any) -> None:
@@ -105,7 +106,8 @@ def test_validation_changes_nothing_and_agrees_everywhere(
         return fits.trainer(distribution, strategy=strategy, devices=4, **choices)
 
     def fit(**choices: Any) -> tuple[Any, Any]:
-        model, fitted = evaluated(distribution, seed=rank), trainer(max_steps=14, **choices)
+        model = evaluated(distribution, seed=rank)
+        fitted = trainer(max_steps=14, **choices)
         torch.manual_seed(rank)
         fitted.fit(model, SomeBatches(rank, 20), loader)
         return fitted, model
@@ -113,11 +115,9 @@ def test_validation_changes_nothing_and_agrees_everywhere(
     plain = fit(limit_val_batches=0)[1].trace
     assert any(name.startswith("outer ") for name in plain[13])
     for more in ([], [average]):
-        in_flight, numbers, averages = (
-            list[int](),
-            list[dict[str, float]](),
-            list[dict[str, Tensor]](),
-        )
+        in_flight = list[int]()
+        numbers = list[dict[str, float]]()
+        averages = list[dict[str, Tensor]]()
         folder = tmp_path / str(len(more))
         save = saving(distribution, folder, every_n_train_steps=7, save_last=True)
         fitted, model = fit(
@@ -202,7 +202,8 @@ def test_evaluating_around_fits_overwrites_nothing_and_predicts(
         ) -> None:
             written["epoch"] = predictions
 
-    model, loader = evaluated(distribution), SomeBatches(rank, 2)
+    model = evaluated(distribution)
+    loader = SomeBatches(rank, 2)
     strategy = fits.strategy(distribution, **SHORT)
     quiet = {
         "num_sanity_val_steps": 0,
@@ -318,7 +319,8 @@ def test_averages_by_step_are_of_outer_parameters_and_resume(
     saved = fit(
         place, distribution, then={step: save(tmp_path / str(step)) for step in (16, STEPS)}
     )
-    landings, outer = landed(saved), saved["outer"]
+    landings = landed(saved)
+    outer = saved["outer"]
     assert_same(outer, plain["outer"])
     assert_resumed(saved, plain, 0)
     assert sorted(landings) == [13, 15, 17, 19, 21, 23, 25, 26]
@@ -424,7 +426,8 @@ def test_an_average_in_another_precision_in_a_second_fit_and_with_own_buffers(
         assert agreed(run_fit(rank, 2, steps=15, **choices)["model"]), precision
 
     # The average of the second of two fits.
-    model, strategy = traced(LIGHTNING, rank, "sgd", mlp), fits.strategy(**CHOICES)
+    model = traced(LIGHTNING, rank, "sgd", mlp)
+    strategy = fits.strategy(**CHOICES)
     trainer = fits.trainer(strategy=strategy, devices=2, max_steps=15, callbacks=[averaging()])
     trainer.fit(model, SomeBatches(rank, 30))
     trainer.fit_loop.epoch_loop.max_steps = 40

@@ -301,7 +301,8 @@ def test_arguments_of_the_base_class_arrive_and_groups_are_the_processes_that_an
         assert {name: getattr(strategy, name) for name in given} == given
         assert strategy._get_process_group_backend() == "cpu:gloo"
         assert (strategy._start_method, strategy._ddp_kwargs) == ("fork", {})
-        make, plugins = importlib.import_module(distribution).Fabric, [given["cluster_environment"]]
+        make = importlib.import_module(distribution).Fabric
+        plugins = [given["cluster_environment"]]
         fabric = make(accelerator="cpu", devices="auto", strategy=kind(), plugins=plugins)
         fabric.launch()
         loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.arange(8)), batch_size=1))
@@ -399,7 +400,9 @@ def test_a_model_in_training_is_not_set_up_again_without_its_optimizers(rank: in
 
 def test_two_models_of_two_fabrics_train_together_as_each_does_alone() -> None:
     def trained(rank: int, world_size: int, seeds: tuple[int, ...]) -> list[dict[str, Tensor]]:
-        fabrics, models, optimizers = [], [], []
+        fabrics = []
+        models = []
+        optimizers = []
         for seed in seeds:
             fabric = fabric_of(world_size, dense_beginning=DENSE)
             model, optimizer = fabric.setup(net := mlp(seed), inner_optimizer("adamw", net))

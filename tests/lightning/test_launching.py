@@ -94,7 +94,8 @@ if __name__ == "__main__" and START:
 
 
 def written(folder: Path, distribution: str = LIGHTNING) -> Path:
-    path, file = folder / "train.py", distribution.replace(".", "_")
+    path = folder / "train.py"
+    file = distribution.replace(".", "_")
     path.write_text(MODEL.replace("{distribution}", distribution).replace("{file}", file))
     return path
 
@@ -235,7 +236,8 @@ def test_a_port_that_is_taken_is_named_and_ends_all_processes(tmp_path: Path) ->
 
 STEPS = 30
 # With CHOICES fragment p launches after 8 + 2p, 16 + 2p, ... and lands five steps later.
-SIGNALLED, ENDED = 14, 19
+SIGNALLED = 14
+ENDED = 19
 Signalled = dict[tuple[int, str, int], list[int]]
 """Rank, hook, and step that runs or has just been made -> signals that the process gets there."""
 
@@ -276,14 +278,16 @@ def run(
     validates: bool = False,
     **choices: Any,
 ) -> dict[str, Any]:
-    model, size = signalling(rank, signalled or {}, distribution), world_size // 2
+    model = signalling(rank, signalled or {}, distribution)
+    size = world_size // 2
     given = {"max_steps": STEPS, "num_sanity_val_steps": 0, "enable_checkpointing": True, **choices}
     given = {"callbacks": saving(distribution, folder / "checkpoints", save_top_k=0), **given}
     strategy = fits.strategy(distribution, worker_groups=2, **CHOICES)
     trainer = fits.trainer(
         distribution, strategy=strategy, devices=world_size, default_root_dir=folder, **given
     )
-    loader, ended = Announced((rank // size, rank % size, size), length), ""
+    loader = Announced((rank // size, rank % size, size), length)
+    ended = ""
     torch.manual_seed(100 + rank)
     try:
         trainer.fit(model, loader, Announced((0, 0, 1), 3) if validates else None, ckpt_path=resume)
@@ -320,7 +324,8 @@ def test_a_terminated_fit_goes_on_as_if_nothing_had_happened(rank: int, tmp_path
 
 @in_ranks(2)
 def test_what_is_due_where_a_fit_ends_is_done_once(rank: int, tmp_path: Path) -> None:
-    by_epochs, by_steps = {"max_epochs": 4, "max_steps": -1}, {"max_steps": 32}
+    by_epochs = {"max_epochs": 4, "max_steps": -1}
+    by_steps = {"max_steps": 32}
     in_the_middle = {"val_check_interval": 19, "check_val_every_n_epoch": None}
     cases: dict[str, dict[str, Any]] = {
         "the end of an epoch with its validation": {"length": 19, **by_epochs},
@@ -396,7 +401,8 @@ def test_a_signal_may_come_while_those_before_it_are_read() -> None:
     alone: Any = SimpleNamespace(
         topology=SimpleNamespace(world=SimpleNamespace(all_gather_object=lambda own: [0]))
     )
-    signals, came = Signals(SimpleNamespace(trainer=None, groups=alone)), itertools.count()
+    signals = Signals(SimpleNamespace(trainer=None, groups=alone))
+    came = itertools.count()
 
     def interrupt(frame: Any, event: str, argument: Any) -> Any:
         frame.f_trace_opcodes = True
@@ -579,7 +585,8 @@ def test_each_of_several_fits_in_the_same_processes_is_as_in_processes_of_its_ow
     """Of other groups, another model, and one that was trained before; what a callback changes is
     then rank 0's.
     """
-    numbers, started = (2, 4, 1, 2), []
+    numbers = (2, 4, 1, 2)
+    started = []
 
     def made(number: int) -> Any:
         torch.manual_seed(7)
@@ -592,7 +599,8 @@ def test_each_of_several_fits_in_the_same_processes_is_as_in_processes_of_its_ow
         return {name: values.clone() for name, values in model.net.state_dict().items()}
 
     def fit(rank: int, model: Any, groups: int) -> Any:
-        more, own = {"max_epochs": 1, "limit_train_batches": 7}, {"make": lambda *_, **__: model}
+        more = {"max_epochs": 1, "limit_train_batches": 7}
+        own = {"make": lambda *_, **__: model}
         return fits.fit(
             rank,
             4,
@@ -605,9 +613,12 @@ def test_each_of_several_fits_in_the_same_processes_is_as_in_processes_of_its_ow
         )
 
     def run(rank: int, world_size: int) -> Any:
-        models, fitted, threads = [made(0), made(1), made(2)], [], []
+        models = [made(0), made(1), made(2)]
+        fitted = []
+        threads = []
         for groups, model in zip(numbers, [*models, models[0]], strict=True):
-            held, trained = held_by(model), fit(rank, model, groups)
+            held = held_by(model)
+            trained = fit(rank, model, groups)
             fitted.append((held, trained["outer"]))
             assert trained["inspected"].strategy.topology.num_groups == groups
             time.sleep(0.2)

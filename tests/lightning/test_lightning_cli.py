@@ -78,7 +78,8 @@ def run(
     """What the script prints with arguments of the strategy from a YAML file and others from the
     command line.
     """
-    script, config = folder / "train.py", folder / "settings.yaml"
+    script = folder / "train.py"
+    config = folder / "settings.yaml"
     script.write_text(SCRIPT.format(distribution=distribution))
     (folder / "config.yaml").unlink(missing_ok=True)  # what a fit before this one has saved
     home = (

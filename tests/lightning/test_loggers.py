@@ -77,7 +77,9 @@ def of_mlflow(folder: Path) -> Rows:
 def records_of_wandb(folder: Path) -> Iterator[Any]:
     """What W&B would send: records in blocks as LevelDB's logs have them, after seven bytes."""
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    data, position, record = path.read_bytes(), 7, b""
+    data = path.read_bytes()
+    position = 7
+    record = b""
     while position + 7 < len(data):
         length, kind = struct.unpack_from("<HB", data, position + 4)
         record += data[position + 7 : position + 7 + length]
@@ -121,7 +123,8 @@ def fitted(
     """A fit of two ranks with such a logger: the landings of rank 0, and the bytes that it sent
     for them.
     """
-    if (package := LOGGERS[name][0]) is not None:
+    package = LOGGERS[name][0]
+    if package is not None:
         pytest.importorskip(package, reason=f"{package} is not installed")
     make = partial(
         getattr(importlib.import_module(f"{LIGHTNING}.loggers"), name), **LOGGERS[name][1](folder)
@@ -193,7 +196,8 @@ def test_the_report_is_an_artifact_of_the_run_and_its_records_are_in_a_folder_of
     fitted(name, tmp_path, StreamingDiLoCoMonitor(), max_epochs=1, default_root_dir=tmp_path)
     (records,) = {path.parent for path in tmp_path.rglob("rank_0000?.jsonl")}
     assert (records.name, len(read_run(records).ranks)) == ("sdiloco", 2)
-    page, run = (records / "report" / "report.html").read_text(), records.parent.name
+    page = (records / "report" / "report.html").read_text()
+    run = records.parent.name
     if name == "WandbLogger":
         (artifact,) = [
             record.artifact for record in records_of_wandb(tmp_path) if record.HasField("artifact")
@@ -232,7 +236,8 @@ def test_a_report_that_cannot_be_attached_leaves_the_run_as_it_is() -> None:
     logger: Any = type(
         "WandbLogger", (), {"experiment": SimpleNamespace(log_artifact=refuse), "version": "a"}
     )()
-    monitor, said = StreamingDiLoCoMonitor(folder="runs"), said_by("lightning_sdiloco")
+    monitor = StreamingDiLoCoMonitor(folder="runs")
+    said = said_by("lightning_sdiloco")
     monitor._report = lambda folder: ""  # type: ignore[method-assign]
     monitor._attach(logger)
     assert said == [

@@ -165,10 +165,8 @@ def normalised() -> nn.Module:
 
 
 def tied_frozen_and_parametrized() -> nn.Module:
-    first, last = (
-        parametrizations.weight_norm(nn.Linear(5, 6)),
-        parametrizations.spectral_norm(nn.Linear(6, 3)),
-    )
+    first = parametrizations.weight_norm(nn.Linear(5, 6))
+    last = parametrizations.spectral_norm(nn.Linear(6, 3))
     net = nn.Sequential(
         nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), first, last
     )
@@ -277,7 +275,8 @@ def run_loop(
     learning rates.
     """
     torch.manual_seed(0)
-    model, trace = loop.make(), []
+    model = loop.make()
+    trace = []
 
     def keep(trainer: Any, module: Any, *args: Any) -> None:
         rates = [
@@ -436,10 +435,12 @@ def test_a_loop_goes_on_with_the_same_bits(rank: int, tmp_path: Path) -> None:
     )
     for name in (*names, "sparse gradients"):
         torch.compiler.reset()
-        saving, traces = [on(on_train_batch_end=save)], []
+        saving = [on(on_train_batch_end=save)]
+        traces = []
         for choices in ({"callbacks": saving}, {"resume": str(tmp_path / "3.ckpt")}):
             length = {"max_epochs": 2, "limit_train_batches": 1.0}
-            loop, loader = LOOPS[name], Announced((rank, 0, 1), 5)
+            loop = LOOPS[name]
+            loader = Announced((rank, 0, 1), 5)
             traces.append(run_loop(loop, of_ours(loop), 2, loader, **length, **choices)[2])
         assert all(same(*both) for both in zip(traces[0][3:], traces[1], strict=True)), name
 
@@ -614,7 +615,8 @@ def test_gradients_of_large_models_go_early_where_nobody_sees_it(
         "looking": ({}, 1, {"callbacks": [on(on_before_zero_grad=lambda *_: None)]}, late),
         "67 MB": (large, default, {}, [False] * 6),
     }
-    trained, wrong = {}, {}
+    trained = {}
+    wrong = {}
     for case, (members, least, choices, kept) in cases.items():
         monkeypatch.setattr(model_format, "_LEAST_BYTES", least)
         torch.manual_seed(0)

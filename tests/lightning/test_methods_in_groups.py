@@ -39,7 +39,8 @@ from tests.methods import ByMedian, ByNorm, DelayedNesterov, Paced, ZScore
 from tests.ranks import agreed, in_ranks, run_processes
 from tests.training import inner_optimizer, mlp
 
-GROUPS, STEPS = 4, 16
+GROUPS = 4
+STEPS = 16
 CUT = [["*0.*", "*2.*"], ["*4.*", "*6.*"]]
 CHOICES: dict[str, Any] = {
     "sync_every": 4,
@@ -121,10 +122,8 @@ def test_sharded_groups_do_what_the_simulation_does_and_on_a_route_save_the_mean
     expected = in_simulation(sharded.even)
 
     def play(rank: int, world_size: int) -> None:
-        path, more = (
-            tmp_path / "step=6.ckpt",
-            {"save_distributed_checkpoint": False, "steps": STEPS},
-        )
+        path = tmp_path / "step=6.ckpt"
+        more = {"save_distributed_checkpoint": False, "steps": STEPS}
         for name, choices in METHODS.items():
             fit = partial(
                 sharded.fit, rank, world_size, GROUPS, (2, 1), **more, **{**CHOICES, **choices}
@@ -262,7 +261,8 @@ def test_many_groups_begin_with_dense_rounds_as_short_as_the_link_hides(
         options_module, "measure_link", lambda *_: links[0] if rank == 0 else Link(1e-9, 0.1)
     )
     monkeypatch.setattr(Options, "step_time", lambda options: 1.0)
-    chosen_at, choose = list[int](), StreamingDiLoCo.choose
+    chosen_at = list[int]()
+    choose = StreamingDiLoCo.choose
 
     def noted(engine: StreamingDiLoCo, settings: Any) -> None:
         chosen_at.append(engine.inner_steps)

@@ -50,7 +50,8 @@ from tests.ranks import in_ranks, run_processes, run_ranks
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
 
 DOCS = Path(lightning_sdiloco.__file__).parents[1] / "docs"
-PAGE, CITIES = (DOCS / "monitoring.md").read_text(), (DOCS / "two-cities.md").read_text()
+PAGE = (DOCS / "monitoring.md").read_text()
+CITIES = (DOCS / "two-cities.md").read_text()
 
 
 def landing(**told: Any) -> Landing:
@@ -73,9 +74,11 @@ def test_diagnostics_are_those_of_a_direct_computation_and_add_up_over_shards(
     )
     for engine in groups.engines:
         engine.diagnose()
-    optimizers, codec = [inner_optimizer("sgd", model) for model in models], lightning_sdiloco.FP4()
+    optimizers = [inner_optimizer("sgd", model) for model in models]
+    codec = lightning_sdiloco.FP4()
     launched: dict[int, tuple[Tensor, list[Tensor]]] = {}
-    compared, flat = 0, nn.utils.parameters_to_vector
+    compared = 0
+    flat = nn.utils.parameters_to_vector
     for step in range(1, 9):
         for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             train_step(model, optimizer, group, step)
@@ -96,11 +99,9 @@ def test_diagnostics_are_those_of_a_direct_computation_and_add_up_over_shards(
                     codec.decode(codec.encode(g), out := torch.empty_like(g)) or out
                     for g in gradients
                 ]
-                mean, told, own = (
-                    torch.stack(decoded).mean(dim=0),
-                    landed.diagnostics,
-                    gradients[group],
-                )
+                mean = torch.stack(decoded).mean(dim=0)
+                told = landed.diagnostics
+                own = gradients[group]
                 momentum = groups.engines[group].state_dict()["fragments"][1]["state"][
                     "momentum_buffer"
                 ]
@@ -144,7 +145,8 @@ def fitted(rank: int, world_size: int, folder: Path) -> Any:
     first fragment.
     """
     said = said_by(LIGHTNING, OTHER)
-    sent, landings = set[int](), list[Landing]()
+    sent = set[int]()
+    landings = list[Landing]()
 
     def look(trainer: Any, *_: Any) -> None:
         engine = trainer.strategy.engine
@@ -304,7 +306,8 @@ def test_a_record_that_finds_no_room_ends_with_a_warning_and_training_goes_on(
     rank: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "rank_00001.jsonl"
-    unlimited, said = resource.getrlimit(resource.RLIMIT_FSIZE), said_by("lightning_sdiloco")
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    said = said_by("lightning_sdiloco")
 
     def limit(trainer: Any, *_: Any) -> None:
         if rank == 1 and trainer.global_step in (6, 9):
@@ -339,7 +342,8 @@ def test_the_link_rate_is_that_of_the_busier_direction_and_what_nobody_can_tell_
     assert "sdiloco/link_gbit_s" not in scalars_of(unknown)
     schedule = Schedule(20, 5, 4, DenseBeginning(rounds=3))
     bar: Any = SimpleNamespace(round=12, in_flight=(0, 1, 2, 3), last_landing=unknown)
-    bar.schedule, bar.steps_in_rounds = schedule, 300
+    bar.schedule = schedule
+    bar.steps_in_rounds = 300
     assert progress(bar, columns=34) == {"outer_step": "12", "in_flight": "0, 1, +2"}
     assert progress(bar)["link"] == "-"
     bar.steps_in_rounds = 9
@@ -375,7 +379,8 @@ def test_a_message_that_waited_for_its_receiver_tells_no_rate() -> None:
             model, topology=topology, sync_every=2, overlap_steps=1, compression="fp32"
         )
         exchange = engine.topology.exchange
-        post, rates = exchange.post, []
+        post = exchange.post
+        rates = []
 
         def busy(*messages: Any) -> Any:
             posted = post(*messages)
@@ -601,7 +606,8 @@ def test_one_line_says_what_is_active_and_another_what_the_link_has_to_carry(
     [(window, rate, unit)] = re.findall(
         r"gives the link (\S+) s .* carry (\S+) ([kM]bit/s)", measured
     )
-    window, rate = float(window), float(rate) * {"kbit/s": 1e3, "Mbit/s": 1e6}[unit]
+    window = float(window)
+    rate = float(rate) * {"kbit/s": 1e3, "Mbit/s": 1e6}[unit]
     assert window == pytest.approx(2 * seconds, rel=0.02)
     # All four fragments in four steps are more than the largest in two.
     assert rate >= 8 * sent[-1] / window * 0.98

@@ -18,7 +18,8 @@ from tests.fits import LIGHTNING, SHORT, said_by, saving
 from tests.ranks import run_processes
 from tests.training import mlp
 
-EPOCHS, BATCHES = 3, 6
+EPOCHS = 3
+BATCHES = 6
 
 
 class Policy(nn.Module):

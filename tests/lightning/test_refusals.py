@@ -78,10 +78,13 @@ def assert_refused(makes: Iterable[Make], table: Table) -> None:
 
 # Arguments
 
-NAN, INFINITE = float("nan"), float("inf")
+NAN = float("nan")
+INFINITE = float("inf")
 OVERLAP = "it must be at least 0 and below sync_every, which is "
-WHOLE, MOMENTUM = "it must be a whole number of at least 1", "it must be at least 0 and below 1"
-NORM, GUARD = "it must be a number above 0, or None", "it must be a number above 1, 'auto' or None"
+WHOLE = "it must be a whole number of at least 1"
+MOMENTUM = "it must be at least 0 and below 1"
+NORM = "it must be a number above 0, or None"
+GUARD = "it must be a number above 1, 'auto' or None"
 OFFLOAD = "it must be True, False or 'auto'"
 OPTIMIZER = "a callable ... functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
 OUT_OF_RANGE: Table = [
@@ -510,7 +513,8 @@ def test_a_world_that_cannot_be_split_or_connected_is_refused_inside_the_trainer
             accelerator="cpu", strategy=kind(**choices), devices=devices, num_nodes=num_nodes
         )
 
-    first, other = partial(trainer, L, FirstStrategy), partial(trainer, pl, OtherStrategy)
+    first = partial(trainer, L, FirstStrategy)
+    other = partial(trainer, pl, OtherStrategy)
     advice = "Change worker_groups, or the number of devices or nodes"
     nccl = "exchange='...:nccl' was given ... trains on cpu ... CUDA devices only ... leave ... for gloo"
     table: Table = [
@@ -567,7 +571,8 @@ def unlike(rank: int) -> Iterator[tuple[nn.Module, str]]:
     yield nn.ModuleDict({f"layer{rank}": nn.Linear(5, 3)}), "layer1.weight is missing on rank 0"
     in_double = layer(dtype=torch.float64 if rank else torch.float32)
     yield in_double, "0.weight is (3, 5) torch.float32 on rank 0, (3, 5) torch.float64 on rank 1"
-    partly_frozen, buffered = layer(5), layer()
+    partly_frozen = layer(5)
+    buffered = layer()
     partly_frozen[0].weight.requires_grad_(rank == 0)
     yield (
         partly_frozen,

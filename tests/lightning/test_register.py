@@ -96,10 +96,8 @@ def test_a_name_that_is_missing_is_told(
             assert f"tested with Lightning {OLDEST} to {NEWEST}. Install one of these" in told
     # What is set is there, and has to be seen.
     for entry in (entry for entry in REGISTER if entry.name in patching._SET):
-        public, trainer = (
-            entry.name.removeprefix("_"),
-            prepared(distribution, entry.place == "ModelParallelStrategy"),
-        )
+        public = entry.name.removeprefix("_")
+        trainer = prepared(distribution, entry.place == "ModelParallelStrategy")
         host = trainer.lightning_module if "module" in entry.place else trainer.strategy
         kinds = [
             kind
@@ -258,7 +256,8 @@ def test_the_register_names_the_versions_that_are_tested_and_allowed() -> None:
             )
         )
 
-    newest, oldest = pinned("constraints.txt"), pinned("Makefile")
+    newest = pinned("constraints.txt")
+    oldest = pinned("Makefile")
     project = (PACKAGE.parent / "pyproject.toml").read_text()
     for name in ("lightning", "pytorch-lightning"):
         assert (oldest[name], newest[name]) == (OLDEST, NEWEST)

@@ -412,7 +412,8 @@ def test_objects_that_a_checkpoint_io_trusts_come_back_in_every_rank(
 @in_ranks(3)
 def test_a_rank_of_a_restart_gets_what_a_rank_in_its_place_held(rank: int, tmp_path: Path) -> None:
     """Groups that there were not before get what rank 0 held; loops and model are those of all."""
-    kept, held = keeping(rank=rank), list[Any]()
+    kept = keeping(rank=rank)
+    held = list[Any]()
     begin = fits.on(
         on_train_start=lambda trainer, module: held.append(
             (kept.state["rank"], module.net[-1].seen)
@@ -437,9 +438,12 @@ def in_fabric(
     """A loop that begins with a checkpoint unless it begins at 0, and leaves one unless it ends at
     12.
     """
-    fabric, size = fabric_of(world_size, **CHOICES), world_size // 2
+    fabric = fabric_of(world_size, **CHOICES)
+    size = world_size // 2
     model, optimizer = fabric.setup(net := gauged(rank), inner_optimizer("adamw", net))
-    scheduler, average, teacher = plateau(optimizer), Average(), mlp(rank)
+    scheduler = plateau(optimizer)
+    average = Average()
+    teacher = mlp(rank)
     state = {
         "model": model,
         "optimizer": optimizer,
@@ -498,7 +502,8 @@ def test_each_rank_of_a_loop_of_fabric_gets_back_what_it_saved(ranks: int, tmp_p
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_an_engine_saves_extra_state_of_every_rank(ranks: int, tmp_path: Path) -> None:
     def loop(rank: int, world_size: int, begin: int, end: int) -> tuple[dict[str, Tensor], float]:
-        groups, size = WorkerGroups(2), world_size // 2
+        groups = WorkerGroups(2)
+        size = world_size // 2
         net = gauged(rank)
         model = (
             DistributedDataParallel(net, process_group=groups.process_group) if size > 1 else net

@@ -127,10 +127,8 @@ def of_two_dtypes(seed: int) -> nn.Sequential:
 
 
 def loop_of_your_own(rank: int, world_size: int) -> dict[str, Tensor]:
-    model, mesh = (
-        sharded.even(0),
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("group", "data"))["data"],
-    )
+    model = sharded.even(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("group", "data"))["data"]
     fully_shard(model[2], mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -148,14 +146,13 @@ def loop_of_your_own(rank: int, world_size: int) -> dict[str, Tensor]:
 def test_what_happens_inside_a_group_does_not_change_the_outer_parameters() -> None:
     def assert_alike(ranks: list[Fit], expected: Fit) -> None:
         """Groups of ranks train as one rank alone, and send as many bytes."""
-        size, of_one = len(ranks) // 2, alone["plain"][0]["report"]
+        size = len(ranks) // 2
+        of_one = alone["plain"][0]["report"]
         flights = len(sharded.even(0)) // 2 + 1 + of_one["launches"]
         # A rank without a value of a fragment sends a zero, and each has a control vector of its
         # own.
-        padding, expected_bytes = (
-            4 * flights * (size - 1),
-            of_one["bytes_sent"] + CONTROL_BYTES * flights * (size - 1),
-        )
+        padding = 4 * flights * (size - 1)
+        expected_bytes = of_one["bytes_sent"] + CONTROL_BYTES * flights * (size - 1)
         for group in (ranks[:size], ranks[size:]):
             sent = sum(rank["report"]["bytes_sent"] for rank in group)
             assert expected_bytes <= sent <= expected_bytes + padding
@@ -219,7 +216,8 @@ def test_muon_of_shards_in_two_dimensions_steps_as_muon_of_the_matrix_and_resume
         )
         return seen
 
-    saved, path = saving(LIGHTNING, tmp_path, every_n_train_steps=7), tmp_path / "step=7.ckpt"
+    saved = saving(LIGHTNING, tmp_path, every_n_train_steps=7)
+    path = tmp_path / "step=7.ckpt"
     cases = {
         "saved": partial(muon, callbacks=saved),
         "resumed": partial(muon, path=path),
@@ -252,7 +250,9 @@ def test_muon_of_the_example_steps_as_two_optimizers_with_one_scheduler_saved_co
                 optimizer.step()
         return [parameter.detach() for parameter in model.parameters()]
 
-    model, twin, other = gpt(), gpt(), gpt(seed=1)
+    model = gpt()
+    twin = gpt()
+    other = gpt(seed=1)
     both = muon_and_adamw(model, lr=0.01, weight_decay=0.3)
     named = dict(twin.named_parameters())
     matrices = {name: p for name, p in named.items() if name.startswith("blocks.") and p.dim() == 2}
@@ -267,7 +267,8 @@ def test_muon_of_the_example_steps_as_two_optimizers_with_one_scheduler_saved_co
     assert all(map(torch.equal, trained(model, [both], range(3)), trained(twin, apart, range(3))))
     for scheduler in schedulers:
         scheduler.step()
-    copied, again = copy.deepcopy((model, both)), muon_and_adamw(other, lr=1.0)
+    copied = copy.deepcopy((model, both))
+    again = muon_and_adamw(other, lr=1.0)
     other.load_state_dict(model.state_dict())
     again.load_state_dict(copy.deepcopy(both.state_dict()))
     expected = trained(twin, apart, range(3, 6))
@@ -440,7 +441,8 @@ def test_a_signal_ends_all_with_a_checkpoint_that_resumes_exactly_and_an_excepti
     tmp_path: Path,
 ) -> None:
     adamw = partial(fit, **OF_DATA, inner="adamw", timeout=timedelta(seconds=10))
-    terminated, failed = tmp_path / "terminated", tmp_path / "failed"
+    terminated = tmp_path / "terminated"
+    failed = tmp_path / "failed"
 
     def keep(folder: Path, acts: Any) -> list[Any]:
         return [at(acts), pl.callbacks.ModelCheckpoint(folder, save_on_exception=folder == failed)]
@@ -483,7 +485,8 @@ def test_a_signal_ends_all_with_a_checkpoint_that_resumes_exactly_and_an_excepti
 def test_no_rank_writes_a_folder_before_the_first_can_and_all_raise_if_it_cannot(
     tmp_path: Path,
 ) -> None:
-    path, part = tmp_path / "last.ckpt", tmp_path / "last.ckpt.part"
+    path = tmp_path / "last.ckpt"
+    part = tmp_path / "last.ckpt.part"
     remove = model_format._remove
 
     def late(removed: Path) -> None:
@@ -507,10 +510,8 @@ def test_no_rank_writes_a_folder_before_the_first_can_and_all_raise_if_it_cannot
         for module, name in ((model_format, "_remove"), (files, "_write")):
             before = getattr(module, name)
             setattr(module, name, cannot)
-            saved, topology = (
-                Saved(str(path), {"save": "some"}, [], []),
-                Topology(2, rank, world=group),
-            )
+            saved = Saved(str(path), {"save": "some"}, [], [])
+            topology = Topology(2, rank, world=group)
             writing = partial(model_format.write_folder, {"state_dict": {}}, path, group)
             told.append(refusal(write_common_file, saved, topology, writing, kind=OSError))
             setattr(module, name, before)

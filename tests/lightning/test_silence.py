@@ -23,7 +23,8 @@ from tests.lightning.test_fabric import fabric_of, train
 from tests.ranks import agreed, in_ranks
 from tests.training import batch, inner_optimizer, mlp
 
-STALLED_AT, STALL_SECONDS = 30, 2.0
+STALLED_AT = 30
+STALL_SECONDS = 2.0
 
 
 @in_ranks(4)
@@ -54,7 +55,8 @@ def test_a_group_that_stalls_between_launches_keeps_none_waiting(
     def make(*args: Any, **kwargs: Any) -> Any:
         hooks = {"training_step": training_step, "on_train_batch_end": on_train_batch_end}
         model = fits.module(*args, **kwargs, **hooks, started={})
-        model.computed, model.logged = MeanMetric(), MeanMetric(dist_sync_on_step=True)
+        model.computed = MeanMetric()
+        model.logged = MeanMetric(dist_sync_on_step=True)
         return model
 
     def inspect(trainer: Any, module: Any) -> Any:
@@ -156,7 +158,8 @@ def test_a_gather_over_all_ranks_in_every_batch_is_said_once(rank: int, tmp_path
         model = fits.module(
             distribution, "adamw", net=net, training_step=training_step, validation_step=scored
         )
-        model.mean, model.automatic_optimization = MeanMetric(), not manual
+        model.mean = MeanMetric()
+        model.automatic_optimization = not manual
         callbacks = importlib.import_module(distribution).callbacks
         checkpoint = callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, monitor="loss")
         more = {

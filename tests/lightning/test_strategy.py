@@ -96,7 +96,8 @@ def test_what_users_read_and_find_after_a_fit(rank: int, distribution: str) -> N
         seen.extend(parts[2].tolist())
         return self.loss(parts)  # type: ignore[no-any-return]
 
-    seen, at_end = [], []
+    seen = []
+    at_end = []
     torch.manual_seed(rank)
     # With buffers that change, that stay, and that are not saved.
     net = nn.Sequential(

@@ -114,11 +114,10 @@ def run_fit(
             "inspected": inspect(trainer, model),
         }
 
-    warned, size = fits.said_by("lightning_sdiloco.lightning.epochs"), world_size // groups
-    place, how = (
-        (rank // size, rank % size, size),
-        {"max_epochs": 2, "num_sanity_val_steps": 0, **trainer_choices},
-    )
+    warned = fits.said_by("lightning_sdiloco.lightning.epochs")
+    size = world_size // groups
+    place = (rank // size, rank % size, size)
+    how = {"max_epochs": 2, "num_sanity_val_steps": 0, **trainer_choices}
     own: dict[str, Any] = {"make": make, "inspect": look, "trainer_choices": how, "resume": resume}
     own |= {"loader": loader(place), "validation": batches(9, 0, 1, 2)}
     fitted = fits.fit(rank, world_size, groups, -1, CHOICES | choices, distribution, **own)
@@ -222,7 +221,8 @@ class Case:
             "enable_checkpointing": bool(self.resumes),
         }
         plain = run_fit(rank, world_size, self.load, distribution, **own)
-        common, size = plain["common"], world_size // self.given.get("groups", 2)
+        common = plain["common"]
+        size = world_size // self.given.get("groups", 2)
         assert agreed([common, plain["report"]["landings"]])
         assert [agreed(plain["outer"]), agreed(plain["model"])] == [True, True]
         assert epochs(common) == self.epochs
@@ -570,10 +570,8 @@ def test_of_equal_unknown_lengths_all_happens_when_it_does_with_ddp(rank: int) -
         noted: list[Any] = []
 
         def note(name: str, self: Any, *_: Any, **__: Any) -> None:
-            trainer, rates = (
-                self.trainer,
-                [o.param_groups[0]["lr"] for o in self.trainer.optimizers],
-            )
+            trainer = self.trainer
+            rates = [o.param_groups[0]["lr"] for o in self.trainer.optimizers]
             at = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, trainer.global_step
             noted.append((name, *at, trainer.is_last_batch, *rates))
 

@@ -164,7 +164,9 @@ def test_a_loop_of_fabric_starts_and_ends_with_copies_of_one_model(kind: str) ->
 
 def test_copies_of_shards_follow_landings_as_whole_ones_do() -> None:
     def train(rank: int, world_size: int, kind: str, size: int) -> dict[str, Tensor]:
-        model, group, steps = sharded.even(0), rank // size, 10
+        model = sharded.even(0)
+        group = rank // size
+        steps = 10
         if size > 1:
             mesh = init_device_mesh("cpu", (2, size), mesh_dim_names=("group", "data"))["data"]
             fully_shard(model[2], mesh=mesh)

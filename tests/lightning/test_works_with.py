@@ -81,7 +81,8 @@ def run_fit(
     **choices: Any,
 ) -> Any:
     """Fits with two groups; returns trainer, module, and whether it holds the outer parameters."""
-    model, strategy = make(distribution, seed=rank), fits.strategy(distribution, **SHORT)
+    model = make(distribution, seed=rank)
+    strategy = fits.strategy(distribution, **SHORT)
     trainer = fits.trainer(
         distribution, **{"strategy": strategy, "devices": 2, "max_epochs": 2, **choices}
     )
@@ -132,7 +133,8 @@ def test_an_argument_of_the_trainer(rank: int) -> None:
             True,
         ], choices
         assert agreed(trainer.strategy.outer_state_dict()), choices
-    model, limits = evaluated(), {"limit_test_batches": 2, "limit_predict_batches": 0.5}
+    model = evaluated()
+    limits = {"limit_test_batches": 2, "limit_predict_batches": 0.5}
     trainer = fits.trainer(strategy=fits.strategy(**SHORT), devices=2, **limits)
     trainer.test(model, data(6), verbose=False)
     trainer.predict(model, data(6))
@@ -312,7 +314,8 @@ def test_a_learning_rate_finder_gives_all_ranks_one_rate_and_leaves_no_trace(
         tuner.lr_find(model, data(20), num_training=30)
     trainer.fit(model, data(20))
     assert (started, trainer.strategy.report()["inner_steps"]) == ([0], 9)
-    rate, outer = trainer.optimizers[0].param_groups[0]["lr"], trainer.strategy.outer_state_dict()
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    outer = trainer.strategy.outer_state_dict()
     assert agreed(rate)
     assert rate != 0.05
     assert agreed(outer)
@@ -386,7 +389,8 @@ def test_loggers_write_on_rank_0(distribution: str, tmp_path: Path) -> None:
 @in_ranks(2)
 def test_a_callback_that_watches(rank: int, tmp_path: Path) -> None:
     """Training is the same with each of them as without."""
-    callbacks, watched = pl.callbacks, []
+    callbacks = pl.callbacks
+    watched = []
     throughput = importlib.import_module(
         f"{LIGHTNING}.callbacks.throughput_monitor"
     ).ThroughputMonitor
@@ -438,7 +442,8 @@ def test_a_model_without_a_trainer_is_connected_saved_and_trained(
     saved = []
     for strategy in ("ddp", "streaming_diloco"):
         trainer = fits.trainer(distribution, strategy=strategy, devices=2, max_steps=3)
-        made, path = fits.module(distribution, seed=rank), tmp_path / f"{strategy}.ckpt"
+        made = fits.module(distribution, seed=rank)
+        path = tmp_path / f"{strategy}.ckpt"
         trainer.strategy.connect(made)
         trainer.save_checkpoint(path, weights_only=True)
         assert trainer.distributed_sampler_kwargs == {"num_replicas": 2, "rank": rank}
@@ -486,7 +491,9 @@ def test_the_wrapper_of_a_single_rank_has_no_buckets_and_all_that_one_may_ask_of
     dist.init_process_group("gloo")
     batch = torch.randn(8, 5, generator=torch.Generator().manual_seed(0))
     for kwargs in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
-        gradients, seen, buckets = [], list[Any](), list[int]()
+        gradients = []
+        seen = list[Any]()
+        buckets = list[int]()
         for wrapper in (SingleRankDDP, DistributedDataParallel):
             model = wrapper(net := mlp(), **kwargs)
             assert (model.module, model.static_graph) == (net, "static_graph" in kwargs)
@@ -567,7 +574,8 @@ def test_parameters_that_are_not_used_are_told_with_the_name_that_takes_them(
 def test_the_docs_explain_what_lightning_says(
     distribution: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host, used = importlib.import_module(distribution), fits.strategy(distribution)
+    host = importlib.import_module(distribution)
+    used = fits.strategy(distribution)
     fits.trainer(distribution, strategy=used, devices=2)
     # Not `delitem`: what it puts back is what the registry's `get` returns, which is an object and
     # no entry.
@@ -641,7 +649,8 @@ def test_a_metric_among_the_hyperparameters_is_saved_copied_and_computed_in_the_
         def __init__(self, metrics: MetricCollection) -> None:
             super().__init__()
             self.save_hyperparameters()
-            self.metrics, self.hidden = metrics, [MeanMetric()]
+            self.metrics = metrics
+            self.hidden = [MeanMetric()]
 
         def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Any:
             self.metrics.update(float(rank))

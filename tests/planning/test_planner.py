@@ -60,7 +60,8 @@ def test_what_is_played_is_the_schedule(schedule: Schedule, steps: int) -> None:
 
 
 def test_a_dense_beginning_needs_a_faster_link_and_memory_for_more_flights_while_it_lasts() -> None:
-    model, groups = Model.of_size(10**8, layers=24), Groups(1.0, 4)
+    model = Model.of_size(10**8, layers=24)
+    groups = Groups(1.0, 4)
     plain, dense = (
         Streaming(model, Settings(dense_beginning=own, fragments=8), groups)
         for own in (None, DenseBeginning(20))
@@ -115,16 +116,12 @@ def test_fragments_are_those_of_the_engine() -> None:
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Settings, Groups, Link, Model]:
     sync_every = draw(st.integers(1, 25))
-    overlap_steps, fragments = (
-        draw(st.integers(0, min(6, sync_every - 1))),
-        f"strided:{draw(st.integers(1, 4))}",
-    )
+    overlap_steps = draw(st.integers(0, min(6, sync_every - 1)))
+    fragments = f"strided:{draw(st.integers(1, 4))}"
     compression = draw(st.sampled_from(["fp32", "fp4"]))
     chosen = Settings(sync_every, overlap_steps, fragments=fragments, compression=compression)
-    rate, sizes = (
-        draw(st.sampled_from([1e8, 1e9, FREE])),
-        (draw(st.integers(2, 4)), draw(st.integers(1, 3))),
-    )
+    rate = draw(st.sampled_from([1e8, 1e9, FREE]))
+    sizes = (draw(st.integers(2, 4)), draw(st.integers(1, 3)))
     groups = Groups(draw(st.floats(0.05, 2.0)), sizes[0], sizes[1], rate)
     link = Link(
         draw(st.floats(0.001, 1.0)),
@@ -147,9 +144,13 @@ def stepped(method: Streaming, groups: Groups, link: Link) -> float:
     fragment 0 as the planner.
     """
     clock = sender = wire = averager = stepper = 0.0
-    count, rate, sync_every = groups.groups, groups.memory_rate, method.settings.sync_every
-    connections, two_shots = (count - 1) * groups.group_size, count > 2
-    flights, landed = list[tuple[int, float]](), list[float]()
+    count = groups.groups
+    rate = groups.memory_rate
+    sync_every = method.settings.sync_every
+    connections = (count - 1) * groups.group_size
+    two_shots = count > 2
+    flights = list[tuple[int, float]]()
+    landed = list[float]()
     for step in range(1, 10 * sync_every + 1):
         clock += groups.step_time
         for fragment in method.schedule.launches(step):
@@ -170,7 +171,8 @@ def stepped(method: Streaming, groups: Groups, link: Link) -> float:
             there = averager
             if two_shots:
                 relay = link.seconds(connections * payload, connections)
-                there, wire = averager + relay, wire + relay - link.round_trip
+                there = averager + relay
+                wire = wire + relay - link.round_trip
             stepper = max(there, stepper) + (48 + 20 * two_shots) * shard / rate
             flights.append((fragment, stepper))
         for fragment in method.schedule.landings(step):
@@ -191,7 +193,8 @@ def test_utilisation_is_that_of_the_engines_loop_with_a_clock(
     fragment 0.
     """
     chosen, groups, link, model = case
-    method, h = Streaming(model, chosen, groups), chosen.sync_every
+    method = Streaming(model, chosen, groups)
+    h = chosen.sync_every
     assert method.utilisation(link) == pytest.approx(stepped(method, groups, link), rel=1e-3)
     first, *others = play(method, link, steps=9 * h + 6, speeds=[1.0] * groups.groups)
     assert all(other == first for other in others)
@@ -233,7 +236,8 @@ def test_a_silent_connection_starts_slowly_and_loss_slows_a_connection_down() ->
     # It is forgotten after its retransmission timeout.
     assert link.is_warm_after(0.24)
     assert not link.is_warm_after(0.26)
-    clean, lossy = Link(0.1, 0.05), Link(0.1, 0.05, 0.001)
+    clean = Link(0.1, 0.05)
+    lossy = Link(0.1, 0.05, 0.001)
     assert clean.gbit_s_of(1) == 0.1
     assert lossy.gbit_s_of(1) == pytest.approx(1.22 * 1448 * 8 / 0.05 / 0.001**0.5 / 1e9)
     assert lossy.gbit_s_of(2) == 2 * lossy.gbit_s_of(1)
@@ -266,7 +270,9 @@ def test_the_peak_counts_all_that_is_in_flight_together() -> None:
 
 
 def test_a_bandwidth_for_a_utilisation_is_the_least_that_reaches_it() -> None:
-    model, groups, link = Model.of_size(10**9, layers=24), Groups(0.1, memory_rate=1e13), Link(1.0)
+    model = Model.of_size(10**9, layers=24)
+    groups = Groups(0.1, memory_rate=1e13)
+    link = Link(1.0)
     for own in planner.alternatives(model, Settings(), groups).values():
         needs = planner.predict(own, link, steps=1).gbit_s_for
         assert list(needs) == [str(target) for target in TARGETS]
@@ -313,7 +319,9 @@ def test_memory_is_that_of_the_engines_tensors_and_of_what_is_held_beside_them()
 
     # One launch after every inner step, and each lands behind the next: both are held.
     behind = Settings(sync_every=4, overlap_steps=1, **plain, outer_optimizer=kept)
-    held, flying, in_lane = 4_000 * 8, 2 * (12_000 + 2 * 4_048), 4_048 + 8_000
+    held = 4_000 * 8
+    flying = 2 * (12_000 + 2 * 4_048)
+    in_lane = 4_048 + 8_000
     four = Streaming(Model.of_size(4_000, layers=4), behind, Groups(1.0))
     assert four.memory.device_bytes == held + flying + in_lane
 
@@ -333,9 +341,12 @@ def test_memory_is_that_of_the_engines_tensors_and_of_what_is_held_beside_them()
 def test_a_recommendation_is_the_first_candidate_that_suffices_on_a_slower_link_or_one_that_comes_close() -> (
     None
 ):
-    model, groups, link = Model.of_size(10**9, layers=24), Groups(0.1), Link(1.0)
+    model = Model.of_size(10**9, layers=24)
+    groups = Groups(0.1)
+    link = Link(1.0)
     every = list(planner.candidates(model))
-    chosen, slower = planner.recommend(model, groups, link).settings, Link(planner.MARGIN)
+    chosen = planner.recommend(model, groups, link).settings
+    slower = Link(planner.MARGIN)
     assert every.index(chosen) > 0
     for one in (chosen, *every[: every.index(chosen)]):
         assert (Streaming(model, one, groups).utilisation(slower) >= planner.TARGET) == (
@@ -365,7 +376,8 @@ def test_candidates_for_a_model_of_many_blocks_make_no_more_fragments_than_the_d
 
 # Virtual time where groups are not alike
 
-FAST, SLOW = Link(gbit_s=10.0), Link(gbit_s=0.02, round_trip=0.1)
+FAST = Link(gbit_s=10.0)
+SLOW = Link(gbit_s=0.02, round_trip=0.1)
 
 
 def streaming(
@@ -409,7 +421,9 @@ def test_all_wait_for_the_slowest_and_the_absent_but_for_what_overlaps_is_seldom
     assert 0.4 < (seldom[0].waited - last) / (by_schedule[0].waited - last) < 0.6
 
     # Nobody waits for a group that is idle as often as it is slow.
-    four, speeds, link = streaming(4, step_time=1.0), [1.0, 1.0, 1.0, 0.5], Link(gbit_s=100.0)
+    four = streaming(4, step_time=1.0)
+    speeds = [1.0, 1.0, 1.0, 0.5]
+    link = Link(gbit_s=100.0)
     idle = [
         step for step, batch in enumerate(Paced([0] * 300, speed=0.5), start=1) if batch is None
     ]
@@ -422,7 +436,8 @@ def test_all_wait_for_the_slowest_and_the_absent_but_for_what_overlaps_is_seldom
 
 
 def test_a_slow_uplink_delays_nobody_where_each_sends_in_the_code_that_its_link_carries() -> None:
-    fast, slow = Line(Link(1.0), Link(1.0)), Line(Link(0.01), Link(0.1))
+    fast = Line(Link(1.0), Link(1.0))
+    slow = Line(Link(0.01), Link(0.1))
     large = {
         "step_time": 2.0,
         "numel": 300_000_000,

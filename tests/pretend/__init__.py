@@ -123,7 +123,8 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         with lock:
-            self.clock, self._asked = (stream or current_stream()).clock.copy(), False
+            self.clock = (stream or current_stream()).clock.copy()
+            self._asked = False
 
     def synchronize(self) -> None:
         wait(self.clock, "event.synchronize")
@@ -133,7 +134,8 @@ class Event:
         then it is.
         """
         with lock:
-            asked, self._asked = self._asked, True
+            asked = self._asked
+            self._asked = True
             if asked:
                 _learn(self.clock)
             return self.clock <= known
@@ -196,7 +198,8 @@ class Memory:
     held = peak = 0  # bytes on the device now, and at most since the last reset
 
     def __init__(self, owner: Stream | None, nbytes: int = 0) -> None:
-        self.owner, self.nbytes = owner, nbytes
+        self.owner = owner
+        self.nbytes = nbytes
         self._accesses: list[Access] = []
         self.recorded: set[Stream] = (
             set()
@@ -362,7 +365,8 @@ class PretendTensor(Tensor):
         made: PretendTensor = Tensor._make_wrapper_subclass(
             cls, held.size(), **where, device=device
         )
-        made.held, made.memory = held, memory
+        made.held = held
+        made.memory = memory
         return made
 
     @classmethod
@@ -386,7 +390,8 @@ class PretendTensor(Tensor):
     @data.setter  # type: ignore[override]
     def data(self, values: "PretendTensor") -> None:
         torch._C.TensorBase.data.__set__(self, values)  # type: ignore[attr-defined]
-        self.held, self.memory = values.held, values.memory
+        self.held = values.held
+        self.memory = values.memory
 
 
 # What makes a tensor like another one, and does not read that.
@@ -404,14 +409,16 @@ def _kind(func: Any) -> tuple[list[str], set[str], bool, bool, bool]:
     """What the schema of an operation says: arguments, which it writes, whether it accesses,
     waits, and indexes.
     """
-    schema, name = func._schema, func._schema.name.removeprefix("aten::")
+    schema = func._schema
+    name = func._schema.name.removeprefix("aten::")
     written = {
         one.name
         for one in schema.arguments
         if one.alias_info is not None and one.alias_info.is_write
     }
     is_view = not written and any(returned.alias_info for returned in schema.returns)
-    accesses, indexes = not is_view and name not in _READ_NOTHING, name in _INDEXING
+    accesses = not is_view and name not in _READ_NOTHING
+    indexes = name in _INDEXING
     return (
         [one.name for one in schema.arguments],
         written,

@@ -35,7 +35,10 @@ class Work:
     def __init__(
         self, carried: Any, over: Callable[[], Any], event: Event, before: "Work | None"
     ) -> None:
-        self._carried, self._over, self._event, self._before = carried, over, event, before
+        self._carried = carried
+        self._over = over
+        self._event = event
+        self._before = before
         self._arrived = threading.Event()
         self._settled = self._asked = False
         self._error: RuntimeError | None = None
@@ -56,13 +59,15 @@ class Work:
         ):
             if self._error is None:
                 self._over()
-            self._settled, self._before = True, None
+            self._settled = True
+            self._before = None
         return self._settled
 
     def is_completed(self) -> bool:
         """Whether it is over; not yet when that is first asked."""
         with lock:
-            asked, self._asked = self._asked, self._is_over()
+            asked = self._asked
+            self._asked = self._is_over()
             return asked and self._asked
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -80,7 +85,8 @@ class Communicator(dist.ProcessGroup):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._carrier, self._stream = dist.ProcessGroupGloo(store, rank, size, timeout), Stream()
+        self._carrier = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._stream = Stream()
         self._last: Work | None = None
         self.aborted = threading.Event()
 

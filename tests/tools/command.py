@@ -15,7 +15,9 @@ class Ran(NamedTuple):
 
 
 def ran(*args: str) -> Ran:
-    out, err, code = io.StringIO(), io.StringIO(), 0
+    out = io.StringIO()
+    err = io.StringIO()
+    code = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             main(list(args))

@@ -22,11 +22,9 @@ def _made(distribution: str) -> tuple[Any, Any]:
             self, width: int = 8, lr: float = 0.05, fails_in_group: int = -1, by_hand: bool = False
         ) -> None:
             super().__init__()
-            self.lr, self.fails_in_group, self.automatic_optimization = (
-                lr,
-                fails_in_group,
-                not by_hand,
-            )
+            self.lr = lr
+            self.fails_in_group = fails_in_group
+            self.automatic_optimization = not by_hand
             layers = (
                 nn.Linear(4, width),
                 nn.BatchNorm1d(width),
@@ -65,7 +63,9 @@ def _made(distribution: str) -> tuple[Any, Any]:
 
         def __init__(self, length: int = 120, batch_size: int = 5, paced: bool = False) -> None:
             super().__init__()
-            self.length, self.batch_size, self.paced = length, batch_size, paced
+            self.length = length
+            self.batch_size = batch_size
+            self.paced = paced
 
         def setup(self, stage: str) -> None:
             generator = torch.Generator().manual_seed(0)

@@ -227,7 +227,8 @@ def test_a_shell_completes_subcommands_and_options(tmp_path: Path) -> None:
 
 
 def test_the_current_folder_is_searched_last_and_for_class_paths_alone(tmp_path: Path) -> None:
-    folder, script = tmp_path / "folder", tmp_path / "bin" / "sdiloco"
+    folder = tmp_path / "folder"
+    script = tmp_path / "bin" / "sdiloco"
     folder.mkdir()
     script.parent.mkdir()
     script.write_text("from lightning_sdiloco.tools.cli import main\nmain()\n")
@@ -307,11 +308,10 @@ def test_a_plan_says_the_same_as_text_and_json_and_what_it_recommends_is_what_it
     assert answer["methods"]["streaming_overlap"] == answer["compressions"]["bf16"]
 
     asked = [*ASKED, "--round-trip=0.05"]
-    text, answer = text_of(*asked), told(*asked)
-    chosen, rows = (
-        answer["recommendation"],
-        {line.strip().split("  ")[0]: line for line in text.splitlines()},
-    )
+    text = text_of(*asked)
+    answer = told(*asked)
+    chosen = answer["recommendation"]
+    rows = {line.strip().split("  ")[0]: line for line in text.splitlines()}
     for said in (
         "1,000,000,000 parameters in 8 fragments, 2 groups of 1 rank\n10,000 inner steps of 0.1"
         " s\n",
@@ -340,7 +340,8 @@ def test_a_plan_says_the_same_as_text_and_json_and_what_it_recommends_is_what_it
 def test_the_page_of_the_planner_shows_what_the_commands_print() -> None:
     """Each text of the page is a part of what the command before it prints."""
     root = Path(__file__).parents[2]
-    printed, compared = "", 0
+    printed = ""
+    compared = 0
     page = (root / "docs" / "planner.md").read_text()
     for kind, block in re.findall(r"^```(console|text)\n(.*?)^```$", page, re.M | re.S):
         if kind == "text":
@@ -442,7 +443,8 @@ def test_a_hub_carries_a_payload_of_each_site_to_each_other_and_a_quorum_says_wh
 ):
     asked = [*ASKED, "--groups=4", "--compression=bf16"]
     answer = told(*asked, "--hub-bandwidth=0.5Gbit", "--quorum=4")
-    hub, waits = answer["hub"], answer["waits"]
+    hub = answer["hub"]
+    waits = answer["waits"]
     assert (hub["bytes_in"], hub["bytes_out"]) == (4 * 2 * 10**9, 4 * 3 * 2 * 10**9)
     # 24 GB at 0.5 Gbit/s are 384 s: in 100 steps of 0.1 s that is 38.4 times what there is, and 500
     # do not suffice.

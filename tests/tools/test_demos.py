@@ -22,10 +22,8 @@ def test_the_demo_says_prints_and_saves_what_follows_from_its_runs_and_the_readm
     tmp_path: Path,
 ) -> None:
     runs = json.loads((EXAMPLES.parent / "docs" / "images" / "demo.json").read_text())
-    page, sent = (
-        " ".join((EXAMPLES.parent / "README.md").read_text().split()),
-        runs["ddp"]["bytes_sent"],
-    )
+    page = " ".join((EXAMPLES.parent / "README.md").read_text().split())
+    sent = runs["ddp"]["bytes_sent"]
     rows = [" | ".join([demo.SETTINGS[name], *demo.cells(run, sent)]) for name, run in runs.items()]
     assert [
         said

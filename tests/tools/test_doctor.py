@@ -112,7 +112,8 @@ def seen(**choices: Any) -> Examined:
     return Examined(**{**every, **choices})
 
 
-SMALL, SLOWLY = {**TCP, "receive_buffer": 1_000_000}, {**TCP, "slow_start_after_idle": True}
+SMALL = {**TCP, "receive_buffer": 1_000_000}
+SLOWLY = {**TCP, "slow_start_after_idle": True}
 OLDER = {**describe()["versions"], "torch": "1.0"}
 HALF = [MeasuredLink(0, 1, 0.05, 1e8), MeasuredLink(1, 0, 0.05, 3e7)]
 BETWEEN = "rank 0 (host0) -> rank 2 (host1) at 10.0.0.3:4: no answer within 10 s"

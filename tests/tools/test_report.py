@@ -28,7 +28,9 @@ from tests.fits import fit
 from tests.ranks import run_processes
 from tests.tools.command import refused, told
 
-EVERY, OVERLAP, STEP = 10, 2, 0.1
+EVERY = 10
+OVERLAP = 2
+STEP = 0.1
 PARAMETERS = {f"layers.{layer}.weight": [1_000_000, 4_000_000] for layer in range(2)}
 NBYTES = 516_000  # of a message of a fragment in fp4, about
 THREE = (STEP, STEP, STEP)
@@ -61,7 +63,8 @@ def played(
     second one, and each part of the background ``work``. ``change`` may change the lines of all
     ranks before they are written.
     """
-    groups, ranks = len(seconds), list[Lines]()
+    groups = len(seconds)
+    ranks = list[Lines]()
     settings = {
         "sync_every": EVERY,
         "overlap_steps": OVERLAP,
@@ -96,14 +99,18 @@ def played(
     landed |= {"counted": list(range(groups)), "group_norms": [3.0, 5.0, *[4.0] * (groups - 2)]}
     landed |= {"diagnostics": {"cosines": [0.8, 0.6, *[0.7] * (groups - 2)]}}
     landed |= {"exchange": "gather" if hop is None else "two_shot"}
-    clocks, flights = [0.0] * groups, dict[int, tuple[list[float], float, float]]()
+    clocks = [0.0] * groups
+    flights = dict[int, tuple[list[float], float, float]]()
     for step in range(1, 31):
-        began, clocks = clocks, [clock + own for clock, own in zip(clocks, seconds, strict=True)]
-        ended, since = clocks, step - OVERLAP
+        began = clocks
+        clocks = [clock + own for clock, own in zip(clocks, seconds, strict=True)]
+        ended = clocks
+        since = step - OVERLAP
         launches, arrive, there = flights.pop(since, (clocks, 0.0, 0.0))
         clocks = [max(clock, there) for clock in clocks]
         for group, lines in enumerate(ranks):
-            launch, done = launches[group], clocks[group]
+            launch = launches[group]
+            done = clocks[group]
             lines.append(
                 {"kind": "step", "step": step, "span": (began[group], ended[group]), "done": done}
             )
@@ -165,7 +172,8 @@ def test_what_held_a_run_back_is_named(tmp_path: Path) -> None:
     def left_out(ranks: list[Lines]) -> None:
         next(line for line in ranks[0] if line["kind"] == "landing")["left_out"] = [1]
 
-    known, verdicts = Link(8 * NBYTES / 0.3 / 1e9), {}
+    known = Link(8 * NBYTES / 0.3 / 1e9)
+    verdicts = {}
     for name, limit, choices, words in (
         (
             "nothing",
@@ -242,9 +250,11 @@ def test_the_advice_counts_on_the_exchange_that_ran(tmp_path: Path) -> None:
         ("gather", "fp4", 0.05, {"exchange": "auto"}),
     ):
         own: dict[str, Any] = {**CUT, "compression": compression, "exchange": exchange}
-        settings, link = Settings(sync_every=EVERY, overlap_steps=OVERLAP, **own), Link(gbit_s)
+        settings = Settings(sync_every=EVERY, overlap_steps=OVERLAP, **own)
+        link = Link(gbit_s)
         method = Streaming(model, settings, Groups(STEP, groups=8, memory_rate=1e15))
-        cost, nbytes = method.costs(0, link), int(method.bytes_per_step * EVERY / 2)
+        cost = method.costs(0, link)
+        nbytes = int(method.bytes_per_step * EVERY / 2)
         times = {"link": cost.warm, "hop": cost.second_hop or None, "work": 1e-6}
         verdict = judge(
             played(tmp_path, (STEP,) * 8, nbytes=nbytes, compression=compression, **times)

@@ -30,7 +30,8 @@ from tests.tools import command
 from tests.tools.command import not_refused_with
 from tests.tools.simulated import Net
 
-STRATEGY, MODULES = "StreamingDiLoCoStrategy", "tests.tools.simulated"
+STRATEGY = "StreamingDiLoCoStrategy"
+MODULES = "tests.tools.simulated"
 LARGE = (f"lightning_sdiloco.{STRATEGY}", "tests.large.models.Large", "tests.large.models.Data")
 OTHER = f"lightning_sdiloco.pytorch_lightning.{STRATEGY}"
 OURS = {
@@ -203,7 +204,8 @@ def test_a_simulated_run_is_resumed_exactly(tmp_path: Path) -> None:
 
 
 def test_choices_replace_those_of_the_file_and_nothing_is_left_behind(tmp_path: Path) -> None:
-    environment, threads = dict(os.environ), threading.active_count()
+    environment = dict(os.environ)
+    threads = threading.active_count()
     torch.manual_seed(11)
     random.seed(12)
     expected = torch.get_rng_state(), random.getstate()
@@ -234,7 +236,8 @@ def test_groups_that_wait_in_vain_are_told_and_a_clock_stands_still_while_others
         RuntimeError, match="wait for groups that wait for something else or have ended: 0"
     ):
         turns.run([lambda: turns.until(lambda: False), lambda: None])
-    turns, done = Turns(2), threading.Event()
+    turns = Turns(2)
+    done = threading.Event()
 
     def timed(work: Callable[[], object]) -> float:
         started = turns.seconds()
@@ -256,7 +259,8 @@ def test_groups_that_wait_in_vain_are_told_and_a_clock_stands_still_while_others
 
 def test_one_run_tells_losses_bytes_and_time(tmp_path: Path) -> None:
     answer = told(tmp_path, *LINK, "--set=trainer.max_steps=12", "--absence=1:1-4000")
-    text, chosen = answer["text"], recommended(direction="elementwise")
+    text = answer["text"]
+    chosen = recommended(direction="elementwise")
     for line in (
         "2 worker groups, 12 inner steps each, 74 parameters",
         f"overlap_steps=2, mixing={chosen.mixing}, compression='fp4',"
@@ -313,7 +317,8 @@ def test_a_sweep_runs_every_combination_and_tells_them_in_a_table(tmp_path: Path
     ]
     # In the first round a validation takes an exchange of its own.
     answer = told(tmp_path, *sweeps, "--set=trainer.limit_val_batches=0")
-    runs, every = answer["runs"], [(2, 5), (2, 10), (3, 5), (3, 10)]
+    runs = answer["runs"]
+    every = [(2, 5), (2, 10), (3, 5), (3, 10)]
     assert [(one["groups"], one["choices"]["sync_every"]) for one in runs] == every
     assert [(len(one["losses"]), int(one["settings"]["sync_every"])) for one in runs] == every
     rows = [line.split()[:3] for line in answer["text"].splitlines() if "fp4" in line]
@@ -334,10 +339,8 @@ carry: {mixing: {class_path: lightning_sdiloco.Carry}, groups: 3}
 def test_methods_are_compared_by_name_and_seeds_pair_by_pair(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "methods.yaml").write_text(METHODS)
-    methods, picture = (
-        f"--methods={tmp_path / 'methods.yaml'}",
-        f"--picture={tmp_path / 'methods.svg'}",
-    )
+    methods = f"--methods={tmp_path / 'methods.yaml'}"
+    picture = f"--picture={tmp_path / 'methods.svg'}"
     answer = told(tmp_path, methods, picture, "--set=trainer.max_steps=18", *LINK)
     plain, rarer, carry = answer["runs"]
     assert rarer["prediction"]["waited"][0] < plain["prediction"]["waited"][0], (
@@ -350,10 +353,8 @@ def test_methods_are_compared_by_name_and_seeds_pair_by_pair(tmp_path: Path) -> 
     rows = [line.partition("  ")[0].strip() for line in answer["text"].splitlines()]
     assert [row for row in rows if row in names] == names
 
-    sweep, picture = (
-        ["--sweep=compression=fp32,fp32", "--seeds=3,4"],
-        f"--picture={tmp_path / 'seeds.svg'}",
-    )
+    sweep = ["--sweep=compression=fp32,fp32", "--seeds=3,4"]
+    picture = f"--picture={tmp_path / 'seeds.svg'}"
     answer = told(tmp_path, *sweep, picture, "--set=trainer.max_steps=12", *LINK)
     runs = answer["runs"]
     assert [one["seed"] for one in runs] == [3, 4, 3, 4]
@@ -420,7 +421,8 @@ def test_what_cannot_be_simulated_is_refused_before_a_run(
 # Sites of a federation in virtual time: the slow and the late cost the others nothing, and nothing
 # counts twice
 
-STEPS, BATCH = 24, 5
+STEPS = 24
+BATCH = 5
 
 
 def test_slow_late_and_absent_sites_cost_the_others_nothing_and_what_they_train_counts_once(
@@ -481,7 +483,8 @@ def test_the_command_tells_each_site_the_same_every_time_with_the_terms_of_the_c
         "class_path": OURS["lightning.pytorch"][0],
         "init_args": {**CHOICES, "federation": federation},
     }
-    file, found = write(tmp_path, max_steps=STEPS, limit_val_batches=0, strategy=strategy), []
+    file = write(tmp_path, max_steps=STEPS, limit_val_batches=0, strategy=strategy)
+    found = []
     args = [
         f"--config={file}",
         "--sites=3",
@@ -497,7 +500,8 @@ def test_the_command_tells_each_site_the_same_every_time_with_the_terms_of_the_c
             )
         )
     assert found[0] == found[1]
-    text, sites = found[0][0], json.loads(found[0][1])["sites"]
+    text = found[0][0]
+    sites = json.loads(found[0][1])["sites"]
     assert "3 sites, 74 parameters in 2 fragments" in text
     assert "grace=3 s, lease=60 s, quorum=tests.own_quorum.Core(core=['site-0', 'site-1'])" in text
     assert [len(site["losses"]) for site in sites] == [STEPS] * 3

@@ -153,7 +153,8 @@ def simulate(
 # Running
 
 
-_GROUPS, _METHOD = "groups", "method"
+_GROUPS = "groups"
+_METHOD = "method"
 
 
 class Planned(NamedTuple):
@@ -176,7 +177,8 @@ def combinations(sweeps: Sequence[str], groups: int) -> list[Planned]:
         >>> [tuple(run[1:]) for run in combinations(["groups=2,4", "compression=fp4"], groups=2)]
         [(2, {'compression': 'fp4'}), (4, {'compression': 'fp4'})]
     """
-    known, varied = _known(), dict[str, list[Any]]()
+    known = _known()
+    varied = dict[str, list[Any]]()
     for sweep in sweeps:
         name, _, text = sweep.partition("=")
         if name not in known:
@@ -457,10 +459,8 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
             name: getattr(prediction, name)
             for name in ("step_time", "seconds", "utilisation", "ddp_seconds")
         }
-        waited, steps = (
-            [own.waited for own in prediction.times],
-            [own.steps for own in prediction.times],
-        )
+        waited = [own.waited for own in prediction.times]
+        steps = [own.steps for own in prediction.times]
         told["prediction"] = {**numbers, "waited": waited, "steps_done_at": steps}
     return told
 
@@ -469,11 +469,13 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
 
 _WIDTH = 110
 _MOST_VALIDATIONS = 10
-_FIRST, _LAST = f"loss, first\n{LAST} batches", f"loss, last\n{LAST} batches"
+_FIRST = f"loss, first\n{LAST} batches"
+_LAST = f"loss, last\n{LAST} batches"
 
 
 def run_as_text(outcome: Outcome, where: Places) -> str:
-    run, prediction = outcome.run, outcome.prediction
+    run = outcome.run
+    prediction = outcome.prediction
     columns = {
         "group": range(len(run.groups)),
         _FIRST: [_loss(group.first_loss) for group in run.groups],
@@ -510,7 +512,8 @@ def run_as_text(outcome: Outcome, where: Places) -> str:
 
 
 def sites_as_text(run: FederatedRun, places: Places) -> str:
-    sites, groups = run.sites, [site.group for site in run.sites]
+    sites = run.sites
+    groups = [site.group for site in run.sites]
     columns = {
         "site": range(len(sites)),
         "inner\nsteps": [f"{len(site.times):,}" for site in sites],
@@ -534,10 +537,8 @@ def sites_as_text(run: FederatedRun, places: Places) -> str:
 
 
 def sweep_as_text(outcomes: Sequence[Outcome], where: Places) -> str:
-    runs, predictions = (
-        [outcome.run for outcome in outcomes],
-        [outcome.prediction for outcome in outcomes],
-    )
+    runs = [outcome.run for outcome in outcomes]
+    predictions = [outcome.prediction for outcome in outcomes]
     last = [run.validations[-1].metrics if run.validations else {} for run in runs]
     columns = {
         _LAST: [_loss(run.last_loss) for run in runs],
@@ -646,7 +647,9 @@ def draw(outcomes: Sequence[Outcome], figure: Any) -> None:
     unit, name = _unit(max(seconds)) if len(seconds) == len(outcomes) else (1e6, _IN_BYTES)
     colors: dict[str, str] = {}
     for index, outcome in enumerate(outcomes):
-        run, inner_steps, label = outcome.run, outcome.inner_steps, outcome.planned.told()
+        run = outcome.run
+        inner_steps = outcome.inner_steps
+        label = outcome.planned.told()
         if label in colors:
             label, color = (
                 "_another seed of it",

@@ -122,7 +122,8 @@ class SimulatedProcessesMixin(_Base):
     def setup_environment(self) -> None:
         self.reset_seed()
         self._groups.use(self.simulated_rank.topology)
-        module, world = self.lightning_module, self.simulated_rank.topology.world
+        module = self.lightning_module
+        world = self.simulated_rank.topology.world
         assert module is not None
 
         # A function, which a copy of the module does not copy: it holds the strategy.
@@ -132,7 +133,8 @@ class SimulatedProcessesMixin(_Base):
 
         for metric in (part for part in module.modules() if isinstance(part, Metric)):
             if metric.dist_sync_fn is None and metric.process_group is None:
-                metric.distributed_available_fn, metric.dist_sync_fn = (lambda: True), gather
+                metric.distributed_available_fn = lambda: True
+                metric.dist_sync_fn = gather
 
     @override
     def _setup_model(self, model: nn.Module) -> Any:
@@ -233,7 +235,9 @@ class RecorderMixin(_Callback):
     """Records what happens in a simulated group; ``stepped`` is called after every inner step."""
 
     def __init__(self, rank: SimulatedRank, stepped: Callable[[], None]) -> None:
-        self._rank, self._stepped, self.group = rank, stepped, Group()
+        self._rank = rank
+        self._stepped = stepped
+        self.group = Group()
         self._batches: deque[tuple[Any, int]] = deque(maxlen=LAST)
         self._begun = 0
 
@@ -619,8 +623,10 @@ def live(
             "The configuration trains nothing. Make sure that its max_steps and max_epochs are"
             " not 0."
         )
-    group, report = recorder.group, strategy.report()
-    group.bytes_sent, group.inner_steps = int(report["bytes_sent"]), int(report["inner_steps"])
+    group = recorder.group
+    report = strategy.report()
+    group.bytes_sent = int(report["bytes_sent"])
+    group.inner_steps = int(report["inner_steps"])
     if rank.rank:
         return group, None
     model = Model.of_parameters(trainable(trainer.lightning_module))

@@ -144,15 +144,18 @@ class _Incarnation:
         turns: Turns[Any],
         number: int,
     ) -> None:
-        self._name, self._hub, self._time, self._number = site_name(number), hub, time, number
-        self._times, self._ended, self._joined = list[float](), 0.0, list[int]()
+        self._name = site_name(number)
+        self._hub = hub
+        self._time = time
+        self._number = number
+        self._times = list[float]()
+        self._ended = 0.0
+        self._joined = list[int]()
         assert places.step_time is not None
         self._step_time = places.step_time / (places.speeds[number] if places.speeds else 1.0)
-        self._away, self._joins_at, link = (
-            places.absences_of(number),
-            places.joins_at(number),
-            places.link,
-        )
+        self._away = places.absences_of(number)
+        self._joins_at = places.joins_at(number)
+        link = places.link
         line = VirtualLink(
             time,
             number,
@@ -195,15 +198,15 @@ class _Incarnation:
         return [round or 0 for round in self._rank.connection.applied]
 
     def told(self, group: Group, records: Sequence[Record]) -> Site:
-        applied, missed, weights = self._applied(), 0, dict[int, list[int]]()
+        applied = self._applied()
+        missed = 0
+        weights = dict[int, list[int]]()
         for record in records:
             own = record.of(self._name)
             if own is not None:
                 weights.setdefault(record.fragment, []).append(own.weight)
             elif self._joined[record.fragment] < record.round <= applied[record.fragment]:
                 missed += 1
-        late, counted = (
-            self._hub.coordinator.statistics[self._name].late,
-            sum(map(len, weights.values())),
-        )
+        late = self._hub.coordinator.statistics[self._name].late
+        counted = sum(map(len, weights.values()))
         return Site(group, self._times, self._ended, counted, late, missed, weights)

@@ -81,7 +81,8 @@ class Turns(Generic[Result]):
         self._go_on()
         if ready():
             return
-        seat, left = self._seats.own, time.perf_counter()
+        seat = self._seats.own
+        left = time.perf_counter()
         state = random_state(), seat
         self._waits[seat] = ready
         self._pass_on(seat)
@@ -224,7 +225,8 @@ class TurnTakingExchange(Exchange[tuple[int, Any]]):
         self._exchange = exchange
         self._group = group
         # How many messages each group has sent, by engine.
-        self._sent_by_engine, self._sent = sent, sent[engine]
+        self._sent_by_engine = sent
+        self._sent = sent[engine]
         self._until = until
 
     def channel(self, engine: int) -> "TurnTakingExchange":
@@ -243,8 +245,6 @@ class TurnTakingExchange(Exchange[tuple[int, Any]]):
         number, sent = posted
         self._until(lambda: min(self._sent) >= number)
         messages = self._exchange.collect(sent, deadline, sizes)
-        self.bytes_sent, self.bytes_received = (
-            self._exchange.bytes_sent,
-            self._exchange.bytes_received,
-        )
+        self.bytes_sent = self._exchange.bytes_sent
+        self.bytes_received = self._exchange.bytes_received
         return messages
