@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from lightning_sdiloco import Landing, OuterOptimizer, StreamingDiLoCo
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import ErrorFeedback, Int2, RandomK, TopK
-from lightning_sdiloco.engine.flight import Pending, ThreadBackground, Work
+from lightning_sdiloco.engine.background import Pending, ThreadBackground, Work
 from lightning_sdiloco.engine.start import default_topology
 from tests.bits import same_bits
 

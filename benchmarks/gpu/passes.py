@@ -80,8 +80,6 @@ def passes(numel: int, place: Place) -> dict[str, tuple[float, Callable[[], obje
         values=outer,
         gradient=gradient,
         group=Communicator(),
-        counts=True,
-        final=False,
         is_dense=False,
     )
     # With the momentum of an earlier step, as in every round but the first.

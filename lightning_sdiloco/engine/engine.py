@@ -32,6 +32,7 @@ from lightning_sdiloco.algorithm.weighting import REMEMBERED, Absences, Exclusio
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.comm.watch import WorldWatch
 from lightning_sdiloco.compression import Compression
+from lightning_sdiloco.engine.background import ThreadBackground
 from lightning_sdiloco.engine.checkpoint import (
     Restart,
     load,
@@ -40,7 +41,7 @@ from lightning_sdiloco.engine.checkpoint import (
     require_processes,
     save,
 )
-from lightning_sdiloco.engine.flight import Flight, ThreadBackground
+from lightning_sdiloco.engine.flight import PendingFlight
 from lightning_sdiloco.engine.fragments import Landing, Span
 from lightning_sdiloco.engine.matrices import proofs, with_direction
 from lightning_sdiloco.engine.outer import storage_for
@@ -222,10 +223,17 @@ class StreamingDiLoCo:
         background = (self.topology.background or ThreadBackground)(device)
         storage = storage_for(device, given.outer.offload)
         self.rounds = Rounds(
-            self.model, self.topology, storage, background, inner_optimizers, copies
+            self.model,
+            parts,
+            self.settings,
+            self.topology,
+            storage,
+            background,
+            inner_optimizers,
+            copies,
         )
         self.link = self.rounds.link
-        self._cut(parts)
+        self.view = self._new_view()
         say_what_trains_little(self.rounds.outer_optimizer, self.topology)
         align_ranks(self.model, self.rounds.fragments, self.topology)
         kinds = {
@@ -258,11 +266,11 @@ class StreamingDiLoCo:
     def _cut(self, fragments: Sequence[Fragment]) -> None:
         """Takes the model as it is for the outer one, cut into these fragments."""
         self.rounds.cut(fragments, self.settings)
-        self._show_fragments()
+        self.view = self._new_view()
 
-    def _show_fragments(self) -> None:
+    def _new_view(self) -> OuterView:
         rounds = self.rounds
-        self.view = OuterView(
+        return OuterView(
             self.model, rounds.fragments, self.topology.in_group, rounds.storage, rounds.copies
         )
 
@@ -662,7 +670,7 @@ class StreamingDiLoCo:
         gathered = list[Tensor]()
         untrained = list[Mapping[int, Tensor]]()
 
-        def receive(flight: Flight) -> None:
+        def receive(flight: PendingFlight) -> None:
             arrival = flight.pending.result()
             keep_until_done([*arrival.gathered, *arrival.untrained.tensors])
             self._counts.bytes_sent += arrival.landing.bytes_sent
@@ -856,7 +864,7 @@ class StreamingDiLoCo:
     def use_optimizers(self, inner_optimizers: Sequence[Optimizer]) -> None:
         """Takes other inner optimizers than those that the engine was made with; see `recut`."""
         self.rounds.use_optimizers(inner_optimizers)
-        self._show_fragments()
+        self.view = self._new_view()
 
     @torch.no_grad()
     def prepare_recut(self) -> Recut:
@@ -892,7 +900,7 @@ class StreamingDiLoCo:
         rounds.copies.renew(recut.new)
         follow_in_optimizers(recut, rounds.cut_model, rounds.inner_optimizers, says=says)
         rounds.cut_again(recut, self.settings, self.inner_steps)
-        self._show_fragments()
+        self.view = self._new_view()
 
     def _require_no_site(self) -> None:
         if self.site is not None:

@@ -1,52 +1,51 @@
 """A fragment in flight: lines 7 to 11 of Algorithm 2, between its launch and its landing, while
 training goes on.
 
-A launch reads all that a flight carries. `Synchronizer.fly` runs in the background and owns all
-that it writes to. What it returns, an `Arrival`, is committed when the fragment lands, and not
-before.
+A `Flight` has three verbs. `Flight.send` encodes the outer gradient and posts it (line 7),
+`Flight.average` receives the others' and takes their mean (line 8), and `Flight.step` takes the
+outer step (line 11). All three run in the background: they read the record of the fragment, and
+write only to what the flight itself made. The `Arrival` that the last one returns is committed when
+the fragment lands, and not before.
 
-Work in the background is a generator: what lies between two ``yield`` is a stage. Each stage takes
-work in the order in which it was started, so one fragment is encoded while another one is on its
-way and a third one makes its outer step.
+Flights differ in parts that they have or lack: a round or a plain mean (`_Round`, `_PlainMean`), a
+route's leg (`_Leg`), how the control vector travels (`_WordsAhead`, `_WordsAlong`), untrained state
+that travels (`_UntrainedMessages`), a second hop, and diagnostics.
 """
 
 import itertools
-import logging
 import math
-import queue
-import threading
 import time
-import weakref
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from operator import or_
-from statistics import median
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_sdiloco.algorithm.config import Settings
-from lightning_sdiloco.algorithm.gossip import Brought, Taken, bring, take
+from lightning_sdiloco.algorithm.gossip import Brought, bring, take
 from lightning_sdiloco.algorithm.merge import LandingRule, Mix
-from lightning_sdiloco.algorithm.reduce import AllReduce, all_reduce_for
+from lightning_sdiloco.algorithm.reduce import AllReduce, SecondHop, all_reduce_for
 from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES, Control, Count, combined, plain
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.exchange import Exchange, Unanswered, VaryingExchange
-from lightning_sdiloco.comm.topology import STAGES, Topology
-from lightning_sdiloco.compression import Compression, resolve
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.compression import resolve
+from lightning_sdiloco.engine.background import Pending, Work
 from lightning_sdiloco.engine.fragments import (
     Arrival,
-    Diagnostics,
+    Commit,
     FragmentState,
     Landing,
     Launch,
     Purpose,
     Span,
 )
+from lightning_sdiloco.engine.measure import Diagnosis, on_link, span_from
 from lightning_sdiloco.engine.outer import OuterState
 from lightning_sdiloco.engine.untrained import (
     NOTHING,
@@ -59,34 +58,31 @@ from lightning_sdiloco.engine.untrained import (
 from lightning_sdiloco.errors import AgreementError, ExchangeError
 from lightning_sdiloco.memory import new_vector
 
-Result = TypeVar("Result")
-Work = Generator[None, None, Result]
-
-# A thread that ends at the same time as the interpreter may end the process.
-_MOMENT = 0.5
-
-# How many inner steps, and how many flights, are remembered for what is measured of them.
-_REMEMBERED = 16
-_FLIGHTS = 3
-
-# Below so many values the control vector goes along in the message of the payload: another message
-# would cost more than a copy. In one flight of so many it goes ahead all the same, which shows how
-# long the payload is on the link.
-_SHORT = 1 << 16
-_AHEAD = 7
+# With fewer values than this, the control vector travels in the message of the payload: another
+# message would cost more than a copy. One such flight in seven sends it ahead all the same, which
+# shows how long the payload is on the link.
+_FEW_VALUES = 1 << 16
+_FLIGHTS_PER_WORD_AHEAD = 7
 
 # The number of an engine times this goes into every digest: an odd number of 64 bits keeps all
 # digests apart.
 _ENGINE_DIGEST = 0x9E3779B97F4A7C15
 
-_log = logging.getLogger(__name__)
-
 # The stages of the background, each with its own communicator.
 _SEND, _AVERAGE, _STEP = range(3)
 
 
+class Collected(NamedTuple):
+    """Messages that arrived: by exchange and group, their bytes, and when each exchange had its."""
+
+    messages: list[list[Tensor]]
+    bytes_sent: int
+    bytes_received: int
+    arrival_times: list[float]
+
+
 class Synchronizer:
-    """Flies fragments, with what is the same for all flights of a model that is cut in one way.
+    """Flies the fragments of a model; it holds what is the same for all flights.
 
     Attributes:
         diagnoses: Whether flights measure how far the groups agree.
@@ -99,440 +95,741 @@ class Synchronizer:
         settings: Settings,
         diagnoses: bool,
     ) -> None:
-        self._fragments = fragments
-        self._topology = topology
-        self.diagnoses = diagnoses
         groups = topology.num_groups
         codec = settings.codec
-        self._merge = settings.landing
+        self.fragments = fragments
+        self.topology = topology
+        self.diagnoses = diagnoses
+        self.landing_rule = settings.landing
+        self.weighing = settings.aggregation
+        self.route_momentum = settings.routing.momentum(groups)
         # In a leg each group sends its partners whole fragments.
-        in_rounds = settings.exchange if settings.shares else "gather"
-        self._rounded = all_reduce_for(in_rounds, groups, codec, self._merge.kept)
-        self._exact = all_reduce_for(settings.exchange, groups, resolve("fp32"), self._merge.kept)
-        self._weighing = settings.aggregation
-        self._momentum = settings.routing.momentum(groups)
-        self._exchange: Exchange[Any] = topology.exchange
+        round_exchange = settings.exchange if settings.shares else "gather"
+        kept_share = self.landing_rule.kept
+        self.rounded = all_reduce_for(round_exchange, groups, codec, kept_share)
+        self.exact = all_reduce_for(settings.exchange, groups, resolve("fp32"), kept_share)
+        self.exchange: Exchange[Any] = topology.exchange
         if codec.varies():
-            self._exchange = VaryingExchange(topology.control, topology.exchange)
-        # It always goes ahead where messages wait until all are known to have launched, or their
-        # lengths go ahead.
-        self._short = _SHORT if topology.exchange.learns_sizes and not codec.varies() else 0
-        self._flights = itertools.count()
-        # If no group waits for a second hop, and no link is measured by when messages are waited
-        # for, the outer step is made where the mean was taken: a thread that hands over to another
-        # one takes as long as both. So is it where both hops have one exchange, which one thread
-        # may use.
-        relays = any(one.hops > 1 for one in (self._rounded, self._exact))
-        relays = relays or any(fragment.untrained.outer for fragment in fragments)
-        self._hands_over = codec.varies() or (
-            relays and topology.second_hop is not topology.exchange
-        )
-        # For errors, where a process has more than one.
-        self._of_engine = f" of engine {topology.engine}" if topology.engine > 1 else ""
+            self.exchange = VaryingExchange(topology.control, topology.exchange)
+        # Words always travel ahead if messages wait until all groups are known to have launched,
+        # or if their lengths travel ahead.
+        self._may_send_words_along = topology.exchange.learns_sizes and not codec.varies()
+        self._flight_numbers = itertools.count()
+        has_untrained = any(fragment.untrained.outer for fragment in fragments)
+        has_second_hop = self.rounded.hops > 1 or self.exact.hops > 1 or has_untrained
+        has_own_exchange = topology.second_hop is not topology.exchange
+        # The outer step runs in the thread that took the mean if no group waits for a second hop,
+        # and no link is measured by when messages are waited for: handing over to another thread
+        # takes as long as both. It does so, too, if both hops have one exchange, which only one
+        # thread may use.
+        self._hands_over = codec.varies() or (has_second_hop and has_own_exchange)
 
     def fly(self, launch: Launch) -> Work[Arrival]:
         """Flies a fragment, in up to three stages. In-group collective, in the order of the
         launches on all ranks.
         """
-        fragment = self._fragments[launch.fragment]
-        topology = self._topology
-        spans = dict[str, Span]()
-        is_round = launch.purpose is Purpose.ROUND
-        device = launch.gradient.device
-        # Other means than an outer step make up for no earlier loss: they use no memory, and leave
-        # none.
-        memory, tuning = (
-            (fragment.load(fragment.memory), fragment.load(fragment.tuning))
-            if is_round
-            else (None, None)
-        )
-
-        # Line 7: compress the outer gradient and send it.
-        began = time.perf_counter()
-        # Groups that are at unlike points count their flights alike, and learn from each other's
-        # words where they are.
-        word = self._control(launch, fragment)
-        is_ahead = next(self._flights) % _AHEAD == 0 or launch.leg
-        is_along = launch.gradient.numel() < self._short and not is_ahead
-        words: Any = None if is_along else topology.control.post([word] * topology.num_groups)
-        all_reduce = self._all_reduce(launch)
-        brought = self._bring(launch, fragment) if launch.leg else None
-        values = launch.gradient if brought is None else brought.values
-        encoded = all_reduce.encode(values, memory, tuning)
-        head = [word.to(device)] if is_along else []
-        messages: Any = _messages(head, encoded.payloads, launch.leg)
-        posted_at = time.perf_counter()
-        posted: Any = self._exchange.post(
-            messages, [one.numel() for one in messages] if launch.leg else None
-        )
-        spans["encode"] = span_from(began, device)
-        measures = self.diagnoses and is_round
-        loss = (
-            _squares([all_reduce.decode_own(encoded.payloads, values) - values, values])
-            if measures
-            else None
-        )
-        memory = encoded.memory
-        tuning = encoded.tuning
-        del encoded, messages, head, values
-        if not is_round:
-            # Only a round that is saved in flight needs it again.
-            launch = launch.without_values()
+        flight = Flight(self, launch)
+        del launch  # its values are freed as soon as the flight does not need them
+        flight.send()
         yield
-
-        # Line 8: take the mean of what the groups sent; with two hops the mean of a part, which
-        # goes to all of them.
-        began = time.perf_counter()
-        posts = [] if is_along else [(topology.control, words)]
-        posts.append((self._exchange, posted))
-        (*others, messages), sent, received, arrived = self._collect(posts, launch, _AVERAGE)
-        spans["transfer"] = span_from(began, device)
-        parts = [one.tensor_split([CONTROL_BYTES if is_along else 0]) for one in messages]
-        along, payloads = ([one[at] for one in parts] for at in range(2))
-        on_link_s = math.nan
-        if not is_along:
-            (along,), encoding = others, spans["encode"][1] - spans["encode"][0]
-            on_link_s = on_link(posted_at, began, arrived[0], arrived[1], encoding)
-        controls = [Control.unpacked(one.cpu().numpy().data) for one in along]
-        self._check(controls, launch)
-        count = self._count(controls, launch)
-        began = time.perf_counter()
-        # If groups exchange only with some, the mean is over these.
-        partners = launch.leg or range(topology.num_groups)
-        counted = (
-            count
-            if not launch.leg
-            else Count({at: 1.0 for at, g in enumerate(partners) if g in count.factors})
-        )
-        mean = all_reduce.mean(
-            [payloads[g] for g in partners], counted, launch.gradient, topology.group_index
-        )
-        hop = all_reduce.second_hop(mean, fragment.load(fragment.residual) if is_round else None)
-        # By now all know what has changed: constants do not travel.
-        changed = reduce(or_, [own.changed for own in controls])
-        travelling = fragment.untrained.travelling(changed) if launch.leg or count.factors else []
-        posted_at = time.perf_counter()
-        posts = []
-        if travelling and topology.group_rank == 0:
-            # Only one rank of a group sends buffers.
-            posts.append((topology.second_hop, self._post_untrained(travelling, launch)))
-        if hop is not None:
-            sizes = all_reduce.second_hops(launch.gradient.numel())
-            posts.append(
-                (
-                    topology.second_hop,
-                    topology.second_hop.post([hop.payload] * topology.num_groups, sizes),
-                )
-            )
-        agreed = None if loss is None else _agreement(payloads, all_reduce.compression, mean)
-        twin = fragment.twin
-        if brought is not None and count.factors:
-            mean, twin = self._take(launch, fragment, brought, all_reduce, payloads, mean, count)
-        # A part comes back as all groups decode it.
-        mean = mean if hop is None else mean.new_empty(0)
-        spans["decode"] = span_from(began, device)
-        del words, others, along, messages, posted, payloads, parts, brought
+        flight.average()
         if self._hands_over:
             yield
+        return flight.step()
 
-        # Line 11: make the outer step with the mean of the whole shard.
-        began = time.perf_counter()
-        in_group = topology.stages[_STEP]
-        residual = None
-        untrained = NOTHING
-        if hop is not None or travelling:
-            received_messages, sent_on, received_on, arrived = self._collect(posts, launch, _STEP)
-            spans["relay"] = span_from(began, device)
-            if hop is None:
-                # A message that short tells nothing of the link: it is taken to be as fast as the
-                # payload.
-                on_link_s *= 1 + max(sent_on, received_on) / max(1, sent, received)
-            sent = sent + sent_on
-            received = received + received_on
-            if hop is not None:
-                on_link_s += on_link(posted_at, began, posted_at, arrived[-1], 0.0)
-                mean = all_reduce.assemble(received_messages.pop(), like=launch.gradient)
-                residual = hop.residual
-            if travelling:
-                untrained = self._untrained(received_messages, travelling, launch, count)
-            # Received messages are freed before the outer step makes new tensors.
-            del received_messages, hop
-            posts.clear()
-        # The outer step takes the mean.
-        norm = whole_norm(fragment.norm(launch.purpose, mean), in_group)
-        began = time.perf_counter()
-        step = partial(outer_step, fragment, fragment.outer, launch.outer, mean, in_group)
-        outer = step(counts=bool(count.factors), final=not is_round, is_dense=launch.is_dense)
-        rule: LandingRule = Mix(0.0)
-        if (
-            is_round
-            and controls[topology.group_index].finite
-            and topology.group_index not in count.outlying
-        ):
-            # Where no group has trained, nothing moves.
-            rule = self._merge if count.factors else Mix(1.0)
-        rows = rule.gathered(launch.gradient, launch.outer, outer.values)
-        gathered = [fragment.layout.all_gather(row, in_group) for row in rows]
-        spans["outer_step"] = span_from(began, device)
-        report = reported(launch.fragment, launch.step, controls, count, outer, norm, spans)
-        report = report._replace(bytes_sent=sent, bytes_received=received, on_link_s=on_link_s)
-        if loss is not None and agreed is not None:
-            report = report._replace(
-                diagnostics=_diagnosed(loss, agreed, launch, outer.state, in_group)
-            )
-        changes: dict[str, Any] = {"outer": outer.moved(fragment.storage.store)}
-        if is_round:
-            changes["twin"] = fragment.store(twin)
-            if not launch.leg:  # A leg holds no mean of all groups, by which they could be weighed.
-                changes["weighing"] = self._weighing.heard(controls, fragment.weighing)
-            if topology.group_index in count.factors:
-                changes |= {"memory": fragment.store(memory), "tuning": fragment.store(tuning)}
-            if count.factors and residual is not None:
-                changes["residual"] = fragment.store(residual)
-        weights = [own.weight for own in controls]
-        return Arrival(
-            changes,
-            rule,
-            gathered,
-            untrained,
-            changed,
-            weights,
-            report,
-            self._exchange.sends_bytes_per_s,
+    def sends_words_ahead(self, launch: Launch) -> bool:
+        """Returns whether the control vector of the next flight travels ahead of its payload.
+
+        Groups that are at different points count their flights alike, and learn from each other's
+        words where they are.
+        """
+        is_chosen = next(self._flight_numbers) % _FLIGHTS_PER_WORD_AHEAD == 0
+        is_short = self._may_send_words_along and launch.gradient.numel() < _FEW_VALUES
+        return is_chosen or bool(launch.leg) or not is_short
+
+    def collect(
+        self, posts: Sequence[tuple[Exchange[Any], Any]], launch: Launch, stage: int
+    ) -> Collected:
+        """Waits for the messages of a flight. In-group collective."""
+        exchanges = list(dict.fromkeys(exchange for exchange, _ in posts))
+        sent_before = sum([exchange.bytes_sent for exchange in exchanges])
+        received_before = sum([exchange.bytes_received for exchange in exchanges])
+        messages: list[list[Tensor]] = []
+        arrival_times: list[float] = []
+        missing: Unanswered | None = None
+        try:
+            for exchange, posted in posts:
+                messages.append(exchange.collect(posted, launch.deadline))
+                arrival_times.append(time.perf_counter())
+        except Unanswered as error:
+            missing = error
+        if self.topology.group_size > 1:
+            missing = self._missing_in_group(missing, stage)
+        if missing is not None:
+            raise ExchangeError(
+                f"{missing} while fragment {launch.fragment}, launched after inner step"
+                f" {launch.step}, was in flight. The run cannot continue without it. Find out why"
+                " that group stopped or is unreachable; if it was only slow, raise timeout."
+            ) from missing
+        sent_after = sum([exchange.bytes_sent for exchange in exchanges])
+        received_after = sum([exchange.bytes_received for exchange in exchanges])
+        return Collected(
+            messages, sent_after - sent_before, received_after - received_before, arrival_times
         )
 
-    def _all_reduce(self, launch: Launch) -> AllReduce:
-        if launch.purpose is Purpose.ROUND:
-            return self._rounded.at(launch.step, launch.choice)
-        return self._exact
+    def _missing_in_group(self, missing: Unanswered | None, stage: int) -> Unanswered | None:
+        """Returns the message that this rank misses, or else one that another rank of its group
+        misses. In-group collective.
+        """
+        topology = self.topology
+        nobody = -1
+        unknown = topology.num_groups
+        missing_group = nobody
+        if missing is not None:
+            missing_group = unknown if missing.group is None else missing.group
+        of_ranks = topology.stages[stage].all_gather(torch.tensor([missing_group]))
+        missing_groups = torch.cat(of_ranks).tolist()
+        group = max(missing_groups)
+        if missing is not None or group == nobody:
+            return missing
+        shard = missing_groups.index(group)
+        receiver = topology.group_size * topology.group_index + shard
+        reason = f"did not answer rank {receiver} of this group"
+        if group == unknown:
+            return Unanswered(None, reason)
+        sender = topology.group_size * group + shard
+        return Unanswered(group, f"{reason} (rank {sender} should have)")
 
-    def _control(self, launch: Launch, fragment: FragmentState) -> Tensor:
+
+class Flight:
+    """One fragment on its way to the other groups and back."""
+
+    def __init__(self, shared: Synchronizer, launch: Launch) -> None:
+        self._shared = shared
+        self._topology = shared.topology
+        self._launch = launch
+        self._device = launch.gradient.device
+        self._fragment = shared.fragments[launch.fragment]
+        self._kind = _kind_of(shared, self._fragment, launch)
+        self._spans: dict[str, Span] = {}
+        self._bytes_sent = 0
+        self._bytes_received = 0
+        self._on_link_s = math.nan
+        is_diagnosed = shared.diagnoses and launch.purpose is Purpose.ROUND
+        self._diagnosis = Diagnosis() if is_diagnosed else None
+        # Set by `send`, for `average`.
+        self._words: _Words = _WordsAlong()
+        self._posted: Any = None
+        self._posted_at = 0.0
+        # Set by `average`, for `step`.
+        self._controls: list[Control] = []
+        self._count = Count({})
+        self._mean = torch.empty(0)
+        self._changed = 0
+        self._untrained: _UntrainedMessages | None = None
+        self._second_hop: SecondHop | None = None
+        self._second_hop_posts: list[tuple[Exchange[Any], Any]] = []
+
+    def send(self) -> None:
+        """Line 7: compresses the outer gradient and sends it to the other groups."""
+        began = time.perf_counter()
+        launch = self._launch
+        word = self._control_word()
+        if self._shared.sends_words_ahead(launch):
+            self._words = _WordsAhead(self._topology)
+        self._words.announce(word)
+        values = self._kind.outgoing()
+        payloads = self._kind.encode(values)
+        messages = self._words.joined_to(payloads)
+        sizes = None
+        if launch.leg:
+            # Groups that are not partners exchange nothing.
+            messages = [
+                message if group in launch.leg else message[:0]
+                for group, message in enumerate(messages)
+            ]
+            sizes = [message.numel() for message in messages]
+        self._posted_at = time.perf_counter()
+        self._posted = self._shared.exchange.post(messages, sizes)
+        self._spans["encode"] = span_from(began, self._device)
+        if self._diagnosis is not None:
+            decoded = self._kind.all_reduce.decode_own(payloads, values)
+            self._diagnosis.measure_encoding(decoded, values)
+        if launch.purpose is not Purpose.ROUND:
+            # Only a round that is saved in flight needs the gradient again.
+            self._launch = launch.without_values()
+            self._kind.launch = self._launch
+
+    def average(self) -> None:
+        """Line 8: takes the mean of what the groups sent; with two hops the mean of a part, which
+        is sent on to all groups.
+        """
+        began = time.perf_counter()
+        posts = [*self._words.posts, (self._shared.exchange, self._posted)]
+        collected = self._shared.collect(posts, self._launch, _AVERAGE)
+        self._spans["transfer"] = span_from(began, self._device)
+        self._bytes_sent = collected.bytes_sent
+        self._bytes_received = collected.bytes_received
+        self._on_link_s = self._words.on_link(
+            self._posted_at, began, self._spans["encode"], collected.arrival_times
+        )
+        words, payloads = self._words.parted_from(collected.messages)
+        del collected, posts
+        self._controls = [Control.unpacked(word.cpu().numpy().data) for word in words]
+        _require_agreement(self._controls, self._launch, self._fragment, self._topology)
+        self._count = self._kind.count(self._controls)
+        began = time.perf_counter()
+        mean = self._kind.mean(payloads, self._count)
+        self._second_hop = self._kind.second_hop(mean)
+        self._post_second_hop()
+        if self._diagnosis is not None:
+            compression = self._kind.all_reduce.compression
+            self._diagnosis.measure_mean(payloads, compression, mean)
+        gradient = self._kind.gradient_from(payloads, mean, self._count)
+        if self._second_hop is None:
+            self._mean = gradient
+        self._spans["decode"] = span_from(began, self._device)
+        self._posted = None
+        self._words.posts.clear()
+
+    def step(self) -> Arrival:
+        """Line 11: takes the outer step with the mean of the whole shard."""
+        launch = self._launch
+        fragment = self._fragment
+        in_group = self._topology.stages[_STEP]
+        untrained = self._receive_second_hop()
+        norm = whole_norm(fragment.norm(launch.purpose, self._mean), in_group)
+        began = time.perf_counter()
+        # The outer step may overwrite the mean.
+        outer = self._kind.outer_step(self._mean, self._count, in_group)
+        rule = self._kind.landing_rule(self._controls, self._count)
+        rows = rule.gathered(launch.gradient, launch.outer, outer.values)
+        gathered = [fragment.layout.all_gather(row, in_group) for row in rows]
+        self._spans["outer_step"] = span_from(began, self._device)
+        report = reported(
+            launch.fragment, launch.step, self._controls, self._count, outer, norm, self._spans
+        )
+        diagnostics = None
+        if self._diagnosis is not None:
+            diagnostics = self._diagnosis.result(launch, outer.state, in_group)
+        return Arrival(
+            commit=self._kind.commit(outer, self._controls, self._count),
+            rule=rule,
+            gathered=gathered,
+            untrained=untrained,
+            changed=self._changed,
+            trained=[control.weight for control in self._controls],
+            landing=report._replace(
+                bytes_sent=self._bytes_sent,
+                bytes_received=self._bytes_received,
+                on_link_s=self._on_link_s,
+                diagnostics=diagnostics,
+            ),
+            sends_bytes_per_s=self._shared.exchange.sends_bytes_per_s,
+        )
+
+    def _control_word(self) -> Tensor:
         """Returns the control vector of this group, as bytes. In-group collective."""
-        norm = float(fragment.norm(launch.purpose, launch.gradient)) ** 2
-        own = Control(
+        launch = self._launch
+        fragment = self._fragment
+        topology = self._topology
+        norm_squared = float(fragment.norm(launch.purpose, launch.gradient)) ** 2
+        # Groups with different outer values cannot say what has changed.
+        is_unlike = launch.purpose is Purpose.START or not fragment.shares
+        control = Control(
             fragment=launch.fragment,
             step=launch.step,
             requests=launch.requests,
             # A norm that is not finite does not decide: it may overflow where every value is
             # finite.
-            finite=math.isfinite(norm) or bool(launch.gradient.isfinite().all()),
+            finite=math.isfinite(norm_squared) or bool(launch.gradient.isfinite().all()),
             weight=launch.weight,
-            digest=combined([fragment.digest(launch), _ENGINE_DIGEST * self._topology.engine]),
-            norm_squared=norm,
-            changed=self._changed(launch, fragment),
+            digest=combined([fragment.digest(launch), _ENGINE_DIGEST * topology.engine]),
+            norm_squared=norm_squared,
+            changed=fragment.untrained.changed(launch.buffers, everything=is_unlike),
             step_time=launch.step_time,
         )
-        word = torch.frombuffer(own.packed(), dtype=torch.uint8)
-        if self._topology.group_size == 1:
+        word = torch.frombuffer(control.packed(), dtype=torch.uint8)
+        if topology.group_size == 1:
             return word
-        ranks = [
-            Control.unpacked(rank.numpy().data)
-            for rank in self._topology.stages[_SEND].all_gather(word)
-        ]
-        return torch.frombuffer(Control.merged(ranks).packed(), dtype=torch.uint8)
+        words = topology.stages[_SEND].all_gather(word)
+        of_ranks = [Control.unpacked(rank_word.numpy().data) for rank_word in words]
+        return torch.frombuffer(Control.merged(of_ranks).packed(), dtype=torch.uint8)
 
-    def _changed(self, launch: Launch, fragment: FragmentState) -> int:
-        # Groups with unlike outer values cannot say what has changed.
-        is_unlike = launch.purpose is Purpose.START or not fragment.shares
-        return fragment.untrained.changed(launch.buffers, everything=is_unlike)
+    def _post_second_hop(self) -> None:
+        """Posts the untrained state that travels, and the mean of this group's part."""
+        # By now all groups know what has changed: constants do not travel.
+        self._changed = reduce(or_, [control.changed for control in self._controls])
+        posts = self._second_hop_posts
+        exchange = self._topology.second_hop
+        launch = self._launch
+        self._posted_at = time.perf_counter()
+        if launch.leg or self._count.factors:
+            travelling = self._fragment.untrained.travelling(self._changed)
+            if travelling:
+                self._untrained = _UntrainedMessages(
+                    self._fragment, launch, travelling, self._topology
+                )
+                if self._topology.group_rank == 0:
+                    # Only one rank of a group sends buffers.
+                    posts.append((exchange, self._untrained.post()))
+        if self._second_hop is not None:
+            sizes = self._kind.all_reduce.second_hops(launch.gradient.numel())
+            payloads = [self._second_hop.payload] * self._topology.num_groups
+            posts.append((exchange, exchange.post(payloads, sizes)))
 
-    def _count(self, controls: Sequence[Control], launch: Launch) -> Count:
-        if launch.leg:
-            # Where groups are has a mean, whether they have trained or not.
-            return Count({group: 1.0 for group in launch.leg if controls[group].finite})
-        if launch.purpose is Purpose.ROUND:
-            return self._weighing.count(controls, self._fragments[launch.fragment].weighing)
+    def _receive_second_hop(self) -> Arrived:
+        """Receives what travels in the second hop: the parts of the mean, and untrained state.
+
+        Returns what becomes of the untrained state. In-group collective.
+        """
+        if self._second_hop is None and self._untrained is None:
+            return NOTHING
+        began = time.perf_counter()
+        collected = self._shared.collect(self._second_hop_posts, self._launch, _STEP)
+        self._spans["relay"] = span_from(began, self._device)
+        messages = collected.messages
+        if self._second_hop is None:
+            # Messages this short tell nothing of the link: they are taken to be as fast as the
+            # payload.
+            longest_relayed = max(collected.bytes_sent, collected.bytes_received)
+            longest_payload = max(1, self._bytes_sent, self._bytes_received)
+            self._on_link_s *= 1 + longest_relayed / longest_payload
+        else:
+            arrived_at = collected.arrival_times[-1]
+            self._on_link_s += on_link(self._posted_at, began, self._posted_at, arrived_at, 0.0)
+            parts = messages.pop()
+            self._mean = self._kind.all_reduce.assemble(parts, like=self._launch.gradient)
+            self._second_hop = None
+            del parts
+        self._bytes_sent += collected.bytes_sent
+        self._bytes_received += collected.bytes_received
+        # Messages are freed before the outer step makes new tensors.
+        self._second_hop_posts.clear()
+        if self._untrained is None:
+            return NOTHING
+        return self._untrained.agreed_from(messages, self._count)
+
+
+# Kinds of flights
+
+
+def _kind_of(shared: Synchronizer, fragment: FragmentState, launch: Launch) -> "_Kind":
+    if launch.purpose is not Purpose.ROUND:
+        return _PlainMean(shared, fragment, launch)
+    if launch.leg:
+        return _Leg(shared, fragment, launch)
+    return _Round(shared, fragment, launch)
+
+
+class _Kind(ABC):
+    """Decides about the values of a flight: what to send, which groups count, what to commit."""
+
+    def __init__(
+        self, shared: Synchronizer, fragment: FragmentState, launch: Launch, all_reduce: AllReduce
+    ) -> None:
+        self.launch = launch
+        self.all_reduce = all_reduce
+        self._shared = shared
+        self._fragment = fragment
+        self._group = shared.topology.group_index
+
+    def outgoing(self) -> Tensor:
+        """Returns the values that this group sends."""
+        return self.launch.gradient
+
+    @abstractmethod
+    def encode(self, values: Tensor) -> Sequence[Tensor]:
+        """Returns the payload for each group."""
+
+    @abstractmethod
+    def count(self, controls: Sequence[Control]) -> Count:
+        """Returns how much each group counts in the mean."""
+
+    def mean(self, payloads: Sequence[Tensor], count: Count) -> Tensor:
+        """Returns the mean of the part that this group averages."""
+        return self.all_reduce.mean(payloads, count, self.launch.gradient, self._group)
+
+    @abstractmethod
+    def second_hop(self, mean: Tensor) -> SecondHop | None:
+        """Returns what this group sends on of the mean of its part, if there are two hops."""
+
+    def gradient_from(self, payloads: Sequence[Tensor], mean: Tensor, count: Count) -> Tensor:
+        """Returns the mean outer gradient, given the mean of what was sent."""
+        return mean
+
+    @abstractmethod
+    def outer_step(self, mean: Tensor, count: Count, in_group: Communicator) -> OuterState:
+        """Returns the outer state after the flight; it may overwrite the mean. In-group
+        collective.
+        """
+
+    @abstractmethod
+    def landing_rule(self, controls: Sequence[Control], count: Count) -> LandingRule: ...
+
+    @abstractmethod
+    def commit(self, outer: OuterState, controls: Sequence[Control], count: Count) -> Commit:
+        """Returns the state of the record after the landing."""
+
+
+class _PlainMean(_Kind):
+    """The plain mean of the local values, in float32.
+
+    It makes up for no earlier loss: it uses no memory, and leaves none.
+    """
+
+    def __init__(self, shared: Synchronizer, fragment: FragmentState, launch: Launch) -> None:
+        super().__init__(shared, fragment, launch, shared.exact)
+
+    @override
+    def encode(self, values: Tensor) -> Sequence[Tensor]:
+        return self.all_reduce.encode(values, None, None).payloads
+
+    @override
+    def count(self, controls: Sequence[Control]) -> Count:
         return plain(controls)
 
-    def _post_untrained(self, travelling: Sequence[int], launch: Launch) -> Any:
-        """Starts to send the untrained state that travels."""
-        exchange = self._topology.second_hop
-        message = torch.cat([to_bytes(launch.buffers[index]) for index in travelling]).to(
-            exchange.device
+    @override
+    def second_hop(self, mean: Tensor) -> SecondHop | None:
+        return self.all_reduce.second_hop(mean, None)
+
+    @override
+    def outer_step(self, mean: Tensor, count: Count, in_group: Communicator) -> OuterState:
+        return moved_by(mean, self._fragment.outer, self.launch.outer)
+
+    @override
+    def landing_rule(self, controls: Sequence[Control], count: Count) -> LandingRule:
+        return Mix(0.0)
+
+    @override
+    def commit(self, outer: OuterState, controls: Sequence[Control], count: Count) -> Commit:
+        fragment = self._fragment
+        return fragment.committed()._replace(outer=outer.moved(fragment.storage.store))
+
+
+class _Round(_Kind):
+    """A round with all groups: compressed, with error feedback, and an outer step."""
+
+    def __init__(self, shared: Synchronizer, fragment: FragmentState, launch: Launch) -> None:
+        all_reduce = shared.rounded.at(launch.step, launch.choice)
+        super().__init__(shared, fragment, launch, all_reduce)
+        self._memory = fragment.load(fragment.memory)
+        self._tuning = fragment.load(fragment.tuning)
+        self._residual: Tensor | None = None
+
+    @override
+    def encode(self, values: Tensor) -> Sequence[Tensor]:
+        encoded = self.all_reduce.encode(values, self._memory, self._tuning)
+        self._memory = encoded.memory
+        self._tuning = encoded.tuning
+        return encoded.payloads
+
+    @override
+    def count(self, controls: Sequence[Control]) -> Count:
+        return self._shared.weighing.count(controls, self._fragment.weighing)
+
+    @override
+    def second_hop(self, mean: Tensor) -> SecondHop | None:
+        residual = self._fragment.load(self._fragment.residual)
+        second_hop = self.all_reduce.second_hop(mean, residual)
+        if second_hop is not None:
+            self._residual = second_hop.residual
+        return second_hop
+
+    @override
+    def outer_step(self, mean: Tensor, count: Count, in_group: Communicator) -> OuterState:
+        fragment = self._fragment
+        launch = self.launch
+        if not count.factors:
+            return unchanged(fragment.outer, launch.outer)
+        return outer_step(
+            fragment, fragment.outer, launch.outer, mean, in_group, is_dense=launch.is_dense
         )
-        partners = launch.leg or range(self._topology.num_groups)
-        sizes = [
-            message.numel() if group in partners else 0
-            for group in range(self._topology.num_groups)
-        ]
+
+    @override
+    def landing_rule(self, controls: Sequence[Control], count: Count) -> LandingRule:
+        if not controls[self._group].finite or self._group in count.outlying:
+            return Mix(0.0)
+        # Where no group has trained, nothing moves.
+        return self._shared.landing_rule if count.factors else Mix(1.0)
+
+    def weighing(self, controls: Sequence[Control]) -> Any:
+        """Returns what the weighing remembers of the groups after this round."""
+        return self._shared.weighing.heard(controls, self._fragment.weighing)
+
+    @override
+    def commit(self, outer: OuterState, controls: Sequence[Control], count: Count) -> Commit:
+        fragment = self._fragment
+        commit = fragment.committed()._replace(
+            outer=outer.moved(fragment.storage.store),
+            weighing=self.weighing(controls),
+        )
+        if self._group in count.factors:
+            commit = commit._replace(
+                memory=fragment.store(self._memory), tuning=fragment.store(self._tuning)
+            )
+        if count.factors and self._residual is not None:
+            commit = commit._replace(residual=fragment.store(self._residual))
+        return commit
+
+
+class _Leg(_Round):
+    """A round on a route that does not share: partners exchange where they are; see
+    [Note: gossip].
+    """
+
+    def __init__(self, shared: Synchronizer, fragment: FragmentState, launch: Launch) -> None:
+        super().__init__(shared, fragment, launch)
+        self._twin = fragment.load(fragment.twin)
+        self._brought: Brought | None = None
+
+    @override
+    def outgoing(self) -> Tensor:
+        launch = self.launch
+        momentum = self._shared.route_momentum
+        self._brought = bring(launch.outer, launch.gradient, self._anchor(), self._twin, momentum)
+        return self._brought.values
+
+    @override
+    def count(self, controls: Sequence[Control]) -> Count:
+        # Where groups are has a mean, whether they have trained or not.
+        return Count({group: 1.0 for group in self.launch.leg if controls[group].finite})
+
+    @override
+    def mean(self, payloads: Sequence[Tensor], count: Count) -> Tensor:
+        partners = self.launch.leg
+        positions = [position for position, group in enumerate(partners) if group in count.factors]
+        of_partners = [payloads[group] for group in partners]
+        return super().mean(of_partners, Count(dict.fromkeys(positions, 1.0)))
+
+    @override
+    def gradient_from(self, payloads: Sequence[Tensor], mean: Tensor, count: Count) -> Tensor:
+        brought = self._brought
+        self._brought = None
+        assert brought is not None, "a leg brings values before it takes any"
+        if not count.factors:
+            return mean
+        launch = self.launch
+        sent = self.all_reduce.decode_own([payloads[self._group]], launch.gradient)
+        is_counted = self._group in count.factors
+        momentum = self._shared.route_momentum
+        gradient, self._twin = take(
+            brought, sent, mean, launch.outer, self._anchor(), is_counted, momentum
+        )
+        return gradient
+
+    @override
+    def weighing(self, controls: Sequence[Control]) -> Any:
+        # A leg holds no mean of all groups, by which they could be weighed.
+        return self._fragment.weighing
+
+    @override
+    def commit(self, outer: OuterState, controls: Sequence[Control], count: Count) -> Commit:
+        commit = super().commit(outer, controls, count)
+        return commit._replace(twin=self._fragment.store(self._twin))
+
+    def _anchor(self) -> Tensor:
+        anchor = self._fragment.load(self._fragment.anchor)
+        assert anchor is not None, "groups hold their own outer parameters"
+        return anchor
+
+
+# How the control vector travels
+
+
+class _Words(ABC):
+    """Sends the control vector of this group, and returns those of all.
+
+    Attributes:
+        posts: The messages that `Flight` collects before those with the payloads.
+    """
+
+    def __init__(self) -> None:
+        self.posts: list[tuple[Exchange[Any], Any]] = []
+
+    @abstractmethod
+    def announce(self, word: Tensor) -> None:
+        """Takes the word of this group, before its payload is there."""
+
+    @abstractmethod
+    def joined_to(self, payloads: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Returns the messages to all groups, given their payloads."""
+
+    @abstractmethod
+    def parted_from(
+        self, messages: Sequence[Sequence[Tensor]]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Returns the words and payloads of all groups, given the messages of each exchange."""
+
+    @abstractmethod
+    def on_link(
+        self, posted_at: float, began: float, encode: Span, arrival_times: Sequence[float]
+    ) -> float:
+        """Returns the seconds for which payloads were on the link; NaN if that is unknown."""
+
+
+class _WordsAlong(_Words):
+    """Words in front of the payload, in its message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._word = torch.empty(0, dtype=torch.uint8)
+
+    @override
+    def announce(self, word: Tensor) -> None:
+        self._word = word
+
+    @override
+    def joined_to(self, payloads: Sequence[Tensor]) -> Sequence[Tensor]:
+        # Groups that get the same payload get the same message.
+        messages: dict[int, Tensor] = {}
+        for payload in payloads:
+            if id(payload) not in messages:
+                length = self._word.numel() + payload.numel()
+                message = new_vector(length, payload.device, torch.uint8)
+                torch.cat([self._word.to(payload.device), payload], out=message)
+                messages[id(payload)] = message
+        return [messages[id(payload)] for payload in payloads]
+
+    @override
+    def parted_from(
+        self, messages: Sequence[Sequence[Tensor]]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        (of_groups,) = messages
+        words = [message[:CONTROL_BYTES] for message in of_groups]
+        payloads = [message[CONTROL_BYTES:] for message in of_groups]
+        return words, payloads
+
+    @override
+    def on_link(
+        self, posted_at: float, began: float, encode: Span, arrival_times: Sequence[float]
+    ) -> float:
+        return math.nan
+
+
+class _WordsAhead(_Words):
+    """Words in messages of their own, ahead of the payload."""
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__()
+        self._topology = topology
+
+    @override
+    def announce(self, word: Tensor) -> None:
+        exchange = self._topology.control
+        self.posts.append((exchange, exchange.post([word] * self._topology.num_groups)))
+
+    @override
+    def joined_to(self, payloads: Sequence[Tensor]) -> Sequence[Tensor]:
+        return payloads
+
+    @override
+    def parted_from(
+        self, messages: Sequence[Sequence[Tensor]]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        words, payloads = messages
+        return words, payloads
+
+    @override
+    def on_link(
+        self, posted_at: float, began: float, encode: Span, arrival_times: Sequence[float]
+    ) -> float:
+        launched_at, arrived_at = arrival_times
+        return on_link(posted_at, began, launched_at, arrived_at, encode[1] - encode[0])
+
+
+class _UntrainedMessages:
+    """The untrained state of a fragment that travels with a flight, in its second hop."""
+
+    def __init__(
+        self,
+        fragment: FragmentState,
+        launch: Launch,
+        travelling: Sequence[int],
+        topology: Topology,
+    ) -> None:
+        self._state = fragment.untrained
+        self._launch = launch
+        self._travelling = travelling
+        self._topology = topology
+
+    def post(self) -> Any:
+        """Starts to send the state of this group."""
+        topology = self._topology
+        exchange = topology.second_hop
+        pieces = [to_bytes(self._launch.buffers[index]) for index in self._travelling]
+        message = torch.cat(pieces).to(exchange.device)
+        partners = self._launch.leg or range(topology.num_groups)
+        groups = range(topology.num_groups)
+        sizes = [message.numel() if group in partners else 0 for group in groups]
         return exchange.post([message[:size] for size in sizes], sizes)
 
-    def _untrained(
-        self,
-        messages: Sequence[Sequence[Tensor]],
-        travelling: Sequence[int],
-        launch: Launch,
-        count: Count,
-    ) -> Arrived:
-        """Returns what becomes of the untrained state that travels, given what groups sent.
-        In-group collective.
-        """
+    def agreed_from(self, messages: Sequence[Sequence[Tensor]], count: Count) -> Arrived:
+        """Returns what becomes of the state, given what groups sent. In-group collective."""
         if not count.factors:
             return NOTHING
-        state = self._fragments[launch.fragment].untrained
-        size = arrived_bytes(state, travelling)
-        flat = torch.empty(size, dtype=torch.uint8, device=launch.gradient.device)
+        state = self._state
+        size = arrived_bytes(state, self._travelling)
+        flat = torch.empty(size, dtype=torch.uint8, device=self._launch.gradient.device)
         if self._topology.group_rank == 0:
             (of_groups,) = messages
             # Where rounds start, each group has its own values for the outer ones.
-            keeps_outer = launch.purpose is not Purpose.START
-            speaks = self._topology.group_index == min(launch.leg, default=0)
-            sizes = [state.nbytes(index) for index in travelling]
-            pieces = {
-                f"worker group {group}": of_groups[group].to(flat.device).split(sizes)
-                for group in count.factors
-            }
-            sent = {
-                index: {who: of_group[position] for who, of_group in pieces.items()}
-                for position, index in enumerate(travelling)
-            }
-            flat.copy_(agreed(state, sent, keeps_outer=keeps_outer, speaks=speaks))
+            keeps_outer = self._launch.purpose is not Purpose.START
+            speaks = self._topology.group_index == min(self._launch.leg, default=0)
+            pieces = self._pieces(of_groups, count, flat.device)
+            flat.copy_(agreed(state, pieces, keeps_outer=keeps_outer, speaks=speaks))
         self._topology.stages[_STEP].broadcast(flat)
-        return arrived(state, travelling, flat, launch.buffers)
+        return arrived(state, self._travelling, flat, self._launch.buffers)
 
-    # A route that does not share; see [Note: gossip]
-
-    def _bring(self, launch: Launch, fragment: FragmentState) -> Brought:
-        anchor = fragment.load(fragment.anchor)
-        twin = fragment.load(fragment.twin)
-        assert anchor is not None, "groups hold their own outer parameters"
-        return bring(launch.outer, launch.gradient, anchor, twin, self._momentum)
-
-    def _take(
-        self,
-        launch: Launch,
-        fragment: FragmentState,
-        brought: Brought,
-        all_reduce: AllReduce,
-        payloads: Sequence[Tensor],
-        mean: Tensor,
-        count: Count,
-    ) -> Taken:
-        group = self._topology.group_index
-        anchor = fragment.load(fragment.anchor)
-        assert anchor is not None, "groups hold their own outer parameters"
-        own = all_reduce.decode_own([payloads[group]], launch.gradient)
-        return take(
-            brought, own, mean, launch.outer, anchor, group in count.factors, self._momentum
-        )
-
-    # What comes, and what does not
-
-    def _collect(
-        self, posts: Sequence[tuple[Exchange[Any], Any]], launch: Launch, stage: int
-    ) -> tuple[list[list[Tensor]], int, int, list[float]]:
-        """Waits for messages; returns them, the bytes sent and received, and when each exchange
-        had its own.
-        """
-        exchanges = list(dict.fromkeys(exchange for exchange, _ in posts))
-        before = [(exchange.bytes_sent, exchange.bytes_received) for exchange in exchanges]
-        messages = list[list[Tensor]]()
-        arrived = list[float]()
-        missing: Unanswered | None = None
-        try:
-            for exchange, posted in posts:
-                messages.append(exchange.collect(posted, launch.deadline))
-                arrived.append(time.perf_counter())
-        except Unanswered as error:
-            missing = error
-        if self._topology.group_size > 1:
-            missing = self._told(missing, stage)
-        if missing is not None:
-            raise ExchangeError(
-                f"{missing} while fragment {launch.fragment}, launched after inner step"
-                f" {launch.step}, was in flight."
-                " The run cannot continue without it. Find out why that group stopped or is"
-                " unreachable; if it was only"
-                " slow, raise timeout."
-            ) from missing
-        sent = sum(
-            [
-                exchange.bytes_sent - was
-                for exchange, (was, _) in zip(exchanges, before, strict=True)
-            ]
-        )
-        received = sum(
-            [
-                exchange.bytes_received - was
-                for exchange, (_, was) in zip(exchanges, before, strict=True)
-            ]
-        )
-        return messages, sent, received, arrived
-
-    def _told(self, missing: Unanswered | None, stage: int) -> Unanswered | None:
-        """Shares with the ranks of this group what this one misses; returns that, or what another
-        one misses.
-        """
-        # A number for which group it is: -1 for none, the number of groups where it is not known.
-        groups = self._topology.num_groups
-        size = self._topology.group_size
-        code = -1 if missing is None else groups if missing.group is None else missing.group
-        codes = torch.cat(self._topology.stages[stage].all_gather(torch.tensor([code]))).tolist()
-        if missing is not None or max(codes) < 0:
-            return missing
-        shard = codes.index(max(codes))
-        code = max(codes)
-        own, other = (size * of + shard for of in (self._topology.group_index, code))
-        if code == groups:
-            return Unanswered(None, f"did not answer rank {own} of this group")
-        return Unanswered(
-            code, f"did not answer rank {own} of this group (rank {other} should have)"
-        )
-
-    def _check(self, controls: Sequence[Control], launch: Launch) -> None:
-        """Raises an `AgreementError` unless all groups are at one point with one outer model, and
-        one is finite.
-        """
-        own = controls[self._topology.group_index]
-        leg = launch.leg or range(len(controls))
-        values: dict[int, Any] = {
-            group: one[:2] for group, one in enumerate(controls)
-        }  # fragment and step
-        what = "are not at the same point"
-        if len(set(values.values())) == 1:
-            values = {group: controls[group].digest for group in leg}
-            differs = "did not begin from" if launch.leg else "do not hold"
-            has_buffers = bool(self._fragments[launch.fragment].untrained.names) and not launch.leg
-            alike = "outer parameters and buffers" if has_buffers else "outer parameters"
-            what = f"{differs} the same {alike}"
-        if len(set(values.values())) > 1:
-            told = ", ".join(f"group {group}: {value}" for group, value in values.items())
-            raise AgreementError(
-                f"The worker groups {what} at the launch of fragment"
-                f" {own.fragment}{self._of_engine} after inner step"
-                f" {own.step} ({told}). If training went on, they would drift apart unnoticed."
-                " Resume all groups from"
-                " one checkpoint."
-            )
-        # In a leg without finite values, each group goes back to its own outer parameters.
-        if not any(control.finite for control in controls):
-            raise AgreementError(
-                f"The outer gradient of fragment {launch.fragment}, launched after inner step"
-                f" {launch.step}, is not"
-                " finite in any worker group"
-                f" ({', '.join(f'group {g}' for g in range(len(controls)))}). Training has"
-                " diverged: resume from an earlier checkpoint with a lower learning rate or with"
-                " gradient clipping."
-            )
+    def _pieces(
+        self, of_groups: Sequence[Tensor], count: Count, device: torch.device
+    ) -> dict[int, dict[str, Tensor]]:
+        """Returns the bytes of each tensor by the name of the group that sent them."""
+        sizes = [self._state.nbytes(index) for index in self._travelling]
+        pieces: dict[int, dict[str, Tensor]] = {index: {} for index in self._travelling}
+        for group in count.factors:
+            of_group = of_groups[group].to(device).split(sizes)
+            for index, piece in zip(self._travelling, of_group, strict=True):
+                pieces[index][f"worker group {group}"] = piece
+        return pieces
 
 
-def _messages(
-    head: Sequence[Tensor], payloads: Sequence[Tensor], leg: Sequence[int]
-) -> list[Tensor]:
-    """Makes the messages to all groups, one for those that share a payload: what goes along, and
-    the payload.
+def _require_agreement(
+    controls: Sequence[Control], launch: Launch, fragment: FragmentState, topology: Topology
+) -> None:
+    """Raises an `AgreementError` unless all groups are at one point with one outer model, and the
+    outer gradient of one is finite.
     """
-    messages = {id(one): one for one in payloads}
-    if head:
-        for one in messages.values():
-            parts = [*head, one]
-            whole = new_vector(sum(part.numel() for part in parts), one.device, torch.uint8)
-            messages[id(one)] = torch.cat(parts, out=whole)
-    # Groups that are not partners exchange nothing.
-    return [
-        messages[id(one)][: 0 if leg and group not in leg else None]
-        for group, one in enumerate(payloads)
-    ]
+    points = {group: control[:2] for group, control in enumerate(controls)}
+    digests = {group: controls[group].digest for group in launch.leg or range(len(controls))}
+    verb = "did not begin from" if launch.leg else "do not hold"
+    has_buffers = bool(fragment.untrained.names) and not launch.leg
+    state = "outer parameters and buffers" if has_buffers else "outer parameters"
+    for difference, values in (
+        ("are not at the same point", points),
+        (f"{verb} the same {state}", digests),
+    ):
+        if len(set(values.values())) == 1:
+            continue
+        control = controls[topology.group_index]
+        # For processes that have more than one engine.
+        of_engine = f" of engine {topology.engine}" if topology.engine > 1 else ""
+        by_group = ", ".join(f"group {group}: {value}" for group, value in values.items())
+        raise AgreementError(
+            f"The worker groups {difference} at the launch of fragment"
+            f" {control.fragment}{of_engine} after inner step {control.step} ({by_group}). If"
+            " training went on, they would drift apart unnoticed. Resume all groups from one"
+            " checkpoint."
+        )
+    # In a leg without finite values, each group goes back to its own outer parameters.
+    if not any(control.finite for control in controls):
+        groups = ", ".join(f"group {group}" for group in range(len(controls)))
+        raise AgreementError(
+            f"The outer gradient of fragment {launch.fragment}, launched after inner step"
+            f" {launch.step}, is not finite in any worker group ({groups}). Training has diverged:"
+            " resume from an earlier checkpoint with a lower learning rate or with gradient"
+            " clipping."
+        )
 
 
 # Arithmetic that worker groups which are launched together share with the sites of a federation
@@ -545,27 +842,34 @@ def outer_step(
     gradient: Tensor,
     group: Communicator,
     *,
-    counts: bool,
-    final: bool,
     is_dense: bool,
 ) -> OuterState:
-    """Returns the outer state after a landing; its values are on the device of the gradient, which
-    it takes.
+    """Takes the outer step with a mean outer gradient, which it may overwrite.
 
-    In-group collective.
+    Args:
+        fragment: The record, which is only read.
+        before: The outer state.
+        values: Its values on the device of the gradient, where those of the result are, too.
+        gradient: The mean.
+        group: The ranks of this group. In-group collective.
+        is_dense: Whether the round belongs to the dense beginning.
     """
-    if not final and counts:
-        norm = math.nan
-        if fragment.matrices.stacks:
-            fragment.matrices.direct(gradient, group)
-            norm = whole_norm(torch.linalg.vector_norm(gradient), group)
-        after = fragment.optimizer.step(fragment.index, before, values, gradient, is_dense=is_dense)
-        return after._replace(direction_norm=norm)
-    return before._replace(
-        values=torch.sub(values, gradient, out=gradient) if final else values,
-        lr=0.0,
-        direction_norm=math.nan,
-    )
+    direction_norm = math.nan
+    if fragment.matrices.stacks:
+        fragment.matrices.direct(gradient, group)
+        direction_norm = whole_norm(torch.linalg.vector_norm(gradient), group)
+    after = fragment.optimizer.step(fragment.index, before, values, gradient, is_dense=is_dense)
+    return after._replace(direction_norm=direction_norm)
+
+
+def moved_by(mean: Tensor, before: OuterState, values: Tensor) -> OuterState:
+    """Returns the outer state moved by a plain mean, which it overwrites, without an outer step."""
+    return unchanged(before, torch.sub(values, mean, out=mean))
+
+
+def unchanged(before: OuterState, values: Tensor) -> OuterState:
+    """Returns the outer state with these values, without an outer step."""
+    return before._replace(values=values, lr=0.0, direction_norm=math.nan)
 
 
 def reported(
@@ -612,378 +916,33 @@ def whole_norm(norm: Tensor, group: Communicator) -> float:
     return float(norm)
 
 
-def span_from(began: float, device: torch.device) -> Span:
-    """Ends a part of a flight: waits for the stream of the background, so that the part holds what
-    it started.
-    """
-    if device.type != "cpu":
-        torch.get_device_module(device).current_stream(device).synchronize()
-    return began, time.perf_counter()
-
-
-# The background: where flights are worked on
-
-
-class Pending(Generic[Result]):
-    def __init__(self, work: Work[Result], ready: Any = None) -> None:
-        self._work: Work[Result] | None = work
-        self._result: Any = None
-        self._failure: BaseException | None = None
-        self._is_running = threading.Lock()
-        self._is_running.acquire()
-        self._started = self._ended = time.perf_counter()
-        self.ready = ready
-
-    def advance(self, settle: Callable[[], None] | None = None) -> bool:
-        """Runs the next stage, and returns whether there is another one. Gradients must not be
-        recorded.
-        """
-        assert self._work is not None, "work that has ended does not go on"
-        try:
-            next(self._work)
-            return True
-        except StopIteration as ended:
-            self._result = ended.value
-        except BaseException as error:  # it is raised again where the result is asked for
-            self._failure = error
-        # The frame of the work is gone, and with it all that it held: once the result is out, the
-        # interpreter may end, and a thread that frees a tensor meanwhile ends the process.
-        self._work = None
-        try:
-            if settle is not None and self._failure is None:
-                settle()
-        except BaseException as error:
-            self._failure = error
-        self._ended = time.perf_counter()
-        self._is_running.release()
-        return False
-
-    def result(self) -> Result:
-        """Waits for the result and returns it, or raises the exception with which the work
-        ended.
-        """
-        with self._is_running:
-            pass
-        if self._failure is not None:
-            raise self._failure
-        return cast(Result, self._result)
-
-    @property
-    def is_ready(self) -> bool:
-        return not self._is_running.locked()
-
-    @property
-    def seconds(self) -> float:
-        return self._ended - self._started
-
-
-class Background(ABC):
-    @abstractmethod
-    def start(self, work: Work[Result]) -> Pending[Result]:
-        """Starts work. Every stage takes work in the order of its start."""
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-class ThreadBackground(Background):
-    """Runs every stage in its own worker thread, on an accelerator in a side stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        queues = [_Queue() for _ in range(STAGES)]
-        self._first = queues[0]
-        self._streams = _Streams(device) if device.type != "cpu" else None
-        # The threads know the queues and not this object, so that they end even if it is never
-        # closed.
-        self._threads = [
-            threading.Thread(
-                target=_serve,
-                args=(own, after, self._streams),
-                name="sdiloco-background",
-                daemon=True,
-            )
-            for own, after in zip(queues, [*queues[1:], None], strict=True)
-        ]
-        for thread in self._threads:
-            thread.start()
-        weakref.finalize(self, self._first.put, None)
-
-    def start(self, work: Work[Result]) -> Pending[Result]:
-        pending = Pending(work, self._streams and self._streams.mark())
-        self._first.put(pending)
-        return pending
-
-    def close(self) -> None:
-        """Ends the worker threads once their queues are empty, and waits a moment for that."""
-        self._first.put(None)
-        deadline = time.monotonic() + _MOMENT
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-
-_Queue = queue.SimpleQueue["Pending[Any] | None"]
-
-
-def _serve(own: _Queue, following: _Queue | None, streams: "_Streams | None") -> None:
-    torch.set_grad_enabled(False)
-    while (pending := own.get()) is not None:
-        goes_on = pending.advance() if streams is None else streams.advance(pending)
-        if goes_on and following is not None:
-            following.put(pending)
-        del pending
-    if following is not None:
-        following.put(None)
-
-
-class _Streams:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._module = torch.get_device_module(device)
-        self._side = self._module.Stream(device=device)
-
-    def mark(self) -> Any:
-        """Records an event behind everything that the training stream has been given so far."""
-        event = self._module.Event()
-        event.record(self._module.current_stream(self._device))
-        return event
-
-    def advance(self, pending: Pending[Any]) -> bool:
-        with self._module.device(self._device), self._module.stream(self._side):
-            self._side.wait_event(pending.ready)
-            # Waiting here, in a worker thread, lets the training thread use the result without an
-            # event.
-            return pending.advance(settle=self._side.synchronize)
-
-
-class InlineBackground(Background):
-    """Runs without threads: the first stage when work starts, the others when its result is asked
-    for.
-    """
-
-    def __init__(self, started: "dict[int, list[_Inline[Any]]]", groups: int) -> None:
-        self._all = started
-        self._groups = groups
-        self._count = 0
-
-    @staticmethod
-    def connect(groups: int) -> "list[Callable[[torch.device], InlineBackground]]":
-        """Returns what makes the backgrounds of several groups in this process, in their order."""
-        started: dict[int, list[_Inline[Any]]] = defaultdict(list)
-        return [lambda device: InlineBackground(started, groups) for _ in range(groups)]
-
-    def start(self, work: Work[Result]) -> Pending[Result]:
-        together = self._all[self._count]
-        pending = _Inline(work, together)
-        together.append(pending)
-        if len(together) == self._groups:
-            del self._all[self._count]
-        self._count += 1
-        return pending
-
-    def close(self) -> None: ...
-
-
-class _Inline(Pending[Result]):
-    is_ready = True
-    seconds = 0.0
-
-    def __init__(self, work: Work[Result], together: "list[_Inline[Any]]") -> None:
-        super().__init__(work)
-        with torch.no_grad():
-            self._together, self._is_first = together, self.advance()
-
-    @torch.no_grad()
-    def result(self) -> Result:
-        # Others need what a group averages before they go on.
-        for pending in self._together:
-            if pending._is_first:
-                pending._is_first = False
-                pending.advance()
-        while self._work is not None:
-            self.advance()
-        return super().result()
+# In the training thread
 
 
 @dataclass(frozen=True)
-class Flight:
+class PendingFlight:
     launch: Launch
     pending: Pending[Arrival]
-    launched: Span
+    launch_span: Span
+
+    def completed(self, report: Landing, wait: Span, step: int) -> Landing:
+        """Completes the report of this flight with its times and the inner step of its landing."""
+        return completed(report, self.launch_span, wait, self.pending.seconds, step)
 
 
-def completed(told: Landing, launch: Span, wait: Span, seconds: float, step: int) -> Landing:
-    """Completes a flight's report, in the training thread; ``seconds`` is how long the flight
-    took.
-    """
-    launched, (began, arrived) = launch[1], wait
-    ended = max([launched + seconds, *[ended for _, ended in told.spans.values()]])
+def completed(report: Landing, launch: Span, wait: Span, seconds: float, step: int) -> Landing:
+    """Completes the report of a flight of so many seconds that lands now."""
+    launched_at = launch[1]
+    arrived_at = wait[1]
+    ends = [end for _, end in report.spans.values()]
+    ended_at = max(launched_at + seconds, *ends)
     spans = {
         "launch": launch,
-        "flight": (launched, min(ended, arrived)),
-        **told.spans,
+        "flight": (launched_at, min(ended_at, arrived_at)),
+        **report.spans,
         "wait": wait,
+        "land": (arrived_at, time.perf_counter()),
     }
-    return told._replace(
-        exposed_wait_s=arrived - began,
-        in_flight_s=seconds,
-        landed_at=step,
-        spans={**spans, "land": (arrived, time.perf_counter())},
-    )
-
-
-# Measurements
-
-
-class StepClock:
-    """Measures how long this rank trains for an inner step, from the end of one call of the engine
-    to the next.
-
-    What the engine itself waits for is left out. Pauses, as for a validation, are too, by a median.
-
-    Args:
-        seconds: What it says in place of what it measures.
-
-    Examples:
-        >>> clock = StepClock()
-        >>> for ended, began in ((0.0, 4.0), (1.0, 1.5), (2.0, 2.25), (3.0, 9.0)):
-        ...     clock.note(ended, began)
-        >>> clock.seconds
-        0.5
-    """
-
-    def __init__(self, seconds: float = 0.0) -> None:
-        self._seconds = seconds
-        self._last: deque[float] = deque(maxlen=_REMEMBERED)
-
-    def note(self, ended: float, began: float) -> None:
-        """Notes an inner step: when the last call of the engine ended, or 0 if there was none, and
-        this one began.
-        """
-        if ended:
-            self._last.append(began - ended)
-
-    @property
-    def seconds(self) -> float:
-        return self._seconds or (median(self._last) if self._last else 0.0)
-
-
-class LinkRate:
-    """Remembers what the link of this rank carried: the most in its last flights, since one may
-    have stalled.
-
-    Attributes:
-        last: What it was told, the last few.
-        fixed: What it says in place of that, in bytes per second, for simulations.
-
-    Examples:
-        >>> link = LinkRate()
-        >>> for rate in (1e6, 2e6, 1e3, 0.0, 5e5, 4e5):
-        ...     link.note(rate)
-        >>> link.bytes_per_s
-        500000.0
-    """
-
-    def __init__(self) -> None:
-        self.last: list[float] = []
-        self.fixed = 0.0
-
-    def note(self, bytes_per_s: float) -> None:
-        """Notes what it carried to each receiver in a flight; 0 if that is not known."""
-        if bytes_per_s > 0:
-            self.last = [*self.last, bytes_per_s][-_FLIGHTS:]
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self.fixed or max(self.last, default=0.0)
-
-
-def on_link(posted: float, began: float, launched: float, ended: float, encoding: float) -> float:
-    """Returns for how many seconds the messages of the other groups were on the link, from when all
-    could travel.
-
-    A message travels once its receiver has posted its own. Who waits for it learns when it came,
-    but not if it was there already when the wait began, or with the word that its group has
-    launched: an encoding lies between the two. Then it is NaN.
-
-    Args:
-        posted: When this rank posted its own messages.
-        began: When it began to wait for the others' messages.
-        launched: When it learned that all groups have launched.
-        ended: When their messages were there.
-        encoding: How long this rank encoded its own.
-
-    Examples:
-        >>> on_link(posted=1.0, began=1.0, launched=0.0, ended=3.0, encoding=0.5)
-        2.0
-        >>> on_link(posted=1.0, began=2.9, launched=0.0, ended=3.0, encoding=0.5)
-        nan
-        >>> on_link(posted=1.0, began=1.0, launched=2.9, ended=3.0, encoding=0.5)
-        nan
-    """
-    since = max(posted, launched)
-    was_there = ended - max(began, launched) < (ended - since) / 2
-    came_together = launched > posted and ended - launched < encoding
-    return math.nan if was_there or came_together else ended - since
-
-
-def _squares(vectors: Sequence[Tensor]) -> Tensor:
-    return torch.stack(
-        [torch.linalg.vector_norm(vector, dtype=torch.float64).square() for vector in vectors]
-    )
-
-
-def _agreement(payloads: Sequence[Tensor], compression: Compression, mean: Tensor) -> Tensor:
-    """Returns the squared norm of a mean; then, by group, that of what it sent and its inner
-    product with the mean.
-    """
-    sums = [_squares([mean])]
-    decoded = torch.empty_like(mean)
-    for payload in payloads:
-        if not payload.numel():  # Nothing came from this group.
-            sums.append(torch.full((2,), math.nan, dtype=torch.float64, device=mean.device))
-            continue
-        compression.decode(payload, decoded)
-        sums += [_squares([decoded]), torch.dot(decoded, mean).double().reshape(1)]
-    return torch.cat(sums)
-
-
-def _diagnosed(
-    loss: Tensor,
-    agreement: Tensor,
-    launch: Launch,
-    state: Mapping[str, Any],
-    in_group: Communicator,
-) -> Diagnostics:
-    """Returns how far the groups agree, after the outer step made this state. In-group
-    collective.
-    """
-    # What torch's optimizers call the running mean of their gradients.
-    kept = next(
-        (
-            state[name]
-            for name in ("momentum_buffer", "exp_avg")
-            if isinstance(state.get(name), Tensor)
-        ),
-        None,
-    )
-    moved = [launch.gradient, launch.outer] + (
-        [] if kept is None else [kept.to(launch.outer.device)]
-    )
-    unknown = torch.full(
-        (3 - len(moved),), math.nan, dtype=torch.float64, device=launch.outer.device
-    )
-    ranks = in_group.all_gather(torch.cat([loss, agreement, _squares(moved), unknown]).cpu())
-    error, gradient, mean, *groups, local, outer, momentum = torch.stack(ranks).sum(dim=0).tolist()
-
-    def ratio(value: float, of: float) -> float:
-        return value / of if of > 0 else math.nan
-
-    return Diagnostics(
-        cosines=tuple(
-            ratio(by, math.sqrt(mean * own))
-            for own, by in zip(groups[::2], groups[1::2], strict=True)
-        ),
-        local_distance=math.sqrt(ratio(local, outer)),
-        outer_momentum_norm=math.sqrt(momentum),
-        compression_error=math.sqrt(ratio(error, gradient)),
+    return report._replace(
+        exposed_wait_s=arrived_at - wait[0], in_flight_s=seconds, landed_at=step, spans=spans
     )

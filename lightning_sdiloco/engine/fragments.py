@@ -6,59 +6,49 @@ values in its shard, ``part`` that of the stretch of the shard which its group a
 hop the whole shard), and *storage* is the device of the model or, offloaded, page-locked memory of
 the host. All are flat and float32 unless it says so.
 
-=================  ===========  ==========
-============================================================================ tensor
-shape        where       what it holds, and who writes it =================  ===========  ==========
-============================================================================ parameters
-their own    device      Local parameters, in the model, of any floating dtype. The inner optimizer
-                                            and landings write to them; so does `OuterView`, which
-                                            shows the outer ones.
-untrained          their own    device      Local buffers and frozen parameters, in the model, of
-any dtype. Written by
-                                            the user's code and by landings; see [Note: kinds of
-                                            untrained state].
-outer.values       (length,)    storage     Outer parameters of the shard: bitwise equal in all
-groups. outer.state        (length,)    storage     State of the outer optimizer. What is not
-elementwise, such as a count of
-                                            steps, has its own shape and dtype, and is where torch
-                                            wants it.
-untrained.outer    their own    device      Outer values of what travels of these, float32 for
-statistics and in their
-                                            own dtype otherwise; bitwise equal in all groups.
-memory             (length,)    storage     Error feedback: what the compression left out of earlier
-payloads; None
-                                            until there is some. Each group has its own.
-tuning             (1+blocks,)  storage     What else the compression takes over from earlier
-launches, such as
-                                            thresholds; None until there is some. Each group has its
-                                            own.
-residual           (part,)      storage     What the second rounding of the mean lost, with two
-hops; None until there
-                                            is some. Each group has its own.
-anchor             (length,)    storage     On a route that does not share (see [Note: gossip]), the
-outer parameters
-                                            with which the rounds began, bitwise equal in all
-                                            groups. There ``outer.values`` are each group's own.
-twin               (length,)    storage     The second vector of a route's momentum; None while it
-is ``outer.values``. prefetched         (length,)    device      ``outer.values`` on their way to
-the device, for the next launch. gathered           (held,)      device      Outer parameters after
-the outer step, as far as this rank holds the
-                                            fragment: the shards of its group. Made by the
-                                            background, mixed into the parameters by the landing,
-                                            then dropped.
-gradient           (length,)    device      Outer gradient: outer parameters minus local ones. Made
-by the launch; the
-                                            flight of a round keeps it until it lands, any other
-                                            until it is encoded.
-kept_local         their own    host        Local parameters from before the end of training, from
-which a longer run
-                                            would continue. Copied before the end first writes to
-                                            the parameters.
-final              flat         host        Outer parameters after the end, where the model does not
-                                            hold them: its parameters are coarser than float32, or a
-                                            hook may change them.
-=================  ===========  ==========
-============================================================================
+===============  ===========  =======  ============================================================
+tensor           shape        where    content, and who writes it
+===============  ===========  =======  ============================================================
+parameters       their own    device   Local parameters, in the model, of any floating dtype. The
+                                       inner optimizer and landings write to them; so does
+                                       `OuterView`, which shows the outer ones.
+untrained        their own    device   Local buffers and frozen parameters, in the model, of any
+                                       dtype. The user's code and landings write to them; see
+                                       [Note: kinds of untrained state].
+outer.values     (length,)    storage  Outer parameters of the shard: bitwise equal in all groups.
+outer.state      (length,)    storage  State of the outer optimizer. State that is not elementwise,
+                                       such as a count of steps, has its own shape and dtype, and
+                                       is where torch wants it.
+untrained.outer  their own    device   Outer values of the untrained state that travels: float32
+                                       for statistics, their own dtype otherwise; bitwise equal in
+                                       all groups.
+memory           (length,)    storage  Error feedback: what the compression left out of earlier
+                                       payloads; None until there is some. Each group has its own.
+tuning           (1+blocks,)  storage  Other state of the compression, such as thresholds; None
+                                       until there is some. Each group has its own.
+residual         (part,)      storage  What the second rounding of the mean lost, with two hops;
+                                       None until there is some. Each group has its own.
+anchor           (length,)    storage  On a route that does not share (see [Note: gossip]), the
+                                       outer parameters with which the rounds began, bitwise equal
+                                       in all groups. There ``outer.values`` are each group's own.
+twin             (length,)    storage  The second vector of a route's momentum; None while it is
+                                       ``outer.values``.
+prefetched       (length,)    device   ``outer.values`` on their way to the device, for the next
+                                       launch.
+gathered         (held,)      device   Outer parameters after the outer step, as far as this rank
+                                       holds the fragment: the shards of its group. The background
+                                       makes them, the landing mixes them into the parameters and
+                                       drops them.
+gradient         (length,)    device   Outer gradient: outer parameters minus local ones. The
+                                       launch makes it; the flight of a round keeps it until it
+                                       lands, any other flight until it is encoded.
+kept_local       their own    host     Local parameters from before the end of training, from which
+                                       a longer run would continue. Copied before the end first
+                                       writes to the parameters.
+final            flat         host     Outer parameters after the end, where the model does not
+                                       hold them: its parameters are coarser than float32, or a
+                                       hook may change them.
+===============  ===========  =======  ============================================================
 
 Threads: only the training thread writes to a record, and only at a landing or a load
 (``prefetched`` and ``weight``: at a launch too). It replaces old tensors with new ones and never
@@ -251,12 +241,32 @@ class Landing(NamedTuple):
         return bits / self.on_link_s / 1e9 if self.on_link_s > 0 else math.nan
 
 
+class Commit(NamedTuple):
+    """The state of a record that a landing replaces, whole; see [Note: fragment tensors]."""
+
+    outer: OuterState
+    memory: Tensor | None
+    tuning: Tensor | None
+    residual: Tensor | None
+    twin: Tensor | None
+    weighing: Any
+
+
 class Arrival(NamedTuple):
-    """What a flight brings: the values that its landing commits, and its report, except the times
-    of the landing.
+    """The result of a flight: the state to commit, and its report without the landing's times.
+
+    Attributes:
+        commit: The state of the record after the landing.
+        rule: How local values take the outer ones.
+        gathered: The vectors that the rule asked for, gathered over the ranks of the group.
+        untrained: What becomes of the untrained state.
+        changed: The untrained state that some group has changed, as bits.
+        trained: The weight of each group.
+        landing: The report.
+        sends_bytes_per_s: The rate of the link to each receiver; 0 if it is unknown.
     """
 
-    changes: Mapping[str, Any]
+    commit: Commit
     rule: LandingRule
     gathered: Sequence[Tensor]
     untrained: Arrived
@@ -423,15 +433,28 @@ class FragmentState:
         return prefetched()
 
     def land(self, arrival: Arrival, rule: LandingRule, steps: int, *, final: bool) -> None:
-        """Makes what a flight brought the state that everybody sees, and takes it into the local
-        values.
+        """Commits the result of a flight to the record and takes it into the local values.
+
+        ``steps`` inner steps have passed since the launch. ``final``: it is a plain mean.
         """
-        vars(self).update(arrival.changes)
+        self._commit(arrival.commit)
         if final:
             self._begin_from_outer()
         self.layout.land(rule, arrival.gathered, steps)
         self.untrained.commit(arrival.untrained, arrival.changed)
         self.untrained.land(arrival.untrained, rule.kept)
+
+    def committed(self) -> Commit:
+        """Returns the state that the last landing left."""
+        return Commit(self.outer, self.memory, self.tuning, self.residual, self.twin, self.weighing)
+
+    def _commit(self, commit: Commit) -> None:
+        self.outer = commit.outer
+        self.memory = commit.memory
+        self.tuning = commit.tuning
+        self.residual = commit.residual
+        self.twin = commit.twin
+        self.weighing = commit.weighing
 
     def land_at_end(self, arrival: Arrival, rule: LandingRule, steps: int, *, final: bool) -> None:
         """Takes what a flight brought into the model alone: a longer run continues from the record
@@ -442,7 +465,7 @@ class FragmentState:
         self.untrained.commit(arrival.untrained, arrival.changed)
         self.untrained.land(arrival.untrained, rule.kept)
         if final:
-            self.end(arrival.gathered[0], arrival.changes["outer"].values)
+            self.end(arrival.gathered[0], arrival.commit.outer.values)
 
     def end(self, gathered: Tensor, shard: Tensor) -> None:
         """Keeps the outer parameters that are now in the model, in so far as it cannot hold
@@ -474,7 +497,7 @@ class FragmentState:
         """Makes a result that nothing of the own counts in the outer state, and moves the local
         values along.
         """
-        self.outer = arrival.changes["outer"]
+        self.outer = arrival.commit.outer
         self.layout.shift(moved)
         self.untrained.commit(arrival.untrained, arrival.changed)
 

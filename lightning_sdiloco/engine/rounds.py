@@ -10,18 +10,17 @@ float32, with all buffers. They go through the background, behind what is in fli
 ranks send everything in the same order, and the groups notice if one of them is somewhere else.
 
 [Note: memory at the end] The end of training takes no more memory than its rounds, because it
-changes the model and no
-record: a longer run would continue from the records. The gradients go first. Local parameters are
-copied in their place, fragment by fragment, when the end first writes to them. Of the mean, as many
-fragments fly at once as in a round, and what is in the model is kept nowhere else.
+changes the model and no record: a longer run would continue from the records. The gradients go
+first. Local parameters are copied in their place, fragment by fragment, when the end first writes
+to them. Of the mean, as many fragments fly at once as in a round, and what is in the model is kept
+nowhere else.
 
 [Note: the dense beginning] Groups that train alone from the start lose much of what they do, the
-more of them there
-are: each takes large steps on the gradients of a small batch. In the first rounds they exchange
-every few inner steps, in the background as always. Whether a launch is one of these follows from
-its inner step alone, and in a federation from the round of the record. Rounds that restart have
-what is left of it. The outer state counts all these rounds together as one, the first of an
-``lr_schedule``, so a record needs nothing more to resume, or to be passed on.
+more of them there are: each takes large steps on the gradients of a small batch. In the first
+rounds they exchange every few inner steps, in the background as always. Whether a launch is one of
+these follows from its inner step alone, and in a federation from the round of the record. Rounds
+that restart have what is left of it. The outer state counts all these rounds together as one, the
+first of an ``lr_schedule``, so a record needs nothing more to resume, or to be passed on.
 """
 
 import math
@@ -40,19 +39,22 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.gossip import Leg
 from lightning_sdiloco.algorithm.partition import Fragment
-from lightning_sdiloco.algorithm.schedule import Every, Heard, Schedule
+from lightning_sdiloco.algorithm.schedule import Every, Heard, LaunchSchedule, Schedule
 from lightning_sdiloco.algorithm.weighting import Weighed
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.flight import (
-    Background,
-    Flight,
-    LinkRate,
-    StepClock,
-    Synchronizer,
-    completed,
+from lightning_sdiloco.engine.background import Background
+from lightning_sdiloco.engine.flight import PendingFlight, Synchronizer
+from lightning_sdiloco.engine.fragments import (
+    Arrival,
+    FragmentState,
+    Landing,
+    Launch,
+    Purpose,
+    fragments_of,
 )
-from lightning_sdiloco.engine.fragments import FragmentState, Landing, Launch, Purpose, fragments_of
+from lightning_sdiloco.engine.measure import LinkRate, StepClock
 from lightning_sdiloco.engine.outer import OuterStorage, ShardOptimizer
 from lightning_sdiloco.engine.shards import CutModel, local, sharded_modules, trainable
 from lightning_sdiloco.engine.start import NamedOuter, Recut, require_same_fragments, start_from
@@ -118,6 +120,15 @@ class Federated(Protocol):
 class Rounds:
     """Launches and lands the fragments of a model in all worker groups alike, without asking each
     other what is due.
+
+    Attributes:
+        requests: What this rank sends to all groups with the next launch, as bits. Signal handlers
+            may request something at any moment.
+        flights: What is in flight, in the order of the launches.
+        began_at: The inner step after which the rounds began.
+        is_ending: Whether landings change the model alone; see [Note: memory at the end].
+        partition: How the model is cut. It changes with `cut`, as do ``settings``, ``fragments``,
+            ``cut_model`` and ``schedule``.
     """
 
     requested = 0
@@ -126,6 +137,8 @@ class Rounds:
     def __init__(
         self,
         model: nn.Module,
+        partition: Sequence[Fragment],
+        settings: Settings,
         topology: Topology,
         storage: OuterStorage,
         background: Background,
@@ -133,40 +146,45 @@ class Rounds:
         copies: WeightCopies,
     ) -> None:
         self.model = model
+        self.partition = tuple(partition)
+        self.settings = settings
         self.storage = storage
         self.background = background
         self.inner_optimizers = inner_optimizers
-        self.link = LinkRate()
         self.copies = copies
-        # What this rank sends to all groups with the next launch. Signal handlers may request
-        # something at any moment.
-        self.requests = 0
+        self.link = LinkRate()
         self.step_clock = StepClock()
+        self.requests = 0
         self.is_ending = False
+        self.began_at = 0
+        self.flights: list[PendingFlight] = []
+        self.fragments: list[FragmentState] = []
+        self.cut_model = CutModel(model)
+        self.schedule = settings.schedule_of(len(partition))
         self._topology = topology
         self._diagnoses = False
         self._sharded = sharded_modules(model)
         self._thread = threading.get_ident()
+        self._launches: LaunchSchedule = Every()
         # What the schedule heard of landings since the rounds began.
         self._heard: Mapping[str, Any] = {}
-        self.fragments: list[FragmentState] = []
+        # The outer gradient of a flight and the state that it replaces serve the next flight.
+        self._spare: SparePages | None = None
+        self._synchronizer = Synchronizer([], topology, settings, diagnoses=False)
+        self.cut(partition, settings)
 
-    def cut(self, fragments: Sequence[Fragment], settings: Settings) -> None:
+    def cut(self, partition: Sequence[Fragment], settings: Settings) -> None:
         """Takes the model as it is for the outer one, cut into these fragments."""
-        self.partition = tuple(fragments)
+        self.partition = tuple(partition)
         self.settings = settings
         self._launches = settings.schedule or Every()
         self._begin_at(0)
-        records = fragments_of(
-            self.model, fragments, settings, self._topology, self.storage, self.fragments
+        self.fragments = fragments_of(
+            self.model, partition, settings, self._topology, self.storage, self.fragments
         )
-        self.fragments = records
-        # The outer gradient of a flight and the state that it replaces serve the next one.
         longest = max(fragment.layout.length for fragment in self.fragments)
-        on_host = self.storage.device.type == "cpu"
-        self._spare = SparePages(_KEPT_BYTES * longest) if on_host else None
-        self._codec = settings.codec
-        self._shares = settings.shares
+        is_on_host = self.storage.device.type == "cpu"
+        self._spare = SparePages(_KEPT_BYTES * longest) if is_on_host else None
         self.cut_model = CutModel(self.model)
         self._watch_copies()
         self._synchronizer = Synchronizer(self.fragments, self._topology, settings, self._diagnoses)
@@ -185,7 +203,8 @@ class Rounds:
 
     def diagnose(self, diagnoses: bool) -> None:
         """Measures at every landing how far the groups agree, or no longer does."""
-        self._diagnoses = self._synchronizer.diagnoses = diagnoses
+        self._diagnoses = diagnoses
+        self._synchronizer.diagnoses = diagnoses
 
     def begin(self, outer: NamedOuter, weighed: Weighed, began_at: int) -> None:
         """Begins the rounds from other outer state, by name. In-group collective."""
@@ -234,7 +253,7 @@ class Rounds:
     def _begin_at(self, step: int) -> None:
         self.began_at = step
         # What the rounds before have in flight arrives, and lands nowhere.
-        self.flights: list[Flight] = []
+        self.flights = []
         dense = self.settings.dense_beginning
         left = None if dense is None else dense.after(step)
         self.schedule = replace(self.settings.schedule_of(len(self.partition)), dense=left)
@@ -297,29 +316,40 @@ class Rounds:
 
     @torch.no_grad()
     def launch_due(self, step: int) -> int:
-        """Launches the fragments whose turn it is (lines 5 to 7)."""
+        """Launches the fragments whose turn it is (lines 5 to 7). Returns their number."""
         due = self.due(step)
         if due:
             self.require_coverage()
-        topology = self._topology
-        is_dense = self.schedule.is_dense(step - self.began_at)
         for index in due:
             began = time.perf_counter()
             with _recorded("sdiloco::launch"):
-                launch = self.fragments[index].launch(
-                    step, self._deadline(), Purpose.ROUND, self.take_requests()
-                )
-                # With whom this group exchanges in the round of a launch, itself among them.
-                number = self._counted_in_rounds(step) // self.settings.sync_every - 1
-                legs = (
-                    () if self._shares else self.settings.routing.legs(number, topology.num_groups)
-                )
-                leg = next((tuple(leg) for leg in legs if topology.group_index in leg), ())
-                launch = launch._replace(
-                    step_time=self.step_clock.seconds, leg=leg, is_dense=is_dense
-                )
-                self.start(self.chosen(launch), began)
+                self.start(self._launched(index, step), began)
         return len(due)
+
+    def _launched(self, index: int, step: int) -> Launch:
+        """Reads all that the flight of a fragment carries in a round."""
+        launch = self.fragments[index].launch(
+            step, self._deadline(), Purpose.ROUND, self.take_requests()
+        )
+        launch = launch._replace(
+            step_time=self.step_clock.seconds,
+            leg=self._leg(step),
+            is_dense=self.schedule.is_dense(step - self.began_at),
+        )
+        return self.chosen(launch)
+
+    def _leg(self, step: int) -> Leg:
+        """Returns the groups with which this one exchanges in a round, itself among them; () for
+        all.
+        """
+        if self.settings.shares:
+            return ()
+        topology = self._topology
+        number = self._counted_in_rounds(step) // self.settings.sync_every - 1
+        for leg in self.settings.routing.legs(number, topology.num_groups):
+            if topology.group_index in leg:
+                return tuple(leg)
+        return ()
 
     def land_due(self, step: int) -> Iterator[Landing]:
         """Lands the flights that were launched ``overlap_steps`` ago (lines 8 to 12), and
@@ -359,103 +389,109 @@ class Rounds:
     def start(self, launch: Launch, began: float) -> None:
         """Starts the flight of a launch that began at a time."""
         # Noted before the background may begin.
-        launched = began, time.perf_counter()
-        self.flights.append(
-            Flight(launch, self.background.start(self._synchronizer.fly(launch)), launched)
-        )
+        launch_span = began, time.perf_counter()
+        pending = self.background.start(self._synchronizer.fly(launch))
+        self.flights.append(PendingFlight(launch, pending, launch_span))
 
     def chosen(self, launch: Launch) -> Launch:
         """Chooses in which code a launch is sent, by what this rank alone knows."""
         schedule = self.schedule
         overlap_steps = schedule.overlap_of_round(1) if launch.is_dense else schedule.overlap_steps
         overlap_s = overlap_steps * (launch.step_time or math.nan)
-        choice = self._codec.choice(len(launch.gradient), self.link.bytes_per_s, overlap_s)
+        codec = self.settings.codec
+        choice = codec.choice(len(launch.gradient), self.link.bytes_per_s, overlap_s)
         return launch._replace(choice=choice) if choice else launch
 
     def _deadline(self) -> float:
         return time.monotonic() + self.settings.timeout.total_seconds()
 
     @torch.no_grad()
-    def _landed(self, flight: Flight, step: int) -> Landing:
-        """Waits for a flight, commits what it brings (lines 9 to 11), and takes that into the
-        model (line 12).
+    def _landed(self, flight: PendingFlight, step: int) -> Landing:
+        """Waits for a flight, commits its result (lines 9 to 11), and takes that into the model
+        (line 12).
         """
         with _recorded("sdiloco::land"):
             began = time.perf_counter()
-            launch = flight.launch
             arrival = flight.pending.result()
-            arrived = time.perf_counter()
+            wait = began, time.perf_counter()
+            launch = flight.launch
             fragment = self.fragments[launch.fragment]
-            group = self._topology.group_index
-            keep_until_done(
-                [*arrival.gathered, arrival.changes["outer"].values, *arrival.untrained.tensors]
-            )
+            keep_until_done([*arrival.gathered, arrival.commit.outer.values])
+            keep_until_done(arrival.untrained.tensors)
             self.reshard()
             is_round = launch.purpose is Purpose.ROUND
             land = fragment.land_at_end if self.is_ending else fragment.land
             land(arrival, arrival.rule, step - launch.step, final=not is_round)
             if is_round:
-                self.link.note(arrival.sends_bytes_per_s)
-                at = self._counted_in_rounds(launch.step)
-                told = arrival.landing
-                heard = Heard(
-                    launch.fragment, at, told.counted, told.group_norms, tuple(arrival.trained)
-                )
-                self._heard = self._launches.heard(self._heard, heard)
-            if group in arrival.landing.left_out:
+                self._note_round(launch, arrival)
+            if self._topology.group_index in arrival.landing.left_out:
                 self.recover(fragment.index)
-            return completed(
-                arrival.landing, flight.launched, (began, arrived), flight.pending.seconds, step
-            )
+            return flight.completed(arrival.landing, wait, step)
+
+    def _note_round(self, launch: Launch, arrival: Arrival) -> None:
+        """Tells the link's rate and the schedule what landed."""
+        self.link.note(arrival.sends_bytes_per_s)
+        landing = arrival.landing
+        heard = Heard(
+            launch.fragment,
+            self._counted_in_rounds(launch.step),
+            landing.counted,
+            landing.group_norms,
+            tuple(arrival.trained),
+        )
+        self._heard = self._launches.heard(self._heard, heard)
 
     def recover(self, landed: int) -> None:
         """Takes the outer values wherever this group's are not finite, after a landing. In-group
         collective.
         """
         self.reshard()
-        in_group = self._topology.in_group
-        optimizers = self.inner_optimizers
-
-        def on_all_ranks(facts: list[bool]) -> list[bool]:
-            """Returns which facts hold on all ranks: they do the same, even if they hold different
-            parts.
-            """
-            return [all(ranks) for ranks in zip(*in_group.all_gather_object(facts), strict=True)]
-
-        finite = on_all_ranks([fragment.layout.is_finite() for fragment in self.fragments])
-        for fragment, is_finite in zip(self.fragments, finite, strict=True):
+        is_finite = self._on_all_ranks([fragment.layout.is_finite() for fragment in self.fragments])
+        for fragment in self.fragments:
             if fragment.index == landed:
                 fragment.untrained.recover()
-            elif not is_finite:
+                self._recover_optimizers(fragment)
+            elif not is_finite[fragment.index]:
                 if self.is_ending:
                     fragment.keep_local()
-                fragment.write_outer(in_group, stays=True)
-            else:
-                continue
-            parameters = fragment.layout.parameters
-            states = [
-                [own for one in optimizers for own in one.state.get(p, {}).values()]
-                for p in parameters
-            ]
-            kept = on_all_ranks(
-                [
-                    all(bool(local(v).isfinite().all()) for v in state if isinstance(v, Tensor))
-                    for state in states
-                ]
-            )
-            for optimizer in optimizers:
-                for parameter, keep in zip(parameters, kept, strict=True):
-                    if not keep and self.copies.of(parameter):
-                        # Copies that the optimizer made at the start would not be made again.
-                        clear_not_finite(optimizer.state.get(parameter, {}))
-                    elif not keep:
-                        optimizer.state.pop(parameter, None)
+                fragment.write_outer(self._topology.in_group, stays=True)
+                self._recover_optimizers(fragment)
+
+    def _recover_optimizers(self, fragment: FragmentState) -> None:
+        """Forgets the state of inner optimizers for parameters for which it is not finite.
+        In-group collective.
+        """
+        parameters = fragment.layout.parameters
+        is_finite = self._on_all_ranks([self._has_finite_state(p) for p in parameters])
+        for optimizer in self.inner_optimizers:
+            for parameter, is_kept in zip(parameters, is_finite, strict=True):
+                if is_kept:
+                    continue
+                if self.copies.of(parameter):
+                    # Copies that the optimizer made at the start would not be made again.
+                    clear_not_finite(optimizer.state.get(parameter, {}))
+                else:
+                    optimizer.state.pop(parameter, None)
+
+    def _has_finite_state(self, parameter: Tensor) -> bool:
+        for optimizer in self.inner_optimizers:
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, Tensor) and not bool(local(value).isfinite().all()):
+                    return False
+        return True
+
+    def _on_all_ranks(self, facts: Sequence[bool]) -> list[bool]:
+        """Returns which facts hold on all ranks of the group: they all do the same, even if they
+        hold different parts. In-group collective.
+        """
+        of_ranks = self._topology.in_group.all_gather_object(list(facts))
+        return [all(of_fact) for of_fact in zip(*of_ranks, strict=True)]
 
     # The mean of the groups, and the end
 
     @torch.no_grad()
     def average_now(
-        self, step: int, receive: Callable[[Flight], Received], *, ends: bool = False
+        self, step: int, receive: Callable[[PendingFlight], Received], *, ends: bool = False
     ) -> Iterator[Received | None]:
         """Flies every fragment, a few at a time, for the plain mean of the local values.
 
@@ -464,24 +500,26 @@ class Rounds:
         take along what was requested.
         """
         purpose = Purpose.MEAN if self.settings.shares else Purpose.START
-        flying = self.flights if ends else list[Flight]()
+        flights: list[PendingFlight] = self.flights if ends else []
         # In float32 a flight takes four times its fragment's size: a quarter of the model at once,
         # and at the end no more than in a round.
         at_once = _most_in_flight(self.schedule) if ends else max(1, len(self.fragments) // 4)
         # At the end first those whose local parameters are copied already, because they have just
         # landed.
         for fragment in sorted(self.fragments, key=lambda fragment: fragment.kept_local is None):
-            received = receive(flying.pop(0)) if len(flying) >= at_once else None
+            received = receive(flights.pop(0)) if len(flights) >= at_once else None
             began = time.perf_counter()
-            read = fragment.launch if ends else fragment.read
-            launch = read(step, self._deadline(), purpose, self.take_requests() if ends else 0)
-            launched = began, time.perf_counter()
+            if ends:
+                launch = fragment.launch(step, self._deadline(), purpose, self.take_requests())
+            else:
+                launch = fragment.read(step, self._deadline(), purpose)
+            launch_span = began, time.perf_counter()
             pending = self.background.start(self._synchronizer.fly(launch))
             launch = launch.without_values()
-            flying.append(Flight(launch, pending, launched))
+            flights.append(PendingFlight(launch, pending, launch_span))
             yield received
-        while flying:
-            yield receive(flying.pop(0))
+        while flights:
+            yield receive(flights.pop(0))
 
     def begin_end(self) -> None:
         """From here on landings change the model and no record; see [Note: memory at the end]."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine.background import InlineBackground
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
-from lightning_sdiloco.engine.flight import InlineBackground
 from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.engine.outer_view import GroupMean
 from lightning_sdiloco.engine.shards import trainable

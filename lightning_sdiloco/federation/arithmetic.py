@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from math import isfinite
 from typing import NamedTuple
 
@@ -28,14 +27,16 @@ from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import resolve, weighted_mean
 from lightning_sdiloco.engine.flight import (
+    moved_by,
     norm_squared,
     outer_step,
     reported,
-    span_from,
+    unchanged,
     whole_norm,
 )
 from lightning_sdiloco.engine.fragments import Arrival, FragmentState, Launch
 from lightning_sdiloco.engine.matrices import proofs
+from lightning_sdiloco.engine.measure import span_from
 from lightning_sdiloco.engine.outer import OuterState, outer_optimizer_for
 from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.shards import FragmentLayout, digest, is_sharded
@@ -168,19 +169,22 @@ class SiteArithmetic:
         # The outer step takes the mean.
         norm = whole_norm(torch.linalg.vector_norm(mean), self._site)
         began = time.perf_counter()
-        counts = bool(count.factors)
-        is_dense = self._schedule.is_dense_round(record.round)
-        step = partial(outer_step, fragment, before, values, mean, self._site)
-        outer = step(counts=counts, final=record.final, is_dense=is_dense)
+        if record.final:
+            outer = moved_by(mean, before, values)
+        elif not count.factors:
+            outer = unchanged(before, values)
+        else:
+            is_dense = self._schedule.is_dense_round(record.round)
+            outer = outer_step(fragment, before, values, mean, self._site, is_dense=is_dense)
         gathered = fragment.layout.all_gather(outer.values, self._site)
         untrained = self._untrained(fragment, record, sites, own)
         spans = {"decode": decoded, "outer_step": span_from(began, values.device)}
         arrival = Arrival(
-            changes={
-                "outer": outer.moved(fragment.storage.store),
-                "memory": fragment.store(memory),
-                "tuning": fragment.store(tuning),
-            },
+            commit=fragment.committed()._replace(
+                outer=outer.moved(fragment.storage.store),
+                memory=fragment.store(memory),
+                tuning=fragment.store(tuning),
+            ),
             rule=self._landing,
             gathered=[gathered],
             untrained=untrained,

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from lightning_sdiloco.algorithm.merge import Mix
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.flight import Flight, Pending, Work, completed
+from lightning_sdiloco.engine.background import Pending, Work
+from lightning_sdiloco.engine.flight import PendingFlight, completed
 from lightning_sdiloco.engine.fragments import FragmentState, Landing, Launch, Purpose, Span
 from lightning_sdiloco.engine.outer import OuterState
 from lightning_sdiloco.engine.rounds import Rounds
@@ -225,7 +226,7 @@ def from_part(fragment: FragmentState, part: Bytes) -> Part:
 
 @dataclass
 class Launched:
-    flight: Flight
+    flight: PendingFlight
     encoded: Encoded | None = None
 
 
@@ -323,7 +324,7 @@ class FederatedWorld:
 
     def _launch(self, launch: Launch, begun: Contribution, launched: Span) -> None:
         pending = self._in_background(lambda: self._arithmetic.encode(launch, begun))
-        self._launched[launch.fragment] = Launched(Flight(launch, pending, launched))
+        self._launched[launch.fragment] = Launched(PendingFlight(launch, pending, launched))
         self._rounds.flights.append(self._launched[launch.fragment].flight)
 
     def _in_background(self, work: Callable[[], Any]) -> Pending[Any]:
@@ -495,7 +496,8 @@ class FederatedWorld:
             # A site that counts has sent what its compression remembers; the others keep it.
             arrival = stepped.arrival
             if not mixes or own not in arrival.landing.counted:
-                arrival = arrival._replace(changes={"outer": arrival.changes["outer"]})
+                commit = fragment.committed()._replace(outer=arrival.commit.outer)
+                arrival = arrival._replace(commit=commit)
             fragment.land(arrival, arrival.rule if mixes else Mix(0.0), 0, final=record.final)
         if landing is MergeAction.TAKE and not record.final:
             fragment.memory = fragment.tuning = None
@@ -517,7 +519,7 @@ class FederatedWorld:
             ),
             sites=tuple(one.site for one in record.counted),
         )
-        launch = (wait[0], wait[0]) if launched is None else launched.flight.launched
+        launch = (wait[0], wait[0]) if launched is None else launched.flight.launch_span
         return completed(told, launch, wait, max(0.0, wait[1] - launch[1]), step)
 
     # Incoming events

@@ -315,7 +315,7 @@ class _Parser(ArgumentParser):
         for pattern, words in _EXPECTED.items():
             reason = re.sub(pattern, words, reason)
         option = f"--{refused[1].replace('_', '-')}"
-        accepted = " ".join(helps[refused[1]].split())
+        accepted = " ".join(str(helps[refused[1]]).split())
         value = given[1] if given else ""
         return f"{option} {value}: {reason.strip('. ')}. It takes: {accepted}"
 

@@ -28,7 +28,7 @@ from lightning_sdiloco.compression import (
 )
 from lightning_sdiloco.compression.casts import Float32
 from lightning_sdiloco.compression.sparse import RandomBlock, RandomK, TopK
-from lightning_sdiloco.engine.flight import ThreadBackground, Work
+from lightning_sdiloco.engine.background import ThreadBackground, Work
 from lightning_sdiloco.errors import ExchangeError
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming, play

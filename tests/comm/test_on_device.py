@@ -25,7 +25,7 @@ from lightning_sdiloco.comm.exchange import (
     Unanswered,
 )
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
-from lightning_sdiloco.engine.flight import ThreadBackground
+from lightning_sdiloco.engine.background import ThreadBackground
 from lightning_sdiloco.lightning.options import measure_link
 from lightning_sdiloco.planning.link import Link
 from tests import fits, pretend

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_sdiloco import Federation, StreamingDiLoCo
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.flight import InlineBackground
+from lightning_sdiloco.engine.background import InlineBackground
 from lightning_sdiloco.federation.client import InProcessClient
 from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.memory import InProcessHub

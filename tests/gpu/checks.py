@@ -35,7 +35,7 @@ from lightning_sdiloco.compression import (
     TopK,
 )
 from lightning_sdiloco.compression.fp4 import FP4, passes_on
-from lightning_sdiloco.engine.flight import ThreadBackground
+from lightning_sdiloco.engine.background import ThreadBackground
 from lightning_sdiloco.engine.shards import digest
 from tests.gpu.task import Found, NotHere, Place, Task, hosts_of_their_own
 from tests.known_training import (

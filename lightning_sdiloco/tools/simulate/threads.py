@@ -16,8 +16,8 @@ from torch import Tensor
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.exchange import Exchange
 from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine.background import InlineBackground
 from lightning_sdiloco.engine.checkpoint import random_state, set_random_state
-from lightning_sdiloco.engine.flight import InlineBackground
 
 Result = TypeVar("Result")
 

@@ -1,0 +1,213 @@
+"""The background: where flights are worked on while training goes on.
+
+Work is a generator: the code between two ``yield`` is a stage. Each stage takes work in the order
+in which it was started, so one fragment is encoded while another one travels and a third one takes
+its outer step.
+"""
+
+import queue
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Generator
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+
+from lightning_sdiloco.comm.topology import STAGES
+
+Result = TypeVar("Result")
+Work = Generator[None, None, Result]
+
+# A thread that ends at the same time as the interpreter may end the process.
+_LONGEST_WAIT_S = 0.5
+
+
+class Pending(Generic[Result]):
+    """Work that was started, and later its result.
+
+    Attributes:
+        ready: The event on an accelerator before which the work must not begin; None on a CPU.
+    """
+
+    def __init__(self, work: Work[Result], ready: Any = None) -> None:
+        self.ready = ready
+        self._work: Work[Result] | None = work
+        self._result: Any = None
+        self._failure: BaseException | None = None
+        self._is_running = threading.Lock()
+        self._is_running.acquire()
+        self._started = time.perf_counter()
+        self._ended = self._started
+
+    def advance(self, settle: Callable[[], None] | None = None) -> bool:
+        """Runs the next stage and returns whether there is another one.
+
+        Gradients must not be recorded. After the last stage, ``settle`` waits for the device.
+        """
+        assert self._work is not None, "work that has ended does not go on"
+        try:
+            next(self._work)
+            return True
+        except StopIteration as ended:
+            self._result = ended.value
+        except BaseException as error:  # it is raised again where the result is asked for
+            self._failure = error
+        # This frees the frame of the work and all that it held. Once the result is out, the
+        # interpreter may end, and a thread that frees a tensor meanwhile ends the process.
+        self._work = None
+        try:
+            if settle is not None and self._failure is None:
+                settle()
+        except BaseException as error:
+            self._failure = error
+        self._ended = time.perf_counter()
+        self._is_running.release()
+        return False
+
+    def result(self) -> Result:
+        """Waits for the result and returns it, or raises the exception that ended the work."""
+        with self._is_running:
+            pass
+        if self._failure is not None:
+            raise self._failure
+        return cast(Result, self._result)
+
+    @property
+    def is_ready(self) -> bool:
+        return not self._is_running.locked()
+
+    @property
+    def seconds(self) -> float:
+        return self._ended - self._started
+
+
+class Background(ABC):
+    @abstractmethod
+    def start(self, work: Work[Result]) -> Pending[Result]:
+        """Starts work. Every stage takes work in the order of its start."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+_Queue = queue.SimpleQueue["Pending[Any] | None"]
+
+
+class ThreadBackground(Background):
+    """Runs every stage in its own worker thread, on an accelerator in a side stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        queues = [_Queue() for _ in range(STAGES)]
+        following_queues = [*queues[1:], None]
+        self._first = queues[0]
+        self._streams = _Streams(device) if device.type != "cpu" else None
+        self._threads: list[threading.Thread] = []
+        for incoming, following in zip(queues, following_queues, strict=True):
+            # The threads know the queues and not this object, so they end even if it is never
+            # closed.
+            thread = threading.Thread(
+                target=_serve,
+                args=(incoming, following, self._streams),
+                name="sdiloco-background",
+                daemon=True,
+            )
+            self._threads.append(thread)
+            thread.start()
+        weakref.finalize(self, self._first.put, None)
+
+    def start(self, work: Work[Result]) -> Pending[Result]:
+        pending = Pending(work, self._streams and self._streams.mark())
+        self._first.put(pending)
+        return pending
+
+    def close(self) -> None:
+        """Ends the worker threads once their queues are empty, and waits briefly for that."""
+        self._first.put(None)
+        deadline = time.monotonic() + _LONGEST_WAIT_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _serve(incoming: _Queue, following: _Queue | None, streams: "_Streams | None") -> None:
+    torch.set_grad_enabled(False)
+    while (pending := incoming.get()) is not None:
+        has_next_stage = pending.advance() if streams is None else streams.advance(pending)
+        if has_next_stage and following is not None:
+            following.put(pending)
+        del pending
+    if following is not None:
+        following.put(None)
+
+
+class _Streams:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = torch.get_device_module(device)
+        self._side = self._module.Stream(device=device)
+
+    def mark(self) -> Any:
+        """Records an event behind everything that the training stream has been given so far."""
+        event = self._module.Event()
+        event.record(self._module.current_stream(self._device))
+        return event
+
+    def advance(self, pending: Pending[Any]) -> bool:
+        with self._module.device(self._device), self._module.stream(self._side):
+            self._side.wait_event(pending.ready)
+            # The worker thread waits for the side stream here, so that the training thread can use
+            # the result without an event.
+            return pending.advance(settle=self._side.synchronize)
+
+
+class InlineBackground(Background):
+    """Works without threads, for several groups in one process.
+
+    The first stage runs when work starts, the others when its result is asked for.
+    """
+
+    def __init__(self, started: "dict[int, list[_InlinePending[Any]]]", groups: int) -> None:
+        self._started = started
+        self._groups = groups
+        self._count = 0
+
+    @staticmethod
+    def connect(groups: int) -> "list[Callable[[torch.device], InlineBackground]]":
+        """Returns the constructors of the backgrounds of several groups, in their order."""
+        started: dict[int, list[_InlinePending[Any]]] = defaultdict(list)
+        return [lambda device: InlineBackground(started, groups) for _ in range(groups)]
+
+    def start(self, work: Work[Result]) -> Pending[Result]:
+        of_all_groups = self._started[self._count]
+        pending = _InlinePending(work, of_all_groups)
+        of_all_groups.append(pending)
+        if len(of_all_groups) == self._groups:
+            del self._started[self._count]
+        self._count += 1
+        return pending
+
+    def close(self) -> None: ...
+
+
+class _InlinePending(Pending[Result]):
+    is_ready = True
+    seconds = 0.0
+
+    def __init__(self, work: Work[Result], of_all_groups: "list[_InlinePending[Any]]") -> None:
+        super().__init__(work)
+        self._of_all_groups = of_all_groups
+        with torch.no_grad():
+            self._has_second_stage = self.advance()
+
+    @torch.no_grad()
+    def result(self) -> Result:
+        # Other groups wait for the part of the mean that this group averages.
+        for pending in self._of_all_groups:
+            if pending._has_second_stage:
+                pending._has_second_stage = False
+                pending.advance()
+        while self._work is not None:
+            self.advance()
+        return super().result()

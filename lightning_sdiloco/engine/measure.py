@@ -1,0 +1,194 @@
+"""What is measured of inner steps, links and flights, and how far the groups agree."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.compression import Compression
+from lightning_sdiloco.engine.fragments import Diagnostics, Launch, Span
+
+# The clock of steps remembers the last inner steps, the rate of the link the last flights.
+_REMEMBERED_STEPS = 16
+_REMEMBERED_FLIGHTS = 3
+
+# The names under which torch's optimizers keep the running mean of their gradients.
+_MOMENTUM_NAMES = ("momentum_buffer", "exp_avg")
+
+
+class StepClock:
+    """Measures how long this rank trains for an inner step.
+
+    It measures from the end of one call of the engine to the start of the next, so that it leaves
+    out what the engine itself waits for. The median leaves out pauses, as for a validation.
+
+    Args:
+        seconds: The time to report instead of the measured one.
+
+    Examples:
+        >>> clock = StepClock()
+        >>> for ended, began in ((0.0, 4.0), (1.0, 1.5), (2.0, 2.25), (3.0, 9.0)):
+        ...     clock.note(ended, began)
+        >>> clock.seconds
+        0.5
+    """
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._fixed_seconds = seconds
+        self._last_seconds: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
+
+    def note(self, ended: float, began: float) -> None:
+        """Notes an inner step.
+
+        Args:
+            ended: When the last call of the engine ended; 0 if there was none.
+            began: When this call of the engine began.
+        """
+        if ended:
+            self._last_seconds.append(began - ended)
+
+    @property
+    def seconds(self) -> float:
+        if self._fixed_seconds:
+            return self._fixed_seconds
+        return median(self._last_seconds) if self._last_seconds else 0.0
+
+
+class LinkRate:
+    """Remembers the rate of this rank's link: the highest of the last flights, as one may stall.
+
+    Attributes:
+        last: The rates of the last flights, in bytes per second.
+        fixed: The rate to report instead, in bytes per second, for simulations.
+
+    Examples:
+        >>> link = LinkRate()
+        >>> for rate in (1e6, 2e6, 1e3, 0.0, 5e5, 4e5):
+        ...     link.note(rate)
+        >>> link.bytes_per_s
+        500000.0
+    """
+
+    def __init__(self) -> None:
+        self.last: list[float] = []
+        self.fixed = 0.0
+
+    def note(self, bytes_per_s: float) -> None:
+        """Notes the rate to each receiver in a flight; 0 if it is unknown."""
+        if bytes_per_s > 0:
+            self.last = [*self.last, bytes_per_s][-_REMEMBERED_FLIGHTS:]
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.fixed or max(self.last, default=0.0)
+
+
+def on_link(posted: float, began: float, launched: float, ended: float, encoding: float) -> float:
+    """Returns for how many seconds the messages of the other groups were on the link.
+
+    The time counts from the moment at which all messages could travel: a message travels once its
+    receiver has posted its own. A receiver that waits for a message learns when it arrived. It does
+    not learn that if the message was there before the wait began, or arrived with the word that its
+    group has launched, which an encoding precedes. The result is then NaN.
+
+    Args:
+        posted: When this rank posted its own messages.
+        began: When it began to wait for the others' messages.
+        launched: When it learned that all groups have launched.
+        ended: When their messages were there.
+        encoding: How long this rank encoded its own.
+
+    Examples:
+        >>> on_link(posted=1.0, began=1.0, launched=0.0, ended=3.0, encoding=0.5)
+        2.0
+        >>> on_link(posted=1.0, began=2.9, launched=0.0, ended=3.0, encoding=0.5)
+        nan
+        >>> on_link(posted=1.0, began=1.0, launched=2.9, ended=3.0, encoding=0.5)
+        nan
+    """
+    since = max(posted, launched)
+    was_there = ended - max(began, launched) < (ended - since) / 2
+    came_together = launched > posted and ended - launched < encoding
+    return math.nan if was_there or came_together else ended - since
+
+
+def span_from(began: float, device: torch.device) -> Span:
+    """Ends a part of a flight; waits for the device, so that the part holds what it started."""
+    if device.type != "cpu":
+        torch.get_device_module(device).current_stream(device).synchronize()
+    return began, time.perf_counter()
+
+
+class Diagnosis:
+    """Measures during a flight how far the groups agree on its fragment."""
+
+    def __init__(self) -> None:
+        self._encoding_squares = torch.empty(0)
+        self._mean_sums = torch.empty(0)
+
+    def measure_encoding(self, decoded: Tensor, values: Tensor) -> None:
+        """Measures how far the values that this group sends are from the values it encoded."""
+        self._encoding_squares = _squares([decoded - values, values])
+
+    def measure_mean(
+        self, payloads: Sequence[Tensor], compression: Compression, mean: Tensor
+    ) -> None:
+        """Measures how far the payload of each group points in the direction of the mean."""
+        sums = [_squares([mean])]
+        decoded = torch.empty_like(mean)
+        for payload in payloads:
+            if not payload.numel():  # This group sent nothing.
+                unknown = torch.full((2,), math.nan, dtype=torch.float64, device=mean.device)
+                sums.append(unknown)
+                continue
+            compression.decode(payload, decoded)
+            inner_product = torch.dot(decoded, mean).double().reshape(1)
+            sums += [_squares([decoded]), inner_product]
+        self._mean_sums = torch.cat(sums)
+
+    def result(
+        self, launch: Launch, outer_state: Mapping[str, Any], in_group: Communicator
+    ) -> Diagnostics:
+        """Returns how far the groups agree, after the outer step. In-group collective."""
+        outer_squares = torch.full((3,), math.nan, dtype=torch.float64, device=launch.outer.device)
+        outer_squares[:2] = _squares([launch.gradient, launch.outer])
+        momentum = _momentum_of(outer_state)
+        if momentum is not None:
+            outer_squares[2:] = _squares([momentum.to(launch.outer.device)])
+        sums = torch.cat([self._encoding_squares, self._mean_sums, outer_squares]).cpu()
+        of_ranks = in_group.all_gather(sums)
+        totals = torch.stack(of_ranks).sum(dim=0).tolist()
+        error, gradient, mean, *of_groups, local, outer, outer_momentum = totals
+        cosines = [
+            _ratio(inner_product, math.sqrt(mean * squared_norm))
+            for squared_norm, inner_product in zip(of_groups[::2], of_groups[1::2], strict=True)
+        ]
+        return Diagnostics(
+            cosines=tuple(cosines),
+            local_distance=math.sqrt(_ratio(local, outer)),
+            outer_momentum_norm=math.sqrt(outer_momentum),
+            compression_error=math.sqrt(_ratio(error, gradient)),
+        )
+
+
+def _momentum_of(outer_state: Mapping[str, Any]) -> Tensor | None:
+    for name in _MOMENTUM_NAMES:
+        momentum = outer_state.get(name)
+        if isinstance(momentum, Tensor):
+            return momentum
+    return None
+
+
+def _ratio(value: float, reference: float) -> float:
+    return value / reference if reference > 0 else math.nan
+
+
+def _squares(vectors: Sequence[Tensor]) -> Tensor:
+    norms = [torch.linalg.vector_norm(vector, dtype=torch.float64) for vector in vectors]
+    return torch.stack([norm.square() for norm in norms])
