@@ -30,7 +30,6 @@ from lightning_sdiloco.engine.shards import (
     digest,
     to_parameters,
     to_shards,
-    trainable,
 )
 
 _log = logging.getLogger(__name__)
@@ -104,41 +103,64 @@ def with_direction(
     """Returns the settings with a direction that suits them, the model and so many rounds. All
     ranks must call it.
     """
-    reasons = topology.world.all_gather_object(reason_against(model))
-    reason = next(filter(None, reasons), None)
-    chosen = settings.directed(may_direct=reason is None and rounds >= FEWEST_ROUNDS)
-    if says and reason is not None and chosen != settings.directed() and topology.rank == 0:
+    suits_all = all(topology.world.all_gather_object(suits(model)))
+    is_slow = any(topology.world.all_gather_object(takes_long(model)))
+    may_direct = suits_all and not is_slow and rounds >= FEWEST_ROUNDS
+    chosen = settings.directed(may_direct=may_direct)
+    if says and suits_all and is_slow and chosen != settings.directed() and topology.rank == 0:
         _log.warning(
-            "The outer step treats every value by itself: %s. Give"
-            " outer_optimizer=OuterOptimizer(direction='equalised') to map matrices all the same.",
-            reason,
+            "The outer step treats every value by itself: to map the matrices of more than %s"
+            " values takes long beside training where float64 is slow, as on CPUs and on GPUs for"
+            " graphics. Give outer_optimizer=OuterOptimizer(direction='equalised') to map matrices"
+            " all the same.",
+            f"{MOST_VALUES:,}",
         )
     return chosen
 
 
-def reason_against(model: nn.Module) -> str | None:
-    """Returns why the matrices of a model are not mapped by default, as this rank sees it; None if
-    they are.
+def suits(model: nn.Module) -> bool:
+    """Returns whether mapping its matrices is known to help a model: a language model that trains
+    most of its parameters.
+
+    Models that were fine-tuned with LoRA learned less with mapped matrices, and networks for
+    regression far less.
     """
-    parameters = trainable(model).values()
-    if any(map(is_lazy, parameters)):
-        # Such models are refused where they are cut.
-        return None
-    values = sum(parameter.numel() for parameter in parameters)
-    frozen = sum(
-        parameter.numel() for parameter in model.parameters() if not parameter.requires_grad
-    )
-    if frozen > values:
-        return "most of the model is frozen, as with LoRA, where that did better"
-    if values > MOST_VALUES and not all(
-        has_fast_float64(parameter.device) for parameter in parameters
-    ):
-        return (
-            f"to map the matrices of more than {MOST_VALUES:,} values takes long beside training"
-            " where float64 is slow,"
-            " as on CPUs and on GPUs for graphics"
-        )
-    return None
+    trained = sum(parameter.numel() for parameter in _sized(model) if parameter.requires_grad)
+    frozen = sum(parameter.numel() for parameter in _sized(model) if not parameter.requires_grad)
+    return trained >= frozen and predicts_tokens(model)
+
+
+def predicts_tokens(model: nn.Module) -> bool:
+    """Returns whether a model embeds tokens, and another of its layers has an output for each.
+
+    Examples:
+        >>> predicts_tokens(nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 50)))
+        True
+        >>> predicts_tokens(nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 1)))
+        False
+    """
+    modules = list(model.modules())
+    vocabularies = {module.num_embeddings for module in modules if isinstance(module, nn.Embedding)}
+    for module in modules:
+        weight = getattr(module, "weight", None)
+        if isinstance(module, nn.Embedding) or not isinstance(weight, Tensor) or is_lazy(weight):
+            continue
+        if weight.ndim == 2 and len(weight) in vocabularies:
+            return True
+    return False
+
+
+def takes_long(model: nn.Module) -> bool:
+    """Returns whether a model has too many values to map its matrices beside its training."""
+    trained = [parameter for parameter in _sized(model) if parameter.requires_grad]
+    if sum(parameter.numel() for parameter in trained) <= MOST_VALUES:
+        return False
+    return not all(has_fast_float64(parameter.device) for parameter in trained)
+
+
+def _sized(model: nn.Module) -> list[nn.Parameter]:
+    # A model with lazy parameters is refused where it is cut.
+    return [parameter for parameter in model.parameters() if not is_lazy(parameter)]
 
 
 def has_fast_float64(device: torch.device) -> bool:

@@ -184,7 +184,10 @@ def test_fits_of_few_rounds_step_elementwise_and_those_whose_length_is_not_known
         runner = trainer(
             strategy=strategy, devices=2, callbacks=[stop], **{"max_steps": -1, **choices}
         )
-        runner.fit(module(), SomeBatches(rank, 2))
+        # The output of the last layer is as long as a vocabulary that the model embeds.
+        net = mlp(0)
+        net[0].register_module("tokens", nn.Embedding(len(net[-1].weight), 1))
+        runner.fit(module(net=net), SomeBatches(rank, 2))
         return strategy.engine.settings.outer.direction
 
     assert direction(max_steps=19) == "elementwise"
