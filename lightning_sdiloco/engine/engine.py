@@ -98,12 +98,12 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 def _names_checked(init: Init) -> Init:
     """Makes a constructor say what to write in place of an argument that it does not have."""
-    known = [*inspect.signature(init).parameters][1:]
+    names = [*inspect.signature(init).parameters][1:]
 
     @wraps(init)
-    def checked(self: Any, *args: Any, **given: Any) -> None:
-        refuse_unknown(type(self).__name__, known, given)
-        init(self, *args, **given)
+    def checked(self: Any, *args: Any, **arguments: Any) -> None:
+        refuse_unknown(type(self).__name__, names, arguments)
+        init(self, *args, **arguments)
 
     return cast(Init, checked)
 
@@ -206,14 +206,14 @@ class StreamingDiLoCo:
         inner_optimizers: Sequence[Optimizer] = (),
         topology: Topology | None = None,
     ) -> None:
-        given = Settings.among(locals())
+        requested = Settings.among(locals())
         self.topology = topology_for(
-            model, given, 1 if federation else worker_groups, topology
+            model, requested, 1 if federation else worker_groups, topology
         ).for_engine()
         require_own_group(model, self.topology)
         self.model = unwrapped(model)
-        self.given = given
-        self.settings = self._chosen(given)
+        self.requested_settings = requested
+        self.settings = self._chosen(requested)
         is_site = federation is not None
         copies = WeightCopies(inner_optimizers)
         parts, device = agreed_fragments(
@@ -221,7 +221,7 @@ class StreamingDiLoCo:
         )
         say_what_averages_twice(inner_optimizers, self.settings, self.topology)
         background = (self.topology.background or ThreadBackground)(device)
-        storage = storage_for(device, given.outer.offload)
+        storage = storage_for(device, requested.outer.offload)
         self.rounds = Rounds(
             self.model,
             parts,
@@ -236,14 +236,7 @@ class StreamingDiLoCo:
         self.view = self._new_view()
         say_what_trains_little(self.rounds.outer_optimizer, self.topology)
         align_ranks(self.model, self.rounds.fragments, self.topology)
-        kinds = {
-            name: kind
-            for own in self.rounds.fragments
-            for name, kind in own.untrained.kinds_by_name().items()
-        }
-        same = {f"the kind of {name!r}": kind.value for name, kind in kinds.items()}
-        same |= proofs(parts, self.settings.outer.map, device)
-        require_same_settings({**self.rounds.described(), **same}, self.topology.world)
+        self._require_same_on_all_ranks(parts, device)
         self.site = federation.site if federation else None
         self.loop: Loop = self.rounds
         if federation is not None:
@@ -260,8 +253,19 @@ class StreamingDiLoCo:
         self.watch = WorldWatch(_ADVICE, "inner steps")
         """Watches from one inner step to the next; stopped where Lightning runs the loop."""
 
-    def _chosen(self, given: Settings) -> Settings:
-        return with_direction(given, self.model, self.topology).chosen_for(self.topology.num_groups)
+    def _require_same_on_all_ranks(
+        self, partition: Sequence[Fragment], device: torch.device
+    ) -> None:
+        described = dict(self.rounds.described())
+        for fragment in self.rounds.fragments:
+            for name, kind in fragment.untrained.kinds_by_name().items():
+                described[f"the kind of {name!r}"] = kind.value
+        described |= proofs(partition, self.settings.outer.map, device)
+        require_same_settings(described, self.topology.world)
+
+    def _chosen(self, requested: Settings) -> Settings:
+        directed = with_direction(requested, self.model, self.topology)
+        return directed.chosen_for(self.topology.num_groups)
 
     def _cut(self, fragments: Sequence[Fragment]) -> None:
         """Takes the model as it is for the outer one, cut into these fragments."""
@@ -530,10 +534,9 @@ class StreamingDiLoCo:
 
         Until then evaluate and save `group_mean`.
         """
-        landed = all(own.outer.rounds for own in self.rounds.fragments)
-        return landed and (
-            self.site is not None or self.steps_in_rounds >= self.schedule.first_round
-        )
+        if not all(fragment.outer.rounds for fragment in self.rounds.fragments):
+            return False
+        return self.site is not None or self.steps_in_rounds >= self.schedule.first_round
 
     @property
     def in_flight(self) -> tuple[int, ...]:
@@ -575,10 +578,10 @@ class StreamingDiLoCo:
         All ranks must call it. Give it to `evaluate`, so that all groups show one consistent state.
         """
         states = [fragment.untrained for fragment in self.rounds.fragments]
-        own = first_own(states, self.topology)
+        values = first_own(states, self.topology)
         for state in states:
-            own.update(state.own.shown_of_first())
-        return own
+            values.update(state.own.shown_of_first())
+        return values
 
     def show_outer(self, mean: GroupMean | None = None) -> None:
         """Replaces the local model with the outer model, or a mean, as `evaluate` does."""
@@ -630,9 +633,9 @@ class StreamingDiLoCo:
                 " trains. Found another run, from the weights that you want."
             )
         fragments = self.rounds.fragments
-        known = {name for fragment in fragments for name in fragment.layout.names}
-        chosen = known if names is None else set(names)
-        unknown = sorted(chosen - known)
+        trainable_names = {name for fragment in fragments for name in fragment.layout.names}
+        chosen = trainable_names if names is None else set(names)
+        unknown = sorted(chosen - trainable_names)
         if unknown:
             raise ValueError(
                 f"set_outer was given {unknown[0]!r}, which is no trainable parameter of the model."
@@ -667,8 +670,8 @@ class StreamingDiLoCo:
         process take turns.
         """
         self._require_open("group_mean()")
-        gathered = list[Tensor]()
-        untrained = list[Mapping[int, Tensor]]()
+        gathered: list[Tensor] = []
+        untrained: list[Mapping[int, Tensor]] = []
 
         def receive(flight: PendingFlight) -> None:
             arrival = flight.pending.result()
@@ -680,8 +683,8 @@ class StreamingDiLoCo:
 
         with self.view.hidden():
             yield from self.rounds.average_now(self.inner_steps, receive)
-            own = self.first_own()
-        yield GroupMean(gathered, untrained, own)
+            first_values = self.first_own()
+        yield GroupMean(gathered, untrained, first_values)
 
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Returns the outer parameters by name, in float32 and on the host, the same on every rank.
@@ -730,7 +733,7 @@ class StreamingDiLoCo:
         """
         require_own_state(state, self.topology)
         _require_no_warmup(state)
-        settings = self.given.taken_from(state["settings"])
+        settings = self.requested_settings.taken_from(state["settings"])
         if settings != self.settings:
             self._require_no_site()
             self.settings = settings
@@ -771,7 +774,7 @@ class StreamingDiLoCo:
         differ.
         """
         self.load_state_dict(
-            load(str(path), self.topology, self.given, self.rounds.inner_optimizers)
+            load(str(path), self.topology, self.requested_settings, self.rounds.inner_optimizers)
         )
 
     @torch.no_grad()
@@ -780,7 +783,9 @@ class StreamingDiLoCo:
         All ranks call it.
         """
         self._counts = Counts(**restart.counts)
-        landed = {name: own for name, own in restart.parameters.items() if own.rounds}
+        landed = {
+            name: parameter for name, parameter in restart.parameters.items() if parameter.rounds
+        }
         self.rounds.begin(NamedOuter(landed, restart.untrained), restart.weighed, self.inner_steps)
         self.view.write_outer(stays=True)
 
@@ -795,7 +800,7 @@ class StreamingDiLoCo:
         weighed = self.rounds.weighed()
         began_at = self.rounds.began_at
         outer = named_outer(before, self.topology.in_group)
-        self.given = settings
+        self.requested_settings = settings
         self.settings = self._chosen(settings)
         self._cut(cut(self.model, settings).fragments)
         self.rounds.begin(outer, weighed, began_at)
@@ -885,20 +890,20 @@ class StreamingDiLoCo:
         if mean is not None:
             # Outer values of what never landed are not trained, and no landing will come.
             trained = self.view.named(mean)
-            frozen = {
-                name: own if own.rounds else own._replace(values=trained[name].flatten())
-                for name, own in recut.frozen.items()
-            }
+            frozen = dict(recut.frozen)
+            for name, parameter in recut.frozen.items():
+                if not parameter.rounds:
+                    frozen[name] = parameter._replace(values=trained[name].flatten())
             recut = recut._replace(frozen=frozen)
         take_over(self.rounds.fragments, recut, self.topology)
         rounds = self.rounds
-        says = self.topology.rank == 0
-        if says:
+        is_first_rank = self.topology.rank == 0
+        if is_first_rank:
             say_what_is_cut_again(
                 recut, rounds.cut_model, restarts=recut.fragments != rounds.partition
             )
         rounds.copies.renew(recut.new)
-        follow_in_optimizers(recut, rounds.cut_model, rounds.inner_optimizers, says=says)
+        follow_in_optimizers(recut, rounds.cut_model, rounds.inner_optimizers, says=is_first_rank)
         rounds.cut_again(recut, self.settings, self.inner_steps)
         self.view = self._new_view()
 

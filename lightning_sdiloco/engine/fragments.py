@@ -353,7 +353,7 @@ class FragmentState:
         """Returns the digest of what all groups hold alike at a launch, as far as this rank has
         it.
         """
-        alike = list[Tensor]()
+        alike: list[Tensor] = []
         if launch.leg and self.anchor is not None:
             # Partners hold their own outer parameters, and take them apart by what they share.
             alike = [self.storage.load(self.anchor)]
@@ -375,13 +375,15 @@ class FragmentState:
             return torch.linalg.vector_norm(gradient)
         # A mean is one of local values. It is compared in stretches, so that the difference takes
         # no memory.
-        norms = list[Tensor]()
+        norms: list[Tensor] = []
         scratch = gradient.new_empty(0)
-        for where in stretches(len(gradient), gradient.device):
+        for stretch in stretches(len(gradient), gradient.device):
+            length = stretch.stop - stretch.start
             if not norms:
-                scratch = new_vector(where.stop - where.start, gradient.device)
-            moved = scratch[: where.stop - where.start]
-            torch.add(self.storage.load(self.outer.values[where]), gradient[where], out=moved)
+                scratch = new_vector(length, gradient.device)
+            moved = scratch[:length]
+            outer = self.storage.load(self.outer.values[stretch])
+            torch.add(outer, gradient[stretch], out=moved)
             norms.append(torch.linalg.vector_norm(moved))
         return torch.linalg.vector_norm(torch.stack(norms))
 
@@ -395,10 +397,10 @@ class FragmentState:
         self._prefetched = None
         before = self.outer.moved(self.storage.load)
         is_taken = self.layout.mask(names)
-        state = {
-            key: torch.where(is_taken, 0.0, kept) if is_elementwise(kept, before.values) else kept
-            for key, kept in before.state.items()
-        }
+        state = dict(before.state)
+        for key, value in before.state.items():
+            if is_elementwise(value, before.values):
+                state[key] = torch.where(is_taken, 0.0, value)
         values = torch.where(is_taken, self.layout.read(), before.values)
         self.outer = before._replace(values=values, state=state).moved(self.storage.store)
         self.memory = self._forgotten(self.memory, is_taken)
@@ -548,15 +550,20 @@ class FragmentState:
         """Returns plain values, and tensors on the host. On a CPU these are the record's own: do
         not write to them.
         """
-        kept = {"memory": self.memory, "residual": self.residual}
-        kept |= {} if self.tuning is None else {"tuning": self.tuning}
-        kept |= {} if self.shares else {"anchor": self.anchor, "twin": self.twin}
+        tensors = {"memory": self.memory, "residual": self.residual}
+        if self.tuning is not None:
+            tensors["tuning"] = self.tuning
+        if not self.shares:
+            tensors |= {"anchor": self.anchor, "twin": self.twin}
         return {
             **self.layout.state_dict(),
             **self.outer.state_dict(),
             **self.untrained.state_dict(),
             **self.matrices.state_dict(),
-            **{name: None if own is None else own.to("cpu") for name, own in kept.items()},
+            **{
+                name: None if values is None else values.to("cpu")
+                for name, values in tensors.items()
+            },
             # That of the default is the last norms of all groups; other weighings came later.
             "norms": self.weighing,
             "trained": self.weight,

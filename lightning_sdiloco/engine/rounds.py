@@ -166,8 +166,8 @@ class Rounds:
         self._sharded = sharded_modules(model)
         self._thread = threading.get_ident()
         self._launches: LaunchSchedule = Every()
-        # What the schedule heard of landings since the rounds began.
-        self._heard: Mapping[str, Any] = {}
+        # The schedule's memory of the landings since the rounds began.
+        self._schedule_state: Mapping[str, Any] = {}
         # The outer gradient of a flight and the state that it replaces serve the next flight.
         self._spare: SparePages | None = None
         self._synchronizer = Synchronizer([], topology, settings, diagnoses=False)
@@ -233,7 +233,7 @@ class Rounds:
         partition = self.partition
         weighed = self.weighed()
         began_at = self.began_at
-        heard = self._heard
+        schedule_state = self._schedule_state
         self.cut(recut.fragments, settings)
         for fragment in self.fragments:
             fragment.untrained.expect_unlike({*recut.known, *recut.new, *recut.frozen})
@@ -241,7 +241,7 @@ class Rounds:
             self.begin(recut.outer, weighed, step)
             return
         self.begin(recut.outer, weighed, began_at)
-        self._heard = heard
+        self._schedule_state = schedule_state
         for fragment, former in zip(self.fragments, before, strict=True):
             fragment.weight = former.weight
             parameters = zip(fragment.layout.parameters, former.layout.parameters, strict=True)
@@ -257,7 +257,7 @@ class Rounds:
         dense = self.settings.dense_beginning
         left = None if dense is None else dense.after(step)
         self.schedule = replace(self.settings.schedule_of(len(self.partition)), dense=left)
-        self._heard = self._launches.start(replace(self.schedule, dense=None))
+        self._schedule_state = self._launches.start(replace(self.schedule, dense=None))
 
     def drop_flights(self) -> int:
         """Waits for what is in flight and lands none of it. Returns how many flights there were."""
@@ -366,7 +366,7 @@ class Rounds:
         since = step - self.began_at
         if self.schedule.is_dense(since):
             return self.schedule.launches(since)
-        return self._launches.due(self._heard, self._counted_in_rounds(step))
+        return self._launches.due(self._schedule_state, self._counted_in_rounds(step))
 
     def longest_wait(self, step: int) -> int:
         """Returns how many inner steps it takes at most, from now on, until a request has landed
@@ -432,14 +432,14 @@ class Rounds:
         """Tells the link's rate and the schedule what landed."""
         self.link.note(arrival.sends_bytes_per_s)
         landing = arrival.landing
-        heard = Heard(
+        landed = Heard(
             launch.fragment,
             self._counted_in_rounds(launch.step),
             landing.counted,
             landing.group_norms,
             tuple(arrival.trained),
         )
-        self._heard = self._launches.heard(self._heard, heard)
+        self._schedule_state = self._launches.heard(self._schedule_state, landed)
 
     def recover(self, landed: int) -> None:
         """Takes the outer values wherever this group's are not finite, after a landing. In-group
@@ -579,7 +579,7 @@ class Rounds:
         return {
             "rounds_began_at": self.began_at,
             "described": self.described(),
-            "schedule": dict(self._heard),
+            "schedule": dict(self._schedule_state),
             "fragments": [fragment.state_dict() for fragment in self.fragments],
             **({"link": self.link.last} if self.link.last else {}),
         }
@@ -587,18 +587,18 @@ class Rounds:
     @torch.no_grad()
     def load_records(self, state: dict[str, Any]) -> None:
         require_same_fragments(self.fragments, state["fragments"])
-        for what, now in self.described().items():
-            if state["described"][what] != now:
+        for part, description in self.described().items():
+            saved_description = state["described"][part]
+            if saved_description != description:
                 raise ValueError(
-                    f"The state was saved with another {what}: it was"
-                    f" {state['described'][what]}, now it is {now}."
-                    " Resume with the one it was saved with."
+                    f"The state was saved with another {part}: it was {saved_description}, now it"
+                    f" is {description}. Resume with the one it was saved with."
                 )
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             fragment.load_state_dict(saved)
         # Of a run of an earlier version the rounds began after its warm-up.
         self._begin_at(max(state["rounds_began_at"], state.get("warmup_steps", 0)))
-        self._heard = state["schedule"]
+        self._schedule_state = state["schedule"]
         self.link.last = list(state.get("link", ()))
 
 

@@ -24,10 +24,11 @@ def simulated_topologies(groups: int) -> list[Topology]:
     """Makes the topologies of several worker groups of one rank each, all in this process and
     without threads.
     """
+    topologies = Topology.simulated(groups)
     backgrounds = InlineBackground.connect(groups)
     return [
-        replace(one, background=own)
-        for one, own in zip(Topology.simulated(groups), backgrounds, strict=True)
+        replace(topology, background=background)
+        for topology, background in zip(topologies, backgrounds, strict=True)
     ]
 
 
@@ -73,11 +74,10 @@ class SimulatedGroups:
         optimizers = inner_optimizers or [()] * len(models)
         _require_own_state(optimizers)
         _start_from_first(models, optimizers)
+        topologies = simulated_topologies(len(models))
         self.engines = [
-            StreamingDiLoCo(model, topology=topology, inner_optimizers=own, **settings)
-            for model, own, topology in zip(
-                models, optimizers, simulated_topologies(len(models)), strict=True
-            )
+            StreamingDiLoCo(model, topology=topology, inner_optimizers=of_group, **settings)
+            for model, of_group, topology in zip(models, optimizers, topologies, strict=True)
         ]
 
     def step(
@@ -104,9 +104,9 @@ class SimulatedGroups:
         # Each launches what another one waits for when its next turn comes.
         for _ in zip(*(engine.final_exchange() for engine in self.engines), strict=True):
             pass
-        own = self._first_own()
+        first_values = self._first_own()
         for engine in self.engines:
-            engine.view.write_untrained(own)
+            engine.view.write_untrained(first_values)
 
     def recut(self, inner_optimizers: Sequence[Sequence[Optimizer]] = ()) -> list[list[Landing]]:
         """Cuts the models of all groups again; see `StreamingDiLoCo.recut`. Returns what landed in
@@ -123,7 +123,8 @@ class SimulatedGroups:
             None for _ in self.engines
         ]
         landed = [
-            engine.land_for_recut(own) for engine, own in zip(self.engines, optimizers, strict=True)
+            engine.land_for_recut(of_group)
+            for engine, of_group in zip(self.engines, optimizers, strict=True)
         ]
         recuts = [engine.prepare_recut() for engine in self.engines]
         names = [recut.names for recut in recuts]
@@ -208,18 +209,22 @@ def _require_own_state(groups: Sequence[Sequence[Optimizer]]) -> None:
     """Refuses optimizers that share tensors of their state with another group's."""
     owners: dict[int, int] = {}
     for group, optimizers in enumerate(groups):
-        values = [
-            value for one in optimizers for state in one.state.values() for value in state.values()
-        ]
-        for address in {
-            value.data_ptr() for value in values if isinstance(value, Tensor) and value.numel()
-        }:
-            other = owners.setdefault(address, group)
-            if other != group:
+        for address in _addresses(optimizers):
+            owner = owners.setdefault(address, group)
+            if owner != group:
                 raise ValueError(
-                    f"The inner optimizers of groups {other} and {group} share tensors of their"
-                    " state, so each would"
-                    " step on the other's. load_state_dict keeps the tensors it is given: load"
-                    " copy.deepcopy(state) in"
-                    " each group."
+                    f"The inner optimizers of groups {owner} and {group} share tensors of their"
+                    " state, so each would step on the other's. load_state_dict keeps the tensors"
+                    " it is given: load copy.deepcopy(state) in each group."
                 )
+
+
+def _addresses(optimizers: Sequence[Optimizer]) -> set[int]:
+    """Returns where the tensors of the state of optimizers are in memory."""
+    addresses: set[int] = set()
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor) and value.numel():
+                    addresses.add(value.data_ptr())
+    return addresses
