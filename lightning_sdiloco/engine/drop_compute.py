@@ -58,8 +58,7 @@ class DropCompute:
         if not isinstance(micro_batches, int) or micro_batches < 2:
             raise ValueError(
                 f"micro_batches={micro_batches!r} leaves nothing to drop: the last one always"
-                " runs. Accumulate the"
-                " gradients of at least 2, or leave DropCompute out."
+                " runs. Accumulate the gradients of at least 2, or leave DropCompute out."
             )
         if budget != "auto" and not (isinstance(budget, (int, float)) and budget >= 0):
             raise ValueError(
@@ -92,8 +91,7 @@ class DroppingLoader:
         if not hasattr(loader, "__len__"):
             raise ValueError(
                 "DropCompute needs a loader with a length: the last micro-batch of an epoch"
-                " synchronises the gradients"
-                " and must not be dropped. Give the loader a __len__."
+                " synchronises the gradients and must not be dropped. Give the loader a __len__."
             )
         self.drop = drop
         self.loader = loader
@@ -228,10 +226,9 @@ def _refuse_what_meets(model: nn.Module) -> None:
         kinds.append("a sharded parameter")
     if kinds:
         raise ValueError(
-            f"DropCompute does not work with {kinds[0]}: there the ranks of a worker group meet"
-            " in every micro-batch,"
-            " and would wait for one that drops it. Use groups whose ranks hold the whole model,"
-            " or leave it out."
+            f"DropCompute does not work with {kinds[0]}: there the ranks of a worker group meet in"
+            " every micro-batch, and would wait for one that drops it. Use groups whose ranks hold"
+            " the whole model, or leave it out."
         )
 
 

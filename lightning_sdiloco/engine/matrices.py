@@ -86,9 +86,9 @@ def stacks_of(model: nn.Module, patterns: Mapping[str, int]) -> dict[str, Stack]
             stacks[name] = stack
     if unused:
         raise ValueError(
-            f"matrices has the pattern {sorted(unused)[0]!r}, which names no trainable"
-            " parameter. Correct it: names are"
-            " those of named_parameters(), and patterns are shell-style, such as '*.qkv.weight'."
+            f"matrices has the pattern {sorted(unused)[0]!r}, which names no trainable parameter."
+            " Correct it: names are those of named_parameters(), and patterns are shell-style,"
+            " such as '*.qkv.weight'."
         )
     return stacks
 
@@ -135,8 +135,7 @@ def reason_against(model: nn.Module) -> str | None:
     ):
         return (
             f"to map the matrices of more than {MOST_VALUES:,} values takes long beside training"
-            " where float64 is slow,"
-            " as on CPUs and on GPUs for graphics"
+            " where float64 is slow, as on CPUs and on GPUs for graphics"
         )
     return None
 
@@ -195,10 +194,9 @@ def proofs(
         if values.shape != given[name].shape or values.dtype != torch.float32:
             raise ValueError(
                 f"direction={direction!r} returned values of shape {tuple(values.shape)} and"
-                f" {values.dtype} for float32"
-                f" matrices of shape {tuple(given[name].shape)}. It must return matrices of the"
-                " shape and dtype that it"
-                " is given. Correct it, or choose 'equalised' or 'elementwise'."
+                f" {values.dtype} for float32 matrices of shape {tuple(given[name].shape)}. It"
+                " must return matrices of the shape and dtype that it is given. Correct it, or"
+                " choose 'equalised' or 'elementwise'."
             )
         found[name] = f"{digest(values) & 0xFFFFFFFFFFFFFFFF:016x}"
     return found

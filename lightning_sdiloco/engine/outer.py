@@ -383,9 +383,8 @@ def _groups_of(optimizer: Optimizer, parameters: list[Parameter]) -> list[int]:
     if missing or len(index) != len(parameters):
         raise ValueError(
             f"outer_optimizer made an optimizer over {len(index)} tensors that leaves out the"
-            f" shards {missing} of"
-            f" {len(parameters)}. It must hold exactly the shards that it is given. Pass them on"
-            " unchanged."
+            f" shards {missing} of {len(parameters)}. It must hold exactly the shards that it is"
+            " given. Pass them on unchanged."
         )
     return [index[id(parameter)] for parameter in parameters]
 
@@ -407,10 +406,9 @@ def _check_elementwise(make: Make, count: int) -> None:
     except Exception as error:
         raise ValueError(
             f"outer_optimizer could not step flat float32 shards: {error}. It is called with a"
-            " list of one-dimensional"
-            " tensors, one per fragment, and must return a torch.optim.Optimizer whose step()"
-            " needs no closure. Choose"
-            f" one, such as {AN_OUTER_OPTIMIZER}."
+            " list of one-dimensional tensors, one per fragment, and must return a"
+            " torch.optim.Optimizer whose step() needs no closure. Choose one, such as"
+            f" {AN_OUTER_OPTIMIZER}."
         ) from error
     joined = [torch.cat(parts) for parts in zip(*halves, strict=True)]
     if not all(
@@ -418,11 +416,10 @@ def _check_elementwise(make: Make, count: int) -> None:
         for one, other in zip(whole, joined, strict=True)
     ):
         raise ValueError(
-            "outer_optimizer does not work elementwise: stepping a vector whole and in two"
-            " halves gave different"
-            " values. It sees flat shards of fragments, whose shapes and norms mean nothing."
-            " Choose an optimizer that"
-            f" treats each value separately, such as {AN_OUTER_OPTIMIZER}."
+            "outer_optimizer does not work elementwise: stepping a vector whole and in two halves"
+            " gave different values. It sees flat shards of fragments, whose shapes and norms mean"
+            " nothing. Choose an optimizer that treats each value separately, such as"
+            f" {AN_OUTER_OPTIMIZER}."
         )
 
 
@@ -550,10 +547,8 @@ class Rates:
             except Exception as error:
                 raise ValueError(
                     f"outer_optimizer.lr_schedule has no rate for round {len(self._rounds)},"
-                    f" counted from 0: {error}."
-                    f" Give the {type(self._scheduler).__name__} as many rounds as you train, or"
-                    " choose one without an"
-                    " end."
+                    f" counted from 0: {error}. Give the {type(self._scheduler).__name__} as many"
+                    " rounds as you train, or choose one without an end."
                 ) from error
             self._rounds.append(_copied(self._carrier))
         return self._rounds[number]
@@ -590,9 +585,8 @@ def _made(make: MakeSchedule, carrier: _Carrier) -> LRScheduler:
     except Exception as error:
         raise ValueError(
             "outer_optimizer.lr_schedule could not make a scheduler of the outer optimizer:"
-            f" {error}. It is called with"
-            " the optimizer alone and must return a torch scheduler; bind its other arguments"
-            " with functools.partial."
+            f" {error}. It is called with the optimizer alone and must return a torch scheduler;"
+            " bind its other arguments with functools.partial."
         ) from error
     if not isinstance(scheduler, LRScheduler):
         raise _unusable(scheduler, "is not a torch.optim.lr_scheduler.LRScheduler")
@@ -608,7 +602,6 @@ def _made(make: MakeSchedule, carrier: _Carrier) -> LRScheduler:
 def _unusable(scheduler: Any, reason: str) -> ValueError:
     return ValueError(
         f"outer_optimizer.lr_schedule made a {type(scheduler).__name__}, which {reason}. Give a"
-        " callable from an"
-        " optimizer to a scheduler that counts rounds:"
+        " callable from an optimizer to a scheduler that counts rounds:"
         " functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=50) is one."
     )

@@ -79,10 +79,8 @@ def aliases(model: nn.Module) -> dict[str, str]:
 
 _HOW_TO_CHANGE = (
     "With Lightning, change what is trainable between epochs, in on_train_epoch_start at the"
-    " latest, and replace"
-    " parameters there, too. With Fabric, set up the model and its optimizers again; in your own"
-    " loop call recut()"
-    " afterwards, on all ranks."
+    " latest, and replace parameters there, too. With Fabric, set up the model and its optimizers"
+    " again; in your own loop call recut() afterwards, on all ranks."
 )
 
 
@@ -200,9 +198,8 @@ class CutModel:
             one is not None and id(one) not in self._names and one.requires_grad for one in found
         ):
             raise AgreementError(
-                f"Since the model was cut into fragments, {self.described()}. What is new is in"
-                " no fragment, and every"
-                f" group would train its own. {_HOW_TO_CHANGE}"
+                f"Since the model was cut into fragments, {self.described()}. What is new is in no"
+                f" fragment, and every group would train its own. {_HOW_TO_CHANGE}"
             )
 
     def require_devices(self) -> None:
@@ -212,10 +209,8 @@ class CutModel:
             if parameter.device not in devices:
                 raise ValueError(
                     f"The parameter {name!r} is on {str(parameter.device)!r}, but the engine"
-                    " trains the model on"
-                    f" {str(next(iter(devices)))!r}. Make new layers there, with .to(device),"
-                    " and move the model before"
-                    " training only."
+                    f" trains the model on {str(next(iter(devices)))!r}. Make new layers there,"
+                    " with .to(device), and move the model before training only."
                 )
 
 
@@ -372,8 +367,7 @@ def held_runs(tensor: Tensor) -> list[Runs]:
         if expected != held:
             raise ValueError(
                 f"torch says that it is divided{described_sharding(tensor)}, but this rank holds"
-                f" {held} of"
-                f" {tuple(tensor.shape)} instead of {expected}"
+                f" {held} of {tuple(tensor.shape)} instead of {expected}"
             )
     runs = list[Runs]()
     for along in positions:
@@ -405,8 +399,8 @@ def divided(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[ShardSpec
     exchanged = sum(spec.length for spec in specs)
     if exchanged != prod(shape):
         raise ValueError(
-            f"its ranks hold {exchanged} of its {prod(shape)} values: some are missing or held"
-            " in several ways"
+            f"its ranks hold {exchanged} of its {prod(shape)} values: some are missing or held in"
+            " several ways"
         )
     return specs
 
@@ -450,8 +444,8 @@ def shard_specs(
         except ValueError as error:
             raise ValueError(
                 f"The parameter {name!r} cannot be exchanged: {error}. Shard it with fully_shard"
-                " or parallelize_module"
-                " over the mesh that configure_model gets as self.device_mesh."
+                " or parallelize_module over the mesh that configure_model gets as"
+                " self.device_mesh."
             ) from error
     return specs
 
@@ -593,9 +587,8 @@ class FragmentLayout(ABC):
         for name, tensor, shape in zip(self.names, held, self._shapes, strict=True):
             if tensor.shape != shape:
                 raise AgreementError(
-                    "Since the model was cut into fragments, the shape of the parameter"
-                    f" {name!r} has changed from"
-                    f" {tuple(shape)} to {tuple(tensor.shape)}. {_HOW_TO_CHANGE}"
+                    f"Since the model was cut into fragments, the shape of the parameter {name!r}"
+                    f" has changed from {tuple(shape)} to {tuple(tensor.shape)}. {_HOW_TO_CHANGE}"
                 )
         return held
 

@@ -98,10 +98,8 @@ class Place(NamedTuple):
         if tensor is None:
             raise ValueError(
                 f"{self.name!r} was part of the model when it was cut into fragments, and is no"
-                " longer there. Replace"
-                " or remove modules before training, or between epochs; in your own loop call"
-                " recut() afterwards, on"
-                " all ranks."
+                " longer there. Replace or remove modules before training, or between epochs; in"
+                " your own loop call recut() afterwards, on all ranks."
             )
         return tensor
 

@@ -227,9 +227,8 @@ class WeightCopies:
             if states and missing:
                 raise ValueError(
                     f"{type(optimizer).__name__}.{_ATTRIBUTE} names {missing[0]!r}, which is in"
-                    " the state of no"
-                    f" parameter: there are {keys}. Give the names of the entries that are"
-                    " copies of the weights."
+                    f" the state of no parameter: there are {keys}. Give the names of the entries"
+                    " that are copies of the weights."
                 )
             self._is_checked = self._is_checked and bool(states)
 
@@ -321,14 +320,11 @@ def copies_in(optimizer: Any) -> tuple[str, ...]:
         return tuple(dict.fromkeys(names))
     if finding.is_elsewhere:
         raise ValueError(
-            f"{type(optimizer).__name__} keeps its own copy of the weights, so its next step"
-            " would throw away what"
-            " lands, and the entries of optimizer.state[parameter] do not explain it. If it"
-            " keeps float32 weights for"
-            " parameters of lower precision, train float32 parameters with"
-            " precision='bf16-mixed' and the plain"
-            " optimizer. Otherwise keep the copy in optimizer.state[parameter], or name the"
-            " entries that are copies:"
+            f"{type(optimizer).__name__} keeps its own copy of the weights, so its next step would"
+            " throw away what lands, and the entries of optimizer.state[parameter] do not explain"
+            " it. If it keeps float32 weights for parameters of lower precision, train float32"
+            " parameters with precision='bf16-mixed' and the plain optimizer. Otherwise keep the"
+            " copy in optimizer.state[parameter], or name the entries that are copies:"
             f" optimizer.{_ATTRIBUTE} = ('z',); () if there are none."
         )
     return finding.names
