@@ -43,6 +43,7 @@ from lightning_sdiloco.compression import (
     TopK,
 )
 from lightning_sdiloco.engine.checkpoint import random_state
+from lightning_sdiloco.engine.restart import restart_from
 from lightning_sdiloco.errors import AgreementError
 from tests import fits
 from tests.engine.groups import (
