@@ -281,8 +281,8 @@ class Matrices:
         for matrix in self._dealt:
             parts[matrix.owner].append(matrix.part(gradient, self._rank))
         nothing = gradient.new_empty(0)
-        owned_lengths = [self._owned_lengths(rank) for rank in self._ranks]
-        received = _exchanged(parts, owned_lengths, nothing, group)
+        lengths = [self._owned_lengths(rank) for rank in self._ranks]
+        received = _exchanged(parts, lengths, nothing, group)
         directed = directed_by(self._direction, self._assembled(received, gradient))
         answers = [self._owned_parts(directed, rank) for rank in self._ranks]
         lengths = [list(map(len, owner_parts)) for owner_parts in parts]
@@ -305,10 +305,10 @@ class Matrices:
         """Assembles the matrices of this rank from the parts of all ranks."""
         matrices = dict[str, Tensor]()
         for index, matrix in enumerate(self._owned):
-            whole = like.new_empty(math.prod(matrix.stack))
+            full = like.new_empty(math.prod(matrix.stack))
             for rank in self._ranks:
-                matrix.specs[rank].insert(whole, parts[rank][index])
-            matrices[matrix.name] = whole.view(matrix.stack)
+                matrix.specs[rank].insert(full, parts[rank][index])
+            matrices[matrix.name] = full.view(matrix.stack)
         return matrices
 
 
@@ -322,11 +322,11 @@ def direct_shards(
     stacks = fragment.get("stacks", {})
     if direction is None or not stacks:
         return gradients
-    whole = {name: parameter.values for name, parameter in to_parameters(fragment, shards).items()}
-    matrices = {name: whole[name].view(stack) for name, stack in stacks.items()}
+    full = {name: parameter.values for name, parameter in to_parameters(fragment, shards).items()}
+    matrices = {name: full[name].view(stack) for name, stack in stacks.items()}
     for name, directed in directed_by(direction, matrices).items():
-        whole[name] = directed.reshape(-1)
-    return to_shards(fragment, whole, list(map(len, gradients)))
+        full[name] = directed.reshape(-1)
+    return to_shards(fragment, full, list(map(len, gradients)))
 
 
 def _exchanged(

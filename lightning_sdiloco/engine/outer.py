@@ -126,8 +126,11 @@ class OnHost(OuterStorage):
 
 def storage_for(device: torch.device, offload: bool | str) -> OuterStorage:
     """Chooses the storage of outer state. On a CPU, device and host are the same memory."""
-    on_host = device.type == "cuda" if offload == "auto" else offload
-    return OnHost(device) if on_host and device.type != "cpu" else OuterStorage(device)
+    if offload == "auto":
+        offload = device.type == "cuda"
+    if offload and device.type != "cpu":
+        return OnHost(device)
+    return OuterStorage(device)
 
 
 # The outer step
@@ -261,31 +264,19 @@ class ShardOptimizer:
         self, group: dict[str, Any], values: Tensor, gradient: Tensor, before: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Steps one stretch after the other, overwrites the gradient, and returns the new state."""
-        state = dict[str, Any]()
-        vectors = _Vectors(values)
+        state = _StateInStretches(before, values, self._storage)
         pieces = stretches(values.numel(), values.device)
         # One copy serves all stretches, of which the first is the longest: the host's allocator
         # would hold many short-lived ones.
         scratch = new_vector(pieces[0].stop if pieces else 0, values.device)
         for piece in pieces:
-            state_before = dict[str, Any]()
-            for key, entry in before.items():
-                if is_elementwise(entry, values):
-                    part = vectors.part(key, entry.dtype, piece)
-                    state_before[key] = part.copy_(self._storage.load(entry[piece]))
-                else:
-                    state_before[key] = copy.deepcopy(entry)
             copied = scratch[: piece.stop - piece.start].copy_(values[piece])
-            parameter, state = self._stepped(group, copied, gradient[piece], dict(state_before))
-            for key, entry in state.items():
-                if is_elementwise(entry, copied):
-                    # Most optimizers write to the tensors that they get, which are in place.
-                    if entry is not state_before.get(key):
-                        vectors.part(key, entry.dtype, piece).copy_(entry)
-                    state[key] = vectors.whole[key]
+            loaded = state.load(piece)
+            parameter, stepped = self._stepped(group, copied, gradient[piece], dict(loaded))
+            state.store(piece, loaded, stepped)
             # Last, because the state may be the gradient itself.
             gradient[piece] = parameter
-        return state
+        return state.full
 
     def _stepped(
         self, group: dict[str, Any], values: Tensor, gradient: Tensor, state: dict[str, Any]
@@ -322,22 +313,47 @@ class ShardOptimizer:
         return moved
 
 
-class _Vectors:
-    """The elementwise state of a whole shard, which optimizers step part by part.
+class _StateInStretches:
+    """The optimizer's state of a shard, of which it steps one stretch after the other.
 
     Attributes:
-        whole: The vectors, by the key of the optimizer's state.
+        full: The new state, once all stretches are stored.
     """
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, before: Mapping[str, Any], values: Tensor, storage: OuterStorage) -> None:
+        self._before = before
         self._values = values
-        self.whole: dict[str, Tensor] = {}
+        self._storage = storage
+        self._vectors: dict[str, Tensor] = {}
+        self.full: dict[str, Any] = {}
 
-    def part(self, key: str, dtype: torch.dtype, piece: slice) -> Tensor:
-        """Returns a view of a part of a vector, which is made at the first call."""
-        if key not in self.whole:
-            self.whole[key] = new_vector(len(self._values), self._values.device, dtype)
-        return self.whole[key][piece]
+    def load(self, piece: slice) -> dict[str, Any]:
+        """Copies the state of a stretch; elementwise entries to where they stay after the step."""
+        state = dict[str, Any]()
+        for key, entry in self._before.items():
+            if is_elementwise(entry, self._values):
+                place = self._place(key, entry.dtype, piece)
+                state[key] = place.copy_(self._storage.load(entry[piece]))
+            else:
+                state[key] = copy.deepcopy(entry)
+        return state
+
+    def store(self, piece: slice, loaded: Mapping[str, Any], stepped: Mapping[str, Any]) -> None:
+        """Takes the state of a stretch after its step. The last stretch decides entries that are
+        not elementwise.
+        """
+        self.full = dict(stepped)
+        for key, entry in stepped.items():
+            if is_elementwise(entry, self._values[piece]):
+                # Most optimizers write to the loaded tensors, which are in place.
+                if entry is not loaded.get(key):
+                    self._place(key, entry.dtype, piece).copy_(entry)
+                self.full[key] = self._vectors[key]
+
+    def _place(self, key: str, dtype: torch.dtype, piece: slice) -> Tensor:
+        if key not in self._vectors:
+            self._vectors[key] = new_vector(len(self._values), self._values.device, dtype)
+        return self._vectors[key][piece]
 
 
 def outer_optimizer_for(
@@ -406,7 +422,7 @@ def _check_elementwise(make: Make, count: int) -> None:
     for scale in (1.0, 1e3, 1e-3):
         gradients.append([scale * torch.randn(64, generator=generator) for _ in range(count)])
     try:
-        whole = _tried(make, values, gradients, slice(None))
+        unsplit = _tried(make, values, gradients, slice(None))
         left = _tried(make, values, gradients, slice(0, 32))
         right = _tried(make, values, gradients, slice(32, 64))
     except Exception as error:
@@ -416,8 +432,8 @@ def _check_elementwise(make: Make, count: int) -> None:
             " torch.optim.Optimizer whose step() needs no closure. Choose one, such as"
             f" {AN_OUTER_OPTIMIZER}."
         ) from error
-    for stepped_whole, *halves in zip(whole, left, right, strict=True):
-        if not torch.allclose(stepped_whole, torch.cat(halves), rtol=1e-5, atol=1e-7):
+    for stepped, *halves in zip(unsplit, left, right, strict=True):
+        if not torch.allclose(stepped, torch.cat(halves), rtol=1e-5, atol=1e-7):
             raise ValueError(
                 "outer_optimizer does not work elementwise: stepping a vector whole and in two"
                 " halves gave different values. It sees flat shards of fragments, whose shapes and"

@@ -57,17 +57,7 @@ def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | 
     Raises:
         ValueError: If no group has the states of all its ranks.
     """
-    complete_groups = list[list[State]]()
-    for group in groups:
-        states = [state for state in group if state is not None]
-        if len(states) == len(group):
-            complete_groups.append(states)
-    if not complete_groups:
-        raise ValueError(
-            "No worker group has the files of all its ranks, so the outer parameters cannot be"
-            " restored. Restore the missing files, or start a new fit from the weights of the"
-            " checkpoint."
-        )
+    complete_groups = _complete(groups)
     ranks = complete_groups[0]
     first_rank = ranks[0]
     shares = "anchor" not in first_rank["fragments"][0]
@@ -94,6 +84,22 @@ def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | 
         },
         weighed=weighed,
     )
+
+
+def _complete(groups: Sequence[Sequence[State | None]]) -> list[list[State]]:
+    """Returns the groups that have the states of all their ranks."""
+    complete_groups = list[list[State]]()
+    for group in groups:
+        states = [state for state in group if state is not None]
+        if len(states) == len(group):
+            complete_groups.append(states)
+    if not complete_groups:
+        raise ValueError(
+            "No worker group has the files of all its ranks, so the outer parameters cannot be"
+            " restored. Restore the missing files, or start a new fit from the weights of the"
+            " checkpoint."
+        )
+    return complete_groups
 
 
 def _weighed(state: State, groups: int, settings: Settings | None) -> Weighed:
@@ -217,10 +223,9 @@ class _SavedFlights:
         count = self._weighing.count(controls, weighing_state)
         self._weighed.states[names] = self._weighing.heard(controls, weighing_state)
         if count.factors:
-            means = [
-                OuterState(self._mean_gradient(index, rank, count), {}, rounds=0)
-                for rank in range(len(self._groups[0]))
-            ]
+            means = list[OuterState]()
+            for rank in range(len(self._groups[0])):
+                means.append(OuterState(self._mean_gradient(index, rank, count), {}, rounds=0))
             gradients = direct_shards(fragment, means, self._direction)
             self._step(flight, gradients)
             self._land_buffers(index, fragment["buffer_kinds"], count)

@@ -257,23 +257,23 @@ class ShardSpec(NamedTuple):
     def _holds_all(self) -> bool:
         return all(runs == [(0, size)] for runs, size in zip(self.runs, self.shape, strict=True))
 
-    def extract(self, whole: Tensor) -> Tensor:
+    def extract(self, full: Tensor) -> Tensor:
         """Returns the values that the rank exchanges, out of the flat whole parameter."""
-        held = whole
+        held = full
         if not self._holds_all:
-            held = whole.view(self.shape)[self._indices()].reshape(-1)
+            held = full.view(self.shape)[self._indices()].reshape(-1)
         return held[self.first : self.first + self.length]
 
-    def insert(self, whole: Tensor, values: Tensor) -> None:
+    def insert(self, full: Tensor, values: Tensor) -> None:
         """Writes the values that the rank exchanges into the flat whole parameter."""
         exchanged = slice(self.first, self.first + self.length)
         if self._holds_all:
-            whole[exchanged] = values
+            full[exchanged] = values
         elif self.length:
             # Picking by indices makes a copy.
-            held = whole.view(self.shape)[self._indices()]
+            held = full.view(self.shape)[self._indices()]
             held.view(-1)[exchanged] = values
-            whole.view(self.shape)[self._indices()] = held
+            full.view(self.shape)[self._indices()] = held
 
     def _indices(self) -> tuple[Tensor, ...]:
         """Returns the positions along every dimension, in shapes that torch broadcasts."""
@@ -331,11 +331,11 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def part_of(tensor: Tensor, whole: Tensor) -> Tensor:
+def part_of(tensor: Tensor, full: Tensor) -> Tensor:
     """Cuts the part of a sharded tensor that this rank holds out of the whole one."""
     runs = held_runs(tensor)
     spec = ShardSpec(tuple(tensor.shape), runs, first=0, length=_numel(runs), holders=[])
-    return spec.extract(whole.reshape(-1)).view(local(tensor).shape)
+    return spec.extract(full.reshape(-1)).view(local(tensor).shape)
 
 
 def held_runs(tensor: Tensor) -> list[Runs]:
@@ -516,15 +516,15 @@ def _split(fragment: Mapping[str, Any], vectors: Sequence[Tensor]) -> dict[str, 
         parts = torch.cat(list(vectors))[: sum(sizes)].split(sizes)
         return {name: part.clone() for name, part in zip(names, parts, strict=True)}
     starts = [0] * len(vectors)
-    whole = {}
+    full = {}
     for name, places in zip(names, fragment["places"], strict=True):
         specs = [ShardSpec(*place) for place in places]
-        whole[name] = vectors[0].new_zeros(prod(specs[0].shape))
+        full[name] = vectors[0].new_zeros(prod(specs[0].shape))
         for rank, spec in enumerate(specs):
             end = starts[rank] + spec.length
-            spec.insert(whole[name], vectors[rank][starts[rank] : end])
+            spec.insert(full[name], vectors[rank][starts[rank] : end])
             starts[rank] = end
-    return whole
+    return full
 
 
 def to_shards(
@@ -539,8 +539,8 @@ def to_shards(
         [[1.0, 2.0], [4.0, 0.0]]
     """
     if "places" not in fragment:
-        whole = torch.cat([parameters[name] for name in fragment["names"]])
-        return list(_padded(whole, sum(lengths)).split(list(lengths)))
+        full = torch.cat([parameters[name] for name in fragment["names"]])
+        return list(_padded(full, sum(lengths)).split(list(lengths)))
     shards = list[Tensor]()
     for rank, length in enumerate(lengths):
         parts = list[Tensor]()
@@ -799,7 +799,9 @@ class WholeLayout(FragmentLayout):
 
     @override
     def all_gather(self, shard: Tensor, group: Communicator) -> Tensor:
-        return shard if group.size == 1 else torch.cat(group.all_gather(shard))
+        if group.size == 1:
+            return shard
+        return torch.cat(group.all_gather(shard))
 
     @override
     def specs(self, ranks: int) -> list[list[ShardSpec]]:
@@ -808,12 +810,12 @@ class WholeLayout(FragmentLayout):
         position = 0
         for parameter in self.parameters:
             shape = tuple(parameter.shape)
-            whole = [[(0, size)] for size in shape]
+            runs = [[(0, size)] for size in shape]
             parameter_specs = list[ShardSpec]()
             for rank in range(ranks):
                 first = min(max(rank * length - position, 0), parameter.numel())
                 end = min(max((rank + 1) * length - position, 0), parameter.numel())
-                parameter_specs.append(ShardSpec(shape, whole, first, end - first, [*range(ranks)]))
+                parameter_specs.append(ShardSpec(shape, runs, first, end - first, [*range(ranks)]))
             specs.append(parameter_specs)
             position += parameter.numel()
         return specs
@@ -909,10 +911,10 @@ class ShardedLayout(FragmentLayout):
     @override
     def named(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
         shards = group.all_gather(_padded(shard, max(self.lengths)))
-        whole = _split(self.state_dict(), [values.to("cpu") for values in shards])
+        full = _split(self.state_dict(), [values.to("cpu") for values in shards])
         shapes = [ranks[0].shape for ranks in self._specs]
         return {
-            name: whole[name].view(shape) for name, shape in zip(self.names, shapes, strict=True)
+            name: full[name].view(shape) for name, shape in zip(self.names, shapes, strict=True)
         }
 
     @override
@@ -926,8 +928,8 @@ class ShardedLayout(FragmentLayout):
     @override
     def _shard_of_whole(self, values: Sequence[Tensor]) -> Tensor:
         parts = list[Tensor]()
-        for spec, whole in zip(self._shard_specs, values, strict=True):
-            parts.append(spec.extract(whole))
+        for spec, full in zip(self._shard_specs, values, strict=True):
+            parts.append(spec.extract(full))
         return _padded(torch.cat(parts), self.length)
 
     @override

@@ -518,7 +518,7 @@ def is_aligned(model: nn.Module, topology: Topology) -> bool:
 class _Digests(NamedTuple):
     """The digests of the tensors that a rank holds whole, and of those that it holds in part."""
 
-    whole: tuple[int, ...]
+    full: tuple[int, ...]
     parts: tuple[int, ...]
 
 
@@ -526,15 +526,15 @@ def _digests(model: nn.Module, topology: Topology) -> list[_Digests]:
     """Returns the digests of all ranks."""
     reshard(model)
     tensors = [*model.parameters(), *model.buffers()]
-    whole = [digest(local(tensor)) for tensor in tensors if not is_sharded(tensor)]
+    full = [digest(local(tensor)) for tensor in tensors if not is_sharded(tensor)]
     parts = [digest(local(tensor)) for tensor in tensors if is_sharded(tensor)]
-    ranks = topology.world.all_gather_object((whole, parts))
-    return [_Digests(tuple(whole), tuple(parts)) for whole, parts in ranks]
+    ranks = topology.world.all_gather_object((full, parts))
+    return [_Digests(tuple(full), tuple(parts)) for full, parts in ranks]
 
 
 def _are_alike(ranks: Sequence[_Digests], group_size: int) -> bool:
     for rank, digests in enumerate(ranks):
-        if digests.whole != ranks[0].whole or digests.parts != ranks[rank % group_size].parts:
+        if digests.full != ranks[0].full or digests.parts != ranks[rank % group_size].parts:
             return False
     return True
 
@@ -689,35 +689,64 @@ class Recut(NamedTuple):
         """Divides the outer state of a cut into that of tensors which remain, which were frozen,
         and which are gone.
         """
-        model = cut_model.model
         rounds = max(parameter.rounds for parameter in outer.parameters.values())
-        parameters = dict[str, OuterParameter]()
-        untrained = dict[str, Tensor]()
-        known = dict[str, Tensor]()
-        new = dict[str, Tensor]()
-        for name, parameter in trainable(model).items():
-            former_name = cut_model.former_name(parameter)
-            if former_name is None:
-                new[name] = parameter
-            else:
-                known[name] = parameter
-                parameters[name] = outer.parameters[former_name]
-        former_kinds = dict[str, Kind]()
-        for fragment in before:
-            former_kinds |= fragment.untrained.kinds_by_name()
-        for place, kind in kinds_of(model, settings.untrained or {}, former_kinds).items():
-            # Code replaces the tensors of buffers as it likes, so their modules identify them.
-            former_name = cut_model.former_place(place.name)
-            values = outer.untrained.get(former_name)
-            if values is not None and values.shape == place.tensor.shape:
-                known[place.name] = place.tensor
-                untrained[place.name] = values
-            elif former_kinds.get(former_name) is Kind.OWN:
-                known[place.name] = place.tensor
-            elif kind is not Kind.OWN or not place.is_parameter:
-                new[place.name] = place.tensor
-        frozen = {name: outer.parameters[name] for name in sorted(cut_model.frozen())}
-        return Recut(fragments, NamedOuter(parameters, untrained, rounds), frozen, known, new)
+        trained = _divide_parameters(cut_model, outer)
+        untrained = _divide_untrained(cut_model, before, outer, settings)
+        return Recut(
+            fragments=fragments,
+            outer=NamedOuter(trained.outer, untrained.outer, rounds),
+            frozen={name: outer.parameters[name] for name in sorted(cut_model.frozen())},
+            known=trained.known | untrained.known,
+            new=trained.new | untrained.new,
+        )
+
+
+class _Division(NamedTuple):
+    """The tensors of a model that is cut again, by their new names, without frozen ones.
+
+    Attributes:
+        outer: The outer state of tensors that remain.
+        known: The tensors that remain.
+        new: The tensors that did not exist, or had another shape.
+    """
+
+    outer: dict[str, Any]
+    known: dict[str, Tensor]
+    new: dict[str, Tensor]
+
+
+def _divide_parameters(cut_model: CutModel, outer: NamedOuter) -> _Division:
+    division = _Division({}, {}, {})
+    for name, parameter in trainable(cut_model.model).items():
+        former_name = cut_model.former_name(parameter)
+        if former_name is None:
+            division.new[name] = parameter
+        else:
+            division.known[name] = parameter
+            division.outer[name] = outer.parameters[former_name]
+    return division
+
+
+def _divide_untrained(
+    cut_model: CutModel, before: Sequence[FragmentState], outer: NamedOuter, settings: Settings
+) -> _Division:
+    division = _Division({}, {}, {})
+    former_kinds = dict[str, Kind]()
+    for fragment in before:
+        former_kinds |= fragment.untrained.kinds_by_name()
+    kinds = kinds_of(cut_model.model, settings.untrained or {}, former_kinds)
+    for place, kind in kinds.items():
+        # Code replaces the tensors of buffers as it likes, so their modules identify them.
+        former_name = cut_model.former_place(place.name)
+        values = outer.untrained.get(former_name)
+        if values is not None and values.shape == place.tensor.shape:
+            division.known[place.name] = place.tensor
+            division.outer[place.name] = values
+        elif former_kinds.get(former_name) is Kind.OWN:
+            division.known[place.name] = place.tensor
+        elif kind is not Kind.OWN or not place.is_parameter:
+            division.new[place.name] = place.tensor
+    return division
 
 
 Value = TypeVar("Value")

@@ -79,11 +79,12 @@ class Place(NamedTuple):
 
     @property
     def _held(self) -> dict[str, Any]:
-        module: nn.Module | None = self.model
+        module = self.model
         for step in self.path:
-            module = None if module is None else module._modules.get(step)
-        if module is None:
-            return {}
+            child = module._modules.get(step)
+            if child is None:
+                return {}
+            module = child
         return module._parameters if self.is_parameter else module._buffers
 
     @property
@@ -470,7 +471,9 @@ class OwnState:
         """Copies the tensors that code has changed since the start and this rank holds whole; empty
         tensors stand for the others.
         """
-        changed = [place.name for place in self.changed()] if self.has_changed() else []
+        changed = list[str]()
+        if self.has_changed():
+            changed = [place.name for place in self.changed()]
         copies = list[Tensor]()
         for place in self.places:
             tensor = place.tensor
@@ -517,11 +520,11 @@ class UntrainedState:
         before: "Sequence[UntrainedState]" = (),
         named: Collection[str] = (),
     ) -> None:
-        kept = [place for place in kinds if kinds[place] is Kind.OWN]
+        own_places = [place for place in kinds if kinds[place] is Kind.OWN]
         digests = dict[str, int | None]()
         for state in before:
             digests |= state.own.digests
-        self.own: OwnState = OwnState(kept, digests)
+        self.own: OwnState = OwnState(own_places, digests)
         self.own_moved: bool = any(state.own_moved for state in before)
         self._places = [place for place in kinds if kinds[place] is not Kind.OWN]
         self.kinds = [kinds[place] for place in self._places]
@@ -582,12 +585,14 @@ class UntrainedState:
                 outside.register_buffer(place.key, self.outer[index].clone())
                 self._places[index] = Place(place.name, outside, (), place.key, is_parameter=False)
 
-    def expect_unlike(self, known: Collection[str]) -> None:
-        """Takes note of frozen parameters that are not known to be alike in all groups, such as
-        those of a new copy.
+    def expect_unlike(self, alike: Collection[str]) -> None:
+        """Notes frozen parameters that may differ between groups, such as those of a new copy.
+
+        Args:
+            alike: The names of tensors that are alike in all groups.
         """
         for place in self.own.places:
-            if place.name not in known and place.name not in self.own.known:
+            if place.name not in alike and place.name not in self.own.known:
                 self.own.digests[place.name] = None
                 self.own_moved = True
 
@@ -842,14 +847,17 @@ def agreed(
             # A constant that is not finite stays as it is: no group has changed it.
             new = before
             spoilt = []
-        is_same = all_alike(list(tensors.values())).all()
-        has_changed = ~all_alike([new, before]).all()
         values.append(to_bytes(new))
-        is_alike.append(to_bytes(is_same & has_changed & _is_whole(new)))
+        is_alike.append(to_bytes(_have_changed_alike(list(tensors.values()), new, before)))
         left_out[state.names[index]] = spoilt
     if speaks:
         say_left_out(left_out)
     return torch.cat([*values, *is_alike])
+
+
+def _have_changed_alike(tensors: Sequence[Tensor], new: Tensor, before: Tensor) -> Tensor:
+    has_changed = ~all_alike([new, before]).all()
+    return all_alike(tensors).all() & has_changed & _is_whole(new)
 
 
 def arrived(

@@ -403,9 +403,11 @@ class _Recipe:
     def _make(self, groups: list[dict[str, Any]]) -> Any:
         arguments = {}
         for name, value in self.arguments.items():
-            if isinstance(value, _Recipe):
+            if value is _GROUPS:
+                value = groups
+            elif isinstance(value, _Recipe):
                 value = value._make(groups)
-            arguments[name] = groups if value is _GROUPS else value
+            arguments[name] = value
         return self.kind(**arguments)
 
 
