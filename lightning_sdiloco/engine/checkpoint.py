@@ -90,6 +90,61 @@ class Saved(NamedTuple):
 # Files
 
 
+class _Folder:
+    """The folder of a checkpoint file.
+
+    Args:
+        path: The checkpoint file.
+        follow: Whether to follow a link. ModelCheckpoint(save_last="link") makes one; the folder is
+            beside the file to which it points.
+
+    Attributes:
+        filesystem: The file system of the checkpoint file and its folder.
+        file: The checkpoint file, as the file system calls it.
+        path: The folder, as the file system calls it.
+        is_local: The folder is on a local disk, where files can be moved.
+    """
+
+    def __init__(self, path: str, follow: bool = False) -> None:
+        # fsspec shares its instances by default. A thread that writes a checkpoint through a shared
+        # instance may be in a transaction, which would include the files that other threads write
+        # meanwhile; and its cached listings may be older than the files of other ranks.
+        self.filesystem, self.file = fsspec.core.url_to_fs(path, skip_instance_cache=True)
+        self.is_local = type(self.filesystem) is LocalFileSystem
+        is_followed = follow and self.is_local
+        target = os.path.realpath(self.file) if is_followed else self.file.rstrip("/")
+        parent, name = os.path.split(target)
+        if name.startswith("hpc_ckpt_"):
+            # Lightning resumes a requeued job from the last of these names. If a crash left the
+            # file unwritten, Lightning must not take the folder for it.
+            name = name.replace("_", "-")
+        self.path = os.path.join(parent, name + _SUFFIX)
+
+    def has(self, name: str) -> bool:
+        return bool(self.filesystem.exists(f"{self.path}/{name}"))
+
+    def remove(self, target: str) -> None:
+        """Removes the folder or a part of it, if it is there."""
+        if self.filesystem.exists(target):
+            self.filesystem.rm(target, recursive=True)
+
+    def write(self, target: str, content: bytes) -> None:
+        """Writes a file, either all of it or nothing."""
+        if not self.is_local:
+            with self.filesystem.transaction, self.filesystem.open(target, "wb") as file:
+                file.write(content)
+            return
+        # A transaction would write to the system's temporary folder first.
+        part = f"{target}.part"
+        try:
+            self.filesystem.pipe_file(part, content)
+            os.replace(part, target)
+        except OSError:
+            with suppress(OSError):
+                os.remove(part)
+            raise
+
+
 def write_rank(path: str, save: str, rank: int, state: Mapping[str, Any]) -> Entry:
     """Writes the file of a rank, either all of it or nothing."""
     content = _serialised(state)
@@ -111,7 +166,7 @@ def read_rank(path: str, header: Mapping[str, Any], rank: int) -> dict[str, Any]
     content = _read(path, header["save"], entry.name)
     if len(content) != entry.size or hashlib.sha256(content).hexdigest() != entry.sha256:
         raise ValueError(
-            f"The file {entry.name} in {_folder(path, follow=True)[1]} is not what was saved: it"
+            f"The file {entry.name} in {_Folder(path, follow=True).path} is not what was saved: it"
             f" has {len(content)} bytes where {entry.size} were written, or other contents."
             " Restore it, or resume from another checkpoint."
         )
@@ -119,8 +174,8 @@ def read_rank(path: str, header: Mapping[str, Any], rank: int) -> dict[str, Any]
 
 
 def read_groups(path: str, header: Mapping[str, Any]) -> list[list[State | None]]:
-    """Reads what `restart_from` needs from the files of all ranks, by group; None where a file is
-    missing.
+    """Reads the states for `restart_from` from the files of all ranks, by group; None where a file
+    is missing.
     """
     size = header["layout"]["group_size"]
     groups = list[list[State | None]]()
@@ -138,64 +193,58 @@ def _read_for_restart(path: str, header: Mapping[str, Any], rank: int) -> State 
 
 
 def has_rank(path: str, header: Mapping[str, Any], rank: int) -> bool:
-    filesystem, folder = _folder(path, follow=True)
-    return bool(filesystem.exists(f"{folder}/{header['save']}/rank_{rank:05d}.pt"))
+    return _Folder(path, follow=True).has(f"{header['save']}/rank_{rank:05d}.pt")
 
 
 def remove_folder(path: str) -> None:
     """Removes the folder that belongs to a checkpoint file, if there is one."""
-    filesystem, folder = _folder(path)
-    if filesystem.exists(folder):
-        filesystem.rm(folder, recursive=True)
+    folder = _Folder(path)
+    folder.remove(folder.path)
 
 
 def discard(path: str, save: str) -> None:
-    """Removes what this rank can see of a save that has failed. Other ranks may be doing the
+    """Removes the part of a failed save that this rank can see. Other ranks may be doing the
     same.
     """
-    filesystem, folder = _folder(path)
-    if _is_local(filesystem):
-        shutil.rmtree(f"{folder}/{save}", ignore_errors=True)
+    folder = _Folder(path)
+    if folder.is_local:
+        shutil.rmtree(f"{folder.path}/{save}", ignore_errors=True)
         with suppress(OSError):
-            os.rmdir(folder)  # if there is no other save in it
+            os.rmdir(folder.path)  # It fails if the folder holds another save.
     else:
         with suppress(Exception):
-            filesystem.rm(f"{folder}/{save}", recursive=True)
+            folder.filesystem.rm(f"{folder.path}/{save}", recursive=True)
 
 
 def remove_saves(path: str, names: Sequence[str]) -> None:
-    filesystem, folder = _folder(path)
+    folder = _Folder(path)
     for name in names:
-        if filesystem.exists(f"{folder}/{name}"):
-            filesystem.rm(f"{folder}/{name}", recursive=True)
+        folder.remove(f"{folder.path}/{name}")
 
 
 def is_whole(path: str, save: str) -> bool:
-    filesystem, folder = _folder(path)
-    return bool(filesystem.exists(f"{folder}/{save}/{_MANIFEST}"))
+    return _Folder(path).has(f"{save}/{_MANIFEST}")
 
 
 def fingerprint(path: str) -> str:
     """Returns a text that changes when a file is replaced; empty if there is no file."""
-    filesystem, target = _filesystem(path)
-    if not filesystem.exists(target):
+    folder = _Folder(path)
+    if not folder.filesystem.exists(folder.file):
         return ""
-    return repr(filesystem.info(target))
+    return repr(folder.filesystem.info(folder.file))
 
 
 def beside(path: str, save: str) -> str | None:
     """Returns the path at which a checkpoint file can be written before it takes its place; None
     where files cannot be moved.
     """
-    filesystem, folder = _folder(path)
-    if not _is_local(filesystem):
-        return None
-    return f"{folder}/{save}/checkpoint"
+    folder = _Folder(path)
+    return f"{folder.path}/{save}/checkpoint" if folder.is_local else None
 
 
 def take_place(part: str, path: str) -> None:
     """Moves a local file to the place of a checkpoint file, in one step."""
-    os.replace(part, _filesystem(path)[1])
+    os.replace(part, _Folder(path).file)
 
 
 def random_state() -> dict[str, Any]:
@@ -230,62 +279,20 @@ def _deserialised(content: bytes) -> dict[str, Any]:
     return dict(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
 
 
-def _filesystem(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    # fsspec shares its instances by default. A thread that writes a checkpoint through a shared
-    # instance may be in a transaction, which would include the files that other threads write
-    # meanwhile; and its cached listings may be older than the files of other ranks.
-    filesystem, target = fsspec.core.url_to_fs(path, skip_instance_cache=True)
-    return filesystem, target
-
-
-def _folder(path: str, follow: bool = False) -> tuple[fsspec.AbstractFileSystem, str]:
-    filesystem, target = _filesystem(path)
-    # ModelCheckpoint(save_last="link") makes a link. The folder is beside the file to which the
-    # link points.
-    if follow and _is_local(filesystem):
-        target = os.path.realpath(target)
-    head, name = os.path.split(target.rstrip("/"))
-    if name.startswith("hpc_ckpt_"):
-        # Lightning resumes a requeued job from the last of these names. If a crash left the file
-        # unwritten, Lightning must not take the folder for it.
-        name = name.replace("_", "-")
-    return filesystem, os.path.join(head, name + _SUFFIX)
-
-
-def _is_local(filesystem: fsspec.AbstractFileSystem) -> bool:
-    return type(filesystem) is LocalFileSystem
-
-
 def _write(path: str, save: str, name: str, content: bytes) -> None:
-    filesystem, folder = _folder(path)
-    filesystem.makedirs(f"{folder}/{save}", exist_ok=True)
-    _write_file(filesystem, f"{folder}/{save}/{name}", content)
-
-
-def _write_file(filesystem: fsspec.AbstractFileSystem, target: str, content: bytes) -> None:
-    if _is_local(filesystem):
-        # A transaction would write to the system's temporary folder first.
-        part = f"{target}.part"
-        try:
-            filesystem.pipe_file(part, content)
-            os.replace(part, target)
-        except OSError:
-            with suppress(OSError):
-                os.remove(part)
-            raise
-    else:
-        with filesystem.transaction, filesystem.open(target, "wb") as file:
-            file.write(content)
+    folder = _Folder(path)
+    folder.filesystem.makedirs(f"{folder.path}/{save}", exist_ok=True)
+    folder.write(f"{folder.path}/{save}/{name}", content)
 
 
 def _read(path: str, save: str, name: str) -> bytes:
-    filesystem, folder = _folder(path, follow=True)
+    folder = _Folder(path, follow=True)
     try:
-        return bytes(filesystem.cat_file(f"{folder}/{save}/{name}"))
+        return bytes(folder.filesystem.cat_file(f"{folder.path}/{save}/{name}"))
     except FileNotFoundError as error:
         raise ValueError(
-            f"The checkpoint {path} needs {folder}/{save}/{name}, which is missing. The folder"
-            f" {folder} belongs to the checkpoint file: move or copy both. With"
+            f"The checkpoint {path} needs {folder.path}/{save}/{name}, which is missing. The"
+            f" folder {folder.path} belongs to the checkpoint file: move or copy both. With"
             " resume='exact:newest' only the newest checkpoint of a run has one. Without it, start"
             " a new fit from the weights of the file."
         ) from error
@@ -378,10 +385,11 @@ def write_ranks(
 
 def _saves_of(path: str) -> list[str]:
     """Returns the names of the saves in the folder of a checkpoint file, complete or not."""
-    filesystem, folder = _folder(path)
-    if not filesystem.exists(folder):
+    folder = _Folder(path)
+    if not folder.filesystem.exists(folder.path):
         return []
-    return [os.path.basename(save.rstrip("/")) for save in filesystem.ls(folder, detail=False)]
+    saves = folder.filesystem.ls(folder.path, detail=False)
+    return [os.path.basename(save.rstrip("/")) for save in saves]
 
 
 def write_common_file(
@@ -465,12 +473,15 @@ def save(
     outer: Mapping[str, Tensor],
     inner_optimizers: Sequence[Optimizer],
 ) -> None:
+    """Writes a checkpoint file with the outer parameters, and the files of all ranks. All ranks must
+    call it.
+    """
     saved = write_own(path, topology, settings, state, inner_optimizers, {})
 
     def write() -> None:
         if topology.rank == 0:
-            content = _serialised({"state_dict": dict(outer), KEY: saved.header})
-            _write_file(*_filesystem(saved.path), content)
+            folder = _Folder(saved.path)
+            folder.write(folder.file, _serialised({"state_dict": dict(outer), KEY: saved.header}))
 
     # No rank returns before the checkpoint is there.
     write_common_file(saved, topology, write)
@@ -486,9 +497,9 @@ def load(
     """
 
     def read_file() -> dict[str, Any]:
-        filesystem, target = _filesystem(path)
+        folder = _Folder(path)
         try:
-            return _deserialised(filesystem.cat_file(target))
+            return _deserialised(folder.filesystem.cat_file(folder.file))
         except FileNotFoundError as error:
             raise ValueError(f"There is no checkpoint {path}. Give the path of one.") from error
 

@@ -286,11 +286,12 @@ class ShardOptimizer:
         """
         parameter = Parameter(values)
         parameter.grad = gradient
-        # The user's optimizer itself steps, because torch copies neither its hooks nor attributes
-        # of subclasses. For the time of a step it holds one parameter. Then its `__dict__` becomes
-        # what it was, which also takes back what the step left in other attributes: no fragment
-        # owns them, so fragments would mix there, and no checkpoint would hold them. The test of
-        # hooks and attributes in tests/engine/test_reference.py shows both.
+        # The user's optimizer itself steps and no copy, because torch copies neither its hooks nor
+        # the attributes of a subclass. During a step it holds one parameter. Afterwards its former
+        # attributes come back as a whole. That also undoes changes to attributes of a subclass:
+        # these belong to no fragment, so one fragment would see the steps of another, and no
+        # checkpoint would hold them. The test of hooks and attributes in
+        # tests/engine/test_reference.py fails without either.
         optimizer = self._optimizer
         attributes = dict(vars(optimizer))
         optimizer.param_groups = [{**group, "params": [parameter]}]

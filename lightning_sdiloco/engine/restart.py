@@ -115,7 +115,9 @@ def _weighed(state: State, groups: int, settings: Settings | None) -> Weighed:
 
 
 def _mean_of(states: Sequence[State]) -> State:
-    """Returns the mean over the groups of what the same rank of each group saved."""
+    """Returns the state of a rank with the mean of the groups' outer values, given the states of
+    the same rank in all groups.
+    """
     fragments = []
     for index, first in enumerate(states[0]["fragments"]):
         saved = [state["fragments"][index] for state in states]
@@ -199,8 +201,8 @@ class _SavedFlights:
         self._weighed = weighed
         self._weighing = settings.aggregation
         self._direction = settings.outer.map
-        # The parts of two shots stay as they were when the flights were launched, because what the
-        # second rounding lost is saved part by part.
+        # The parts of two shots stay as they were when the flights were launched, because the
+        # losses of the second rounding are saved part by part.
         exchange = TwoShot.read(groups[0][0]["settings"]["exchange"], "gloo")
         self._all_reduce = all_reduce_for(
             exchange, len(groups), settings.codec, settings.landing.kept

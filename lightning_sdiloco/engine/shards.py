@@ -46,7 +46,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def clean_name(name: str) -> str:
-    """Returns the name of a parameter without what torch.compile adds to it."""
+    """Returns the name of a parameter without the prefix that torch.compile adds."""
     return name.replace("_orig_mod.", "")
 
 
@@ -87,8 +87,8 @@ _HOW_TO_CHANGE = (
 
 
 class CutModel:
-    """Remembers the trainable parameters and the modules of a model that is cut, and finds what has
-    changed since.
+    """Remembers the trainable parameters and the modules of a model that is cut, and finds the
+    changes since.
 
     A parameter is the same as long as the object and its shape are, under whatever name: ``p.data``
     may be replaced, and a layer that is inserted into an ``nn.Sequential`` renames those behind it.
@@ -98,44 +98,33 @@ class CutModel:
         self.model = model
         self._parameters = trainable(model)
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
-        self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        self._kinds = _kinds(self._parameters)
+        self._identities = _identities(self._parameters)
         self._modules = {id(module): (name, module) for name, module in modules_of(model).items()}
 
     def is_same(self) -> bool:
         """Returns whether the same parameters are trainable, under the same names, of the same
         dtypes.
         """
-        parameters = trainable(self.model)
-        if any(self.former_name(parameter) != name for name, parameter in parameters.items()):
-            return False
-        return self._kinds == _kinds(parameters)
+        return self._identities == _identities(trainable(self.model))
 
     def new(self) -> dict[str, Tensor]:
         """Returns the trainable parameters that the cut does not have, or has in another shape."""
-        new = dict[str, Tensor]()
-        for name, parameter in trainable(self.model).items():
-            if self.former_name(parameter) is None:
-                new[name] = parameter
-        return new
+        parameters = trainable(self.model)
+        return {name: p for name, p in parameters.items() if self.former_name(p) is None}
 
     def frozen(self) -> set[str]:
         """Returns the names of the parameters that are no longer trainable, whether or not the
         model still has them.
         """
-        frozen = set[str]()
-        for name, parameter in self._parameters.items():
-            is_reshaped = self.former_name(parameter) is None
-            if not is_reshaped and not parameter.requires_grad:
-                frozen.add(name)
-        return frozen
+        frozen = {name for name, p in self._parameters.items() if not p.requires_grad}
+        return {name for name in frozen if self.former_name(self._parameters[name]) is not None}
 
     def former_name(self, parameter: Tensor) -> str | None:
         """Returns the name that a parameter had when the model was cut; None if it is another one,
         or was reshaped.
         """
         name = self._names.get(id(parameter))
-        if name is None or parameter.shape != self._shapes[name]:
+        if name is None or parameter.shape != self._identities[name].shape:
             return None
         return name
 
@@ -201,7 +190,7 @@ class CutModel:
 
     def require_devices(self) -> None:
         """Refuses parameters on a device on which the model had none when it was cut."""
-        devices = {device for _, device in self._kinds.values()}
+        devices = {identity.device for identity in self._identities.values()}
         for name, parameter in trainable(self.model).items():
             if parameter.device not in devices:
                 raise ValueError(
@@ -211,8 +200,20 @@ class CutModel:
                 )
 
 
-def _kinds(parameters: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.device]]:
-    return {name: (parameter.dtype, parameter.device) for name, parameter in parameters.items()}
+class _Identity(NamedTuple):
+    """The properties by which a cut recognises a parameter."""
+
+    object_id: int
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _identities(parameters: Mapping[str, Tensor]) -> dict[str, _Identity]:
+    identities = dict[str, _Identity]()
+    for name, p in parameters.items():
+        identities[name] = _Identity(id(p), p.shape, p.dtype, p.device)
+    return identities
 
 
 def _counted(names: Sequence[str], verb: str) -> str:
@@ -222,7 +223,7 @@ def _counted(names: Sequence[str], verb: str) -> str:
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the modules by name, without what torch.compile adds to it."""
+    """Returns the modules by name, without the prefix that torch.compile adds."""
     return {clean_name(f"{name}.")[:-1]: module for name, module in model.named_modules()}
 
 
@@ -255,7 +256,7 @@ class ShardSpec(NamedTuple):
 
     @property
     def _holds_all(self) -> bool:
-        return all(runs == [(0, size)] for runs, size in zip(self.runs, self.shape, strict=True))
+        return self.runs == [[(0, size)] for size in self.shape]
 
     def extract(self, full: Tensor) -> Tensor:
         """Returns the values that the rank exchanges, out of the flat whole parameter."""
@@ -292,8 +293,8 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns what this rank holds of a tensor, without autograd. Writing to it writes to the
-    tensor.
+    """Returns the part of a tensor that this rank holds, without autograd. Writing to it writes to
+    the tensor.
     """
     sharded: Any = tensor.detach()
     return sharded.to_local() if is_sharded(sharded) else sharded
@@ -437,7 +438,9 @@ def shard_specs(
 
 
 def _runs_or_refusal(parameter: Any, members: range) -> list[Runs] | str:
-    """Returns the positions that this rank holds, or why the parameter cannot be exchanged."""
+    """Returns the positions that this rank holds, or the reason why the parameter cannot be
+    exchanged.
+    """
     outside = sorted(set(ranks_of(parameter)) - set(members))
     if outside:
         return (
@@ -632,11 +635,11 @@ class FragmentLayout(ABC):
 
     @abstractmethod
     def to_name(self, gathered: Tensor, shard: Tensor) -> Tensor:
-        """Returns which of its arguments `named` reads."""
+        """Returns the one of its arguments that `named` reads."""
 
     @abstractmethod
     def copied(self) -> Tensor:
-        """Returns what `named` reads, for the values that are in the model now."""
+        """Returns the vector that `named` reads, for the present values of the model."""
 
     @abstractmethod
     def _shard_of_whole(self, values: Sequence[Tensor]) -> Tensor:
