@@ -55,6 +55,9 @@ FORMAT = 3
 KEY = "streaming_diloco"
 """The checkpoint file's key that names its folder."""
 
+Header = Mapping[str, Any]
+"""The value of the checkpoint file's `KEY`: format, folder, layout and settings."""
+
 Outcome = TypeVar("Outcome")
 
 _SUFFIX = ".sdiloco"
@@ -76,13 +79,13 @@ class Saved(NamedTuple):
 
     Attributes:
         path: The checkpoint file.
-        header: The value of the checkpoint file's `KEY`: format, folder, layout and settings.
+        header: The value of the checkpoint file's `KEY`.
         older: The folders of earlier saves of the same checkpoint file, on rank 0.
         entries: The files of all ranks.
     """
 
     path: str
-    header: dict[str, Any]
+    header: Header
     older: list[str]
     entries: list[Entry]
 
@@ -153,7 +156,7 @@ def write_rank(path: str, save: str, rank: int, state: Mapping[str, Any]) -> Ent
     return Entry(name, len(content), hashlib.sha256(content).hexdigest())
 
 
-def read_rank(path: str, header: Mapping[str, Any], rank: int) -> dict[str, Any]:
+def read_rank(path: str, header: Header, rank: int) -> State:
     """Reads the file of a rank and checks it against the manifest."""
     if header["format"] != FORMAT:
         raise ValueError(
@@ -173,7 +176,7 @@ def read_rank(path: str, header: Mapping[str, Any], rank: int) -> dict[str, Any]
     return _deserialised(content)
 
 
-def read_groups(path: str, header: Mapping[str, Any]) -> list[list[State | None]]:
+def read_groups(path: str, header: Header) -> list[list[State | None]]:
     """Reads the states for `restart_from` from the files of all ranks, by group; None where a file
     is missing.
     """
@@ -185,14 +188,14 @@ def read_groups(path: str, header: Mapping[str, Any]) -> list[list[State | None]
     return groups
 
 
-def _read_for_restart(path: str, header: Mapping[str, Any], rank: int) -> State | None:
+def _read_for_restart(path: str, header: Header, rank: int) -> State | None:
     if not has_rank(path, header, rank):
         return None
     engine = read_rank(path, header, rank)["engine"]
     return {key: engine[key] for key in ("settings", "counts", "fragments", "flights")}
 
 
-def has_rank(path: str, header: Mapping[str, Any], rank: int) -> bool:
+def has_rank(path: str, header: Header, rank: int) -> bool:
     return _Folder(path, follow=True).has(f"{header['save']}/rank_{rank:05d}.pt")
 
 
@@ -247,9 +250,9 @@ def take_place(part: str, path: str) -> None:
     os.replace(part, _Folder(path).file)
 
 
-def random_state() -> dict[str, Any]:
+def random_state() -> State:
     """Returns the state of this process's random number generators, as plain values and tensors."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    state: State = {"torch": torch.get_rng_state(), "python": random.getstate()}
     # To ask an unused device would initialise it, which a forked process cannot do.
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -275,7 +278,7 @@ def _serialised(state: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _deserialised(content: bytes) -> dict[str, Any]:
+def _deserialised(content: bytes) -> State:
     return dict(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
 
 
@@ -325,14 +328,14 @@ def _stored(entries: Entries) -> State:
 
 
 def take_up_entries(
-    saved: State, tree: dict[str, Any], read: Read | None = None, without: Collection[str] = ()
+    saved: State, tree: State, read: Read | None = None, without: Collection[str] = ()
 ) -> State:
     """Replaces entries that rank 0 saved by those that this rank saved, and returns the state of
     the engine with extra state.
 
     Without ``read``, it reads the entries that are safe to read, and a warning names the others.
     """
-    extra = dict[str, Any]()
+    extra: State = {}
     unread = put(saved["entries"], tree, read or read_safely, without)
     unread += put(saved["extra_state"], extra, read or read_safely)
     named = "; ".join(unread)
@@ -496,7 +499,7 @@ def load(
     must call it.
     """
 
-    def read_file() -> dict[str, Any]:
+    def read_file() -> State:
         folder = _Folder(path)
         try:
             return _deserialised(folder.filesystem.cat_file(folder.file))
@@ -510,7 +513,7 @@ def load(
 
 def read_own(
     path: str,
-    read_file: Callable[[], dict[str, Any]],
+    read_file: Callable[[], State],
     topology: Topology,
     settings: Settings,
     optimizers: int,
@@ -525,7 +528,7 @@ def read_own(
     try:
         checkpoint = read_file()
         header = checkpoint.get(KEY)
-        saved = _read_own(path, header, topology, settings, optimizers)
+        saved = _read_matching(path, header, topology, settings, optimizers)
         saved["engine"] = take_up_entries(saved, checkpoint, read)
     except ValueError as error:
         refusal = str(error)
@@ -546,20 +549,21 @@ def take_up_training(saved: State, inner_optimizers: Sequence[Optimizer]) -> Non
     set_random_state(saved["random"])
 
 
-def start_of(header: Mapping[str, Any], saved: State) -> str:
+def start_of(header: Header, saved: State) -> str:
     """Describes the inner step at which a rank resumes, given the header of the checkpoint and the
     file of the rank.
     """
     return f"inner step {saved['engine']['counts']['inner_steps']} (save {header['save'][:8]})"
 
 
-def _read_own(
+def _read_matching(
     path: str,
-    header: Mapping[str, Any] | None,
+    header: Header | None,
     topology: Topology,
     settings: Settings,
     optimizers: int,
 ) -> State:
+    """Reads the file of this rank, and refuses another layout, other settings or optimizers."""
     if header is None:
         raise ValueError(
             f"{path} was not saved by lightning_sdiloco: it names no files of ranks. Give another"
@@ -634,7 +638,7 @@ def _in_words(place: Mapping[str, int]) -> str:
 # The state of an inner optimizer as one rank holds it, sharded or not
 
 
-def own_state(optimizer: Optimizer) -> dict[str, Any]:
+def own_state(optimizer: Optimizer) -> State:
     """Returns the state of an optimizer; of sharded tensors, the part that this rank holds."""
     state = optimizer.state_dict()
     held = dict[Any, Any]()
@@ -650,7 +654,7 @@ def own_state(optimizer: Optimizer) -> dict[str, Any]:
     return {**state, "state": held, "divided": divided}
 
 
-def take_up_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+def take_up_state(optimizer: Optimizer, saved: State) -> None:
     """Restores the state that `own_state` returned, for the same parameters, sharded in the same
     way.
     """

@@ -26,6 +26,7 @@ from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.outer import OuterState
 from lightning_sdiloco.engine.shards import (
     FragmentLayout,
+    SavedFragment,
     ShardSpec,
     clean_name,
     digest,
@@ -313,7 +314,7 @@ class Matrices:
 
 
 def direct_shards(
-    fragment: Mapping[str, Any], shards: Sequence[OuterState], direction: Direction | None
+    fragment: SavedFragment, shards: Sequence[OuterState], direction: Direction | None
 ) -> list[Tensor]:
     """Returns the shards of the direction of a mean outer gradient, given all its shards and the
     saved fragment.

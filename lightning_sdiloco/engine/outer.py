@@ -26,6 +26,12 @@ from lightning_sdiloco.memory import new_vector
 Make = Callable[[Sequence[Tensor]], Optimizer]
 MakeSchedule = Callable[[Optimizer], LRScheduler]
 
+Hyperparameters = dict[str, Any]
+"""A parameter group of a torch optimizer, without its parameters."""
+
+OptimizerState = dict[str, Any]
+"""The state that a torch optimizer keeps of one parameter."""
+
 # Values that are stepped at once: few, so that they stay in the cache and the allocator holds
 # little of the temporary memory of an optimizer; enough that the calls cost nothing. Stretches
 # begin where a vector unit would also begin.
@@ -142,7 +148,7 @@ class OuterState(NamedTuple):
     """
 
     values: Tensor
-    state: dict[str, Any]
+    state: OptimizerState
     rounds: int
     lr: float = 0.0
     direction_norm: float = nan
@@ -261,8 +267,8 @@ class ShardOptimizer:
         return OuterState(gradient, state, rounds, float(group.get("lr", nan)))
 
     def _step_in_stretches(
-        self, group: dict[str, Any], values: Tensor, gradient: Tensor, before: Mapping[str, Any]
-    ) -> dict[str, Any]:
+        self, group: Hyperparameters, values: Tensor, gradient: Tensor, before: OptimizerState
+    ) -> OptimizerState:
         """Steps one stretch after the other, overwrites the gradient, and returns the new state."""
         state = _StateInStretches(before, values, self._storage)
         pieces = stretches(values.numel(), values.device)
@@ -279,8 +285,8 @@ class ShardOptimizer:
         return state.full
 
     def _stepped(
-        self, group: dict[str, Any], values: Tensor, gradient: Tensor, state: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Any]]:
+        self, group: Hyperparameters, values: Tensor, gradient: Tensor, state: OptimizerState
+    ) -> tuple[Tensor, OptimizerState]:
         """Steps some values and their state, to which it writes, with the hyperparameters of a
         group.
         """
@@ -321,16 +327,16 @@ class _StateInStretches:
         full: The new state, once all stretches are stored.
     """
 
-    def __init__(self, before: Mapping[str, Any], values: Tensor, storage: OuterStorage) -> None:
+    def __init__(self, before: OptimizerState, values: Tensor, storage: OuterStorage) -> None:
         self._before = before
         self._values = values
         self._storage = storage
         self._vectors: dict[str, Tensor] = {}
-        self.full: dict[str, Any] = {}
+        self.full: OptimizerState = {}
 
-    def load(self, piece: slice) -> dict[str, Any]:
+    def load(self, piece: slice) -> OptimizerState:
         """Copies the state of a stretch; elementwise entries to where they stay after the step."""
-        state = dict[str, Any]()
+        state: OptimizerState = {}
         for key, entry in self._before.items():
             if is_elementwise(entry, self._values):
                 place = self._place(key, entry.dtype, piece)
@@ -339,7 +345,7 @@ class _StateInStretches:
                 state[key] = copy.deepcopy(entry)
         return state
 
-    def store(self, piece: slice, loaded: Mapping[str, Any], stepped: Mapping[str, Any]) -> None:
+    def store(self, piece: slice, loaded: OptimizerState, stepped: OptimizerState) -> None:
         """Takes the state of a stretch after its step. The last stretch decides entries that are
         not elementwise.
         """
@@ -479,7 +485,7 @@ def stretches(numel: int, device: torch.device) -> list[slice]:
 
 # The hyperparameters of each round
 
-Groups = list[dict[str, Any]]
+Groups = list[Hyperparameters]
 
 # Schedules are compared over this many rounds.
 _COMPARED = 1000
@@ -597,7 +603,7 @@ def _described(scheduler: LRScheduler, rounds: Sequence[Groups]) -> str:
     return f"{type(scheduler).__name__} ({shown}, ...; {len(numbers)} rounds: {seal})"
 
 
-def _scheduled_numbers(group: Mapping[str, Any]) -> list[Any]:
+def _scheduled_numbers(group: Hyperparameters) -> list[Any]:
     return [_number(group.get(key)) for key in ("lr", "momentum", "betas")]
 
 

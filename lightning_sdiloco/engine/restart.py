@@ -20,7 +20,8 @@ from lightning_sdiloco.engine.shards import OuterParameter, to_parameters
 from lightning_sdiloco.engine.untrained import Kind, new_outer
 
 State = dict[str, Any]
-"""The dictionary that `StreamingDiLoCo.state_dict` returned on one rank, or the file of a rank."""
+"""Plain values and tensors that are saved, such as the file of a rank or an engine's
+`StreamingDiLoCo.state_dict`."""
 
 
 class Restart(NamedTuple):

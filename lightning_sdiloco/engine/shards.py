@@ -25,7 +25,7 @@ from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.partition import Fragment, Parameter
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.outer import OuterState, is_elementwise
+from lightning_sdiloco.engine.outer import OptimizerState, OuterState, is_elementwise
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.memory import new_vector
 
@@ -478,18 +478,22 @@ def _chunks(positions: list[int], count: int) -> list[list[int]]:
     return [positions[start : start + length] for start in range(0, len(positions), length)]
 
 
+SavedFragment = Mapping[str, Any]
+"""The layout of a fragment in a checkpoint; see `FragmentLayout.state_dict`."""
+
+
 class OuterParameter(NamedTuple):
     """Holds outer values and outer optimizer state of one parameter, whole, however fragments and
     shards are cut.
     """
 
     values: Tensor
-    state: dict[str, Any]
+    state: OptimizerState
     rounds: int
 
 
 def to_parameters(
-    fragment: Mapping[str, Any], shards: Sequence[OuterState]
+    fragment: SavedFragment, shards: Sequence[OuterState]
 ) -> dict[str, OuterParameter]:
     """Splits the shards of a fragment, in the order of the ranks, into its parameters.
 
@@ -501,9 +505,9 @@ def to_parameters(
     """
     first = shards[0]
     values = _split(fragment, [shard.values for shard in shards])
-    states: dict[str, dict[str, Any]] = {name: {} for name in values}
+    states: dict[str, OptimizerState] = {name: {} for name in values}
     for key, entry in first.state.items():
-        vectors = dict.fromkeys(values, entry)
+        vectors: dict[str, Any] = dict.fromkeys(values, entry)
         if is_elementwise(entry, first.values):
             vectors = _split(fragment, [shard.state[key] for shard in shards])
         for name, state in states.items():
@@ -511,7 +515,7 @@ def to_parameters(
     return {name: OuterParameter(values[name], states[name], first.rounds) for name in values}
 
 
-def _split(fragment: Mapping[str, Any], vectors: Sequence[Tensor]) -> dict[str, Tensor]:
+def _split(fragment: SavedFragment, vectors: Sequence[Tensor]) -> dict[str, Tensor]:
     """Splits vectors, one from each rank, into parts for the parameters of a fragment."""
     names = fragment["names"]
     if "places" not in fragment:
@@ -531,7 +535,7 @@ def _split(fragment: Mapping[str, Any], vectors: Sequence[Tensor]) -> dict[str, 
 
 
 def to_shards(
-    fragment: Mapping[str, Any], parameters: Mapping[str, Tensor], lengths: Sequence[int]
+    fragment: SavedFragment, parameters: Mapping[str, Tensor], lengths: Sequence[int]
 ) -> list[Tensor]:
     """Cuts flat whole parameters into shards of these lengths, which `to_parameters` joins.
 
@@ -572,7 +576,7 @@ class FragmentLayout(ABC):
         self.parameters = list(parameters)
         # Finds the copies of a parameter that optimizers keep, which have to change with it;
         # `Rounds.cut` sets it.
-        self.copies_of: Callable[[Tensor], Sequence[Tensor]] = _no_copies
+        self.copies_of: Callable[[Tensor], Sequence[Tensor]] = lambda parameter: ()
         self._held: Callable[[Tensor], Tensor] = (
             local if any(map(is_sharded, parameters)) else Tensor.detach
         )
@@ -655,7 +659,7 @@ class FragmentLayout(ABC):
         An elementwise entry of the optimizer's state is zero where a parameter has none; of counts,
         the largest is taken.
         """
-        state: dict[str, Any] = {}
+        state: OptimizerState = {}
         keys = chain.from_iterable(parameter.state for parameter in parameters)
         for key in dict.fromkeys(keys):
             holders = [parameter for parameter in parameters if key in parameter.state]
@@ -775,10 +779,6 @@ class FragmentLayout(ABC):
 
     def is_finite(self) -> bool:
         return all(bool(parameter.isfinite().all()) for parameter in self.held)
-
-
-def _no_copies(parameter: Tensor) -> Sequence[Tensor]:
-    return ()
 
 
 class WholeLayout(FragmentLayout):

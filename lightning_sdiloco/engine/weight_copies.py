@@ -654,18 +654,14 @@ def _small_groups(optimizer: Any, accepted: set[str]) -> list[dict[str, Any]]:
                 small_group[key] = _number(value)
         small_group.pop("initial_lr", None)
         held = [local(parameter) for parameter in group["params"]]
-        smalls = dict.fromkeys(_small(tensor) for tensor in held if tensor.numel())
+        smalls = [_Small((3,) * t.ndim, t.dtype, t.device) for t in held if t.numel()]
         if smalls:
-            groups.append({**small_group, "params": list(smalls)})
+            groups.append({**small_group, "params": list(dict.fromkeys(smalls))})
     return groups
 
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
-
-
-def _small(parameter: Tensor) -> _Small:
-    return _Small((3,) * parameter.ndim, parameter.dtype, parameter.device)
 
 
 def _is_plain(value: Any) -> bool:
