@@ -615,16 +615,13 @@ def require_own_state(state: Mapping[str, Any], topology: Topology) -> None:
         )
     if saved_place != place:
         raise ValueError(
-            f"This is the state of {_in_words(saved_place)}, but this process is {_in_words(place)}."
-            " Each rank"
-            " needs its own state,"
-            " because worker groups hold different values. A checkpoint that only rank 0 writes,"
-            " as torch.save in one"
-            f" process, fabric.save({{'engine': engine}}) and"
-            " accelerator.register_for_checkpointing(engine) do, keeps"
-            " only rank 0's. Save with engine.save(path) and load with engine.load(path) in all"
-            " processes: they keep a"
-            " file per rank."
+            f"This is the state of {_in_words(saved_place)}, but this process is"
+            f" {_in_words(place)}. Each rank needs its own state, because worker groups hold"
+            " different values. A checkpoint that only rank 0 writes, as torch.save in one process,"
+            " fabric.save({'engine': engine}) and"
+            " accelerator.register_for_checkpointing(engine) do, keeps only rank 0's. Save with"
+            " engine.save(path) and load with engine.load(path) in all processes: they keep a file"
+            " per rank."
         )
 
 

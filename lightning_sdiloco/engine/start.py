@@ -208,11 +208,7 @@ def cut(model: nn.Module, settings: Settings) -> Partition:
                 " outer value. Only real floating-point parameters can be exchanged. Store complex"
                 " values as two real parameters, or freeze it."
             )
-    frozen = [
-        clean_name(name)
-        for name, parameter in model.named_parameters()
-        if not parameter.requires_grad
-    ]
+    frozen = [clean_name(name) for name, p in model.named_parameters() if not p.requires_grad]
     cut_by_size = partition(described(parameters), settings.fragments, aliases(model), frozen)
     if settings.outer.map is None:
         return cut_by_size

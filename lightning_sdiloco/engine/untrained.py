@@ -160,8 +160,7 @@ def kinds_of(
         if kind is Kind.MEAN and not place.tensor.is_floating_point():
             raise ValueError(
                 f"untrained={{{place.name!r}: 'mean'}} was given, but its values are"
-                f" {place.tensor.dtype}, which have"
-                " no mean. Choose 'first' or 'own'."
+                f" {place.tensor.dtype}, which have no mean. Choose 'first' or 'own'."
             )
     return kinds
 
@@ -624,9 +623,8 @@ class UntrainedState:
             place = self._places[index]
             _log.warning(
                 "%r had the shape %s and outer values of %s when the model was cut, and has %s"
-                " and %s now: the worker"
-                " groups cannot exchange it, and each keeps its own. Give untrained={%r: 'own'}"
-                " to say so.",
+                " and %s now: the worker groups cannot exchange it, and each keeps its own. Give"
+                " untrained={%r: 'own'} to say so.",
                 place.name,
                 tuple(self._shapes[index]),
                 self.outer[index].dtype,
