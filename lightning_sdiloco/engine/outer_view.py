@@ -115,16 +115,15 @@ class OuterView:
         """
         if self._stash is not None or self.has_ended:
             return
-        kept_state = own or {}
-        if mean is not None:
-            kept_state = own or mean.own
-        self._stash = self._put_aside(kept_state)
+        if not own:
+            own = {} if mean is None else mean.own
+        self._stash = self._put_aside(own)
         if mean is None:
             self.write_outer()
         else:
             for index, fragment in enumerate(self._fragments):
                 fragment.write(mean.gathered[index], mean.untrained[index])
-        self.write_untrained(kept_state)
+        self.write_untrained(own)
         self._copies.hide()
         self._shown = self._digests_of_untrained()
         if watches:

@@ -52,8 +52,8 @@ def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | 
 
     Args:
         groups: The state of each rank, by group; None where a file is missing.
-        settings: The settings that the flights were launched with; None if the outer optimizer is
-            another one now, which can read neither the flights nor the state of the former one.
+        settings: The settings of the new run; None if its outer optimizer is another one, which can
+            neither read the former one's state nor land its flights.
 
     Raises:
         ValueError: If no group has the states of all its ranks.

@@ -662,14 +662,14 @@ class Recut(NamedTuple):
         replaced is new on all of them.
         """
         new = set[str]().union(*(new_names for new_names, _ in names))
-        frozen = set(self.frozen).intersection(*(frozen_names for _, frozen_names in names))
+        frozen_everywhere = set.intersection(*(set(frozen_names) for _, frozen_names in names))
         tensors = self.known | self.new
         return self._replace(
             outer=self.outer._replace(
                 parameters=_without(new, self.outer.parameters),
                 untrained=_without(new, self.outer.untrained),
             ),
-            frozen=_without(self.frozen.keys() - frozen, self.frozen),
+            frozen={name: p for name, p in self.frozen.items() if name in frozen_everywhere},
             # In an order that is the same on ranks that have replaced different ones.
             new={name: tensors[name] for name in sorted(new)},
         )
