@@ -155,11 +155,8 @@ def has_fast_float64(device: torch.device) -> bool:
 
 def _groups_of_convolutions(model: nn.Module) -> dict[str, int]:
     """Returns the groups of all convolutions, by name."""
-    groups = dict[str, int]()
-    for name, module in modules_of(model).items():
-        if isinstance(module, _CONVOLUTIONS):
-            groups[name] = module.groups
-    return groups
+    modules = modules_of(model)
+    return {name: m.groups for name, m in modules.items() if isinstance(m, _CONVOLUTIONS)}
 
 
 def _module_of(name: str) -> str:

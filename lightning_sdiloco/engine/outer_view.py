@@ -327,13 +327,13 @@ class OuterView:
         by_name = {place.name: place for place in places}
         return [by_name[name] for name in names if name in by_name]
 
-    def _put_aside(self, kept_state: Mapping[str, Tensor]) -> LocalValues:
+    def _put_aside(self, shown: Mapping[str, Tensor]) -> LocalValues:
         """Copies all values that will be overwritten, and all buffers, because a forward pass may
         write to them.
         """
         parameters = [self._storage.store_copy(parameter) for parameter in self._parameters()]
         untrained = dict[str, Tensor]()
-        for place in (*self._overwritten_places(), *self._places(kept_state)):
+        for place in (*self._overwritten_places(), *self._places(shown)):
             if place.name not in untrained:
                 untrained[place.name] = self._storage.store_copy(place.values)
         return LocalValues(parameters, untrained)

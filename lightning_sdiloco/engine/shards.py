@@ -148,9 +148,7 @@ class CutModel:
 
     def described(self) -> str:
         """Describes which parameters have changed; empty if only their names or dtypes have."""
-        parameters = dict[str, Tensor]()
-        for name, parameter in self.model.named_parameters():
-            parameters[clean_name(name)] = parameter
+        parameters = {clean_name(name): p for name, p in self.model.named_parameters()}
         present = set(map(id, parameters.values()))
         changed = defaultdict[str, list[str]](list)
         for name in self.new():
@@ -210,10 +208,7 @@ class _Identity(NamedTuple):
 
 
 def _identities(parameters: Mapping[str, Tensor]) -> dict[str, _Identity]:
-    identities = dict[str, _Identity]()
-    for name, p in parameters.items():
-        identities[name] = _Identity(id(p), p.shape, p.dtype, p.device)
-    return identities
+    return {n: _Identity(id(p), p.shape, p.dtype, p.device) for n, p in parameters.items()}
 
 
 def _counted(names: Sequence[str], verb: str) -> str:

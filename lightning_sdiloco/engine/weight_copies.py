@@ -116,7 +116,8 @@ class WeightCopies:
         modes_before = self._modes_before or []
         self._modes_before = None
         self._set_modes(modes_before)
-        if any(now and not before for now, before in zip(modes_after, modes_before, strict=True)):
+        modes = zip(modes_before, modes_after, strict=True)
+        if any(after and not before for before, after in modes):
             for part in self._parts():
                 if callable(getattr(part, "train", None)):
                     part.train()
