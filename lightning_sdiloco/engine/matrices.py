@@ -278,13 +278,12 @@ class Matrices:
         parts: list[list[Tensor]] = [[] for _ in self._ranks]
         for matrix in self._dealt:
             parts[matrix.owner].append(matrix.part(gradient, self._rank))
-        nothing = gradient.new_empty(0)
         lengths = [self._owned_lengths(rank) for rank in self._ranks]
-        received = _exchanged(parts, lengths, nothing, group)
+        received = _exchanged(parts, lengths, gradient, group)
         directed = directed_by(self._direction, self._assembled(received, gradient))
         answers = [self._owned_parts(directed, rank) for rank in self._ranks]
         lengths = [list(map(len, owner_parts)) for owner_parts in parts]
-        returned = _exchanged(answers, lengths, nothing, group)
+        returned = _exchanged(answers, lengths, gradient, group)
         for part, values in zip(chain(*parts), chain(*returned), strict=True):
             part.copy_(values)
 
@@ -330,15 +329,15 @@ def direct_shards(
 def _exchanged(
     sent: Sequence[Sequence[Tensor]],
     lengths: Sequence[Sequence[int]],
-    nothing: Tensor,
+    like: Tensor,
     group: Communicator,
 ) -> list[list[Tensor]]:
-    """Sends every rank its vectors, ``nothing`` if there are none; returns those that came from each
-    rank, of these lengths. In-group collective.
+    """Sends every rank its vectors, which may be none; returns those that came from each rank, of
+    these lengths, with the dtype and device of another vector. In-group collective.
     """
     if group.size == 1:
         return list(map(list, sent))
-    messages = [torch.cat([nothing, *vectors]) for vectors in sent]
+    messages = [torch.cat([like.new_empty(0), *vectors]) for vectors in sent]
     received = group.all_to_all_vectors(messages, list(map(sum, lengths)))
     return [
         list(message.split(list(sizes))) for message, sizes in zip(received, lengths, strict=True)

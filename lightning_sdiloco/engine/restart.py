@@ -15,7 +15,7 @@ from lightning_sdiloco.algorithm.reduce import TwoShot, all_reduce_for
 from lightning_sdiloco.algorithm.weighting import Control, Count, Weighed
 from lightning_sdiloco.engine.flight import norm_squared
 from lightning_sdiloco.engine.matrices import direct_shards
-from lightning_sdiloco.engine.outer import OuterState, outer_optimizer_for
+from lightning_sdiloco.engine.outer import OuterState, ShardOptimizer, outer_optimizer_for
 from lightning_sdiloco.engine.shards import OuterParameter, to_parameters
 from lightning_sdiloco.engine.untrained import Kind, new_outer
 
@@ -208,10 +208,10 @@ class _SavedFlights:
         self._all_reduce = all_reduce_for(
             exchange, len(groups), settings.codec, settings.landing.kept
         )
-        self._optimizers = [
-            outer_optimizer_for(settings, [outer_state.values for outer_state in outer_states])
-            for outer_states in outer.shards
-        ]
+        self._optimizers = list[ShardOptimizer]()
+        for outer_states in outer.shards:
+            values = [outer_state.values for outer_state in outer_states]
+            self._optimizers.append(outer_optimizer_for(settings, values))
 
     def land(self, index: int) -> bool:
         """Lands a flight, and returns whether any group had sent a finite outer gradient."""

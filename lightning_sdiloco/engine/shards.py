@@ -869,11 +869,10 @@ class ShardedLayout(FragmentLayout):
         self.start = sum(self.lengths[:shard])
         # The parameters of which several ranks hold the same values, each of which exchanges a part
         # of them.
-        self._in_common = [
-            index
-            for index, ranks in enumerate(specs)
-            if max(len(spec.holders) for spec in ranks) > 1
-        ]
+        self._in_common = list[int]()
+        for index, ranks in enumerate(specs):
+            if any(len(spec.holders) > 1 for spec in ranks):
+                self._in_common.append(index)
 
     @override
     def all_gather(self, shard: Tensor, group: Communicator) -> Tensor:

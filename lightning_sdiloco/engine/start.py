@@ -164,7 +164,9 @@ def default_topology(
             " them would train alone. Call torch.distributed.init_process_group() in all of them"
             " before, or take WORLD_SIZE out of the environment of a single process."
         )
-    layout = GroupLayout(world_size, world_size if isinstance(groups, str) else groups)
+    if isinstance(groups, str):
+        groups = world_size
+    layout = GroupLayout(world_size, groups)
     return Topology.of_world(layout, timeout, on_device=on_device) if is_connected() else Topology()
 
 
