@@ -56,7 +56,7 @@ def times(case: Case, steps: int, seed: int) -> torch.Tensor:
 
 def closed_form(case: Case, steps: int = 4000) -> Drop:
     """What the rule finds where every step costs nothing but its micro-batches."""
-    return best_drop(times(case, steps, seed=1).tolist(), rest=0.0, most_dropped=0.1)
+    return best_drop(times(case, steps, seed=1).tolist(), overhead=0.0, most_dropped=0.1)
 
 
 def _rank(rank: int, world_size: int, case: Case) -> list[Timed]:

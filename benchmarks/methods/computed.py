@@ -22,7 +22,7 @@ def dropping(ranks: int, sigma: float, seed: int, steps: int = 500) -> Numbers:
     """
     case = drop_compute.Case(ranks, micro_batches=12, sigma=sigma)
     seen = drop_compute.times(case, 50, seed)
-    budget = best_drop(seen.tolist(), rest=0.0, most_dropped=0.1).budget
+    budget = best_drop(seen.tolist(), overhead=0.0, most_dropped=0.1).budget
     table = drop_compute.times(case, steps, seed + 10_000).numpy()
     kept = table.cumsum(-1) - table <= budget
     kept[..., 0] = kept[..., -1] = True

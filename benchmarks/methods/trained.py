@@ -86,7 +86,7 @@ def _times(steps: int, seed: int) -> Tensor:
 
 @cache
 def _budget() -> float:
-    return best_drop(_times(4000, seed=-1).tolist(), rest=0.0, most_dropped=MOST_DROPPED).budget
+    return best_drop(_times(4000, seed=-1).tolist(), overhead=0.0, most_dropped=MOST_DROPPED).budget
 
 
 @dataclass(frozen=True)

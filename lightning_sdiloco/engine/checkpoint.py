@@ -1,14 +1,14 @@
-"""What a run needs to go on: a folder beside an ordinary checkpoint, with one file per rank and a
-manifest.
+"""The files from which a run resumes: a folder beside an ordinary checkpoint, with one file per rank
+and a manifest.
 
 [Note: the order of a save] The checkpoint file names the folder of its own save. All ranks write
 their files, then rank 0 writes the manifest, and last the checkpoint file takes its place in one
 step. So whenever a process is killed, the checkpoint file that exists belongs to a complete folder.
-Folders of earlier saves are removed after that. All ranks wait for each of these: to write the
-checkpoint file may be a collective, in which they would wait for one that failed.
+Folders of earlier saves are removed after that. All ranks wait for each of these steps: to write
+the checkpoint file may be a collective, in which they would wait for one that failed.
 
-A run goes on exactly with the same groups, ranks and settings. With others it restarts: what the
-ranks saved is joined, so that other groups, shards and fragments can take it up.
+A run resumes exactly with the same groups, ranks and settings. With others it restarts from the
+outer parameters; see `restart`.
 """
 
 import hashlib
@@ -31,12 +31,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sdiloco.algorithm.config import Settings
-from lightning_sdiloco.algorithm.reduce import TwoShot, all_reduce_for
-from lightning_sdiloco.algorithm.weighting import Control, Weighed
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.flight import norm_squared
-from lightning_sdiloco.engine.matrices import direct_shards
-from lightning_sdiloco.engine.outer import OuterState, outer_optimizer_for
 from lightning_sdiloco.engine.per_rank import (
     Entries,
     Read,
@@ -45,15 +40,9 @@ from lightning_sdiloco.engine.per_rank import (
     put,
     read_safely,
 )
-from lightning_sdiloco.engine.shards import (
-    OuterParameter,
-    is_sharded,
-    like,
-    local,
-    to_parameters,
-)
+from lightning_sdiloco.engine.restart import State
+from lightning_sdiloco.engine.shards import is_sharded, like, local
 from lightning_sdiloco.engine.start import require_same_start
-from lightning_sdiloco.engine.untrained import Kind, new_outer
 from lightning_sdiloco.version import VERSION
 
 _log = logging.getLogger(__name__)
@@ -64,10 +53,10 @@ FORMAT = 3
 KEY = "streaming_diloco"
 """The checkpoint file's key that names its folder."""
 
-State = dict[str, Any]
-"""What `StreamingDiLoCo.state_dict` returned on one rank, and what a file of a rank holds."""
+Header = Mapping[str, Any]
+"""The value of the checkpoint file's `KEY`: format, folder, layout and settings."""
 
-Written = TypeVar("Written")
+Outcome = TypeVar("Outcome")
 
 _SUFFIX = ".sdiloco"
 _MANIFEST = "manifest.json"
@@ -76,7 +65,7 @@ _SAME = "Resume with those it was saved with, or restart from the outer paramete
 
 
 class Entry(NamedTuple):
-    """A rank's file as the manifest knows it."""
+    """A rank's file as the manifest lists it."""
 
     name: str
     size: int
@@ -84,142 +73,190 @@ class Entry(NamedTuple):
 
 
 class Saved(NamedTuple):
+    """A save whose ranks have written their files, but which no checkpoint file names yet.
+
+    Attributes:
+        path: The checkpoint file.
+        header: The value of the checkpoint file's `KEY`.
+        older: The folders of earlier saves of the same checkpoint file, on rank 0.
+        entries: The files of all ranks.
+    """
+
     path: str
-    header: dict[str, Any]
+    header: Header
     older: list[str]
     entries: list[Entry]
-
-
-class Restart(NamedTuple):
-    parameters: dict[str, OuterParameter]
-    untrained: dict[str, Tensor]
-    counts: dict[str, int]
-    weighed: Weighed
-
-    @staticmethod
-    def of(arrived: Sequence[Any]) -> "Restart":
-        """Returns one that came from another rank, as a plain tuple."""
-        parameters, untrained, counts, weighed = arrived
-        parameters = {name: OuterParameter(*own) for name, own in parameters.items()}
-        return Restart(parameters, untrained, counts, Weighed(*weighed))
 
 
 # Files
 
 
+class _Folder:
+    """The folder of a checkpoint file.
+
+    Args:
+        path: The checkpoint file.
+        follow: Whether to follow a link. ModelCheckpoint(save_last="link") makes one; the folder is
+            beside the file to which it points.
+
+    Attributes:
+        filesystem: The file system of the checkpoint file and its folder.
+        file: The checkpoint file, as the file system calls it.
+        path: The folder, as the file system calls it.
+        is_local: The folder is on a local disk, where files can be moved.
+    """
+
+    def __init__(self, path: str, follow: bool = False) -> None:
+        # fsspec shares its instances by default. A thread that writes a checkpoint through a shared
+        # instance may be in a transaction, which would include the files that other threads write
+        # meanwhile; and its cached listings may be older than the files of other ranks.
+        self.filesystem, self.file = fsspec.core.url_to_fs(path, skip_instance_cache=True)
+        self.is_local = type(self.filesystem) is LocalFileSystem
+        is_followed = follow and self.is_local
+        target = os.path.realpath(self.file) if is_followed else self.file.rstrip("/")
+        parent, name = os.path.split(target)
+        if name.startswith("hpc_ckpt_"):
+            # Lightning resumes a requeued job from the last of these names. If a crash left the
+            # file unwritten, Lightning must not take the folder for it.
+            name = name.replace("_", "-")
+        self.path = os.path.join(parent, name + _SUFFIX)
+
+    def has(self, name: str) -> bool:
+        return bool(self.filesystem.exists(f"{self.path}/{name}"))
+
+    def remove(self, target: str) -> None:
+        """Removes the folder or a part of it, if it is there."""
+        if self.filesystem.exists(target):
+            self.filesystem.rm(target, recursive=True)
+
+    def write(self, target: str, content: bytes) -> None:
+        """Writes a file, either all of it or nothing."""
+        if not self.is_local:
+            with self.filesystem.transaction, self.filesystem.open(target, "wb") as file:
+                file.write(content)
+            return
+        # A transaction would write to the system's temporary folder first.
+        part = f"{target}.part"
+        try:
+            self.filesystem.pipe_file(part, content)
+            os.replace(part, target)
+        except OSError:
+            with suppress(OSError):
+                os.remove(part)
+            raise
+
+
 def write_rank(path: str, save: str, rank: int, state: Mapping[str, Any]) -> Entry:
     """Writes the file of a rank, either all of it or nothing."""
-    data = _saved(state)
+    content = _serialised(state)
     name = f"rank_{rank:05d}.pt"
-    _write(path, save, name, data)
-    return Entry(name, len(data), hashlib.sha256(data).hexdigest())
+    _write(path, save, name, content)
+    return Entry(name, len(content), hashlib.sha256(content).hexdigest())
 
 
-def read_rank(path: str, header: Mapping[str, Any], rank: int) -> dict[str, Any]:
+def read_rank(path: str, header: Header, rank: int) -> State:
     """Reads the file of a rank and checks it against the manifest."""
     if header["format"] != FORMAT:
         raise ValueError(
-            f"The checkpoint {path} was written in format {header['format']} by"
-            f" lightning_sdiloco {header['version']},"
-            f" but this version reads only format {FORMAT}. Install the version that wrote it,"
-            " or start a new fit from"
-            " the weights of the file."
+            f"The checkpoint {path} was written in format {header['format']} by lightning_sdiloco"
+            f" {header['version']}, but this version reads only format {FORMAT}. Install the"
+            " version that wrote it, or start a new fit from the weights of the file."
         )
     manifest = json.loads(_read(path, header["save"], _MANIFEST))
     entry = Entry(**manifest["files"][rank])
-    data = _read(path, header["save"], entry.name)
-    if len(data) != entry.size or hashlib.sha256(data).hexdigest() != entry.sha256:
+    content = _read(path, header["save"], entry.name)
+    if len(content) != entry.size or hashlib.sha256(content).hexdigest() != entry.sha256:
         raise ValueError(
-            f"The file {entry.name} in {_folder(path, follow=True)[1]} is not what was saved: it"
-            f" has {len(data)} bytes"
-            f" where {entry.size} were written, or other contents. Restore it, or resume from"
-            " another checkpoint."
+            f"The file {entry.name} in {_Folder(path, follow=True).path} is not what was saved: it"
+            f" has {len(content)} bytes where {entry.size} were written, or other contents."
+            " Restore it, or resume from another checkpoint."
         )
-    return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+    return _deserialised(content)
 
 
-def read_groups(path: str, header: Mapping[str, Any]) -> list[list[State | None]]:
-    """Reads what `restart_from` needs from the files of all ranks, by group; None where a file is
-    missing.
+def read_groups(path: str, header: Header) -> list[list[State | None]]:
+    """Reads the states for `restart_from` from the files of all ranks, by group; None where a file
+    is missing.
     """
-    groups = header["layout"]["worker_groups"]
     size = header["layout"]["group_size"]
-
-    def read(rank: int) -> State | None:
-        if not has_rank(path, header, rank):
-            return None
-        engine = read_rank(path, header, rank)["engine"]
-        return {key: engine[key] for key in ("settings", "counts", "fragments", "flights")}
-
-    return [[read(group * size + rank) for rank in range(size)] for group in range(groups)]
+    groups = list[list[State | None]]()
+    for group in range(header["layout"]["worker_groups"]):
+        ranks = range(group * size, (group + 1) * size)
+        groups.append([_read_for_restart(path, header, rank) for rank in ranks])
+    return groups
 
 
-def has_rank(path: str, header: Mapping[str, Any], rank: int) -> bool:
-    filesystem, folder = _folder(path, follow=True)
-    return bool(filesystem.exists(f"{folder}/{header['save']}/rank_{rank:05d}.pt"))
+def _read_for_restart(path: str, header: Header, rank: int) -> State | None:
+    if not has_rank(path, header, rank):
+        return None
+    engine = read_rank(path, header, rank)["engine"]
+    return {key: engine[key] for key in ("settings", "counts", "fragments", "flights")}
+
+
+def has_rank(path: str, header: Header, rank: int) -> bool:
+    return _Folder(path, follow=True).has(f"{header['save']}/rank_{rank:05d}.pt")
 
 
 def remove_folder(path: str) -> None:
     """Removes the folder that belongs to a checkpoint file, if there is one."""
-    filesystem, folder = _folder(path)
-    if filesystem.exists(folder):
-        filesystem.rm(folder, recursive=True)
+    folder = _Folder(path)
+    folder.remove(folder.path)
 
 
 def discard(path: str, save: str) -> None:
-    """Removes what this rank can see of a save that has failed. Other ranks may be doing the
+    """Removes the part of a failed save that this rank can see. Other ranks may be doing the
     same.
     """
-    filesystem, folder = _folder(path)
-    if _is_local(filesystem):
-        shutil.rmtree(f"{folder}/{save}", ignore_errors=True)
+    folder = _Folder(path)
+    if folder.is_local:
+        shutil.rmtree(f"{folder.path}/{save}", ignore_errors=True)
         with suppress(OSError):
-            os.rmdir(folder)  # if there is no other save in it
+            os.rmdir(folder.path)  # It fails if the folder holds another save.
     else:
         with suppress(Exception):
-            filesystem.rm(f"{folder}/{save}", recursive=True)
+            folder.filesystem.rm(f"{folder.path}/{save}", recursive=True)
 
 
 def remove_saves(path: str, names: Sequence[str]) -> None:
-    filesystem, folder = _folder(path)
+    folder = _Folder(path)
     for name in names:
-        if filesystem.exists(f"{folder}/{name}"):
-            filesystem.rm(f"{folder}/{name}", recursive=True)
+        folder.remove(f"{folder.path}/{name}")
 
 
 def is_whole(path: str, save: str) -> bool:
-    filesystem, folder = _folder(path)
-    return bool(filesystem.exists(f"{folder}/{save}/{_MANIFEST}"))
+    return _Folder(path).has(f"{save}/{_MANIFEST}")
 
 
 def fingerprint(path: str) -> str:
     """Returns a text that changes when a file is replaced; empty if there is no file."""
-    filesystem, target = _filesystem(path)
-    return repr(filesystem.info(target)) if filesystem.exists(target) else ""
+    folder = _Folder(path)
+    if not folder.filesystem.exists(folder.file):
+        return ""
+    return repr(folder.filesystem.info(folder.file))
 
 
 def beside(path: str, save: str) -> str | None:
-    """Returns where a checkpoint file can be written before it takes its place; None where files
-    cannot be moved.
+    """Returns the path at which a checkpoint file can be written before it takes its place; None
+    where files cannot be moved.
     """
-    filesystem, folder = _folder(path)
-    return f"{folder}/{save}/checkpoint" if _is_local(filesystem) else None
+    folder = _Folder(path)
+    return f"{folder.path}/{save}/checkpoint" if folder.is_local else None
 
 
 def take_place(part: str, path: str) -> None:
     """Moves a local file to the place of a checkpoint file, in one step."""
-    os.replace(part, _filesystem(path)[1])
+    os.replace(part, _Folder(path).file)
 
 
-def random_state() -> dict[str, Any]:
+def random_state() -> State:
     """Returns the state of this process's random number generators, as plain values and tensors."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    # Asking an unused device would begin to use it, which a forked process cannot.
+    state: State = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    # To ask an unused device would initialise it, which a forked process cannot do.
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [kind, keys.tolist(), *rest]
+        algorithm, keys, *position = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [algorithm, keys.tolist(), *position]
     return state
 
 
@@ -233,80 +270,41 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
 
 
-def _saved(state: Mapping[str, Any]) -> bytes:
+def _serialised(state: Mapping[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
     return buffer.getvalue()
 
 
-def _filesystem(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    # An instance of our own. A thread that writes a checkpoint through the shared one may be in a
-    # transaction, which would include what others write meanwhile; and its listings may be older
-    # than the files of other ranks.
-    filesystem, target = fsspec.core.url_to_fs(path, skip_instance_cache=True)
-    return filesystem, target
+def _deserialised(content: bytes) -> State:
+    return dict(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
 
 
-def _folder(path: str, follow: bool = False) -> tuple[fsspec.AbstractFileSystem, str]:
-    filesystem, target = _filesystem(path)
-    # ModelCheckpoint(save_last="link") makes a link. It has no folder; that is beside the file to
-    # which it points.
-    head, name = os.path.split(
-        os.path.realpath(target) if follow and _is_local(filesystem) else target.rstrip("/")
-    )
-    if name.startswith("hpc_ckpt_"):
-        # Lightning resumes a requeued job from the last of these names. If a crash left the file
-        # unwritten, it must not take the folder for it.
-        name = name.replace("_", "-")
-    return filesystem, os.path.join(head, name + _SUFFIX)
-
-
-def _is_local(filesystem: fsspec.AbstractFileSystem) -> bool:
-    return type(filesystem) is LocalFileSystem
-
-
-def _write(path: str, save: str, name: str, data: bytes) -> None:
-    filesystem, folder = _folder(path)
-    filesystem.makedirs(f"{folder}/{save}", exist_ok=True)
-    _write_file(filesystem, f"{folder}/{save}/{name}", data)
-
-
-def _write_file(filesystem: fsspec.AbstractFileSystem, target: str, data: bytes) -> None:
-    if _is_local(filesystem):
-        # Not in a transaction, which would write to the system's temporary folder first.
-        part = f"{target}.part"
-        try:
-            filesystem.pipe_file(part, data)
-            os.replace(part, target)
-        except OSError:
-            with suppress(OSError):
-                os.remove(part)
-            raise
-    else:
-        with filesystem.transaction, filesystem.open(target, "wb") as file:
-            file.write(data)
+def _write(path: str, save: str, name: str, content: bytes) -> None:
+    folder = _Folder(path)
+    folder.filesystem.makedirs(f"{folder.path}/{save}", exist_ok=True)
+    folder.write(f"{folder.path}/{save}/{name}", content)
 
 
 def _read(path: str, save: str, name: str) -> bytes:
-    filesystem, folder = _folder(path, follow=True)
+    folder = _Folder(path, follow=True)
     try:
-        return bytes(filesystem.cat_file(f"{folder}/{save}/{name}"))
+        return bytes(folder.filesystem.cat_file(f"{folder.path}/{save}/{name}"))
     except FileNotFoundError as error:
         raise ValueError(
-            f"The checkpoint {path} needs {folder}/{save}/{name}, which is missing. The folder"
-            f" {folder} belongs to the"
-            " checkpoint file: move or copy both. With resume='exact:newest' only the newest"
-            " checkpoint of a run has"
-            " one. Without it, start a new fit from the weights of the file."
+            f"The checkpoint {path} needs {folder.path}/{save}/{name}, which is missing. The"
+            f" folder {folder.path} belongs to the checkpoint file: move or copy both. With"
+            " resume='exact:newest' only the newest checkpoint of a run has one. Without it, start"
+            " a new fit from the weights of the file."
         ) from error
 
 
-# What a rank's file holds beside the engine: see [Note: entries of a rank]
+# The part of a rank's file beside the engine: see [Note: entries of a rank]
 
 
 def with_entries(state: State, tree: Mapping[str, Any], topology: Topology) -> State:
-    """Adds to what a rank saves all in which it differs from rank 0, and extra state. All ranks
-    must call it.
+    """Adds to the state that a rank saves the entries in which it differs from rank 0, and extra
+    state. All ranks must call it.
     """
     engine = dict(state["engine"])
     differing = differing_from_first(tree, topology.world)
@@ -315,8 +313,8 @@ def with_entries(state: State, tree: Mapping[str, Any], topology: Topology) -> S
     if failures:
         _log.warning(
             "Rank %d could not save what it holds for itself: %s. A run that resumes takes what"
-            " rank 0 saved there, or"
-            " what the script sets up. Let the object save plain values or tensors.",
+            " rank 0 saved there, or what the script sets up. Let the object save plain values or"
+            " tensors.",
             topology.rank,
             "; ".join(failures),
         )
@@ -328,31 +326,31 @@ def _stored(entries: Entries) -> State:
 
 
 def take_up_entries(
-    own: State, tree: dict[str, Any], read: Read | None = None, without: Collection[str] = ()
+    saved: State, tree: State, read: Read | None = None, without: Collection[str] = ()
 ) -> State:
-    """Puts what a rank saved in place of what rank 0 did, and returns the state of the engine with
-    extra state.
+    """Replaces entries that rank 0 saved by those that this rank saved, and returns the state of
+    the engine with extra state.
 
-    Without a way to read any object, it reads what is safe, and a warning names the rest.
+    Without ``read``, it reads the entries that are safe to read, and a warning names the others.
     """
-    extra = dict[str, Any]()
-    unread = put(own["entries"], tree, read or read_safely, without)
-    unread += put(own["extra_state"], extra, read or read_safely)
+    extra: State = {}
+    unread = put(saved["entries"], tree, read or read_safely, without)
+    unread += put(saved["extra_state"], extra, read or read_safely)
     named = "; ".join(unread)
     if unread and read is None:
         _log.warning(
-            "Extra state of modules cannot be read with weights_only=True: %s. These modules"
-            " keep what they hold."
-            " Return plain values or tensors from get_extra_state, or restore it yourself.",
+            "Extra state of modules cannot be read with weights_only=True: %s. These modules keep"
+            " what they hold. Return plain values or tensors from get_extra_state, or restore it"
+            " yourself.",
             named,
         )
     elif unread:
         raise ValueError(
-            f"What this rank saved in a file of its own cannot be read: {named}. If you trust"
-            " the checkpoint, read it"
-            " with weights_only=False; or save plain values or tensors instead."
+            f"What this rank saved in a file of its own cannot be read: {named}. If you trust the"
+            " checkpoint, read it with weights_only=False; or save plain values or tensors"
+            " instead."
         )
-    return {**own["engine"], "extra_state": extra}
+    return {**saved["engine"], "extra_state": extra}
 
 
 # The ranks of a run
@@ -367,20 +365,14 @@ def write_ranks(
     advice: str = _ADVICE,
 ) -> Saved:
     """Writes the files of all ranks; see [Note: the order of a save]. All ranks must call it."""
-    world = topology.world
-    rank = topology.rank
     # Ranks may have chosen different paths: requeued SLURM jobs number theirs by the files that
     # they see.
-    path, save = world.all_gather_object((path, uuid.uuid4().hex))[0]
-    older = list[str]()
-    if rank == 0:
-        # Complete or not.
-        filesystem, folder = _folder(path)
-        found = filesystem.ls(folder, detail=False) if filesystem.exists(folder) else []
-        older = [os.path.basename(one.rstrip("/")) for one in found]
+    path, save = topology.world.all_gather_object((path, uuid.uuid4().hex))[0]
+    older = _saves_of(path) if topology.rank == 0 else []
     # Gathering waits until all files are there.
-    written = _by_all(path, save, topology, lambda: write_rank(path, save, rank, state), advice)
-    entries = [Entry(*one) for one in written]
+    entries = _by_all(
+        path, save, topology, lambda: write_rank(path, save, topology.rank, state), advice
+    )
     header = {
         "format": FORMAT,
         "save": save,
@@ -388,56 +380,65 @@ def write_ranks(
         "layout": dict(layout),
         "settings": dict(settings),
     }
-    return Saved(path, header, [name for name in older if name != save], entries)
+    older = [name for name in older if name != save]
+    return Saved(path, header, older, [Entry(*fields) for fields in entries])
+
+
+def _saves_of(path: str) -> list[str]:
+    """Returns the names of the saves in the folder of a checkpoint file, complete or not."""
+    folder = _Folder(path)
+    if not folder.filesystem.exists(folder.path):
+        return []
+    saves = folder.filesystem.ls(folder.path, detail=False)
+    return [os.path.basename(save.rstrip("/")) for save in saves]
 
 
 def write_common_file(
     saved: Saved, topology: Topology, write: Callable[[], None], advice: str = _ADVICE
 ) -> None:
-    """Writes the manifest, and then what all groups have in common. All ranks must call it."""
+    """Writes the manifest, and then the file that all groups have in common. All ranks must call
+    it.
+    """
+    save = saved.header["save"]
 
-    def complete() -> None:
+    def write_manifest() -> None:
+        """Makes the folder complete."""
         if topology.rank == 0:
-            # The manifest, which makes a folder complete.
             manifest = {**saved.header, "files": [entry._asdict() for entry in saved.entries]}
-            _write(
-                saved.path, saved.header["save"], _MANIFEST, json.dumps(manifest, indent=2).encode()
-            )
+            _write(saved.path, save, _MANIFEST, json.dumps(manifest, indent=2).encode())
 
-    for act in (complete, write):
-        _by_all(saved.path, saved.header["save"], topology, act, advice)
+    _by_all(saved.path, save, topology, write_manifest, advice)
+    _by_all(saved.path, save, topology, write, advice)
 
 
 def _by_all(
-    path: str, save: str, topology: Topology, write: Callable[[], Written], advice: str
-) -> list[Written]:
-    """Writes on all ranks, and returns what they return; raises on all of them if one cannot, as
-    on a full disk.
+    path: str, save: str, topology: Topology, write: Callable[[], Outcome], advice: str
+) -> list[Outcome]:
+    """Writes on all ranks, and returns the outcomes of all; raises on all ranks if one cannot
+    write, as on a full disk.
     """
-    every = topology.world.attempt(write)
-    failed = [
-        f"rank {rank}: {one.failure[0]}: {one.text}"
-        for rank, one in enumerate(every)
-        if one.failure
-    ]
-    if failed:
+    outcomes = topology.world.attempt(write)
+    failures = list[str]()
+    for rank, outcome in enumerate(outcomes):
+        if outcome.failure:
+            failures.append(f"rank {rank}: {outcome.failure[0]}: {outcome.text}")
+    if failures:
         discard(path, save)
-        own = every[topology.rank].raised
-        if own is not None and not isinstance(own, (OSError, RuntimeError)):
-            raise own
+        error = outcomes[topology.rank].raised
+        if error is not None and not isinstance(error, (OSError, RuntimeError)):
+            raise error
         raise OSError(
-            f"The checkpoint {path} could not be saved: {'; '.join(failed)}. Nothing is left of"
+            f"The checkpoint {path} could not be saved: {'; '.join(failures)}. Nothing is left of"
             f" it. {advice}"
-        ) from own
-    return [outcome.value for outcome in every]
+        ) from error
+    return [outcome.value for outcome in outcomes]
 
 
 def require_processes(topology: Topology) -> None:
     if topology.world.size != topology.num_groups * topology.group_size:
         raise ValueError(
             "save() writes one file per process, but these worker groups are simulated in one."
-            " Save state_dict() of"
-            " each engine instead."
+            " Save state_dict() of each engine instead."
         )
 
 
@@ -450,16 +451,19 @@ def write_own(
     tree: Mapping[str, Any],
     **others: Any,
 ) -> Saved:
-    """Writes what each rank needs to go on, given what else it saves. All ranks must call it."""
-    optimizer_states = [own_state(optimizer) for optimizer in inner_optimizers]
-    own = {
+    """Writes the files of all ranks, with the inner optimizers and whatever else the caller saves.
+    All ranks must call it.
+    """
+    rank_state = {
         "engine": state,
-        "optimizer_states": optimizer_states,
+        "optimizer_states": [own_state(optimizer) for optimizer in inner_optimizers],
         "random": random_state(),
         **others,
     }
-    own = with_entries(own, tree, topology)
-    return write_ranks(path, topology, own, _layout(topology), settings.fixed_by_a_checkpoint())
+    rank_state = with_entries(rank_state, tree, topology)
+    return write_ranks(
+        path, topology, rank_state, _layout(topology), settings.fixed_by_a_checkpoint()
+    )
 
 
 def save(
@@ -470,13 +474,15 @@ def save(
     outer: Mapping[str, Tensor],
     inner_optimizers: Sequence[Optimizer],
 ) -> None:
+    """Writes a checkpoint file with the outer parameters, and the files of all ranks. All ranks must
+    call it.
+    """
     saved = write_own(path, topology, settings, state, inner_optimizers, {})
 
     def write() -> None:
         if topology.rank == 0:
-            _write_file(
-                *_filesystem(saved.path), _saved({"state_dict": dict(outer), KEY: saved.header})
-            )
+            folder = _Folder(saved.path)
+            folder.write(folder.file, _serialised({"state_dict": dict(outer), KEY: saved.header}))
 
     # No rank returns before the checkpoint is there.
     write_common_file(saved, topology, write)
@@ -491,92 +497,95 @@ def load(
     must call it.
     """
 
-    def read() -> dict[str, Any]:
-        filesystem, target = _filesystem(path)
+    def read_file() -> State:
+        folder = _Folder(path)
         try:
-            data = filesystem.cat_file(target)
+            return _deserialised(folder.filesystem.cat_file(folder.file))
         except FileNotFoundError as error:
             raise ValueError(f"There is no checkpoint {path}. Give the path of one.") from error
-        return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
 
-    own = read_own(path, read, topology, settings, len(inner_optimizers))
-    take_up_training(own, inner_optimizers)
-    return dict(own["engine"])
+    saved = read_own(path, read_file, topology, settings, len(inner_optimizers))
+    take_up_training(saved, inner_optimizers)
+    return dict(saved["engine"])
 
 
 def read_own(
     path: str,
-    read_file: Callable[[], dict[str, Any]],
+    read_file: Callable[[], State],
     topology: Topology,
     settings: Settings,
     optimizers: int,
     read: Read | None = None,
 ) -> State:
-    """Reads the file of this rank, and puts its entries into what the checkpoint file holds. All
-    ranks must call it.
+    """Reads the file of this rank, and puts its entries into the contents of the checkpoint file.
+    All ranks must call it.
     """
-    own: State = {}
+    saved: State = {}
     header = None
     refusal = None
     try:
         checkpoint = read_file()
         header = checkpoint.get(KEY)
-        own = _read_own(path, header, topology, settings, optimizers)
-        own["engine"] = take_up_entries(own, checkpoint, read)
+        saved = _read_matching(path, header, topology, settings, optimizers)
+        saved["engine"] = take_up_entries(saved, checkpoint, read)
+    except ValueError as error:
+        refusal = str(error)
     except Exception as error:
-        # Any error, because the other ranks would wait for this one.
-        refusal = (
-            str(error) if isinstance(error, ValueError) else f"{path} cannot be read: {error!r}"
-        )
+        # Of any kind, because the other ranks would wait for this one.
+        refusal = f"{path} cannot be read: {error!r}"
     refusals = [text for text in topology.world.all_gather_object(refusal) if text is not None]
     if refusals:
         raise ValueError(refusals[0])
-    require_same_start(start_of(header or {}, own), topology.world)
-    return own
+    require_same_start(start_of(header or {}, saved), topology.world)
+    return saved
 
 
-def take_up_training(own: State, inner_optimizers: Sequence[Optimizer]) -> None:
-    """Restores inner optimizers and random numbers from what a rank saved."""
-    for optimizer, state in zip(inner_optimizers, own["optimizer_states"], strict=True):
+def take_up_training(saved: State, inner_optimizers: Sequence[Optimizer]) -> None:
+    """Restores inner optimizers and random numbers from the file of a rank."""
+    for optimizer, state in zip(inner_optimizers, saved["optimizer_states"], strict=True):
         take_up_state(optimizer, state)
-    set_random_state(own["random"])
+    set_random_state(saved["random"])
 
 
-def start_of(header: Mapping[str, Any], own: State) -> str:
-    """Says where a rank goes on, given the header of a checkpoint and what the rank saved there."""
-    return f"inner step {own['engine']['counts']['inner_steps']} (save {header['save'][:8]})"
+def start_of(header: Header, saved: State) -> str:
+    """Describes the inner step at which a rank resumes, given the header of the checkpoint and the
+    file of the rank.
+    """
+    return f"inner step {saved['engine']['counts']['inner_steps']} (save {header['save'][:8]})"
 
 
-def _read_own(
+def _read_matching(
     path: str,
-    header: Mapping[str, Any] | None,
+    header: Header | None,
     topology: Topology,
     settings: Settings,
     optimizers: int,
 ) -> State:
+    """Reads the file of this rank, and refuses another layout, other settings or optimizers."""
     if header is None:
         raise ValueError(
-            f"{path} was not saved by lightning_sdiloco: it names no files of ranks. Give"
-            " another file."
+            f"{path} was not saved by lightning_sdiloco: it names no files of ranks. Give another"
+            " file."
         )
     if header["layout"] != _layout(topology):
         raise ValueError(
             f"{path} was saved with {header['layout']}, now there are {_layout(topology)}. {_SAME}"
         )
-    now = settings.taken_from(header["settings"]).fixed_by_a_checkpoint()
-    other = settings.differences(header["settings"], now)
-    if other:
+    current_settings = settings.taken_from(header["settings"]).fixed_by_a_checkpoint()
+    differences = settings.differences(header["settings"], current_settings)
+    if differences:
         raise ValueError(
-            f"{path} cannot be resumed exactly with other settings: {'; '.join(other)}. {_SAME}"
+            f"{path} cannot be resumed exactly with other settings: {'; '.join(differences)}."
+            f" {_SAME}"
         )
-    own: State = read_rank(path, header, topology.rank)
-    if len(own["optimizer_states"]) != optimizers:
+    saved = read_rank(path, header, topology.rank)
+    if len(saved["optimizer_states"]) != optimizers:
         raise ValueError(
-            f"{path} holds the state of {len(own['optimizer_states'])} inner optimizers, but"
-            f" there are {optimizers}."
-            " Give the engine the same inner_optimizers as when it was saved."
+            f"{path} holds the state of {len(saved['optimizer_states'])} inner optimizers, but"
+            f" there are {optimizers}. Give the engine the same inner_optimizers as when it was"
+            " saved."
         )
-    return own
+    return saved
 
 
 def _layout(topology: Topology) -> dict[str, int]:
@@ -595,221 +604,60 @@ def place_of(topology: Topology) -> dict[str, int]:
 
 def require_own_state(state: Mapping[str, Any], topology: Topology) -> None:
     """Refuses the state of another rank: every worker group would go on from the values of one."""
-
-    def told(place: Mapping[str, int]) -> str:
-        return (
-            f"rank {place['group_rank']} of worker group {place['group_index']}"
-            f" ({place['num_groups']} groups of"
-            f" {place['group_size']})"
-        )
-
-    own = place_of(topology)
-    saved = state.get("rank")
-    if saved is None or not state.keys() >= {"settings", "schedule"}:
+    place = place_of(topology)
+    saved_place = state.get("rank")
+    if saved_place is None or not state.keys() >= {"settings", "schedule"}:
         raise ValueError(
             "This state comes from an engine of an earlier version, which this one cannot read."
-            " Load it with the"
-            " version that made it, or restart from the outer parameters."
+            " Load it with the version that made it, or restart from the outer parameters."
         )
-    if saved != own:
+    if saved_place != place:
         raise ValueError(
-            f"This is the state of {told(saved)}, but this process is {told(own)}. Each rank"
-            " needs its own state,"
-            " because worker groups hold different values. A checkpoint that only rank 0 writes,"
-            " as torch.save in one"
-            f" process, fabric.save({{'engine': engine}}) and"
-            " accelerator.register_for_checkpointing(engine) do, keeps"
-            " only rank 0's. Save with engine.save(path) and load with engine.load(path) in all"
-            " processes: they keep a"
-            " file per rank."
+            f"This is the state of {_in_words(saved_place)}, but this process is"
+            f" {_in_words(place)}. Each rank needs its own state, because worker groups hold"
+            " different values. A checkpoint that only rank 0 writes, as torch.save in one process,"
+            " fabric.save({'engine': engine}) and"
+            " accelerator.register_for_checkpointing(engine) do, keeps only rank 0's. Save with"
+            " engine.save(path) and load with engine.load(path) in all processes: they keep a file"
+            " per rank."
         )
+
+
+def _in_words(place: Mapping[str, int]) -> str:
+    return (
+        f"rank {place['group_rank']} of worker group {place['group_index']} ({place['num_groups']}"
+        f" groups of {place['group_size']})"
+    )
 
 
 # The state of an inner optimizer as one rank holds it, sharded or not
 
 
-def own_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns the state of an optimizer, with what this rank holds in place of sharded tensors."""
+def own_state(optimizer: Optimizer) -> State:
+    """Returns the state of an optimizer; of sharded tensors, the part that this rank holds."""
     state = optimizer.state_dict()
-    own = dict[Any, Any]()
+    held = dict[Any, Any]()
     divided = dict[Any, list[str]]()
     for index, entry in state["state"].items():
-        own[index] = {
-            key: local(value) if isinstance(value, Tensor) else value
-            for key, value in entry.items()
-        }
-        divided[index] = [
-            key for key, value in entry.items() if isinstance(value, Tensor) and is_sharded(value)
-        ]
-    return {**state, "state": own, "divided": divided}
+        held[index] = dict(entry)
+        divided[index] = []
+        for key, value in entry.items():
+            if isinstance(value, Tensor):
+                held[index][key] = local(value)
+                if is_sharded(value):
+                    divided[index].append(key)
+    return {**state, "state": held, "divided": divided}
 
 
-def take_up_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Restores what `own_state` returned, for the same parameters, sharded in the same way."""
-    divided = saved.get("divided", {})
+def take_up_state(optimizer: Optimizer, saved: State) -> None:
+    """Restores the state that `own_state` returned, for the same parameters, sharded in the same
+    way.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = {
-        index: {
-            key: like(parameters[index], value) if key in divided.get(index, ()) else value
-            for key, value in entry.items()
-        }
-        for index, entry in saved["state"].items()
-    }
-    # A fresh optimizer keeps the state with which it was made.
+    state = {index: dict(entry) for index, entry in saved["state"].items()}
+    for index, keys in saved.get("divided", {}).items():
+        for key in keys:
+            state[index][key] = like(parameters[index], state[index][key])
+    # A fresh optimizer keeps the state that its constructor made.
     state = state or optimizer.state_dict()["state"]
     optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
-
-
-# Restart
-
-
-def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | None) -> Restart:
-    whole = [
-        [state for state in group if state is not None] for group in groups if None not in group
-    ]
-    if not whole:
-        raise ValueError(
-            "No worker group has the files of all its ranks, so the outer parameters cannot be"
-            " restored. Restore the"
-            " missing files, or start a new fit from the weights of the checkpoint."
-        )
-    ranks = whole[0]
-    flights = len(ranks[0]["flights"])
-    landed = 0
-    shares = "anchor" not in ranks[0]["fragments"][0]
-    joined = ranks if shares else [_mean_of(of) for of in zip(*whole, strict=True)]
-    shards = [[OuterState.of(fragment) for fragment in state["fragments"]] for state in joined]
-    if settings is None:
-        shards = [[outer._replace(state={}) for outer in shard] for shard in shards]
-    buffers = [
-        dict(zip(f["buffer_names"], f["buffers"], strict=True)) for f in joined[0]["fragments"]
-    ]
-    weighed = _weighed(ranks[0], len(groups), settings)
-    if settings is not None and shares and len(whole) == len(groups):
-        landed = _land(whole, shards, buffers, weighed, settings.taken_from(ranks[0]["settings"]))
-    parameters: dict[str, OuterParameter] = {}
-    for index, fragment in enumerate(ranks[0]["fragments"]):
-        parameters |= to_parameters(fragment, [shard[index] for shard in shards])
-    counts = ranks[0]["counts"]
-    return Restart(
-        parameters=parameters,
-        untrained={
-            name: values
-            for part, shard in zip(buffers, shards[0], strict=True)
-            for name, values in part.items()
-            if shard.rounds
-        },
-        counts={
-            "inner_steps": counts["inner_steps"],
-            "launches": counts["launches"],
-            "landings": counts["landings"] + landed,
-            "flights_dropped": counts["flights_dropped"] + flights - landed,
-        },
-        weighed=weighed,
-    )
-
-
-def _weighed(state: State, groups: int, settings: Settings | None) -> Weighed:
-    """Returns what the weighing of a run knew, or what another one begins with, which cannot read
-    that.
-    """
-    weighing = state["settings"].get("weighing", repr(None))
-    states = {tuple(fragment["names"]): fragment["norms"] for fragment in state["fragments"]}
-    if settings is not None and weighing != repr(settings.weighing):
-        weighing = repr(settings.weighing)
-        states = {names: settings.aggregation.start(groups) for names in states}
-    return Weighed(weighing, groups, states)
-
-
-def _mean_of(groups: Sequence[State]) -> State:
-    def mean(values: Sequence[Any]) -> Any:
-        is_mean = isinstance(values[0], Tensor) and values[0].is_floating_point()
-        return torch.stack(list(values)).mean(dim=0) if is_mean else values[0]
-
-    fragments = []
-    for one in zip(*(group["fragments"] for group in groups), strict=True):
-        state = {key: mean([fragment["state"][key] for fragment in one]) for key in one[0]["state"]}
-        rows = zip(*(fragment["buffers"] for fragment in one), strict=True)
-        kinds = [Kind(kind) for kind in one[0]["buffer_kinds"]]
-        buffers = [
-            _new_outer(kind, values, values[0], False)
-            for kind, values in zip(kinds, rows, strict=True)
-        ]
-        outer = mean([fragment["outer"] for fragment in one])
-        fragments.append({**one[0], "outer": outer, "state": state, "buffers": buffers})
-    return {**groups[0], "fragments": fragments}
-
-
-def _land(
-    groups: Sequence[Sequence[State]],
-    shards: list[list[OuterState]],
-    buffers: Sequence[dict[str, Tensor]],
-    weighed: Weighed,
-    settings: Settings,
-) -> int:
-    """Lands the flights of complete groups as these would have landed them; returns how many
-    could.
-    """
-    # The parts of two shots stay as they were then, and so does what the second rounding lost.
-    exchange = TwoShot.read(groups[0][0]["settings"]["exchange"], "gloo")
-    reduction = all_reduce_for(exchange, len(groups), settings.codec, settings.landing.kept)
-    optimizers = [
-        outer_optimizer_for(settings, [outer.values for outer in shard]) for shard in shards
-    ]
-    landed = 0
-    for index in range(len(groups[0][0]["flights"])):
-        flights = [[state["flights"][index] for state in group] for group in groups]
-        controls = [Control.merged([_control(flight) for flight in group]) for group in flights]
-        fragment = controls[0].fragment
-        landed += any(control.finite for control in controls)
-        names = tuple(groups[0][0]["fragments"][fragment]["names"])
-        count = settings.aggregation.count(controls, weighed.states[names])
-        weighed.states[names] = settings.aggregation.heard(controls, weighed.states[names])
-        if not count.factors:
-            continue
-        means = list[OuterState]()
-        for shard in range(len(shards)):
-            saved = [group[shard]["fragments"][fragment] for group in groups]
-            mean = reduction.at(controls[0].step).reduce_locally(
-                [group[shard]["gradient"] for group in flights],
-                [one["memory"] for one in saved],
-                [one["residual"] for one in saved],
-                count,
-                [one.get("tuning") for one in saved],
-                [group[shard].get("choice", 0) for group in flights],
-            )
-            means.append(OuterState(mean, {}, rounds=0))
-        gradients = direct_shards(groups[0][0]["fragments"][fragment], means, settings.outer.map)
-        is_dense = flights[0][0].get("is_dense", False)
-        for shard, gradient in enumerate(gradients):
-            before = shards[shard][fragment]
-            optimizer = optimizers[shard]
-            shards[shard][fragment] = optimizer.step(
-                fragment, before, before.values, gradient, is_dense=is_dense
-            )
-        outer = buffers[fragment]
-        kinds = groups[0][0]["fragments"][fragment]["buffer_kinds"]
-        for position, name in enumerate(outer):
-            sent = [flights[group][0]["buffers"][position] for group in count.factors]
-            outer[name] = _new_outer(Kind(kinds[position]), sent, outer[name], True)
-    return landed
-
-
-def _new_outer(kind: Kind, sent: Sequence[Tensor], outer: Tensor, keeps_outer: bool) -> Tensor:
-    by_group = {str(group): values for group, values in enumerate(sent)}
-    return new_outer(kind, by_group, outer, keeps_outer=keeps_outer)[0]
-
-
-def _control(flight: State) -> Control:
-    """Returns what a rank said of a flight, as far as it decides how the flight lands."""
-    gradient = flight["gradient"]
-    return Control(
-        fragment=flight["fragment"],
-        step=flight["step"],
-        requests=0,
-        weight=flight["weight"],
-        digest=0,
-        norm_squared=norm_squared(gradient),
-        changed=0,
-        finite=bool(gradient.isfinite().all()),
-    )

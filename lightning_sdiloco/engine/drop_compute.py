@@ -4,6 +4,7 @@ micro-batches.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from math import inf
 from typing import Any, Literal, NamedTuple
 
@@ -30,8 +31,8 @@ class DropCompute:
     code: a dropped one counts as a gradient of zero. In the mean of the groups a group weighs by
     what its ranks have trained.
 
-    Call it with a loader to get one that yields None for what is dropped. A Trainer knows what to
-    do with it.
+    Call it with a loader to get one that yields None for dropped micro-batches. A Trainer handles
+    these.
 
     Args:
         micro_batches: Micro-batches of an inner step: ``accumulate_grad_batches`` of a Trainer.
@@ -58,8 +59,7 @@ class DropCompute:
         if not isinstance(micro_batches, int) or micro_batches < 2:
             raise ValueError(
                 f"micro_batches={micro_batches!r} leaves nothing to drop: the last one always"
-                " runs. Accumulate the"
-                " gradients of at least 2, or leave DropCompute out."
+                " runs. Accumulate the gradients of at least 2, or leave DropCompute out."
             )
         if budget != "auto" and not (isinstance(budget, (int, float)) and budget >= 0):
             raise ValueError(
@@ -75,15 +75,21 @@ class DropCompute:
         self.most_dropped = most_dropped
 
     def __call__(self, loader: Any) -> "DroppingLoader":
-        """Returns a loader that yields None for the micro-batches of another one that are left
-        out.
-        """
+        """Wraps a loader in one that yields None for micro-batches that are left out."""
         return DroppingLoader(self, loader)
 
 
 class DroppingLoader:
-    """Yields what a loader yields, and None for micro-batches that are left out; see
+    """Yields the batches of a loader, and None for micro-batches that are left out; see
     `DropCompute`.
+
+    Attributes:
+        drop: The settings.
+        loader: The loader.
+        length: Micro-batches of an epoch.
+        budget: Seconds that a rank computes in an inner step.
+        trained: Micro-batches that this inner step has trained so far.
+        dropped: Micro-batches that were left out in all inner steps.
     """
 
     def __init__(
@@ -92,8 +98,7 @@ class DroppingLoader:
         if not hasattr(loader, "__len__"):
             raise ValueError(
                 "DropCompute needs a loader with a length: the last micro-batch of an epoch"
-                " synchronises the gradients"
-                " and must not be dropped. Give the loader a __len__."
+                " synchronises the gradients and must not be dropped. Give the loader a __len__."
             )
         self.drop = drop
         self.loader = loader
@@ -102,14 +107,17 @@ class DroppingLoader:
         self.budget = inf if drop.budget == "auto" else float(drop.budget)
         self.trained = self.dropped = 0
         self._measures = drop.budget == "auto"
-        self._all_gather: Callable[[Any], list[Any]] = lambda own: [own]
+        # Gathers objects from the ranks of the group; one rank until `follow`.
+        self._all_gather: Callable[[Any], list[Any]] = lambda table: [table]
+        # For each measured step the seconds from its start to the end of each micro-batch.
         self._table: list[list[float]] = []
         self._position = 0
         self._resumed = False
+        # Events of the device behind the micro-batches that may not be computed yet.
         self._events: list[Any] = []
 
     def follow(self, engine: StreamingDiLoCo) -> "DroppingLoader":
-        """Learns from an engine who is in its group, and returns itself. A Trainer calls it."""
+        """Takes the group of an engine, and returns itself. A Trainer calls it."""
         if engine.topology.group_size > 1:
             _refuse_what_meets(engine.model)
         self._all_gather = engine.topology.in_group.all_gather_object
@@ -128,9 +136,7 @@ class DroppingLoader:
 
     @property
     def is_last(self) -> bool:
-        """Whether this micro-batch is the last of its inner step, in which gradients are
-        synchronised.
-        """
+        """True for the last micro-batch of an inner step, in which gradients are synchronised."""
         return self._position % self.drop.micro_batches == 0 or self._position >= self.length
 
     def __iter__(self) -> Iterator[Any]:
@@ -144,20 +150,21 @@ class DroppingLoader:
                 return
             now = self._now()
             if self._position % self.drop.micro_batches == 0 or not began:
-                if self._measures and row:
+                if row:
                     self._note([*row, now - began])
-                # Choosing takes time, and so does waiting for the others.
+                # To choose a budget takes time, and so does waiting for other ranks.
                 began = self._clock()
                 row = []
                 self.trained = 0
             else:
                 row.append(now - began)
             self._position += 1
-            is_late = bool(row) and now - began > self.budget and not self.is_last
-            kept = None if is_late else batch
-            self.trained += kept is not None
-            self.dropped += is_late
-            yield kept
+            if row and now - began > self.budget and not self.is_last:
+                self.dropped += 1
+                yield None
+            else:
+                self.trained += batch is not None
+                yield batch
 
     def _now(self) -> float:
         """Returns the time. Where a device computes, it waits until the micro-batch before the
@@ -172,11 +179,14 @@ class DroppingLoader:
         return self._clock()
 
     def _note(self, row: list[float]) -> None:
+        """Adds a step to the table, and chooses the budget once there are enough."""
+        if not self._measures:
+            return
         if len(row) == self.drop.micro_batches and self.trained:
             self._table.append(row)
         if len(self._table) == _WARMUP:
-            every = self._all_gather(self._table)
-            self.budget = best_drop(*_computed(every), self.drop.most_dropped).budget
+            times, overhead = _computed(self._all_gather(self._table))
+            self.budget = best_drop(times, overhead, self.drop.most_dropped).budget
             self._measures = False
             self._table = []
 
@@ -205,21 +215,30 @@ class DroppingLoader:
             self.loader.load_state_dict(state["loader"])
 
 
-def _computed(every: list[list[list[float]]]) -> tuple[list[list[list[float]]], float]:
+def _computed(tables: list[list[list[float]]]) -> tuple[list[list[list[float]]], float]:
     """Returns seconds of every micro-batch, by rank and step, and of a step in which no rank
     computes.
+
+    Args:
+        tables: The seconds from the start of a step to the end of each micro-batch, by rank and
+            step.
     """
     times = []
-    for rank in every:
-        ends = [[0.0, *row[:-1]] for row in rank]
-        before = [[end - start for start, end in zip(row, row[1:], strict=False)] for row in ends]
-        times.append([[*row, sum(row) / len(row)] for row in before])
-    steps = len(every[0])
-    rests = [
-        min(rank[step][-1] - sum(own[step]) for rank, own in zip(every, times, strict=True))
-        for step in range(steps)
-    ]
-    return times, max(0.0, sum(rests) / steps)
+    for table in tables:
+        rank_times = []
+        for row in table:
+            seconds = [end - start for start, end in pairwise([0.0, *row[:-1]])]
+            # The last one also synchronises gradients: it is taken to compute as long as the mean.
+            rank_times.append([*seconds, sum(seconds) / len(seconds)])
+        times.append(rank_times)
+    overhead = 0.0
+    steps = len(tables[0])
+    for step in range(steps):
+        overhead += min(
+            table[step][-1] - sum(rank_times[step])
+            for table, rank_times in zip(tables, times, strict=True)
+        )
+    return times, max(0.0, overhead / steps)
 
 
 def _refuse_what_meets(model: nn.Module) -> None:
@@ -228,10 +247,9 @@ def _refuse_what_meets(model: nn.Module) -> None:
         kinds.append("a sharded parameter")
     if kinds:
         raise ValueError(
-            f"DropCompute does not work with {kinds[0]}: there the ranks of a worker group meet"
-            " in every micro-batch,"
-            " and would wait for one that drops it. Use groups whose ranks hold the whole model,"
-            " or leave it out."
+            f"DropCompute does not work with {kinds[0]}: there the ranks of a worker group meet in"
+            " every micro-batch, and would wait for one that drops it. Use groups whose ranks hold"
+            " the whole model, or leave it out."
         )
 
 
@@ -241,41 +259,45 @@ class Drop(NamedTuple):
     gain: float = 0.0
 
 
-def best_drop(times: Sequence[Sequence[Sequence[float]]], rest: float, most_dropped: float) -> Drop:
-    """Finds the budget with which most is trained in a second; see [Note: the rule of DropCompute].
+def best_drop(
+    times: Sequence[Sequence[Sequence[float]]], overhead: float, most_dropped: float
+) -> Drop:
+    """Finds the budget that maximises throughput; see [Note: the rule of DropCompute].
 
-    [Note: the rule of DropCompute] A step ends when its slowest rank has computed, and takes a rest
+    [Note: the rule of DropCompute] A step ends when its slowest rank has computed, after an overhead
     that no rank can shorten. With a budget a rank that is late before a micro-batch drops this one
     and those after it, but for the last, which synchronises; the first one is never late. If that
     shortens the step by the share ``s``, and drops the share ``d`` of the micro-batches, then
     ``(1 - d) / (1 - s) - 1`` is gained (arXiv 2306.10598, and its code). The optimum is flat and
-    noisy where few ranks vary much, and then drops most of what there is: so ``d`` has a bound.
+    noisy where few ranks vary much, and then drops most micro-batches: so ``d`` has a bound.
 
     Args:
         times: Seconds of every micro-batch: ``times[rank][step][micro-batch]``.
-        rest: Seconds of a step in which no rank computes.
+        overhead: Seconds of a step in which no rank computes.
         most_dropped: The bound of the share that is dropped.
 
     Examples:
         >>> steady, slow = [1.0, 1.0, 1.0, 1.0], [1.0, 4.0, 1.0, 1.0]
-        >>> best_drop([[steady] * 10, [slow] + [steady] * 9], rest=0.0, most_dropped=0.1).dropped
+        >>> times = [[steady] * 10, [slow] + [steady] * 9]
+        >>> best_drop(times, overhead=0.0, most_dropped=0.1).dropped
         0.0125
-        >>> best_drop([[steady] * 10] * 2, rest=0.0, most_dropped=0.1)
+        >>> best_drop([[steady] * 10] * 2, overhead=0.0, most_dropped=0.1)
         Drop(budget=inf, dropped=0.0, gain=0.0)
     """
-    table = torch.tensor(times, dtype=torch.float64)
-    done = table.cumsum(dim=-1)
-    step = float(done[..., -1].amax(dim=0).mean()) + rest
+    seconds = torch.tensor(times, dtype=torch.float64)
+    ends = seconds.cumsum(dim=-1)
+    step_seconds = float(ends[..., -1].amax(dim=0).mean()) + overhead
+    budgets = torch.linspace(
+        float(ends[..., 0].min()), float(ends[..., -1].max()), _THRESHOLDS, dtype=torch.float64
+    )
     best = Drop(inf)
-    for budget in torch.linspace(
-        float(done[..., 0].min()), float(done[..., -1].max()), _THRESHOLDS, dtype=torch.float64
-    ).tolist():
-        # What begins in time is computed, and the first and the last.
-        kept = torch.ones_like(done)
-        kept[..., 1:-1] = (done[..., :-2] <= budget).to(done.dtype)
-        dropped = 1 - float(kept.mean(dtype=torch.float64))
-        shorter = float((table * kept).sum(dim=-1).amax(dim=0).mean()) + rest
-        gain = (1 - dropped) * step / shorter - 1
+    for budget in budgets.tolist():
+        # Micro-batches that begin in time are computed, and the first and the last.
+        is_computed = torch.ones_like(ends)
+        is_computed[..., 1:-1] = (ends[..., :-2] <= budget).to(ends.dtype)
+        dropped = 1 - float(is_computed.mean(dtype=torch.float64))
+        shorter = float((seconds * is_computed).sum(dim=-1).amax(dim=0).mean()) + overhead
+        gain = (1 - dropped) * step_seconds / shorter - 1
         if dropped <= most_dropped and gain > best.gain + 1e-9:
             best = Drop(budget, round(dropped, 12), gain)
     return best

@@ -34,7 +34,6 @@ from lightning_sdiloco.comm.watch import WorldWatch
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine.background import ThreadBackground
 from lightning_sdiloco.engine.checkpoint import (
-    Restart,
     load,
     place_of,
     require_own_state,
@@ -47,6 +46,7 @@ from lightning_sdiloco.engine.matrices import proofs, with_direction
 from lightning_sdiloco.engine.outer import storage_for
 from lightning_sdiloco.engine.outer_view import GroupMean, LocalValues, OuterView
 from lightning_sdiloco.engine.per_rank import extra_state, load_extra_state
+from lightning_sdiloco.engine.restart import Restart
 from lightning_sdiloco.engine.rounds import Federated, Loop, Rounds, keep_until_done
 from lightning_sdiloco.engine.shards import digest, local, unwrapped
 from lightning_sdiloco.engine.start import (

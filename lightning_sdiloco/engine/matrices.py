@@ -1,16 +1,17 @@
-"""Whole matrices of a fragment, each on one rank of the group: where the outer step sees more than
+"""Whole matrices of a fragment, each on one rank of the group, for outer steps that see more than
 single values.
 
 Every rank holds a shard of the mean outer gradient. The matrices of a fragment are dealt to the
 ranks, so that all have about as much to compute and none holds the whole fragment. Each rank sends
-the others what it holds of theirs, maps its own, and sends back what became of them. The bits do
-not depend on who maps what.
+the parts of its shard to the owners of their matrices, maps its own matrices, and sends the parts
+back. The bits do not depend on the ranks that map the matrices.
 """
 
 import logging
 import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +26,11 @@ from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.outer import OuterState
 from lightning_sdiloco.engine.shards import (
     FragmentLayout,
+    SavedFragment,
     ShardSpec,
     clean_name,
     digest,
+    modules_of,
     to_parameters,
     to_shards,
 )
@@ -48,11 +51,11 @@ MOST_VALUES = 10_000_000
 fast."""
 
 FEWEST_ROUNDS = 5
-"""The fewest rounds in which matrices are mapped by default: with less, the plain mean did
+"""The fewest rounds in which matrices are mapped by default: in shorter runs, the plain mean did
 better."""
 
-# The compute capabilities of P100, V100, A100, H100 and H200, and B200. Other GPUs have a 32nd or a
-# 64th of that rate.
+# The compute capabilities of P100, V100, A100, H100 and H200, and B200. Other GPUs multiply float64
+# at a 32nd or a 64th of the rate of float32.
 _FAST_FLOAT64 = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
 
 
@@ -66,10 +69,10 @@ def stacks_of(model: nn.Module, patterns: Mapping[str, int]) -> dict[str, Stack]
     stacks = dict[str, Stack]()
     unused = set(patterns)
     groups = _groups_of_convolutions(model)
-    for name, parameter in model.named_parameters():
+    for full_name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        name = clean_name(name)
+        name = clean_name(full_name)
         matching = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
         unused.difference_update(matching)
         parts = patterns[matching[-1]] if matching else None
@@ -85,9 +88,9 @@ def stacks_of(model: nn.Module, patterns: Mapping[str, int]) -> dict[str, Stack]
             stacks[name] = stack
     if unused:
         raise ValueError(
-            f"matrices has the pattern {sorted(unused)[0]!r}, which names no trainable"
-            " parameter. Correct it: names are"
-            " those of named_parameters(), and patterns are shell-style, such as '*.qkv.weight'."
+            f"matrices has the pattern {sorted(unused)[0]!r}, which names no trainable parameter."
+            " Correct it: names are those of named_parameters(), and patterns are shell-style,"
+            " such as '*.qkv.weight'."
         )
     return stacks
 
@@ -174,67 +177,59 @@ def has_fast_float64(device: torch.device) -> bool:
 
 def _groups_of_convolutions(model: nn.Module) -> dict[str, int]:
     """Returns the groups of all convolutions, by name."""
-    return {
-        clean_name(f"{name}.")[:-1]: module.groups
-        for name, module in model.named_modules()
-        if isinstance(module, _CONVOLUTIONS)
-    }
+    modules = modules_of(model)
+    return {name: m.groups for name, m in modules.items() if isinstance(m, _CONVOLUTIONS)}
 
 
 def _module_of(name: str) -> str:
     """Returns the name of the module that a parameter belongs to, parametrized or not."""
-    return (
-        name.split(".parametrizations.")[0]
-        if ".parametrizations." in name
-        else name.rpartition(".")[0]
-    )
+    module_name, _, parametrized_name = name.partition(".parametrizations.")
+    return module_name if parametrized_name else name.rpartition(".")[0]
 
 
 def proofs(
     fragments: Sequence[Fragment], direction: Direction | None, device: torch.device
 ) -> dict[str, str]:
-    """Returns digests of what a direction makes of known matrices, one for each shape that the
-    fragments have.
+    """Returns digests of the matrices that a direction returns for known ones, one for each shape
+    in the fragments.
 
     Raises:
         ValueError: If it returns anything but matrices of the shape and dtype that it was given.
     """
-    shapes = {
-        (stack.rows, stack.columns)
-        for fragment in fragments
-        for stack in fragment.stacks
-        if stack is not None
-    }
-    found = dict[str, str]()
+    shapes = set[tuple[int, int]]()
+    for fragment in fragments:
+        for stack in fragment.stacks:
+            if stack is not None:
+                shapes.add((stack.rows, stack.columns))
+    digests = dict[str, str]()
     for rows, columns in sorted(shapes):
         assert direction is not None, "without a direction no parameter is a matrix"
         name = f"the direction of {rows} x {columns} matrices"
-        # No random numbers: torch's differ between processors.
+        # Random numbers would not do, because torch's differ between processors.
         numbers = torch.arange(rows * columns, dtype=torch.int32, device=device).remainder_(10007)
         numbers.mul_(7919).remainder_(10007).sub_(5003)
-        given = {name: numbers.to(torch.float32).view(1, rows, columns).div_(4096)}
-        values = directed_by(direction, given)[name]
-        if values.shape != given[name].shape or values.dtype != torch.float32:
+        matrix = numbers.to(torch.float32).view(1, rows, columns).div_(4096)
+        directed = directed_by(direction, {name: matrix})[name]
+        if directed.shape != matrix.shape or directed.dtype != torch.float32:
             raise ValueError(
-                f"direction={direction!r} returned values of shape {tuple(values.shape)} and"
-                f" {values.dtype} for float32"
-                f" matrices of shape {tuple(given[name].shape)}. It must return matrices of the"
-                " shape and dtype that it"
-                " is given. Correct it, or choose 'equalised' or 'elementwise'."
+                f"direction={direction!r} returned values of shape {tuple(directed.shape)} and"
+                f" {directed.dtype} for float32 matrices of shape {tuple(matrix.shape)}. It must"
+                " return matrices of the shape and dtype that it is given. Correct it, or choose"
+                " 'equalised' or 'elementwise'."
             )
-        found[name] = f"{digest(values) & 0xFFFFFFFFFFFFFFFF:016x}"
-    return found
+        digests[name] = f"{digest(directed) & 0xFFFFFFFFFFFFFFFF:016x}"
+    return digests
 
 
-class Place(NamedTuple):
-    """Where a matrix parameter is.
+class DealtMatrix(NamedTuple):
+    """A matrix parameter that one rank of the group maps.
 
     Attributes:
         name: Its name.
         stack: Its matrices.
-        owner: The rank of the group that maps them.
-        specs: What each rank of the group exchanges of it.
-        starts: Where that begins in the shard of each rank.
+        owner: The rank that maps them.
+        specs: The values of it that each rank of the group exchanges.
+        starts: The position of these values in the shard of each rank.
     """
 
     name: str
@@ -243,14 +238,14 @@ class Place(NamedTuple):
     specs: Sequence[ShardSpec]
     starts: Sequence[int]
 
-    def of_shard(self, shard: Tensor, rank: int) -> Tensor:
-        """Returns a view of what the shard of a rank has of the parameter."""
+    def part(self, shard: Tensor, rank: int) -> Tensor:
+        """Returns a view of the values of the parameter in the shard of a rank."""
         return shard.narrow(0, self.starts[rank], self.specs[rank].length)
 
 
-def places_of(layout: FragmentLayout, stacks: Mapping[str, Stack], ranks: int) -> list[Place]:
-    """Deals the matrix parameters of a fragment to ranks: the costliest first, to whom has least
-    to compute by then.
+def deal(layout: FragmentLayout, stacks: Mapping[str, Stack], ranks: int) -> list[DealtMatrix]:
+    """Deals the matrix parameters of a fragment to ranks: the costliest first, to the rank that has
+    least to compute by then.
     """
     costs = [0.0] * ranks
     owners = dict[str, int]()
@@ -258,13 +253,13 @@ def places_of(layout: FragmentLayout, stacks: Mapping[str, Stack], ranks: int) -
     for name in sorted(names, key=lambda name: -stacks[name].multiplications):
         owners[name] = costs.index(min(costs))
         costs[owners[name]] += stacks[name].multiplications
-    places = list[Place]()
+    dealt = list[DealtMatrix]()
     starts = [0] * ranks
     for name, specs in zip(layout.names, layout.specs(ranks), strict=True):
         if name in stacks:
-            places.append(Place(name, stacks[name], owners[name], specs, starts))
+            dealt.append(DealtMatrix(name, stacks[name], owners[name], specs, starts))
         starts = [start + spec.length for start, spec in zip(starts, specs, strict=True)]
-    return places
+    return dealt
 
 
 class Matrices:
@@ -281,89 +276,91 @@ class Matrices:
         direction: Direction | None,
         topology: Topology,
     ) -> None:
-        stacks = dict(zip(fragment.names, fragment.stacks, strict=False))
-        self.stacks = {name: stack for name, stack in stacks.items() if stack is not None}
+        self.stacks = dict[str, Stack]()
+        for name, stack in zip(fragment.names, fragment.stacks, strict=False):
+            if stack is not None:
+                self.stacks[name] = stack
         self._direction = direction
         self._ranks = range(topology.group_size)
         self._rank = topology.group_rank
-        places = places_of(layout, self.stacks, topology.group_size)
-        self._dealt = [[place for place in places if place.owner == owner] for owner in self._ranks]
+        self._dealt = deal(layout, self.stacks, topology.group_size)
+        self._owned = [matrix for matrix in self._dealt if matrix.owner == self._rank]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what must be known to map flights in another run, as plain values."""
-        return (
-            {"stacks": {name: tuple(stack) for name, stack in self.stacks.items()}}
-            if self.stacks
-            else {}
-        )
+        """Returns the plain values by which another run maps saved flights."""
+        if not self.stacks:
+            return {}
+        return {"stacks": {name: tuple(stack) for name, stack in self.stacks.items()}}
 
     def direct(self, gradient: Tensor, group: Communicator) -> None:
-        """Makes the shard of a mean outer gradient that of its direction, in place. In-group
+        """Replaces the shard of a mean outer gradient by that of its direction, in place. In-group
         collective.
         """
         assert self._direction is not None, "without a direction no parameter is a matrix"
-        nothing = gradient.new_empty(0)
-        sent = [
-            [place.of_shard(gradient, self._rank) for place in places] for places in self._dealt
-        ]
-        owned = self._dealt[self._rank]
-        received = _exchanged(
-            sent,
-            [[place.specs[rank].length for place in owned] for rank in self._ranks],
-            nothing,
-            group,
-        )
+        parts: list[list[Tensor]] = [[] for _ in self._ranks]
+        for matrix in self._dealt:
+            parts[matrix.owner].append(matrix.part(gradient, self._rank))
+        lengths = [self._owned_lengths(rank) for rank in self._ranks]
+        received = _exchanged(parts, lengths, gradient, group)
+        directed = directed_by(self._direction, self._assembled(received, gradient))
+        answers = [self._owned_parts(directed, rank) for rank in self._ranks]
+        lengths = [list(map(len, owner_parts)) for owner_parts in parts]
+        returned = _exchanged(answers, lengths, gradient, group)
+        for part, values in zip(chain(*parts), chain(*returned), strict=True):
+            part.copy_(values)
+
+    def _owned_lengths(self, rank: int) -> list[int]:
+        """Returns how many values the shard of a rank has of each matrix of this rank."""
+        return [matrix.specs[rank].length for matrix in self._owned]
+
+    def _owned_parts(self, directed: Mapping[str, Tensor], rank: int) -> list[Tensor]:
+        """Cuts the values that the shard of a rank has out of the matrices of this rank."""
+        parts = list[Tensor]()
+        for matrix in self._owned:
+            parts.append(matrix.specs[rank].extract(directed[matrix.name].reshape(-1)))
+        return parts
+
+    def _assembled(self, parts: Sequence[Sequence[Tensor]], like: Tensor) -> dict[str, Tensor]:
+        """Assembles the matrices of this rank from the parts of all ranks."""
         matrices = dict[str, Tensor]()
-        for index, place in enumerate(owned):
-            whole = gradient.new_empty(math.prod(place.stack))
+        for index, matrix in enumerate(self._owned):
+            full = like.new_empty(math.prod(matrix.stack))
             for rank in self._ranks:
-                place.specs[rank].insert(whole, received[rank][index])
-            matrices[place.name] = whole.view(place.stack)
-        directed = directed_by(self._direction, matrices)
-        answers = [
-            [place.specs[rank].extract(directed[place.name].reshape(-1)) for place in owned]
-            for rank in self._ranks
-        ]
-        results = _exchanged(
-            answers, [[part.numel() for part in parts] for parts in sent], nothing, group
-        )
-        for parts, of_owner in zip(sent, results, strict=True):
-            for part, result in zip(parts, of_owner, strict=True):
-                part.copy_(result)
+                matrix.specs[rank].insert(full, parts[rank][index])
+            matrices[matrix.name] = full.view(matrix.stack)
+        return matrices
 
 
 def direct_shards(
-    fragment: Mapping[str, Any], shards: Sequence[OuterState], direction: Direction | None
+    fragment: SavedFragment, shards: Sequence[OuterState], direction: Direction | None
 ) -> list[Tensor]:
-    """Returns what a direction makes of a mean outer gradient, given all its shards and the saved
-    fragment.
+    """Returns the shards of the direction of a mean outer gradient, given all its shards and the
+    saved fragment.
     """
     gradients = [shard.values for shard in shards]
     stacks = fragment.get("stacks", {})
     if direction is None or not stacks:
         return gradients
-    whole = {name: parameter.values for name, parameter in to_parameters(fragment, shards).items()}
-    matrices = {name: whole[name].view(stack) for name, stack in stacks.items()}
+    full = {name: parameter.values for name, parameter in to_parameters(fragment, shards).items()}
+    matrices = {name: full[name].view(stack) for name, stack in stacks.items()}
     for name, directed in directed_by(direction, matrices).items():
-        whole[name] = directed.reshape(-1)
-    return to_shards(fragment, whole, [len(gradient) for gradient in gradients])
+        full[name] = directed.reshape(-1)
+    return to_shards(fragment, full, list(map(len, gradients)))
 
 
 def _exchanged(
     sent: Sequence[Sequence[Tensor]],
-    sizes: Sequence[Sequence[int]],
-    nothing: Tensor,
+    lengths: Sequence[Sequence[int]],
+    like: Tensor,
     group: Communicator,
 ) -> list[list[Tensor]]:
-    """Sends every rank its vectors, ``nothing`` where there are none; returns what came from each,
-    of these sizes.
-
-    In-group collective.
+    """Sends every rank its vectors, which may be none; returns those that came from each rank, of
+    these lengths, with the dtype and device of another vector. In-group collective.
     """
     if group.size == 1:
-        return [list(vectors) for vectors in sent]
-    messages = [torch.cat([nothing, *vectors]) for vectors in sent]
-    received = group.all_to_all_vectors(messages, [sum(of_rank) for of_rank in sizes])
+        return list(map(list, sent))
+    messages = [torch.cat([like.new_empty(0), *vectors]) for vectors in sent]
+    received = group.all_to_all_vectors(messages, list(map(sum, lengths)))
     return [
-        list(message.split(list(of_rank))) for message, of_rank in zip(received, sizes, strict=True)
+        list(message.split(list(sizes))) for message, sizes in zip(received, lengths, strict=True)
     ]

@@ -1,5 +1,5 @@
-"""The outer optimizer over flat float32 shards, one per fragment, and where its state rests:
-device or host.
+"""The outer optimizer over flat float32 shards, one per fragment, and the storage of its state, on
+the device or on the host.
 """
 
 import copy
@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from math import inf, nan
 from typing import Any, NamedTuple
 
@@ -25,9 +26,15 @@ from lightning_sdiloco.memory import new_vector
 Make = Callable[[Sequence[Tensor]], Optimizer]
 MakeSchedule = Callable[[Optimizer], LRScheduler]
 
+Hyperparameters = dict[str, Any]
+"""A parameter group of a torch optimizer, without its parameters."""
+
+OptimizerState = dict[str, Any]
+"""The state that a torch optimizer keeps of one parameter."""
+
 # Values that are stepped at once: few, so that they stay in the cache and the allocator holds
-# little of what an optimizer makes meanwhile; enough that the calls cost nothing. Stretches begin
-# where a vector unit would begin too.
+# little of the temporary memory of an optimizer; enough that the calls cost nothing. Stretches
+# begin where a vector unit would also begin.
 _STRETCH = 1 << 16
 _STRETCH_ON_DEVICE = 1 << 23
 _ALIGNED = 1 << 10
@@ -35,15 +42,15 @@ _ALIGNED = 1 << 10
 MOMENTUM = "momentum_buffer"
 """The key under which torch's SGD keeps the momentum."""
 
-# What hyperparameters are where `nesterov_step` is the step; a schedule may change any.
+# The hyperparameters for which `nesterov_step` is the step; a schedule may change any.
 _NESTEROV = {"dampening": 0, "weight_decay": 0, "nesterov": True, "maximize": False}
 
 
-# Where outer state rests between a landing and the next launch
+# The storage of outer state between a landing and the next launch
 
 
 class OuterStorage:
-    """Stores tensors of a device, where they are. A stored tensor is never written to.
+    """Stores tensors on their device. A stored tensor is never written to.
 
     Attributes:
         prefetches: Whether loading takes so long that it begins before the launch.
@@ -69,15 +76,15 @@ class OuterStorage:
         return stored
 
     def prefetch(self, stored: Tensor) -> Callable[[], Tensor]:
-        """Starts to load a tensor beside what this thread gave the device; returns what waits for
-        it and returns it.
+        """Starts to load a tensor while the device works on; returns a function that waits for the
+        tensor and returns it.
         """
         return lambda: stored
 
 
 class OnHost(OuterStorage):
-    """Stores in page-locked memory of the host: the device holds what is in flight or about to be
-    launched.
+    """Stores in page-locked memory of the host: the device holds only fragments in flight or about
+    to be launched.
     """
 
     prefetches = True
@@ -107,26 +114,29 @@ class OnHost(OuterStorage):
         module = torch.get_device_module(self.device)
         copies = self._copies
         values = torch.empty(stored.shape, dtype=stored.dtype, device=self.device)
-        # What had this memory before may still be at work in the stream that asks.
+        # The stream that asks may still work on the tensor that had this memory before.
         copies.wait_stream(module.current_stream(self.device))
         with module.stream(copies):
             values.copy_(stored, non_blocking=True)
             done = module.Event()
             done.record(copies)
-        # If it is not taken, its memory must not go to another tensor before the copy is done.
+        # If nobody takes the copy, its memory must not go to another tensor before it is done.
         values.record_stream(copies)
 
-        def taken() -> Tensor:
+        def take() -> Tensor:
             module.current_stream(values.device).wait_event(done)
             return values
 
-        return taken
+        return take
 
 
 def storage_for(device: torch.device, offload: bool | str) -> OuterStorage:
-    """Chooses where outer state rests. On a CPU, device and host are the same memory."""
-    on_host = device.type == "cuda" if offload == "auto" else offload
-    return OnHost(device) if on_host and device.type != "cpu" else OuterStorage(device)
+    """Chooses the storage of outer state. On a CPU, device and host are the same memory."""
+    if offload == "auto":
+        offload = device.type == "cuda"
+    if offload and device.type != "cpu":
+        return OnHost(device)
+    return OuterStorage(device)
 
 
 # The outer step
@@ -138,32 +148,34 @@ class OuterState(NamedTuple):
     """
 
     values: Tensor
-    state: dict[str, Any]
+    state: OptimizerState
     rounds: int
     lr: float = 0.0
     direction_norm: float = nan
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "OuterState":
-        """Returns the state with its values, and everything that the optimizer keeps for each of
-        them, moved.
+        """Returns the state with its values, and the elementwise entries of the optimizer's state,
+        moved.
         """
-        state = {
-            key: move(kept) if is_elementwise(kept, self.values) else kept
-            for key, kept in self.state.items()
-        }
+        state = dict(self.state)
+        for key, entry in self.state.items():
+            if is_elementwise(entry, self.values):
+                state[key] = move(entry)
         return self._replace(values=move(self.values), state=state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns it on the host. On a CPU the tensors are its own: do not write to them."""
-        state = {
-            key: kept.to("cpu") if isinstance(kept, Tensor) else kept
-            for key, kept in self.state.items()
-        }
+        """Returns the state on the host. On a CPU the tensors are not copied: do not write to
+        them.
+        """
+        state = dict(self.state)
+        for key, entry in self.state.items():
+            if isinstance(entry, Tensor):
+                state[key] = entry.to("cpu")
         return {"outer": self.values.to("cpu"), "state": state, "rounds": self.rounds}
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> "OuterState":
-        """Reads what `state_dict` returned, without copying it."""
+        """Reads the dictionary that `state_dict` returned, without copying tensors."""
         return OuterState(state["outer"], state["state"], state["rounds"])
 
 
@@ -190,29 +202,28 @@ class ShardOptimizer:
         _check_elementwise(make, len(shards))
         self._storage = storage or OuterStorage(shards[0].device)
         self._is_nesterov = is_nesterov
-        # The most momentum in rounds of the dense beginning; None: as in all others.
+        # The upper limit of momentum in rounds of the dense beginning; None: no limit.
         self._dense_momentum = dense_momentum
         parameters = [Parameter(shard) for shard in shards]
         self._optimizer = make(parameters)
         self._group_of = _groups_of(self._optimizer, parameters)
-        kept = [dict(self._optimizer.state.get(parameter, {})) for parameter in parameters]
-        self._initial = [
-            OuterState(shard, state, 0) for shard, state in zip(shards, kept, strict=True)
-        ]
-        # It forgets its parameters, which are given back to it for one step at a time.
+        self._initial = list[OuterState]()
+        for parameter, shard in zip(parameters, shards, strict=True):
+            self._initial.append(
+                OuterState(shard, dict(self._optimizer.state.get(parameter, {})), 0)
+            )
+        # The optimizer holds its parameters and their state for one step at a time only.
         self._optimizer.state.clear()
-        groups = self._optimizer.param_groups
-        for group in groups:
+        for group in self._optimizer.param_groups:
             group["params"] = []
         self._rates = Rates(self._optimizer, make_schedule)
-        # Noted once: from then on only the thread that steps may look at the optimizer.
-        choices = [
-            {key: value for key, value in group.items() if key != "params"} for group in groups
-        ]
-        self.summary = _summary(type(self._optimizer).__name__, choices)
+        # Described once: from then on only the thread that steps may look at the optimizer.
+        groups = _copied(self._optimizer)
+        name = type(self._optimizer).__name__
+        self.summary = _summary(name, groups)
         self.highest_rate = self._rates.highest
         self.described = {
-            "outer_optimizer": f"{type(self._optimizer).__name__}({choices})",
+            "outer_optimizer": f"{name}({groups})",
             "outer_optimizer.lr_schedule": self._rates.described,
         }
         self._counts_on_device = [
@@ -236,8 +247,8 @@ class ShardOptimizer:
         *,
         is_dense: bool = False,
     ) -> OuterState:
-        """Returns what an outer step makes of a fragment, on the device. Of what is given it takes
-        the gradient.
+        """Returns the outer state of a fragment after an outer step, on the device. It overwrites the
+        gradient, and nothing else.
 
         All rounds of the dense beginning together are the first round of the schedule.
         """
@@ -246,72 +257,49 @@ class ShardOptimizer:
             group = {**group, "momentum": min(group["momentum"], self._dense_momentum)}
         momentum = before.state.get(MOMENTUM)
         is_nesterov = self._is_nesterov and _NESTEROV.items() <= group.items()
-        if (
-            is_nesterov
-            and momentum is not None
-            and group["momentum"]
-            and values.device.type == "cpu"
-        ):
-            state = {
-                MOMENTUM: nesterov_step(values, gradient, momentum, group["lr"], group["momentum"])
-            }
+        is_on_host = values.device.type == "cpu"
+        if is_nesterov and is_on_host and momentum is not None and group["momentum"]:
+            momentum = nesterov_step(values, gradient, momentum, group["lr"], group["momentum"])
+            state = {MOMENTUM: momentum}
         else:
             state = self._step_in_stretches(group, values, gradient, before.state)
         rounds = max(1, before.rounds) if is_dense else before.rounds + 1
         return OuterState(gradient, state, rounds, float(group.get("lr", nan)))
 
     def _step_in_stretches(
-        self, group: dict[str, Any], values: Tensor, gradient: Tensor, before: Mapping[str, Any]
-    ) -> dict[str, Any]:
+        self, group: Hyperparameters, values: Tensor, gradient: Tensor, before: OptimizerState
+    ) -> OptimizerState:
         """Steps one stretch after the other, overwrites the gradient, and returns the new state."""
-        whole = dict[str, Any]()
-        vectors = dict[str, Tensor]()
-        scratch = values.new_empty(0)
-
-        def place(key: str, like: Tensor, where: slice) -> Tensor:
-            """Returns where what is kept of a stretch stays: it is copied there, and stepped
-            there.
-            """
-            if key not in vectors:
-                vectors[key] = new_vector(len(values), values.device, like.dtype)
-            return vectors[key][where]
-
-        for where in stretches(values.numel(), values.device):
-            given = {
-                key: place(key, kept, where).copy_(self._storage.load(kept[where]))
-                if is_elementwise(kept, values)
-                else copy.deepcopy(kept)
-                for key, kept in before.items()
-            }
-            # One copy serves all stretches: the host's allocator would hold many short-lived ones.
-            if scratch.numel() < where.stop - where.start:
-                scratch = new_vector(where.stop - where.start, values.device)
-            copied = scratch[: where.stop - where.start].copy_(values[where])
-            parameter, kept = self._stepped(group, copied, gradient[where], dict(given))
-            whole = dict(kept)
-            for key, value in kept.items():
-                if is_elementwise(value, copied):
-                    # Most optimizers write to what they are given.
-                    if value is not given.get(key):
-                        place(key, value, where).copy_(value)
-                    whole[key] = vectors[key]
-            # Only now: the state may be the gradient itself.
-            gradient[where] = parameter
-        return whole
+        state = _StateInStretches(before, values, self._storage)
+        pieces = stretches(values.numel(), values.device)
+        # One copy serves all stretches, of which the first is the longest: the host's allocator
+        # would hold many short-lived ones.
+        scratch = new_vector(pieces[0].stop if pieces else 0, values.device)
+        for piece in pieces:
+            copied = scratch[: piece.stop - piece.start].copy_(values[piece])
+            loaded = state.load(piece)
+            parameter, stepped = self._stepped(group, copied, gradient[piece], dict(loaded))
+            state.store(piece, loaded, stepped)
+            # Last, because the state may be the gradient itself.
+            gradient[piece] = parameter
+        return state.full
 
     def _stepped(
-        self, group: dict[str, Any], values: Tensor, gradient: Tensor, state: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Any]]:
+        self, group: Hyperparameters, values: Tensor, gradient: Tensor, state: OptimizerState
+    ) -> tuple[Tensor, OptimizerState]:
         """Steps some values and their state, to which it writes, with the hyperparameters of a
         group.
         """
         parameter = Parameter(values)
         parameter.grad = gradient
-        # The optimizer is the user's own and no copy: torch copies neither its hooks nor further
-        # attributes. What a step leaves in these is forgotten: it is no state of a fragment, and
-        # would be missing in a checkpoint.
+        # The user's optimizer itself steps and no copy, because torch copies neither its hooks nor
+        # the attributes of a subclass. During a step it holds one parameter. Afterwards its former
+        # attributes come back as a whole. That also undoes changes to attributes of a subclass:
+        # these belong to no fragment, so one fragment would see the steps of another, and no
+        # checkpoint would hold them. The test of hooks and attributes in
+        # tests/engine/test_reference.py fails without either.
         optimizer = self._optimizer
-        attributes = dict(vars(self._optimizer))
+        attributes = dict(vars(optimizer))
         optimizer.param_groups = [{**group, "params": [parameter]}]
         optimizer.state = defaultdict(dict, {parameter: state})
         try:
@@ -322,17 +310,57 @@ class ShardOptimizer:
             optimizer.__dict__ = attributes
 
     def load(self, fragment: int, state: OuterState) -> OuterState:
-        # A count of steps is on the host, as torch has it, unless the optimizer counts on the
-        # device.
+        # As in torch, counts of steps are on the host unless the optimizer counts on the device.
         on_device = self._counts_on_device[self._group_of[fragment]]
-        counts_on = self._storage.device if on_device else torch.device("cpu")
+        count_device = self._storage.device if on_device else torch.device("cpu")
         moved = state.moved(self._storage.store_copy)
-        counts = {
-            key: kept.detach().to(counts_on, copy=True)
-            for key, kept in state.state.items()
-            if isinstance(kept, Tensor) and not is_elementwise(kept, state.values)
-        }
-        return moved._replace(state={**moved.state, **counts})
+        for key, entry in state.state.items():
+            if isinstance(entry, Tensor) and not is_elementwise(entry, state.values):
+                moved.state[key] = entry.detach().to(count_device, copy=True)
+        return moved
+
+
+class _StateInStretches:
+    """The optimizer's state of a shard, of which it steps one stretch after the other.
+
+    Attributes:
+        full: The new state, once all stretches are stored.
+    """
+
+    def __init__(self, before: OptimizerState, values: Tensor, storage: OuterStorage) -> None:
+        self._before = before
+        self._values = values
+        self._storage = storage
+        self._vectors: dict[str, Tensor] = {}
+        self.full: OptimizerState = {}
+
+    def load(self, piece: slice) -> OptimizerState:
+        """Copies the state of a stretch; elementwise entries to where they stay after the step."""
+        state: OptimizerState = {}
+        for key, entry in self._before.items():
+            if is_elementwise(entry, self._values):
+                place = self._place(key, entry.dtype, piece)
+                state[key] = place.copy_(self._storage.load(entry[piece]))
+            else:
+                state[key] = copy.deepcopy(entry)
+        return state
+
+    def store(self, piece: slice, loaded: OptimizerState, stepped: OptimizerState) -> None:
+        """Takes the state of a stretch after its step. The last stretch decides entries that are
+        not elementwise.
+        """
+        self.full = dict(stepped)
+        for key, entry in stepped.items():
+            if is_elementwise(entry, self._values[piece]):
+                # Most optimizers write to the loaded tensors, which are in place.
+                if entry is not loaded.get(key):
+                    self._place(key, entry.dtype, piece).copy_(entry)
+                self.full[key] = self._vectors[key]
+
+    def _place(self, key: str, dtype: torch.dtype, piece: slice) -> Tensor:
+        if key not in self._vectors:
+            self._vectors[key] = new_vector(len(self._values), self._values.device, dtype)
+        return self._vectors[key][piece]
 
 
 def outer_optimizer_for(
@@ -362,32 +390,32 @@ def outer_optimizer_for(
 def nesterov_step(
     values: Tensor, gradient: Tensor, momentum: Tensor, lr: float, factor: float
 ) -> Tensor:
-    """Makes a step with the bits of torch's SGD, but copies nothing; overwrites the gradient,
-    returns the momentum.
+    """Makes a step that is bit-identical to that of torch's SGD, but copies nothing; overwrites the
+    gradient, and returns the momentum.
     """
-    after = new_vector(values.numel(), values.device)
-    for where in stretches(values.numel(), values.device):
-        moved = gradient[where]
-        kept = after[where]
-        torch.mul(momentum[where], factor, out=kept).add_(moved)
-        moved.add_(kept, alpha=factor)
-        torch.add(values[where], moved, alpha=-lr, out=moved)
-    return after
+    new_momentum = new_vector(values.numel(), values.device)
+    for piece in stretches(values.numel(), values.device):
+        direction = gradient[piece]
+        momentum_part = new_momentum[piece]
+        torch.mul(momentum[piece], factor, out=momentum_part).add_(direction)
+        direction.add_(momentum_part, alpha=factor)
+        torch.add(values[piece], direction, alpha=-lr, out=direction)
+    return new_momentum
 
 
 def _groups_of(optimizer: Optimizer, parameters: list[Parameter]) -> list[int]:
-    index = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    missing = [
-        fragment for fragment, parameter in enumerate(parameters) if id(parameter) not in index
-    ]
-    if missing or len(index) != len(parameters):
+    """Returns the index of the parameter group of each parameter."""
+    groups = dict[int, int]()
+    for index, group in enumerate(optimizer.param_groups):
+        groups |= {id(parameter): index for parameter in group["params"]}
+    missing = [index for index, parameter in enumerate(parameters) if id(parameter) not in groups]
+    if missing or len(groups) != len(parameters):
         raise ValueError(
-            f"outer_optimizer made an optimizer over {len(index)} tensors that leaves out the"
-            f" shards {missing} of"
-            f" {len(parameters)}. It must hold exactly the shards that it is given. Pass them on"
-            " unchanged."
+            f"outer_optimizer made an optimizer over {len(groups)} tensors that leaves out the"
+            f" shards {missing} of {len(parameters)}. It must hold exactly the shards that it is"
+            " given. Pass them on unchanged."
         )
-    return [index[id(parameter)] for parameter in parameters]
+    return [groups[id(parameter)] for parameter in parameters]
 
 
 def _check_elementwise(make: Make, count: int) -> None:
@@ -396,64 +424,59 @@ def _check_elementwise(make: Make, count: int) -> None:
     """
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(64, generator=generator) for _ in range(count)]
-    # At several scales: an optimizer that clips does so for large gradients only.
-    scales = (1.0, 1e3, 1e-3)
-    gradients = [
-        [scale * torch.randn(64, generator=generator) for _ in range(count)] for scale in scales
-    ]
+    gradients = list[list[Tensor]]()
+    # At several scales, because an optimizer that clips does so for large gradients only.
+    for scale in (1.0, 1e3, 1e-3):
+        gradients.append([scale * torch.randn(64, generator=generator) for _ in range(count)])
     try:
-        whole = _tried(make, values, gradients, slice(None))
-        halves = [_tried(make, values, gradients, half) for half in (slice(0, 32), slice(32, 64))]
+        unsplit = _tried(make, values, gradients, slice(None))
+        left = _tried(make, values, gradients, slice(0, 32))
+        right = _tried(make, values, gradients, slice(32, 64))
     except Exception as error:
         raise ValueError(
             f"outer_optimizer could not step flat float32 shards: {error}. It is called with a"
-            " list of one-dimensional"
-            " tensors, one per fragment, and must return a torch.optim.Optimizer whose step()"
-            " needs no closure. Choose"
-            f" one, such as {AN_OUTER_OPTIMIZER}."
+            " list of one-dimensional tensors, one per fragment, and must return a"
+            " torch.optim.Optimizer whose step() needs no closure. Choose one, such as"
+            f" {AN_OUTER_OPTIMIZER}."
         ) from error
-    joined = [torch.cat(parts) for parts in zip(*halves, strict=True)]
-    if not all(
-        torch.allclose(one, other, rtol=1e-5, atol=1e-7)
-        for one, other in zip(whole, joined, strict=True)
-    ):
-        raise ValueError(
-            "outer_optimizer does not work elementwise: stepping a vector whole and in two"
-            " halves gave different"
-            " values. It sees flat shards of fragments, whose shapes and norms mean nothing."
-            " Choose an optimizer that"
-            f" treats each value separately, such as {AN_OUTER_OPTIMIZER}."
-        )
+    for stepped, *halves in zip(unsplit, left, right, strict=True):
+        if not torch.allclose(stepped, torch.cat(halves), rtol=1e-5, atol=1e-7):
+            raise ValueError(
+                "outer_optimizer does not work elementwise: stepping a vector whole and in two"
+                " halves gave different values. It sees flat shards of fragments, whose shapes and"
+                " norms mean nothing. Choose an optimizer that treats each value separately, such"
+                f" as {AN_OUTER_OPTIMIZER}."
+            )
 
 
 def _tried(
     make: Make, values: list[Tensor], gradients: list[list[Tensor]], part: slice
 ) -> list[Tensor]:
-    """Returns what an optimizer makes of a part of some vectors, step by step."""
-    parameters = [Parameter(value[part].clone()) for value in values]
+    """Steps a part of some vectors with a new optimizer, once for each row of gradients."""
+    parameters = [Parameter(vector[part].clone()) for vector in values]
     optimizer = make(parameters)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"it returned {optimizer!r}, which is not a torch.optim.Optimizer")
-    for gradient in gradients:
-        for parameter, grad in zip(parameters, gradient, strict=True):
-            parameter.grad = grad[part].clone()
+    for row in gradients:
+        for parameter, gradient in zip(parameters, row, strict=True):
+            parameter.grad = gradient[part].clone()
         with torch.enable_grad():
             optimizer.step()
     return [parameter.detach() for parameter in parameters]
 
 
-def is_elementwise(kept: Any, values: Tensor) -> bool:
-    """Returns whether something that an optimizer keeps of a shard has an entry for every value,
-    as a momentum does.
+def is_elementwise(entry: Any, values: Tensor) -> bool:
+    """Returns whether an entry of an optimizer's state has a value for every value of the shard, as
+    a momentum does.
     """
-    return isinstance(kept, Tensor) and kept.shape == values.shape
+    return isinstance(entry, Tensor) and entry.shape == values.shape
 
 
 def stretches(numel: int, device: torch.device) -> list[slice]:
     """Cuts a shard into stretches that are stepped one after the other: one, unless it is long."""
     # On a CPU they stay in the cache; elsewhere they are long enough to hide the launch of kernels.
-    # They are of about the same length, so that none is so short that a state of it could be taken
-    # for one of the whole.
+    # They are of about the same length, so that none is so short that its state could be mistaken
+    # for the state of the whole.
     longest = _STRETCH if device.type == "cpu" else _STRETCH_ON_DEVICE
     count = -(-numel // longest)
     length = max(1, -(-numel // max(1, count) // _ALIGNED)) * _ALIGNED
@@ -462,14 +485,13 @@ def stretches(numel: int, device: torch.device) -> list[slice]:
 
 # The hyperparameters of each round
 
-Groups = list[dict[str, Any]]
+Groups = list[Hyperparameters]
 
-# Schedules are compared by what they do in this many rounds.
+# Schedules are compared over this many rounds.
 _COMPARED = 1000
 _SHOWN = 4
 
-
-# What an outer step depends on most, in the order in which it is shown.
+# The hyperparameters that matter most, in the order in which they are shown.
 _SHOWN_CHOICES = ("lr", "momentum", "nesterov", "betas")
 
 
@@ -479,11 +501,14 @@ def _summary(name: str, groups: Groups) -> str:
     """
     shown = []
     for key in _SHOWN_CHOICES:
-        values = [_number(group.get(key)) for group in groups]
-        texts = [format(value, "g") if isinstance(value, float) else str(value) for value in values]
-        chosen = [text for text in dict.fromkeys(texts) if text not in ("None", "False")]
-        if chosen:
-            shown.append(f"{key}={' and '.join(chosen)}")
+        texts = list[str]()
+        for group in groups:
+            value = _number(group.get(key))
+            text = format(value, "g") if isinstance(value, float) else str(value)
+            if text not in ("None", "False", *texts):
+                texts.append(text)
+        if texts:
+            shown.append(f"{key}={' and '.join(texts)}")
     return f"{name}({', '.join(shown)})"
 
 
@@ -508,7 +533,7 @@ class Rates:
 
     def __init__(self, optimizer: Optimizer, make: MakeSchedule | None) -> None:
         self._carrier = _Carrier(optimizer)
-        self._scheduler = None if make is None else _made(make, self._carrier)
+        self._scheduler = None if make is None else _scheduler_from(make, self._carrier)
         self._rounds = [_copied(self._carrier)]
         self.described = "None"
         if self._scheduler is not None:
@@ -518,26 +543,13 @@ class Rates:
                 reason = f"cannot be stepped by counting rounds: {error}"
                 raise _unusable(self._scheduler, reason) from error
             self._rounds.append(_copied(self._carrier))
-            # Some end before, such as OneCycleLR: then the rounds that they have are compared.
-            # Once, at the start: from then on rounds are looked up in the background only.
+            # Some schedules end earlier, such as OneCycleLR: then the rounds that they have are
+            # compared. This happens once, at the start: later only the background looks up rounds.
             with suppress(ValueError):
                 self.of(_COMPARED - 1)
-            # What torch's schedulers change in each group, as plain numbers.
-            values = [
-                [
-                    [_number(group.get(key)) for key in ("lr", "momentum", "betas")]
-                    for group in groups
-                ]
-                for groups in self._rounds[:_COMPARED]
-            ]
-            seal = hashlib.sha256(repr(values).encode()).hexdigest()[:8]
-            shown = ", ".join(str(groups[0][0]) for groups in values[:_SHOWN])
-            self.described = (
-                f"{type(self._scheduler).__name__} ({shown}, ...; {len(values)} rounds: {seal})"
-            )
-        rates = [
-            _number(group["lr"]) for groups in self._rounds for group in groups if "lr" in group
-        ]
+            self.described = _described(self._scheduler, self._rounds[:_COMPARED])
+        groups = chain.from_iterable(self._rounds)
+        rates = [_number(group["lr"]) for group in groups if "lr" in group]
         self.highest = max(rates, default=inf)
 
     def of(self, number: int) -> Groups:
@@ -550,16 +562,16 @@ class Rates:
             except Exception as error:
                 raise ValueError(
                     f"outer_optimizer.lr_schedule has no rate for round {len(self._rounds)},"
-                    f" counted from 0: {error}."
-                    f" Give the {type(self._scheduler).__name__} as many rounds as you train, or"
-                    " choose one without an"
-                    " end."
+                    f" counted from 0: {error}. Give the {type(self._scheduler).__name__} as many"
+                    " rounds as you train, or choose one without an end."
                 ) from error
             self._rounds.append(_copied(self._carrier))
         return self._rounds[number]
 
 
 class _Carrier(Optimizer):
+    """An optimizer with the hyperparameters of another one, which a scheduler changes."""
+
     def __init__(self, optimizer: Optimizer) -> None:
         groups = [{**group, "params": [Parameter(torch.empty(0))]} for group in _copied(optimizer)]
         super().__init__(groups, dict(optimizer.defaults))
@@ -570,29 +582,43 @@ class _Carrier(Optimizer):
 
 def _copied(optimizer: Optimizer) -> Groups:
     """Copies the hyperparameters of all parameter groups. A scheduler changes tensors in place."""
-    return [
-        {
-            key: value.clone() if isinstance(value, Tensor) else value
-            for key, value in group.items()
-            if key != "params"
-        }
-        for group in optimizer.param_groups
-    ]
+    groups = Groups()
+    for group in optimizer.param_groups:
+        copied = dict(group)
+        del copied["params"]
+        for key, value in copied.items():
+            if isinstance(value, Tensor):
+                copied[key] = value.clone()
+        groups.append(copied)
+    return groups
+
+
+def _described(scheduler: LRScheduler, rounds: Sequence[Groups]) -> str:
+    """Describes a schedule by its first rates, and by a digest of the numbers that torch's
+    schedulers change.
+    """
+    numbers = [list(map(_scheduled_numbers, groups)) for groups in rounds]
+    seal = hashlib.sha256(repr(numbers).encode()).hexdigest()[:8]
+    shown = ", ".join(str(groups[0][0]) for groups in numbers[:_SHOWN])
+    return f"{type(scheduler).__name__} ({shown}, ...; {len(numbers)} rounds: {seal})"
+
+
+def _scheduled_numbers(group: Hyperparameters) -> list[Any]:
+    return [_number(group.get(key)) for key in ("lr", "momentum", "betas")]
 
 
 def _number(value: Any) -> Any:
     return float(value) if isinstance(value, Tensor) else value
 
 
-def _made(make: MakeSchedule, carrier: _Carrier) -> LRScheduler:
+def _scheduler_from(make: MakeSchedule, carrier: _Carrier) -> LRScheduler:
     try:
         scheduler = make(carrier)
     except Exception as error:
         raise ValueError(
             "outer_optimizer.lr_schedule could not make a scheduler of the outer optimizer:"
-            f" {error}. It is called with"
-            " the optimizer alone and must return a torch scheduler; bind its other arguments"
-            " with functools.partial."
+            f" {error}. It is called with the optimizer alone and must return a torch scheduler;"
+            " bind its other arguments with functools.partial."
         ) from error
     if not isinstance(scheduler, LRScheduler):
         raise _unusable(scheduler, "is not a torch.optim.lr_scheduler.LRScheduler")
@@ -608,7 +634,6 @@ def _made(make: MakeSchedule, carrier: _Carrier) -> LRScheduler:
 def _unusable(scheduler: Any, reason: str) -> ValueError:
     return ValueError(
         f"outer_optimizer.lr_schedule made a {type(scheduler).__name__}, which {reason}. Give a"
-        " callable from an"
-        " optimizer to a scheduler that counts rounds:"
+        " callable from an optimizer to a scheduler that counts rounds:"
         " functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=50) is one."
     )

@@ -1,17 +1,17 @@
 """The outer view: the outer model, or a mean of the groups, instead of the local one.
 
-[Note: a copy is put aside] While the outer model is shown, the local values rest in a separate
-copy, on the host if outer state does. Two ways would need no copy, and neither can be had:
+[Note: a copy is put aside] While the outer model is shown, a separate copy holds the local values,
+on the host if outer state is there. Two ways would need no copy, and neither is possible:
 
-- Exchange the contents: the local values rest in the memory of the outer ones meanwhile. But a
-  tensor of the outer state is never written to. The background reads it for a flight that launched
-  before the validation, a checkpoint that another thread still writes has it, and so has one that
+- Exchange the contents: the local values take the memory of the outer ones meanwhile. But a tensor
+  of the outer state is never written to. The background reads it for a flight that launched before
+  the validation, a checkpoint that another thread still writes has it, and so has a checkpoint that
   is saved while the outer model is shown.
-- Let the parameters refer to the outer values. But whoever holds the memory of a parameter would go
-  on with the local one: flattened and tied weights, a compiled or captured graph, an optimizer that
-  keeps views. And what swaps weights for the time of a validation, such as an average, writes into
-  the model that it finds, and so into the outer state. With sharded or bfloat16 parameters, or with
-  outer state on the host, there is nothing to refer to.
+- Let the parameters refer to the outer values. But code that holds the memory of a parameter would
+  continue with the local one: flattened and tied weights, a compiled or captured graph, an optimizer
+  that keeps views. And code that swaps weights during a validation, such as an average, writes into
+  the model, and so into the outer state. With sharded or bfloat16 parameters, or with outer state on
+  the host, there is no tensor to refer to.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,18 +30,16 @@ from lightning_sdiloco.engine.weight_copies import WeightCopies
 
 
 class GroupMean(NamedTuple):
-    """Holds the plain mean, over the groups, of what each group holds; see
-    `StreamingDiLoCo.group_mean`.
-    """
+    """Holds the plain mean of the local values of all groups; see `StreamingDiLoCo.group_mean`."""
 
     gathered: list[Tensor]
     untrained: Sequence[Mapping[int, Tensor]]
     own: Mapping[str, Tensor]
-    """What the first group keeps of untrained state, where this rank holds something else."""
+    """The untrained state that the first group keeps, where this rank holds other values."""
 
 
 class LocalValues(NamedTuple):
-    """Holds what differs between groups in the model itself: parameters in their order, and
+    """Holds the values of the model that differ between groups: parameters in their order, and
     untrained state by name.
     """
 
@@ -65,18 +63,19 @@ class OuterView:
         self._in_group = in_group
         self._storage = storage
         self._copies = copies
+        # The local values, while the model shows other ones.
         self._stash: LocalValues | None = None
-        # Digests of what was put into the model: of the parameters by name, and of untrained state.
+        # Digests of the values that were put into the model, by name.
         self._shown: dict[str, int] = {}
-        # Parameters that stay as they are when the local values come back.
+        # Parameters that keep their values when the local ones come back.
         self._kept = set[str]()
-        # Untrained state from before the end of training.
+        # Untrained state from before the end of training, once it has begun.
         self._kept_untrained: dict[str, Tensor] | None = None
         self.has_ended = False
 
     @property
     def is_shown(self) -> bool:
-        """Whether the model shows other values than the local ones, which are put aside."""
+        """True while the model shows other values than the local ones, which are put aside."""
         return self._stash is not None
 
     @contextmanager
@@ -87,15 +86,15 @@ class OuterView:
         *,
         watches: bool = False,
     ) -> Iterator[None]:
-        """Shows a model in a ``with`` block; the outermost of nested blocks chooses, and restores
-        the local one.
+        """Shows a model in a ``with`` block; see `show`. The outermost of nested blocks chooses the
+        model, and restores the local one.
         """
-        shown_before = self._stash is not None
+        was_shown = self.is_shown
         self.show(mean, own, watches=watches)
         try:
             yield
         finally:
-            if not shown_before:
+            if not was_shown:
                 self.show_local()
 
     @torch.no_grad()
@@ -111,20 +110,19 @@ class OuterView:
 
         Args:
             mean: The mean to show; None: the outer values.
-            own: What to show of the state that groups keep; by default what came with the mean.
-            watches: Whether `rewritten` will be asked: all parameters are read twice.
+            own: The values to show of the state that groups keep; by default those of the mean.
+            watches: Whether `rewritten` will be called: all parameters are read twice.
         """
         if self._stash is not None or self.has_ended:
             return
-        own = own or (mean.own if mean is not None else {})
+        if not own:
+            own = {} if mean is None else mean.own
         self._stash = self._put_aside(own)
         if mean is None:
             self.write_outer()
         else:
-            for fragment, gathered, untrained in zip(
-                self._fragments, mean.gathered, mean.untrained, strict=True
-            ):
-                fragment.write(gathered, untrained)
+            for index, fragment in enumerate(self._fragments):
+                fragment.write(mean.gathered[index], mean.untrained[index])
         self.write_untrained(own)
         self._copies.hide()
         self._shown = self._digests_of_untrained()
@@ -137,21 +135,22 @@ class OuterView:
         """
         if self._stash is None:
             return {}
-        now = self._digests_of_parameters()
-        return {name: value for name, value in now.items() if value != self._shown[name]}
+        digests = self._digests_of_parameters()
+        return {name: value for name, value in digests.items() if value != self._shown[name]}
 
     @torch.no_grad()
     def show_local(self) -> None:
-        """Puts the local values back. Untrained state that code has overwritten since stays as it
-        is now.
+        """Puts the local values back. Untrained state that code has overwritten since keeps its
+        values.
         """
         if self._stash is None:
             return
-        now = self._digests_of_untrained()
-        untrained = self._stash.untrained
-        rewritten = {name for name in untrained if now.get(name) != self._shown.get(name)}
-        kept = {name: values for name, values in untrained.items() if name not in rewritten}
-        self.load_local(self._stash._replace(untrained=kept))
+        digests = self._digests_of_untrained()
+        untrained = dict(self._stash.untrained)
+        rewritten = {name for name in untrained if digests.get(name) != self._shown.get(name)}
+        for name in rewritten:
+            del untrained[name]
+        self.load_local(self._stash._replace(untrained=untrained))
         for fragment in self._fragments:
             fragment.untrained.note_rewritten(rewritten)
         self._stash = None
@@ -161,8 +160,8 @@ class OuterView:
 
     @torch.no_grad()
     def keep(self, names: Collection[str]) -> None:
-        """Makes what the model holds of some parameters the local values for good, also if the
-        outer model is shown.
+        """Makes the present values of some parameters the local ones for good, also if the outer
+        model is shown.
         """
         if self._stash is None:
             self._renew_copies(names)
@@ -174,14 +173,14 @@ class OuterView:
         self._kept |= set(names)
 
     def keep_untrained(self) -> None:
-        """Makes the untrained state that travels, as the model holds it, the local one for good."""
+        """Makes the present untrained state that travels the local one for good."""
         if self._stash is not None:
             for fragment in self._fragments:
                 for name in fragment.untrained.names:
                     self._stash.untrained.pop(name, None)
 
     def _renew_copies(self, names: Collection[str]) -> None:
-        """Makes the copies that inner optimizers keep of some parameters what these are now."""
+        """Copies the present values of some parameters into the copies of inner optimizers."""
         for fragment in self._fragments:
             fragment.layout.renew_copies(names)
 
@@ -193,16 +192,14 @@ class OuterView:
         return digests
 
     def _digests_of_untrained(self) -> dict[str, int]:
-        """Returns digests of the untrained state that has been put aside, as the model holds it
-        now.
-        """
+        """Returns digests of the present values of the untrained state that has been put aside."""
         assert self._stash is not None, "another model is shown"
         return {place.name: digest(place.values) for place in self._places(self._stash.untrained)}
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Puts the local values back inside a ``with`` block, if something else is shown, and then
-        that again.
+        """Puts the local values back inside a ``with`` block, if the model shows others, and then
+        shows those again.
         """
         if self._stash is None:
             yield
@@ -263,35 +260,31 @@ class OuterView:
         for index, fragment in enumerate(self._fragments):
             if mean is not None:
                 named |= fragment.named_mean(mean.gathered[index], self._in_group)
-                continue
-            if self.has_ended:
+            elif self.has_ended:
                 named |= fragment.named_at_end(self._in_group)
-                continue
-            gathered = (
-                fragment.outer.values
-                if self._in_group.size == 1
-                else fragment.gathered(self._in_group)
-            )
-            named |= fragment.named(gathered, self._in_group)
+            elif self._in_group.size == 1:
+                named |= fragment.named(fragment.outer.values, self._in_group)
+            else:
+                named |= fragment.named(fragment.gathered(self._in_group), self._in_group)
         return named
 
     def local_values(self) -> dict[str, Any]:
         """Returns `LocalValues` on the host, as a plain dictionary. Write to none of it."""
+        parameters = list[Tensor]()
         if self._stash is None:
             reshard(self._model)
-            parameters = [
-                values for fragment in self._fragments for values in fragment.local_values()
-            ]
+            for fragment in self._fragments:
+                parameters += fragment.local_values()
             return {"parameters": parameters, "untrained": self._local_untrained()}
-        # What has been put aside is not written to.
-        parameters = [tensor.to("cpu") for tensor in self._stash.parameters]
+        # Nobody writes to the values that have been put aside.
+        parameters += [tensor.to("cpu") for tensor in self._stash.parameters]
         untrained = {place.name: place.values.to("cpu", copy=True) for place in self._changed_own()}
         untrained |= {name: tensor.to("cpu") for name, tensor in self._stash.untrained.items()}
         return {"parameters": parameters, "untrained": untrained}
 
     def _local_untrained(self) -> dict[str, Tensor]:
-        """Copies the untrained state of this rank; later, what it was before the end of
-        training.
+        """Copies the untrained state of this rank; after the end of training, its values from
+        before.
         """
         if self._kept_untrained is not None:
             return self._kept_untrained
@@ -299,10 +292,10 @@ class OuterView:
         return {place.name: place.values.to("cpu", copy=True) for place in places}
 
     def _changed_own(self) -> list[Place]:
-        """Returns where the frozen parameters are that code has moved."""
-        changed = [
-            place for fragment in self._fragments for place in fragment.untrained.own.changed()
-        ]
+        """Returns the places of the frozen parameters that code has moved."""
+        changed = list[Place]()
+        for fragment in self._fragments:
+            changed += fragment.untrained.own.changed()
         return [place for place in changed if place.is_parameter]
 
     @torch.no_grad()
@@ -317,30 +310,33 @@ class OuterView:
         return [parameter for fragment in self._fragments for parameter in fragment.layout.held]
 
     def _overwritten_places(self) -> list[Place]:
-        """Returns where all buffers are, and the frozen parameters that travel: outer values are
-        written to both.
+        """Returns the places of all buffers, and of the frozen parameters that travel: outer values
+        overwrite both.
         """
-        frozen = [
-            place for fragment in self._fragments for place in fragment.untrained.frozen_places
-        ]
-        return [*buffer_places(self._model), *frozen]
+        places = buffer_places(self._model)
+        for fragment in self._fragments:
+            places += fragment.untrained.frozen_places
+        return places
 
     def _places(self, names: Mapping[str, Any]) -> list[Place]:
-        """Returns where the model holds untrained state of these names."""
-        own = [place for fragment in self._fragments for place in fragment.untrained.own.places]
-        places = {place.name: place for place in (*own, *self._overwritten_places())}
-        return [places[name] for name in names if name in places]
+        """Returns the places of untrained state with these names."""
+        places = list[Place]()
+        for fragment in self._fragments:
+            places += fragment.untrained.own.places
+        places += self._overwritten_places()
+        by_name = {place.name: place for place in places}
+        return [by_name[name] for name in names if name in by_name]
 
-    def _put_aside(self, own: Mapping[str, Tensor]) -> LocalValues:
-        """Copies all that is overwritten, and all buffers, because a forward pass may write to
-        them.
+    def _put_aside(self, shown: Mapping[str, Tensor]) -> LocalValues:
+        """Copies all values that will be overwritten, and all buffers, because a forward pass may
+        write to them.
         """
         parameters = [self._storage.store_copy(parameter) for parameter in self._parameters()]
-        places = {place.name: place for place in (*self._overwritten_places(), *self._places(own))}
-        return LocalValues(
-            parameters,
-            {name: self._storage.store_copy(place.values) for name, place in places.items()},
-        )
+        untrained = dict[str, Tensor]()
+        for place in (*self._overwritten_places(), *self._places(shown)):
+            if place.name not in untrained:
+                untrained[place.name] = self._storage.store_copy(place.values)
+        return LocalValues(parameters, untrained)
 
     @torch.no_grad()
     def write_untrained(self, values: Mapping[str, Tensor]) -> None:

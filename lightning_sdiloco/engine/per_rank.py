@@ -1,8 +1,8 @@
-"""What a rank holds beside what the engine trains: entries that differ from rank 0's, and extra
-state of modules.
+"""The state of a rank beside the state that the engine trains: entries that differ from rank 0's, and
+extra state of modules.
 
-[Note: entries of a rank] The checkpoint file holds what rank 0 has: schedulers, callbacks, loops,
-and whatever else a user saves. The file of another rank holds the entries in which that rank
+[Note: entries of a rank] The checkpoint file holds the state of rank 0: schedulers, callbacks,
+loops, and whatever else a user saves. The file of another rank holds the entries in which that rank
 differs, so that nothing is stored twice. Rank 0 sends the digests of its entries, and every other
 rank compares them with its own. An entry is a leaf of nested dictionaries.
 
@@ -42,9 +42,9 @@ class Entries(NamedTuple):
     plain: list[tuple[Place, Any]]
     packed: list[tuple[Place, Tensor]]
     missing: list[Place]
-    """The entries of rank 0 that this rank has not."""
+    """The entries of rank 0 that this rank lacks."""
     failures: list[str]
-    """The entries that could not be pickled, and why."""
+    """The entries that could not be pickled, with the reasons."""
 
 
 def differing_from_first(tree: Mapping[Any, Any], world: Communicator) -> Entries:
@@ -53,10 +53,10 @@ def differing_from_first(tree: Mapping[Any, Any], world: Communicator) -> Entrie
     """
     # All ranks compute digests at the same time.
     digests = _digests(tree, _DEEPEST)
-    of_first = world.all_gather_object(digests if world.rank == 0 else None)[0]
+    first_digests = world.all_gather_object(digests if world.rank == 0 else None)[0]
     entries = Entries([], [], [], [])
     if world.rank:
-        _collect(tree, digests, of_first, (), entries)
+        _collect(tree, digests, first_digests, (), entries)
     return entries
 
 
@@ -71,39 +71,39 @@ def entries_of(tree: Mapping[Any, Any]) -> Entries:
 def put(
     entries: Mapping[str, Any], tree: dict[Any, Any], read: Read, without: Collection[Any] = ()
 ) -> list[str]:
-    """Puts the entries of a rank into what rank 0 saved, except those under some of the outermost
+    """Puts the entries of a rank into the state of rank 0, except those under some of the outermost
     keys.
 
-    Returns which entries cannot be read, and why.
+    Returns the entries that cannot be read, with the reasons.
     """
     failures = list[str]()
     for place in entries["missing"]:
         if place[0] not in without:
-            _at(tree, place).pop(place[-1], None)
+            _dictionary_of(place, tree).pop(place[-1], None)
     for place, value in entries["plain"]:
         if place[0] not in without:
-            _at(tree, place)[place[-1]] = value
-    for place, data in entries["packed"]:
+            _dictionary_of(place, tree)[place[-1]] = value
+    for place, packed in entries["packed"]:
         if place[0] in without:
             continue
         try:
-            value = read(io.BytesIO(data.numpy().tobytes()))
+            value = read(io.BytesIO(packed.numpy().tobytes()))
         except Exception as error:
             failures.append(_failure(place, error))
         else:
-            _at(tree, place)[place[-1]] = value
+            _dictionary_of(place, tree)[place[-1]] = value
     return failures
 
 
-def read_safely(data: io.BytesIO) -> Any:
-    return torch.load(data, map_location="cpu", weights_only=True)
+def read_safely(packed: io.BytesIO) -> Any:
+    return torch.load(packed, map_location="cpu", weights_only=True)
 
 
 # Extra state of modules
 
 
 def extra_state(model: nn.Module) -> dict[str, Any]:
-    """Returns what the ``state_dict`` of a model holds beside parameters and buffers, such as
+    """Returns the entries of a model's ``state_dict`` that are no parameters or buffers, such as
     extra state.
     """
     state: dict[str, Any] = nn.Module.state_dict(model, keep_vars=True)
@@ -120,7 +120,7 @@ def extra_state(model: nn.Module) -> dict[str, Any]:
 
 
 def load_extra_state(model: nn.Module, extra: Mapping[str, Any]) -> None:
-    """Restores what `extra_state` returned, and nothing else."""
+    """Restores the entries that `extra_state` returned, and nothing else."""
     if not extra:
         return
     current: dict[str, Any] = nn.Module.state_dict(model, keep_vars=True)
@@ -128,9 +128,9 @@ def load_extra_state(model: nn.Module, extra: Mapping[str, Any]) -> None:
     state = OrderedDict[str, Any]()
     for clean, value in extra.items():
         name = names.get(clean, clean)
-        now = current.get(name)
-        if isinstance(value, Tensor) and isinstance(now, Tensor):
-            value = value.to(now.device)
+        present = current.get(name)
+        if isinstance(value, Tensor) and isinstance(present, Tensor):
+            value = value.to(present.device)
         state[name] = value
     # Modules read their version there.
     state._metadata = getattr(current, "_metadata", {})  # type: ignore[attr-defined]
@@ -148,7 +148,7 @@ def _copied(value: Any) -> Any:
     try:
         return deepcopy(value)
     except Exception:
-        # An object that can only be referred to. Whether it can be saved shows when it is saved.
+        # Some objects can only be referred to. The save shows if they can be saved.
         return value
 
 
@@ -167,16 +167,29 @@ def _digests(value: Any, depth: int) -> Any:
 
 
 def _collect(
-    tree: Any, digests: Mapping[Any, Any], of_first: Mapping[Any, Any], at: Place, entries: Entries
+    tree: Any,
+    digests: Mapping[Any, Any],
+    first_digests: Mapping[Any, Any],
+    root: Place,
+    entries: Entries,
 ) -> None:
-    """Collects the entries of a tree whose digests are not those of rank 0."""
-    entries.missing.extend((*at, key) for key in of_first.keys() - digests.keys())
+    """Collects the entries of a tree whose digests differ from those of rank 0.
+
+    Args:
+        tree: The tree, which may be inside a larger one.
+        digests: Its digests.
+        first_digests: The digests of rank 0's tree.
+        root: The keys that lead to the tree.
+        entries: The collection.
+    """
+    entries.missing.extend((*root, key) for key in first_digests.keys() - digests.keys())
     for key, digest in digests.items():
-        first = of_first.get(key)
-        if isinstance(digest, dict) and isinstance(first, dict):
-            _collect(tree[key], digest, first, (*at, key), entries)
-        elif digest is None or digest != first:
-            _store((*at, key), tree[key], entries)
+        place = (*root, key)
+        first_digest = first_digests.get(key)
+        if isinstance(digest, dict) and isinstance(first_digest, dict):
+            _collect(tree[key], digest, first_digest, place, entries)
+        elif digest is None or digest != first_digest:
+            _store(place, tree[key], entries)
 
 
 def _store(place: Place, value: Any, entries: Entries) -> None:
@@ -250,13 +263,12 @@ def _packed(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def _at(tree: dict[Any, Any], place: Place) -> dict[Any, Any]:
-    """Returns the dictionary that holds an entry."""
+def _dictionary_of(place: Place, tree: dict[Any, Any]) -> dict[Any, Any]:
+    """Returns the dictionary that holds an entry, inside a tree."""
     for key in place[:-1]:
-        inside = tree.get(key)
-        if not isinstance(inside, dict):
-            inside = tree[key] = {}
-        tree = inside
+        if not isinstance(tree.get(key), dict):
+            tree[key] = {}
+        tree = tree[key]
     return tree
 
 

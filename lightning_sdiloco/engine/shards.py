@@ -2,15 +2,16 @@
 exchanges.
 
 The only file that knows how a model holds its parameters, DTensors included. FSDP2 and tensor
-parallelism make these. They are recognised by their attributes, so that nothing is imported where
-there are none.
+parallelism make DTensors. This file recognises them by their attributes, so that it imports nothing
+where there are none.
 """
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.partition import Fragment, Parameter
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.outer import OuterState, is_elementwise
+from lightning_sdiloco.engine.outer import OptimizerState, OuterState, is_elementwise
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.memory import new_vector
 
@@ -34,18 +35,18 @@ def unwrapped(model: nn.Module) -> nn.Module:
     Fabric's wrapper.
     """
     while True:
-        # A wrapper of another library may offer the module as a property. A child of that name is
-        # the user's own.
-        offers = isinstance(getattr(type(model), "module", None), property)
-        wraps = offers or isinstance(model, DistributedDataParallel)
-        inner = model.module if wraps else getattr(model, "_orig_mod", None)
+        # A wrapper of another library may offer the module as a property. A child that is called
+        # "module" belongs to the user's model.
+        has_property = isinstance(getattr(type(model), "module", None), property)
+        wraps = has_property or isinstance(model, DistributedDataParallel)
+        inner = getattr(model, "module" if wraps else "_orig_mod", None)
         if not isinstance(inner, nn.Module):
             return model
         model = inner
 
 
 def clean_name(name: str) -> str:
-    """Returns the name of a parameter without what torch.compile adds to it."""
+    """Returns the name of a parameter without the prefix that torch.compile adds."""
     return name.replace("_orig_mod.", "")
 
 
@@ -68,27 +69,26 @@ def aliases(model: nn.Module) -> dict[str, str]:
     """Maps the further names of tied trainable parameters to the first name of the same
     parameter.
     """
-    first: dict[int, str] = {}
-    further = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(parameter), clean_name(name))
-        if parameter.requires_grad and known != clean_name(name):
-            further[clean_name(name)] = known
-    return further
+    first_names: dict[int, str] = {}
+    further_names = {}
+    for full_name, parameter in model.named_parameters(remove_duplicate=False):
+        name = clean_name(full_name)
+        first_name = first_names.setdefault(id(parameter), name)
+        if parameter.requires_grad and first_name != name:
+            further_names[name] = first_name
+    return further_names
 
 
 _HOW_TO_CHANGE = (
     "With Lightning, change what is trainable between epochs, in on_train_epoch_start at the"
-    " latest, and replace"
-    " parameters there, too. With Fabric, set up the model and its optimizers again; in your own"
-    " loop call recut()"
-    " afterwards, on all ranks."
+    " latest, and replace parameters there, too. With Fabric, set up the model and its optimizers"
+    " again; in your own loop call recut() afterwards, on all ranks."
 )
 
 
 class CutModel:
-    """Remembers the trainable parameters and the modules of a model that is cut, and finds what has
-    changed since.
+    """Remembers the trainable parameters and the modules of a model that is cut, and finds the
+    changes since.
 
     A parameter is the same as long as the object and its shape are, under whatever name: ``p.data``
     may be replaced, and a layer that is inserted into an ``nn.Sequential`` renames those behind it.
@@ -98,59 +98,46 @@ class CutModel:
         self.model = model
         self._parameters = trainable(model)
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
-        self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        self._kinds = {
-            name: (parameter.dtype, parameter.device)
-            for name, parameter in self._parameters.items()
-        }
+        self._identities = _identities(self._parameters)
         self._modules = {id(module): (name, module) for name, module in modules_of(model).items()}
 
     def is_same(self) -> bool:
         """Returns whether the same parameters are trainable, under the same names, of the same
         dtypes.
         """
-        parameters = trainable(self.model)
-        if any(self.former_name(parameter) != name for name, parameter in parameters.items()):
-            return False
-        return self._kinds == {
-            name: (parameter.dtype, parameter.device) for name, parameter in parameters.items()
-        }
+        return self._identities == _identities(trainable(self.model))
 
     def new(self) -> dict[str, Tensor]:
         """Returns the trainable parameters that the cut does not have, or has in another shape."""
         parameters = trainable(self.model)
-        return {
-            name: parameter
-            for name, parameter in parameters.items()
-            if self.former_name(parameter) is None
-        }
+        return {name: p for name, p in parameters.items() if self.former_name(p) is None}
 
     def frozen(self) -> set[str]:
         """Returns the names of the parameters that are no longer trainable, whether or not the
         model still has them.
         """
-        unchanged = {
-            name: own for name, own in self._parameters.items() if self.former_name(own) is not None
-        }
-        return {name for name, parameter in unchanged.items() if not parameter.requires_grad}
+        frozen = {name for name, p in self._parameters.items() if not p.requires_grad}
+        return {name for name in frozen if self.former_name(self._parameters[name]) is not None}
 
     def former_name(self, parameter: Tensor) -> str | None:
         """Returns the name that a parameter had when the model was cut; None if it is another one,
         or was reshaped.
         """
         name = self._names.get(id(parameter))
-        return name if name is not None and parameter.shape == self._shapes[name] else None
+        if name is None or parameter.shape != self._identities[name].shape:
+            return None
+        return name
 
     def former_parameter(self, name: str) -> Tensor | None:
         """Returns the parameter that had a name when the model was cut; None if there was none."""
         return self._parameters.get(name)
 
     def former_place(self, name: str) -> str:
-        """Returns the name that a buffer had when the model was cut, by that of its module; "" if
-        that is another one.
+        """Returns the name that a buffer had when the model was cut, by the name of its module; ""
+        if the module is new.
 
         Args:
-            name: Its name of now.
+            name: The present name.
         """
         module_name, _, key = name.rpartition(".")
         module = modules_of(self.model)[module_name]
@@ -161,62 +148,67 @@ class CutModel:
 
     def described(self) -> str:
         """Describes which parameters have changed; empty if only their names or dtypes have."""
-        parameters = {
-            clean_name(name): parameter for name, parameter in self.model.named_parameters()
-        }
-        present = {id(parameter) for parameter in parameters.values()}
-        changed: dict[str, list[str]] = {}
+        parameters = {clean_name(name): p for name, p in self.model.named_parameters()}
+        present = set(map(id, parameters.values()))
+        changed = defaultdict[str, list[str]](list)
         for name in self.new():
             former = self._parameters.get(name)
-            # What had this name may be elsewhere now.
-            is_replaced = former is not None and (
-                former is parameters[name] or id(former) not in present
-            )
-            changed.setdefault(
-                "been replaced or reshaped" if is_replaced else "become trainable", []
-            ).append(name)
+            # The former parameter of this name may have another name now.
+            was_moved = former is not parameters[name] and id(former) in present
+            if former is None or was_moved:
+                changed["become trainable"].append(name)
+            else:
+                changed["been replaced or reshaped"].append(name)
         for name, former in self._parameters.items():
             if name in parameters and not parameters[name].requires_grad:
-                changed.setdefault("been frozen", []).append(name)
+                changed["been frozen"].append(name)
             elif name not in parameters and id(former) not in present:
-                changed.setdefault("been removed", []).append(name)
+                changed["been removed"].append(name)
         return ", ".join([_counted(names, verb) for verb, names in changed.items()])
 
     def require_coverage(self) -> None:
         """Refuses a model in which a parameter is trainable that is in no fragment."""
-        found = list[Tensor | None]()
-        left = list[nn.Module | None]([self.model])
-        seen = set[int]()
-        while left:
-            module = left.pop()
+        parameters = list[Tensor | None]()
+        visited = set[int]()
+        unvisited = list[nn.Module | None]([self.model])
+        while unvisited:
+            module = unvisited.pop()
             if module is None:
                 continue
-            if module._parameters:
-                found += module._parameters.values()
-            if module._modules and id(module) not in seen:
-                seen.add(id(module))
-                left += module._modules.values()
-        if any(
-            one is not None and id(one) not in self._names and one.requires_grad for one in found
-        ):
+            parameters += module._parameters.values()
+            if module._modules and id(module) not in visited:
+                visited.add(id(module))
+                unvisited += module._modules.values()
+        uncovered = [p for p in parameters if p is not None and id(p) not in self._names]
+        if any(parameter.requires_grad for parameter in uncovered):
             raise AgreementError(
-                f"Since the model was cut into fragments, {self.described()}. What is new is in"
-                " no fragment, and every"
-                f" group would train its own. {_HOW_TO_CHANGE}"
+                f"Since the model was cut into fragments, {self.described()}. What is new is in no"
+                f" fragment, and every group would train its own. {_HOW_TO_CHANGE}"
             )
 
     def require_devices(self) -> None:
         """Refuses parameters on a device on which the model had none when it was cut."""
-        devices = {device for _, device in self._kinds.values()}
+        devices = {identity.device for identity in self._identities.values()}
         for name, parameter in trainable(self.model).items():
             if parameter.device not in devices:
                 raise ValueError(
                     f"The parameter {name!r} is on {str(parameter.device)!r}, but the engine"
-                    " trains the model on"
-                    f" {str(next(iter(devices)))!r}. Make new layers there, with .to(device),"
-                    " and move the model before"
-                    " training only."
+                    f" trains the model on {str(next(iter(devices)))!r}. Make new layers there,"
+                    " with .to(device), and move the model before training only."
                 )
+
+
+class _Identity(NamedTuple):
+    """The properties by which a cut recognises a parameter."""
+
+    object_id: int
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _identities(parameters: Mapping[str, Tensor]) -> dict[str, _Identity]:
+    return {n: _Identity(id(p), p.shape, p.dtype, p.device) for n, p in parameters.items()}
 
 
 def _counted(names: Sequence[str], verb: str) -> str:
@@ -226,7 +218,7 @@ def _counted(names: Sequence[str], verb: str) -> str:
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the modules by name, without what torch.compile adds to it."""
+    """Returns the modules by name, without the prefix that torch.compile adds."""
     return {clean_name(f"{name}.")[:-1]: module for name, module in model.named_modules()}
 
 
@@ -235,11 +227,11 @@ Runs = list[tuple[int, int]]
 
 
 class ShardSpec(NamedTuple):
-    """Describes which values of a parameter a rank holds, and which of these it exchanges.
+    """Describes the values of a parameter that a rank holds, and those that it exchanges.
 
     Attributes:
         shape: Shape of the whole parameter.
-        runs: What the rank holds: for each dimension the positions, in the order in which it holds
+        runs: For each dimension the positions that the rank holds, in the order in which it holds
             them.
         first: Position of the first value that it exchanges, among those that it holds.
         length: Number of values that it exchanges. Ranks that hold the same values share them out.
@@ -259,36 +251,34 @@ class ShardSpec(NamedTuple):
 
     @property
     def _holds_all(self) -> bool:
-        return all(runs == [(0, size)] for runs, size in zip(self.runs, self.shape, strict=True))
+        return self.runs == [[(0, size)] for size in self.shape]
 
-    def extract(self, whole: Tensor) -> Tensor:
+    def extract(self, full: Tensor) -> Tensor:
         """Returns the values that the rank exchanges, out of the flat whole parameter."""
-        if self._holds_all:
-            return whole[self.first : self.first + self.length]
-        return whole.view(self.shape)[self._indices()].reshape(-1)[
-            self.first : self.first + self.length
-        ]
+        held = full
+        if not self._holds_all:
+            held = full.view(self.shape)[self._indices()].reshape(-1)
+        return held[self.first : self.first + self.length]
 
-    def insert(self, whole: Tensor, values: Tensor) -> None:
+    def insert(self, full: Tensor, values: Tensor) -> None:
         """Writes the values that the rank exchanges into the flat whole parameter."""
+        exchanged = slice(self.first, self.first + self.length)
         if self._holds_all:
-            whole[self.first : self.first + self.length] = values
+            full[exchanged] = values
         elif self.length:
-            box = whole.view(self.shape)[self._indices()]
             # Picking by indices makes a copy.
-            box.view(-1)[self.first : self.first + self.length] = values
-            whole.view(self.shape)[self._indices()] = box
+            held = full.view(self.shape)[self._indices()]
+            held.view(-1)[exchanged] = values
+            full.view(self.shape)[self._indices()] = held
 
     def _indices(self) -> tuple[Tensor, ...]:
         """Returns the positions along every dimension, in shapes that torch broadcasts."""
         indices = []
         for dimension, runs in enumerate(self.runs):
-            along = torch.cat(
-                [torch.arange(start, end) for start, end in runs] or [torch.arange(0)]
-            )
-            indices.append(
-                along.view([-1 if other == dimension else 1 for other in range(len(self.runs))])
-            )
+            positions = [torch.arange(0), *(torch.arange(start, end) for start, end in runs)]
+            shape = [1] * len(self.runs)
+            shape[dimension] = -1
+            indices.append(torch.cat(positions).view(shape))
         return tuple(indices)
 
 
@@ -298,39 +288,37 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns what this rank holds of a tensor, without autograd. Writing to it writes to the
-    tensor.
+    """Returns the part of a tensor that this rank holds, without autograd. Writing to it writes to
+    the tensor.
     """
     sharded: Any = tensor.detach()
     return sharded.to_local() if is_sharded(sharded) else sharded
 
 
 def like(tensor: Tensor, values: Tensor) -> Tensor:
-    """Makes a tensor that is sharded like another one, with the given values on this rank."""
-    made = torch.empty_like(tensor.detach(), dtype=values.dtype)
-    local(made).copy_(values)
-    return made
+    """Makes a tensor that is sharded like another one, with these values on this rank."""
+    sharded = torch.empty_like(tensor.detach(), dtype=values.dtype)
+    local(sharded).copy_(values)
+    return sharded
 
 
 def described_sharding(tensor: Tensor) -> str:
     sharded: Any = tensor
-    return (
-        f" as {sharded.placements} on {tuple(sharded.device_mesh.shape)} ranks"
-        if is_sharded(sharded)
-        else ""
-    )
+    if not is_sharded(sharded):
+        return ""
+    return f" as {sharded.placements} on {tuple(sharded.device_mesh.shape)} ranks"
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
     """Returns the modules of a model that FSDP2 has sharded. It takes long: a model may have
     thousands.
     """
-    # By name, because a module may have attributes of any name.
-    return [
-        one
-        for one in model.modules()
-        if any(kind.__name__ == "FSDPModule" for kind in type(one).__mro__)
-    ]
+    modules = []
+    for module in model.modules():
+        # Modules may have attributes of any name, so the names of their classes decide.
+        if "FSDPModule" in [kind.__name__ for kind in type(module).__mro__]:
+            modules.append(module)
+    return modules
 
 
 def reshard(model: nn.Module) -> None:
@@ -339,54 +327,62 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def part_of(tensor: Tensor, whole: Tensor) -> Tensor:
-    """Returns what this rank holds of a sharded tensor, cut out of the whole one."""
+def part_of(tensor: Tensor, full: Tensor) -> Tensor:
+    """Cuts the part of a sharded tensor that this rank holds out of the whole one."""
     runs = held_runs(tensor)
     spec = ShardSpec(tuple(tensor.shape), runs, first=0, length=_numel(runs), holders=[])
-    return spec.extract(whole.reshape(-1)).view(local(tensor).shape)
+    return spec.extract(full.reshape(-1)).view(local(tensor).shape)
 
 
 def held_runs(tensor: Tensor) -> list[Runs]:
     """Returns the positions that this rank holds of a tensor, for each dimension."""
-    sharded: Any = tensor
     positions = [list(range(size)) for size in tensor.shape]
-    if is_sharded(sharded):
-        ways = zip(
-            sharded.placements,
-            sharded.device_mesh.shape,
-            sharded.device_mesh.get_coordinate(),
-            strict=True,
+    if is_sharded(tensor):
+        positions = _held_positions(tensor, positions)
+    return [_joined(along) for along in positions]
+
+
+def _held_positions(sharded: Any, positions: list[list[int]]) -> list[list[int]]:
+    """Returns those of the positions that this rank holds of a DTensor, for each dimension."""
+    mesh = sharded.device_mesh
+    held = list(positions)
+    for placement, ranks, rank in zip(
+        sharded.placements, mesh.shape, mesh.get_coordinate(), strict=True
+    ):
+        if placement.is_replicate():
+            continue
+        if not hasattr(placement, "dim"):
+            raise ValueError(f"its placement {placement} has no whole values on any rank")
+        pieces = _chunks(held[placement.dim], getattr(placement, "split_factor", 1))
+        held[placement.dim] = []
+        for piece in pieces:
+            chunks = _chunks(piece, ranks)
+            if rank < len(chunks):
+                held[placement.dim] += chunks[rank]
+    expected_shape = tuple(map(len, held))
+    shape = tuple(local(sharded).shape)
+    if expected_shape != shape:
+        raise ValueError(
+            f"torch says that it is divided{described_sharding(sharded)}, but this rank holds"
+            f" {shape} of {tuple(sharded.shape)} instead of {expected_shape}"
         )
-        for placement, ranks, rank in ways:
-            if placement.is_replicate():
-                continue
-            if not hasattr(placement, "dim"):
-                raise ValueError(f"its placement {placement} has no whole values on any rank")
-            pieces = _chunks(positions[placement.dim], getattr(placement, "split_factor", 1))
-            parts = [_chunks(piece, ranks) for piece in pieces]
-            positions[placement.dim] = [
-                one for chunks in parts if rank < len(chunks) for one in chunks[rank]
-            ]
-        expected = tuple(map(len, positions))
-        held = tuple(local(tensor).shape)
-        if expected != held:
-            raise ValueError(
-                f"torch says that it is divided{described_sharding(tensor)}, but this rank holds"
-                f" {held} of"
-                f" {tuple(tensor.shape)} instead of {expected}"
-            )
-    runs = list[Runs]()
-    for along in positions:
-        # Where the next position is another one than the one behind it.
-        ends = [at for at, (one, other) in enumerate(pairwise(along), 1) if other != one + 1]
-        borders = [0, *ends, len(along)] if along else []
-        runs.append([(along[start], along[end - 1] + 1) for start, end in pairwise(borders)])
+    return held
+
+
+def _joined(positions: list[int]) -> Runs:
+    """Joins consecutive positions to runs."""
+    runs = Runs()
+    for position in positions:
+        start = position
+        if runs and runs[-1][1] == position:
+            start, _ = runs.pop()
+        runs.append((start, position + 1))
     return runs
 
 
 def divided(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[ShardSpec]:
-    """Divides a parameter so that one rank exchanges each value, also where several hold it; a spec
-    per rank.
+    """Divides a parameter so that one rank exchanges each value, also where several hold it.
+    Returns a spec for each rank.
 
     Examples:
         >>> [spec.length for spec in divided([5], [[[(0, 3)]], [[(3, 5)]]])]
@@ -397,7 +393,7 @@ def divided(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[ShardSpec
     shape = tuple(shape)
     specs = []
     for rank, runs in enumerate(ranks):
-        holders = [other for other, others in enumerate(ranks) if others == runs]
+        holders = [holder for holder, held in enumerate(ranks) if held == runs]
         numel = _numel(runs)
         length = -(-numel // len(holders))
         first = min(holders.index(rank) * length, numel)
@@ -405,8 +401,8 @@ def divided(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[ShardSpec
     exchanged = sum(spec.length for spec in specs)
     if exchanged != prod(shape):
         raise ValueError(
-            f"its ranks hold {exchanged} of its {prod(shape)} values: some are missing or held"
-            " in several ways"
+            f"its ranks hold {exchanged} of its {prod(shape)} values: some are missing or held in"
+            " several ways"
         )
     return specs
 
@@ -414,46 +410,44 @@ def divided(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[ShardSpec
 def shard_specs(
     parameters: Mapping[str, Tensor], group: Communicator, members: range
 ) -> dict[str, list[ShardSpec]]:
-    """Finds out what every rank of a group holds and exchanges of each parameter. In-group
+    """Finds out which values every rank of a group holds and exchanges of each parameter. In-group
     collective.
     """
-    own: dict[str, list[Runs] | str] = {}
-    for name, parameter in parameters.items():
-        sharded: Any = parameter
-        others = sorted(set(ranks_of(parameter)) - set(members))
-        if others:
-            own[name] = (
-                f"it is divided among ranks of several worker groups: ranks {others} belong to"
-                " others"
-            )
-        elif (
-            is_sharded(parameter)
-            and local(parameter).device.type != sharded.device_mesh.device_type
-        ):
-            own[name] = (
-                f"it lies on {local(parameter).device.type!r}, its mesh on"
-                f" {sharded.device_mesh.device_type!r}"
-            )
-        else:
-            try:
-                own[name] = held_runs(parameter)
-            except ValueError as error:
-                own[name] = str(error)
-    ranks = group.all_gather_object(own)
+    held = {name: _runs_or_refusal(parameter, members) for name, parameter in parameters.items()}
+    ranks = group.all_gather_object(held)
     specs = {}
     for name, parameter in parameters.items():
-        refusal = next((rank[name] for rank in ranks if isinstance(rank[name], str)), None)
         try:
-            if refusal is not None:
-                raise ValueError(refusal)
-            specs[name] = divided(parameter.shape, [rank[name] for rank in ranks])
+            runs = [rank[name] for rank in ranks]
+            for refusal in runs:
+                if isinstance(refusal, str):
+                    raise ValueError(refusal)
+            specs[name] = divided(parameter.shape, runs)
         except ValueError as error:
             raise ValueError(
                 f"The parameter {name!r} cannot be exchanged: {error}. Shard it with fully_shard"
-                " or parallelize_module"
-                " over the mesh that configure_model gets as self.device_mesh."
+                " or parallelize_module over the mesh that configure_model gets as"
+                " self.device_mesh."
             ) from error
     return specs
+
+
+def _runs_or_refusal(parameter: Any, members: range) -> list[Runs] | str:
+    """Returns the positions that this rank holds, or the reason why the parameter cannot be
+    exchanged.
+    """
+    outside = sorted(set(ranks_of(parameter)) - set(members))
+    if outside:
+        return (
+            f"it is divided among ranks of several worker groups: ranks {outside} belong to others"
+        )
+    device_type = local(parameter).device.type
+    if is_sharded(parameter) and device_type != parameter.device_mesh.device_type:
+        return f"it lies on {device_type!r}, its mesh on {parameter.device_mesh.device_type!r}"
+    try:
+        return held_runs(parameter)
+    except ValueError as error:
+        return str(error)
 
 
 def ranks_of(tensor: Tensor) -> list[int]:
@@ -461,11 +455,16 @@ def ranks_of(tensor: Tensor) -> list[int]:
     not.
     """
     sharded: Any = tensor
-    return [int(rank) for rank in sharded.device_mesh.mesh.flatten()] if is_sharded(tensor) else []
+    if not is_sharded(tensor):
+        return []
+    return list(map(int, sharded.device_mesh.mesh.flatten()))
 
 
 def _numel(runs: list[Runs]) -> int:
-    return prod(sum(end - start for start, end in along) for along in runs)
+    numel = 1
+    for along in runs:
+        numel *= sum(end - start for start, end in along)
+    return numel
 
 
 def _chunks(positions: list[int], count: int) -> list[list[int]]:
@@ -474,18 +473,22 @@ def _chunks(positions: list[int], count: int) -> list[list[int]]:
     return [positions[start : start + length] for start in range(0, len(positions), length)]
 
 
+SavedFragment = Mapping[str, Any]
+"""The layout of a fragment in a checkpoint; see `FragmentLayout.state_dict`."""
+
+
 class OuterParameter(NamedTuple):
     """Holds outer values and outer optimizer state of one parameter, whole, however fragments and
     shards are cut.
     """
 
     values: Tensor
-    state: dict[str, Any]
+    state: OptimizerState
     rounds: int
 
 
 def to_parameters(
-    fragment: Mapping[str, Any], shards: Sequence[OuterState]
+    fragment: SavedFragment, shards: Sequence[OuterState]
 ) -> dict[str, OuterParameter]:
     """Splits the shards of a fragment, in the order of the ranks, into its parameters.
 
@@ -496,43 +499,40 @@ def to_parameters(
         {'weight': [1.0, 2.0], 'bias': [4.0]}
     """
     first = shards[0]
+    values = _split(fragment, [shard.values for shard in shards])
+    states: dict[str, OptimizerState] = {name: {} for name in values}
+    for key, entry in first.state.items():
+        vectors: dict[str, Any] = dict.fromkeys(values, entry)
+        if is_elementwise(entry, first.values):
+            vectors = _split(fragment, [shard.state[key] for shard in shards])
+        for name, state in states.items():
+            state[key] = vectors[name]
+    return {name: OuterParameter(values[name], states[name], first.rounds) for name in values}
+
+
+def _split(fragment: SavedFragment, vectors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Splits vectors, one from each rank, into parts for the parameters of a fragment."""
     names = fragment["names"]
-    sizes = fragment["sizes"]
-
-    def split(vectors: Sequence[Tensor]) -> dict[str, Tensor]:
-        if "places" not in fragment:
-            parts = torch.cat(list(vectors))[: sum(sizes)].split(sizes)
-            return {name: part.clone() for name, part in zip(names, parts, strict=True)}
-        starts = [0] * len(vectors)
-        whole = {}
-        for name, places in zip(names, fragment["places"], strict=True):
-            specs = [ShardSpec(*place) for place in places]
-            whole[name] = vectors[0].new_zeros(prod(specs[0].shape))
-            for rank, spec in enumerate(specs):
-                spec.insert(whole[name], vectors[rank][starts[rank] : starts[rank] + spec.length])
-                starts[rank] += spec.length
-        return whole
-
-    values = split([shard.values for shard in shards])
-    kept = {
-        key: split([shard.state[key] for shard in shards])
-        for key, value in first.state.items()
-        if is_elementwise(value, first.values)
-    }
-    return {
-        name: OuterParameter(
-            vector,
-            {key: kept[key][name] if key in kept else value for key, value in first.state.items()},
-            first.rounds,
-        )
-        for name, vector in values.items()
-    }
+    if "places" not in fragment:
+        sizes = fragment["sizes"]
+        parts = torch.cat(list(vectors))[: sum(sizes)].split(sizes)
+        return {name: part.clone() for name, part in zip(names, parts, strict=True)}
+    starts = [0] * len(vectors)
+    full = {}
+    for name, places in zip(names, fragment["places"], strict=True):
+        specs = [ShardSpec(*place) for place in places]
+        full[name] = vectors[0].new_zeros(prod(specs[0].shape))
+        for rank, spec in enumerate(specs):
+            end = starts[rank] + spec.length
+            spec.insert(full[name], vectors[rank][starts[rank] : end])
+            starts[rank] = end
+    return full
 
 
 def to_shards(
-    fragment: Mapping[str, Any], parameters: Mapping[str, Tensor], lengths: Sequence[int]
+    fragment: SavedFragment, parameters: Mapping[str, Tensor], lengths: Sequence[int]
 ) -> list[Tensor]:
-    """Cuts flat whole parameters into shards of these lengths: what `to_parameters` joins.
+    """Cuts flat whole parameters into shards of these lengths, which `to_parameters` joins.
 
     Examples:
         >>> fragment = {"names": ["weight", "bias"], "sizes": [2, 1]}
@@ -541,22 +541,24 @@ def to_shards(
         [[1.0, 2.0], [4.0, 0.0]]
     """
     if "places" not in fragment:
-        whole = torch.cat([parameters[name] for name in fragment["names"]])
-        return list(_padded(whole, sum(lengths)).split(list(lengths)))
+        full = torch.cat([parameters[name] for name in fragment["names"]])
+        return list(_padded(full, sum(lengths)).split(list(lengths)))
     shards = list[Tensor]()
     for rank, length in enumerate(lengths):
-        specs = [ShardSpec(*places[rank]) for places in fragment["places"]]
-        parts = [
-            spec.extract(parameters[name])
-            for name, spec in zip(fragment["names"], specs, strict=True)
-        ]
+        parts = list[Tensor]()
+        for name, places in zip(fragment["names"], fragment["places"], strict=True):
+            parts.append(ShardSpec(*places[rank]).extract(parameters[name]))
         shards.append(_padded(torch.cat(parts), length))
     return shards
 
 
 class FragmentLayout(ABC):
-    """Lays out the parameters of a fragment as flat vectors: the shard of this rank is what it
-    exchanges of them.
+    """Lays out the parameters of a fragment as flat vectors. The shard of this rank holds the
+    values that it exchanges.
+
+    Attributes:
+        length: Number of values in the shard of this rank.
+        start: Position of the shard in the whole fragment.
     """
 
     length: int
@@ -567,24 +569,23 @@ class FragmentLayout(ABC):
     ) -> None:
         self.names = tuple(names)
         self.parameters = list(parameters)
-        # Finds what optimizers keep as copies of a parameter, which has to change with it; set by
-        # `Rounds.cut`.
-        self.copies_of: Callable[[Tensor], Sequence[Tensor]] = _no_copies
+        # Finds the copies of a parameter that optimizers keep, which have to change with it;
+        # `Rounds.cut` sets it.
+        self.copies_of: Callable[[Tensor], Sequence[Tensor]] = lambda parameter: ()
         self._held: Callable[[Tensor], Tensor] = (
             local if any(map(is_sharded, parameters)) else Tensor.detach
         )
         self._shapes = [self._held(parameter).shape for parameter in parameters]
         self._numels = [shape.numel() for shape in self._shapes]
-        # Which values of which parameters the shard has, and how many, one parameter behind the
-        # other.
-        self._pieces = [(index, own) for index, own in enumerate(pieces) if own.start < own.stop]
-        self._lengths = [own.stop - own.start for _, own in self._pieces]
+        # The slices of parameters that the shard holds, one behind the other, and their lengths.
+        self._pieces = [(i, piece) for i, piece in enumerate(pieces) if piece.start < piece.stop]
+        self._lengths = [piece.stop - piece.start for _, piece in self._pieces]
         self._end = sum(self._lengths)
 
     @property
     def held(self) -> list[Tensor]:
-        """What this rank holds of each parameter. Looked up every time, because others may rebind
-        ``.data``.
+        """The part of each parameter that this rank holds. Looked up every time, because other code
+        may rebind ``.data``.
 
         Raises:
             AgreementError: If a parameter has another shape than when the model was cut.
@@ -593,15 +594,14 @@ class FragmentLayout(ABC):
         for name, tensor, shape in zip(self.names, held, self._shapes, strict=True):
             if tensor.shape != shape:
                 raise AgreementError(
-                    "Since the model was cut into fragments, the shape of the parameter"
-                    f" {name!r} has changed from"
-                    f" {tuple(shape)} to {tuple(tensor.shape)}. {_HOW_TO_CHANGE}"
+                    f"Since the model was cut into fragments, the shape of the parameter {name!r}"
+                    f" has changed from {tuple(shape)} to {tuple(tensor.shape)}. {_HOW_TO_CHANGE}"
                 )
         return held
 
     def let_go(self) -> None:
-        """Puts zeros in the place of reshaped parameters: what is in flight for them lands there,
-        outside the model.
+        """Puts zeros in the place of reshaped parameters, so that flights land there, outside the
+        model.
         """
         for index, shape in enumerate(self._shapes):
             parameter = self.parameters[index]
@@ -612,14 +612,14 @@ class FragmentLayout(ABC):
 
     @abstractmethod
     def all_gather(self, shard: Tensor, group: Communicator) -> Tensor:
-        """Gathers all that this rank holds of the fragment from the shards of its group. In-group
-        collective.
+        """Gathers all values that this rank holds of the fragment from the shards of its group.
+        In-group collective.
         """
 
     @abstractmethod
     def specs(self, ranks: int) -> Sequence[Sequence[ShardSpec]]:
-        """Returns what each rank of the group exchanges, parameter by parameter: shards hold one
-        behind the other.
+        """Returns the spec of each rank of the group, parameter by parameter, in the order in which
+        shards hold them.
         """
 
     @abstractmethod
@@ -634,40 +634,36 @@ class FragmentLayout(ABC):
 
     @abstractmethod
     def to_name(self, gathered: Tensor, shard: Tensor) -> Tensor:
-        """Returns which of its arguments `named` reads."""
+        """Returns the one of its arguments that `named` reads."""
 
     @abstractmethod
     def copied(self) -> Tensor:
-        """Returns what `named` reads, for the values that are in the model now."""
+        """Returns the vector that `named` reads, for the present values of the model."""
 
     @abstractmethod
     def _shard_of_whole(self, values: Sequence[Tensor]) -> Tensor:
-        """Returns the shard, given all parameters, flat and whole; zeros stand for what lies
-        beyond their end.
-        """
+        """Cuts the shard out of all parameters, flat and whole; beyond their end it is zero."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Returns what must be known to read shards of the fragment in a later run, as plain
-        values.
-        """
+        """Returns the plain values by which a later run reads shards of the fragment."""
 
     def to_shard(self, parameters: Sequence[OuterParameter]) -> OuterState:
-        """Returns the outer state of this rank's shard, from all parameters' in their order.
+        """Returns the outer state of this rank's shard, given that of all parameters in their order.
 
-        What an optimizer keeps of each value is zero where a parameter has none, and a count is the
-        largest.
+        An elementwise entry of the optimizer's state is zero where a parameter has none; of counts,
+        the largest is taken.
         """
-        state: dict[str, Any] = {}
-        for key in dict.fromkeys(key for parameter in parameters for key in parameter.state):
-            known = [(p.state[key], p.values) for p in parameters if key in p.state]
-            if any(is_elementwise(*pair) for pair in known):
-                state[key] = self._shard_of_whole(
-                    [p.state.get(key, torch.zeros_like(p.values)) for p in parameters]
-                )
+        state: OptimizerState = {}
+        keys = chain.from_iterable(parameter.state for parameter in parameters)
+        for key in dict.fromkeys(keys):
+            holders = [parameter for parameter in parameters if key in parameter.state]
+            entries = [holder.state[key] for holder in holders]
+            if any(is_elementwise(holder.state[key], holder.values) for holder in holders):
+                vectors = [p.state.get(key, torch.zeros_like(p.values)) for p in parameters]
+                state[key] = self._shard_of_whole(vectors)
             else:
-                counts = [count for count, _ in known]
-                state[key] = max(counts, key=float) if None not in counts else counts[0]
+                state[key] = entries[0] if None in entries else max(entries, key=float)
         values = self._shard_of_whole([parameter.values for parameter in parameters])
         return OuterState(values, state, max(parameter.rounds for parameter in parameters))
 
@@ -685,37 +681,38 @@ class FragmentLayout(ABC):
         """Returns the outer gradient, outer parameters minus local ones, in one pass over both."""
         difference = new_vector(outer.numel(), outer.device)
         held = self.held
-        parts = [
-            whole[: self._end].split_with_sizes(self._lengths) for whole in (outer, difference)
-        ]
-        for (index, own), before, part in zip(self._pieces, *parts, strict=True):
-            values = held[index].reshape(-1)[own]
+        for (index, piece), before, part in zip(
+            self._pieces, self._cut(outer), self._cut(difference), strict=True
+        ):
+            values = held[index].reshape(-1)[piece]
             # Longer types are rounded first, as they are where the shard is read.
-            exact = torch.promote_types(values.dtype, torch.float32) == torch.float32
-            torch.sub(before, values if exact else values.to(torch.float32), out=part)
+            if torch.promote_types(values.dtype, torch.float32) != torch.float32:
+                values = values.to(torch.float32)
+            torch.sub(before, values, out=part)
         difference[self._end :].zero_()
         return difference
 
     def shard_of(self, held: Sequence[Tensor]) -> Tensor:
-        """Copies the shard of this rank out of parameters, or what `split` returned."""
+        """Copies the shard of this rank out of parameters, or out of the views of `split`."""
         shard = new_vector(self.length, held[0].device).zero_()
-        for (index, own), part in zip(
-            self._pieces, shard[: self._end].split_with_sizes(self._lengths), strict=True
-        ):
-            part.copy_(held[index].reshape(-1)[own])
+        for (index, piece), part in zip(self._pieces, self._cut(shard), strict=True):
+            part.copy_(held[index].reshape(-1)[piece])
         return shard
+
+    def _cut(self, shard: Tensor) -> Sequence[Tensor]:
+        """Returns views of a shard, one per piece."""
+        return shard[: self._end].split_with_sizes(self._lengths)
 
     def mask(self, names: Collection[str]) -> Tensor:
         """Returns which values of the shard belong to some parameters."""
-        held = [
-            torch.full_like(own, name in names)
-            for name, own in zip(self.names, self.held, strict=True)
-        ]
-        return self.shard_of(held).bool()
+        masks = list[Tensor]()
+        for name, held in zip(self.names, self.held, strict=True):
+            masks.append(torch.full_like(held, name in names))
+        return self.shard_of(masks).bool()
 
     def split(self, gathered: Tensor) -> list[Tensor]:
-        """Returns views of what `all_gather` returned, one per parameter, in the shape of what
-        this rank holds.
+        """Returns views of the vector of `all_gather`, one per parameter, in the shape of the part
+        that this rank holds.
         """
         parts = gathered[: sum(self._numels)].split_with_sizes(self._numels)
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
@@ -725,31 +722,28 @@ class FragmentLayout(ABC):
             parameter.copy_(values)
 
     def settle(self, gathered: Tensor) -> None:
-        """Writes values that stay: what optimizers keep as copies of the parameters becomes them,
-        too.
-        """
+        """Writes values that stay, also into the copies of the parameters that optimizers keep."""
         self.write(gathered)
         for parameter, values in zip(self.parameters, self.split(gathered), strict=True):
             for copy in self.copies_of(parameter):
                 copy.view(values.shape).copy_(values)
 
     def renew_copies(self, names: Collection[str]) -> None:
-        """Makes what optimizers keep as copies of some parameters what these are now."""
+        """Copies the present values of some parameters into the copies that optimizers keep."""
         for name, parameter, held in zip(self.names, self.parameters, self.held, strict=True):
             if name in names:
                 for copy in self.copies_of(parameter):
                     copy.view(held.shape).copy_(held)
 
     def land(self, rule: LandingRule, gathered: Sequence[Tensor], steps: int) -> None:
-        for parameter, held, *values in zip(
-            self.parameters, self.held, *map(self.split, gathered), strict=True
-        ):
-            with self._changed(parameter, held) as merged:
-                rule.merge(merged, values, steps)
+        parts = [self.split(vector) for vector in gathered]
+        for index, held in enumerate(self.held):
+            with self._changed(self.parameters[index], held) as merged:
+                rule.merge(merged, [part[index] for part in parts], steps)
 
     @contextmanager
     def _changed(self, parameter: Tensor, held: Tensor) -> Iterator[Tensor]:
-        """Yields what is held of a parameter, in at least float32, to be changed; copies of it
+        """Yields the held values of a parameter, in at least float32, to be changed; its copies
         change by as much.
         """
         dtype = torch.promote_types(held.dtype, torch.float32)
@@ -761,14 +755,15 @@ class FragmentLayout(ABC):
         yield changed
         for copy in copies:
             moved = copy.view(held.shape) + (changed - held)
-            # What is not finite takes what the parameter becomes.
+            # Values that are not finite take those of the parameter.
             copy.view(held.shape).copy_(torch.where(moved.isfinite(), moved, changed))
         held.copy_(changed)
 
     def shift(self, moved: Tensor) -> None:
-        for parameter, held, by in zip(self.parameters, self.held, self.split(moved), strict=True):
+        moves = self.split(moved)
+        for parameter, held, move in zip(self.parameters, self.held, moves, strict=True):
             with self._changed(parameter, held) as shifted:
-                shifted.add_(by)
+                shifted.add_(move)
 
     def write_named(self, values: Mapping[str, Tensor]) -> None:
         """Overwrites some parameters with flat vectors, by name. Not for sharded parameters."""
@@ -779,10 +774,6 @@ class FragmentLayout(ABC):
 
     def is_finite(self) -> bool:
         return all(bool(parameter.isfinite().all()) for parameter in self.held)
-
-
-def _no_copies(parameter: Tensor) -> Sequence[Tensor]:
-    return ()
 
 
 class WholeLayout(FragmentLayout):
@@ -797,16 +788,18 @@ class WholeLayout(FragmentLayout):
         self.length = -(-sum(sizes) // shards)
         self.start = shard * self.length
         end = (shard + 1) * self.length
-        firsts = accumulate(sizes, initial=0)
-        pieces = [
-            slice(max(self.start - at, 0), min(end - at, n))
-            for at, n in zip(firsts, sizes, strict=False)
-        ]
+        pieces = list[slice]()
+        position = 0
+        for size in sizes:
+            pieces.append(slice(max(self.start - position, 0), min(end - position, size)))
+            position += size
         super().__init__(names, parameters, pieces)
 
     @override
     def all_gather(self, shard: Tensor, group: Communicator) -> Tensor:
-        return shard if group.size == 1 else torch.cat(group.all_gather(shard))
+        if group.size == 1:
+            return shard
+        return torch.cat(group.all_gather(shard))
 
     @override
     def specs(self, ranks: int) -> list[list[ShardSpec]]:
@@ -815,16 +808,13 @@ class WholeLayout(FragmentLayout):
         position = 0
         for parameter in self.parameters:
             shape = tuple(parameter.shape)
-            of_ranks = list[ShardSpec]()
+            runs = [[(0, size)] for size in shape]
+            parameter_specs = list[ShardSpec]()
             for rank in range(ranks):
                 first = min(max(rank * length - position, 0), parameter.numel())
                 end = min(max((rank + 1) * length - position, 0), parameter.numel())
-                of_ranks.append(
-                    ShardSpec(
-                        shape, [[(0, size)] for size in shape], first, end - first, [*range(ranks)]
-                    )
-                )
-            specs.append(of_ranks)
+                parameter_specs.append(ShardSpec(shape, runs, first, end - first, [*range(ranks)]))
+            specs.append(parameter_specs)
             position += parameter.numel()
         return specs
 
@@ -858,8 +848,8 @@ class WholeLayout(FragmentLayout):
 
 
 class ShardedLayout(FragmentLayout):
-    """Lays out a fragment that is sharded over the ranks of the group: the shard is what a rank
-    holds.
+    """Lays out a fragment that is sharded over the ranks of the group: the shard of a rank is the
+    part that it holds.
     """
 
     def __init__(
@@ -870,53 +860,38 @@ class ShardedLayout(FragmentLayout):
         shard: int,
     ) -> None:
         self._specs = specs
-        self._own = [ranks[shard] for ranks in specs]
-        super().__init__(
-            names, parameters, [slice(spec.first, spec.first + spec.length) for spec in self._own]
-        )
-        # Without a single value there would be nothing to encode.
-        lengths = [
-            max(1, sum(of))
-            for of in zip(*([s.length for s in ranks] for ranks in specs), strict=True)
-        ]
-        self.lengths = lengths
-        self.length = lengths[shard]
-        self._longest = max(lengths)
-        self.start = sum(lengths[:shard])
-        self._in_common = [any(len(spec.holders) > 1 for spec in ranks) for ranks in specs]
+        self._shard_specs = [ranks[shard] for ranks in specs]
+        pieces = [slice(spec.first, spec.first + spec.length) for spec in self._shard_specs]
+        super().__init__(names, parameters, pieces)
+        # An empty shard would leave nothing to encode.
+        self.lengths = [max(1, length) for length in _lengths(specs)]
+        self.length = self.lengths[shard]
+        self.start = sum(self.lengths[:shard])
+        # The parameters of which several ranks hold the same values, each of which exchanges a part
+        # of them.
+        self._in_common = list[int]()
+        for index, ranks in enumerate(specs):
+            if any(len(spec.holders) > 1 for spec in ranks):
+                self._in_common.append(index)
 
     @override
     def all_gather(self, shard: Tensor, group: Communicator) -> Tensor:
-        if not any(self._in_common):
+        if not self._in_common:
             return shard
-        own = list(
-            shard[: sum(spec.length for spec in self._own)].split(
-                [spec.length for spec in self._own]
-            )
-        )
-        common = torch.cat(
-            [part for part, is_common in zip(own, self._in_common, strict=True) if is_common]
-        )
-        in_common = [
-            ranks
-            for ranks, is_common in zip(self._specs, self._in_common, strict=True)
-            if is_common
-        ]
-        longest = max(
-            sum(spec.length for spec in of_rank) for of_rank in zip(*in_common, strict=True)
-        )
-        parts = group.all_gather(_padded(common, longest))
-        starts = [0] * len(parts)
-        for index, ranks in enumerate(self._specs):
-            if self._in_common[index]:
-                of_holders = [
-                    (parts[h], starts[h], ranks[h].length) for h in self._own[index].holders
-                ]
-                own[index] = torch.cat(
-                    [part[start : start + length] for part, start, length in of_holders]
-                )
-                starts = [start + spec.length for start, spec in zip(starts, ranks, strict=True)]
-        return torch.cat(own)
+        numels = [spec.length for spec in self._shard_specs]
+        parts = list(shard[: sum(numels)].split(numels))
+        sent = torch.cat([parts[index] for index in self._in_common])
+        longest = max(_lengths([self._specs[index] for index in self._in_common]))
+        received = group.all_gather(_padded(sent, longest))
+        starts = [0] * len(received)
+        for index in self._in_common:
+            pieces = list[Tensor]()
+            for rank, spec in enumerate(self._specs[index]):
+                if rank in self._shard_specs[index].holders:
+                    pieces.append(received[rank].narrow(0, starts[rank], spec.length))
+                starts[rank] += spec.length
+            parts[index] = torch.cat(pieces)
+        return torch.cat(parts)
 
     @override
     def specs(self, ranks: int) -> Sequence[Sequence[ShardSpec]]:
@@ -932,14 +907,11 @@ class ShardedLayout(FragmentLayout):
 
     @override
     def named(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
-        shards = group.all_gather(_padded(shard, self._longest))
-        whole = to_parameters(
-            self.state_dict(), [OuterState(values.to("cpu"), {}, 0) for values in shards]
-        )
+        shards = group.all_gather(_padded(shard, max(self.lengths)))
+        full = _split(self.state_dict(), [values.to("cpu") for values in shards])
         shapes = [ranks[0].shape for ranks in self._specs]
         return {
-            name: whole[name].values.view(shape)
-            for name, shape in zip(self.names, shapes, strict=True)
+            name: full[name].view(shape) for name, shape in zip(self.names, shapes, strict=True)
         }
 
     @override
@@ -952,18 +924,27 @@ class ShardedLayout(FragmentLayout):
 
     @override
     def _shard_of_whole(self, values: Sequence[Tensor]) -> Tensor:
-        return _padded(
-            torch.cat([s.extract(v) for s, v in zip(self._own, values, strict=True)]), self.length
-        )
+        parts = list[Tensor]()
+        for spec, full in zip(self._shard_specs, values, strict=True):
+            parts.append(spec.extract(full))
+        return _padded(torch.cat(parts), self.length)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        sizes = [prod(ranks[0].shape) for ranks in self._specs]
         return {
             "names": list(self.names),
-            "sizes": sizes,
-            "places": [[list(spec) for spec in ranks] for ranks in self._specs],
+            "sizes": [prod(ranks[0].shape) for ranks in self._specs],
+            "places": [list(map(list, ranks)) for ranks in self._specs],
         }
+
+
+def _lengths(specs: Sequence[Sequence[ShardSpec]]) -> list[int]:
+    """Returns how many values each rank exchanges, given its spec of each parameter."""
+    lengths = [0] * len(specs[0])
+    for ranks in specs:
+        for rank, spec in enumerate(ranks):
+            lengths[rank] += spec.length
+    return lengths
 
 
 def layouts_of(
@@ -971,17 +952,17 @@ def layouts_of(
 ) -> list[FragmentLayout]:
     """Lays out all fragments. In-group collective where parameters are sharded."""
     shard = topology.group_rank
-    shards = topology.group_size
-    if not any(map(is_sharded, parameters.values())):
-        return [
-            WholeLayout(f.names, [parameters[name] for name in f.names], shard, shards)
-            for f in fragments
-        ]
-    specs = shard_specs(parameters, topology.in_group, topology.ranks)
-    return [
-        ShardedLayout(f.names, [parameters[n] for n in f.names], [specs[n] for n in f.names], shard)
-        for f in fragments
-    ]
+    is_divided = any(map(is_sharded, parameters.values()))
+    specs = shard_specs(parameters, topology.in_group, topology.ranks) if is_divided else {}
+    layouts = list[FragmentLayout]()
+    for fragment in fragments:
+        names = fragment.names
+        tensors = [parameters[name] for name in names]
+        if is_divided:
+            layouts.append(ShardedLayout(names, tensors, [specs[name] for name in names], shard))
+        else:
+            layouts.append(WholeLayout(names, tensors, shard, topology.group_size))
+    return layouts
 
 
 def _padded(values: Tensor, length: int) -> Tensor:
@@ -990,10 +971,10 @@ def _padded(values: Tensor, length: int) -> Tensor:
     return padded
 
 
-# The digest: a number that stands for the bits of what groups hold alike
+# The digest: a number that stands for the bits of the values that groups hold alike
 
 # How many words are weighed at once: on a CPU they stay in its cache. An accelerator takes more, or
-# it would spend its time with the launches of kernels.
+# launches of kernels would take most of its time.
 _CHUNK = 1 << 17
 _CHUNK_ON_DEVICE = 1 << 23
 
@@ -1014,22 +995,16 @@ def digest(values: Tensor, start: int = 0) -> int:
         >>> digest(whole) == digest(whole.flip(0))
         False
     """
-    flat = values.detach().contiguous().view(-1)
-    size = flat.element_size()
-    words = (
-        flat.view(torch.int32)
-        if size % 4 == 0
-        else flat.view(torch.int16 if size == 2 else torch.uint8)
-    )
+    words = _words(values)
     on_cpu = words.device.type == "cpu"
-    length = _CHUNK if on_cpu else _CHUNK_ON_DEVICE
-    weights = (
-        _odd_numbers()
-        if on_cpu
-        else torch.arange(1, min(length, words.numel() + 2), 2, device=words.device)
-    )
+    if on_cpu:
+        length = _CHUNK
+        weights = _odd_numbers()
+    else:
+        length = _CHUNK_ON_DEVICE
+        weights = torch.arange(1, min(length, words.numel() + 2), 2, device=words.device)
     # Added up on the device, modulo 2**64, so that the host waits for it once.
-    parts = list[Tensor]()
+    sums = list[Tensor]()
     for first in range(-(start % 2), words.numel(), length):
         chunk = words[max(first, 0) : first + length].to(torch.int32)
         before = max(-first, 0)
@@ -1037,11 +1012,19 @@ def digest(values: Tensor, start: int = 0) -> int:
         if before or after or chunk.storage_offset() % 2:
             chunk = pad(chunk, (before, after))
         pairs = chunk.view(torch.int64)
-        own = weights[: len(pairs)]
-        parts.append(torch.dot(pairs, own) if on_cpu else (pairs * own).sum())
+        positions = weights[: len(pairs)]
+        sums.append(torch.dot(pairs, positions) if on_cpu else (pairs * positions).sum())
         if start + first:
-            parts.append(pairs.sum() * (start + first))
-    return int(parts[0] if len(parts) == 1 else torch.stack(parts).sum()) if parts else 0
+            sums.append(pairs.sum() * (start + first))
+    return int(sum(sums))
+
+
+def _words(values: Tensor) -> Tensor:
+    """Returns the bits of a tensor as integers of up to 32 bits."""
+    flat = values.detach().contiguous().view(-1)
+    if flat.element_size() % 4 == 0:
+        return flat.view(torch.int32)
+    return flat.view(torch.int16 if flat.element_size() == 2 else torch.uint8)
 
 
 @cache

@@ -1,17 +1,17 @@
-"""What an engine does before its first step, and before rounds restart.
+"""The start of an engine, before its first step, and of rounds that restart.
 
-It finds its place among the ranks, makes sure that all start from the same settings and model, and
-cuts the model into fragments. Outer state outlives these by name: when a model is cut again, or an
-earlier run is resumed.
+An engine finds its place among the ranks, makes sure that all ranks start from the same settings
+and model, and cuts the model into fragments. Outer state outlives fragments by name: when a model
+is cut again, or an earlier run is resumed.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ _log = logging.getLogger(__name__)
 LEAST_USUAL_RATE = 0.05
 """An outer optimizer with a lower rate gets a warning."""
 
-# How errors call it.
+# The name of this setting in errors.
 _NUMBER = "the number of this engine in its process"
 
 
@@ -130,21 +130,19 @@ def topology_for(
     worker_groups: int | str | WorkerGroups,
     topology: Topology | None,
 ) -> Topology:
-    """Returns the worker groups of an engine: given ones, or new ones."""
+    """Returns the worker groups of an engine: those that the caller passed, or new ones."""
     over_nccl = kind_and_backend(settings.exchange)[1] == "nccl"
     if topology is None and not isinstance(worker_groups, WorkerGroups):
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        return default_topology(
-            worker_groups, settings.timeout, nccl_on(device) if over_nccl else None
-        )
-    made = topology or worker_groups.topology  # type: ignore[union-attr]
-    if over_nccl and made.num_groups > 1 and made.exchange.device.type == "cpu":
+        on_device = nccl_on(device) if over_nccl else None
+        return default_topology(worker_groups, settings.timeout, on_device)
+    existing = topology or worker_groups.topology  # type: ignore[union-attr]
+    if over_nccl and existing.num_groups > 1 and existing.exchange.device.type == "cpu":
         raise ValueError(
-            f"exchange={settings.exchange!r} was given with existing worker groups, which"
-            " exchange over gloo. Leave"
-            " ':nccl' out, or give their number as worker_groups."
+            f"exchange={settings.exchange!r} was given with existing worker groups, which exchange"
+            " over gloo. Leave ':nccl' out, or give their number as worker_groups."
         )
-    return made
+    return existing
 
 
 def default_topology(
@@ -154,20 +152,21 @@ def default_topology(
     ranks must call it.
     """
     groups = checked_worker_groups(worker_groups)
-    if not is_connected() and (processes := launched_processes()) > 1:
+    world_size = 1
+    if is_connected():
+        # Ranks that make different process groups would wait for each other, so this comes first.
+        require_same_settings({"worker_groups": str(groups)}, world())
+        world_size = world().size
+    elif launched_processes() > 1:
         raise ValueError(
-            f"WORLD_SIZE={processes} says that a launcher started {processes} processes, but"
-            " torch.distributed is not"
-            " initialised: each of them would train alone. Call"
-            " torch.distributed.init_process_group() in all of them"
+            f"WORLD_SIZE={launched_processes()} says that a launcher started"
+            f" {launched_processes()} processes, but torch.distributed is not initialised: each of"
+            " them would train alone. Call torch.distributed.init_process_group() in all of them"
             " before, or take WORLD_SIZE out of the environment of a single process."
         )
-    if is_connected():
-        # Before the process groups are made: ranks that make different ones would wait for each
-        # other.
-        require_same_settings({"worker_groups": str(groups)}, world())
-    world_size = world().size if is_connected() else 1
-    layout = GroupLayout(world_size, world_size if isinstance(groups, str) else groups)
+    if isinstance(groups, str):
+        groups = world_size
+    layout = GroupLayout(world_size, groups)
     return Topology.of_world(layout, timeout, on_device=on_device) if is_connected() else Topology()
 
 
@@ -196,39 +195,29 @@ def agreed_fragments(
 
 
 def cut(model: nn.Module, settings: Settings) -> Partition:
-    tensors = chain(model.named_parameters(), model.named_buffers())
-    lazy = [clean_name(name) for name, tensor in tensors if is_lazy(tensor)]
-    if lazy:
-        raise ValueError(
-            f"{lazy[0]!r} has no shape yet: lazy modules get their shapes from the first batch,"
-            " but the model is cut"
-            " into fragments before it. Run a batch through the model before trainer.fit, for"
-            " example at the end of its"
-            " __init__."
-        )
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{clean_name(name)!r} has no shape yet: lazy modules get their shapes from the"
+                " first batch, but the model is cut into fragments before it. Run a batch through"
+                " the model before trainer.fit, for example at the end of its __init__."
+            )
     parameters = trainable(model)
-    other = [name for name, parameter in parameters.items() if not parameter.is_floating_point()]
-    if other:
-        raise ValueError(
-            f"The trainable parameter {other[0]!r} is {parameters[other[0]].dtype}, which has no"
-            " float32 outer value."
-            " Only real floating-point parameters can be exchanged. Store complex values as two"
-            " real parameters, or"
-            " freeze it."
-        )
-    frozen = [
-        clean_name(name)
-        for name, parameter in model.named_parameters()
-        if not parameter.requires_grad
-    ]
+    for name, parameter in parameters.items():
+        if not parameter.is_floating_point():
+            raise ValueError(
+                f"The trainable parameter {name!r} is {parameter.dtype}, which has no float32"
+                " outer value. Only real floating-point parameters can be exchanged. Store complex"
+                " values as two real parameters, or freeze it."
+            )
+    frozen = [clean_name(name) for name, p in model.named_parameters() if not p.requires_grad]
     cut_by_size = partition(described(parameters), settings.fragments, aliases(model), frozen)
     if settings.outer.map is None:
         return cut_by_size
     stacks = stacks_of(model, settings.outer.matrices or {})
-    fragments = [
-        replace(fragment, stacks=tuple([stacks.get(name) for name in fragment.names]))
-        for fragment in cut_by_size.fragments
-    ]
+    fragments = list[Fragment]()
+    for fragment in cut_by_size.fragments:
+        fragments.append(replace(fragment, stacks=tuple(map(stacks.get, fragment.names))))
     return cut_by_size._replace(fragments=tuple(fragments))
 
 
@@ -252,14 +241,12 @@ def _say_what_is_unusual(
     if topology.num_groups == 1 and not is_site:
         _log.warning(
             "There is one worker group: this is plain training with an outer step. Nothing"
-            " travels, but compression"
-            " still applies; compression='fp32' changes no value."
+            " travels, but compression still applies; compression='fp32' changes no value."
         )
     if partition.fell_back:
         _log.warning(
             "fragments=%r: the model has no repeated blocks, so its tensors are divided into %d"
-            " balanced fragments."
-            " Give patterns to choose the fragments yourself.",
+            " balanced fragments. Give patterns to choose the fragments yourself.",
             settings.fragments,
             len(partition.fragments),
         )
@@ -267,10 +254,9 @@ def _say_what_is_unusual(
     if suits:
         _log.warning(
             "outer_lr=%g and outer_momentum=%g are known not to suit compression=%r: what is not"
-            " sent adds up until it"
-            " is, so training is slow or diverges unless outer_lr / (1 - outer_momentum) is"
-            " between %g and %g. Leave"
-            " both out to get outer_lr=%g and outer_momentum=%g.",
+            " sent adds up until it is, so training is slow or diverges unless outer_lr / (1 -"
+            " outer_momentum) is between %g and %g. Leave both out to get outer_lr=%g and"
+            " outer_momentum=%g.",
             settings.outer_lr,
             settings.outer_momentum,
             settings.compression,
@@ -287,19 +273,21 @@ def say_what_averages_twice(
     """
     averaging = list[str]()
     for optimizer in optimizers:
-        switched = [
-            part for part in parts_of(optimizer) if hasattr(part, "train") and hasattr(part, "eval")
-        ]
-        # One that wraps another may only hand the calls on, as accelerate's does: nothing keeps a
-        # copy of the weights.
-        if switched and (len(parts_of(switched[-1])) == 1 or copies_in(switched[-1])):
-            averaging.append(type(switched[-1]).__name__)
+        parts = parts_of(optimizer)
+        switched = [part for part in parts if hasattr(part, "train") and hasattr(part, "eval")]
+        if not switched:
+            continue
+        innermost = switched[-1]
+        # An optimizer that wraps another may only hand the calls on, as accelerate's does. Then
+        # nothing keeps a copy of the weights.
+        if len(parts_of(innermost)) == 1 or copies_in(innermost):
+            averaging.append(type(innermost).__name__)
     momentum = settings.numbers.get("outer_momentum", 0.0)
     if averaging and momentum > 0 and settings.outer.make is None and not topology.rank:
         _log.warning(
-            "%s averages its steps, as schedule-free optimizers and GPA do, and"
-            " outer_momentum=%g averages them once"
-            " more. Give outer_lr=1 and outer_momentum=0 to leave it to the inner optimizer.",
+            "%s averages its steps, as schedule-free optimizers and GPA do, and outer_momentum=%g"
+            " averages them once more. Give outer_lr=1 and outer_momentum=0 to leave it to the"
+            " inner optimizer.",
             averaging[0],
             momentum,
         )
@@ -311,11 +299,10 @@ def say_what_trains_little(optimizer: ShardOptimizer, topology: Topology) -> Non
     """
     if optimizer.highest_rate < LEAST_USUAL_RATE and not topology.rank:
         _log.warning(
-            "The outer optimizer is %s. A rate of %g suits gradients of batches, but an outer"
-            " step is made once for all"
-            " that the groups have trained in a round, so with rates below %g the outer model"
-            " hardly follows them."
-            " Give outer_optimizer=%s, or leave outer_optimizer and outer_lr out.",
+            "The outer optimizer is %s. A rate of %g suits gradients of batches, but an outer step"
+            " is made once for all that the groups have trained in a round, so with rates below %g"
+            " the outer model hardly follows them. Give outer_optimizer=%s, or leave"
+            " outer_optimizer and outer_lr out.",
             optimizer.summary,
             optimizer.highest_rate,
             LEAST_USUAL_RATE,
@@ -332,21 +319,20 @@ def require_same_settings(settings: Mapping[str, str], world: Communicator) -> N
     if differences:
         raise ValueError(
             f"The settings of the strategy differ between ranks: {'; '.join(differences)}. All"
-            " ranks must use the same."
-            " Start them with the same script and configuration."
+            " ranks must use the same. Start them with the same script and configuration."
         )
 
 
 def require_same_start(start: str, world: Communicator) -> None:
-    """Refuses ranks that start from unlike checkpoints, told by where they do so. All ranks must
-    call it.
+    """Refuses ranks that start from different checkpoints, given a description of each start. All
+    ranks must call it.
     """
     differences = _differences(world.all_gather_object({"the start": start}))
     if differences:
         raise ValueError(
             f"The ranks do not start from one checkpoint: {differences[0]}. Give all ranks the"
-            " same one. Where machines"
-            " have disks of their own, copy the file and the folder beside it to each of them."
+            " same one. Where machines have disks of their own, copy the file and the folder"
+            " beside it to each of them."
         )
 
 
@@ -356,27 +342,26 @@ def require_same_model(model: nn.Module, world: Communicator) -> None:
     """
     require_same_signatures(world.all_gather_object(signature(model)))
     is_on_host = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    digest_of_known_values = rounding() if is_on_host else ""
     differences = _differences(
-        world.all_gather_object({"what known values give": rounding() if is_on_host else ""})
+        world.all_gather_object({"what known values give": digest_of_known_values})
     )
     if differences:
         raise ValueError(
             f"The processors of these ranks round differently: {differences[0]}. Worker groups"
-            " would drift apart. Train"
-            " on machines whose processors have the same instructions, or set"
-            " ATEN_CPU_CAPABILITY=default on all ranks"
-            " to use only what every processor has."
+            " would drift apart. Train on machines whose processors have the same instructions, or"
+            " set ATEN_CPU_CAPABILITY=default on all ranks to use only what every processor has."
         )
 
 
 @cache
 def rounding() -> str:
-    """Returns what this processor makes of known values, in what has to give the same bits in all
-    groups.
+    """Returns a digest of the results that this processor computes from known values, with the
+    arithmetic that has to give the same bits in all groups.
     """
-    # No random numbers: torch's differ between processors.
-    known = (torch.arange(3 * 4099, device="cpu") * 7919 % 2003 - 1001).to(torch.float32) / 997
-    values, gradient, momentum = known.view(3, -1).clone().unbind()
+    # Random numbers would not do, because torch's differ between processors.
+    numbers = (torch.arange(3 * 4099, device="cpu") * 7919 % 2003 - 1001).to(torch.float32) / 997
+    values, gradient, momentum = numbers.view(3, -1).clone().unbind()
     codec = FP4()
     mean = torch.empty_like(gradient)
     codec.mean([(codec.encode(gradient), 1 / 3), (codec.encode(momentum), 1.7)], mean)
@@ -386,45 +371,43 @@ def rounding() -> str:
 
 def require_own_group(model: nn.Module, topology: Topology) -> None:
     """Refuses a model that ranks outside its worker group train, too."""
+    group_ranks = list(topology.ranks)
     for name, parameter in model.named_parameters():
-        others = sorted(set(ranks_of(parameter)) - set(topology.ranks))
-        if others:
+        outside = sorted(set(ranks_of(parameter)) - set(group_ranks))
+        if outside:
             raise ValueError(
                 f"The parameter {name!r} is sharded over ranks of several worker groups:"
-                f" {_listed(others)} are outside"
-                f" this rank's. Shard the model over a mesh of {_listed(list(topology.ranks))}."
+                f" {_listed(outside)} are outside this rank's. Shard the model over a mesh of"
+                f" {_listed(group_ranks)}."
             )
-    for name, part in model.named_modules():
-        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(part).__mro__):
+    for name, module in model.named_modules():
+        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
             raise ValueError(
-                f"{_part(name)} is wrapped in FullyShardedDataParallel, whose flat parameters"
-                " the worker groups cannot"
-                " exchange by name. Use fully_shard over the ranks of the worker group."
+                f"{_module(name)} is wrapped in FullyShardedDataParallel, whose flat parameters"
+                " the worker groups cannot exchange by name. Use fully_shard over the ranks of the"
+                " worker group."
             )
-        ranks = (
-            ranks_in(part.process_group)
-            if isinstance(part, DistributedDataParallel)
-            else list(topology.ranks)
-        )
-        # A single rank without others, such as a simulated worker group, may count itself as any.
-        if ranks != list(topology.ranks) and max(len(ranks), topology.group_size) > 1:
+        if not isinstance(module, DistributedDataParallel):
+            continue
+        ranks = ranks_in(module.process_group)
+        # The only rank of a group, such as a simulated worker group, may have any number.
+        if ranks != group_ranks and max(len(ranks), topology.group_size) > 1:
             raise ValueError(
-                f"{_part(name)} is wrapped in DistributedDataParallel over {_listed(ranks)}, but"
-                " this rank's worker"
-                f" group is {_listed(list(topology.ranks))}: gradients must be averaged inside"
-                " the group only, or all"
-                " groups train in step. If groups have one rank, give the model unwrapped;"
-                " otherwise wrap it with"
-                " DistributedDataParallel(model,"
-                f" process_group=WorkerGroups({topology.num_groups}).process_group)."
-                " Fabric does so with strategy='streaming_diloco'."
+                f"{_module(name)} is wrapped in DistributedDataParallel over {_listed(ranks)}, but"
+                f" this rank's worker group is {_listed(group_ranks)}: gradients must be averaged"
+                " inside the group only, or all groups train in step. If groups have one rank,"
+                " give the model unwrapped; otherwise wrap it with DistributedDataParallel(model,"
+                f" process_group=WorkerGroups({topology.num_groups}).process_group). Fabric does"
+                " so with strategy='streaming_diloco'."
             )
 
 
-def _part(name: str) -> str:
+def _module(name: str) -> str:
     # The outermost module of a wrapper is the model itself, whatever the wrapper calls it.
-    own = ".".join(word for word in name.split(".") if word not in ("_orig_mod", "_forward_module"))
-    return f"The module {own!r} of the model" if own else "The model"
+    inner_name = ".".join(
+        word for word in name.split(".") if word not in ("_orig_mod", "_forward_module")
+    )
+    return f"The module {inner_name!r} of the model" if inner_name else "The model"
 
 
 def _listed(ranks: list[int]) -> str:
@@ -446,25 +429,26 @@ def align_model(model: nn.Module, topology: Topology) -> bool:
 
 
 def _warn_of_exchanged_models(ranks: list[int], topology: Topology) -> None:
-    """Warns of ranks that gave an earlier engine the model of group 0 for this one, and this one
-    the model for that.
+    """Warns of ranks that gave an earlier engine the model that group 0 gives this one, and the
+    other way round.
+
+    Args:
+        ranks: The hash of the model of each rank.
+        topology: The ranks; it remembers the hashes for later engines.
     """
-    first_group = ranks[: topology.group_size]
     for earlier in topology.starts:
-        exchanged = [
-            rank
-            for rank, own in enumerate(ranks)
-            if own != first_group[rank % topology.group_size]
-            and own == earlier[rank % topology.group_size]
-            and earlier[rank] == first_group[rank % topology.group_size]
-        ]
+        exchanged = list[int]()
+        for rank, model_hash in enumerate(ranks):
+            same_shard = rank % topology.group_size  # The rank of the first group.
+            was_swapped = model_hash == earlier[same_shard] and earlier[rank] == ranks[same_shard]
+            if was_swapped and model_hash != ranks[same_shard]:
+                exchanged.append(rank)
         if exchanged and not topology.rank:
             _log.warning(
                 "Two models of one shape were exchanged: %s gave an earlier engine what rank 0"
-                " gives this one, and the"
-                " other way round. They now hold rank 0's values under the other's name. Make"
-                " engines in the same order"
-                " on all ranks; sets, for example, have another order in each process.",
+                " gives this one, and the other way round. They now hold rank 0's values under the"
+                " other's name. Make engines in the same order on all ranks; sets, for example,"
+                " have another order in each process.",
                 _listed(exchanged),
             )
     topology.starts.append(ranks)
@@ -475,7 +459,7 @@ def align_at_end(model: nn.Module, topology: Topology) -> list[str]:
     must call it.
 
     Returns the names of those that differed. Buffers that belong to one rank alone, those with
-    ``persistent=False``, stay as they are, and so does what ranks hold in unlike shapes or types.
+    ``persistent=False``, stay as they are, and so do tensors of different shapes or types.
     """
     reshard(model)
     tensors = _tensors_of_groups(model)
@@ -483,45 +467,43 @@ def align_at_end(model: nn.Module, topology: Topology) -> list[str]:
     for name, tensor in tensors.items():
         held[name] = _kind(tensor), is_sharded(tensor), digest(local(tensor))
     ranks = topology.world.all_gather_object(held)
-    unlike: list[str] = []
-    for name in dict.fromkeys(name for rank in ranks for name in rank):
-        found = [rank.get(name, (None, False, 0)) for rank in ranks]
-        # Ranks hold parts of a sharded tensor: each part is compared with its like in the first
-        # group.
-        size = topology.group_size if found[0][1] else 1
-        if all(found[rank] == found[rank % size] for rank in range(len(ranks))):
+    differing = list[str]()
+    for name in dict.fromkeys(chain.from_iterable(ranks)):
+        by_rank = [rank.get(name, (None, False, 0)) for rank in ranks]
+        # Ranks hold parts of a sharded tensor: each part is compared with the same part in the
+        # first group.
+        size = topology.group_size if by_rank[0][1] else 1
+        if by_rank == [by_rank[rank % size] for rank in range(len(ranks))]:
             continue
-        unlike.append(name)
-        if len({kind for kind, *_ in found}) == 1:
+        differing.append(name)
+        if len({kind for kind, *_ in by_rank}) == 1:
             broadcast(tensors[name], topology)
-    return unlike
+    return differing
 
 
 def _tensors_of_groups(model: nn.Module) -> dict[str, Tensor]:
     """Returns parameters and buffers by name, without the buffers that belong to one rank alone."""
-    of_ranks = set[str]()
+    left_out = set[str]()
     for prefix, module in model.named_modules():
-        of_ranks |= {
-            ".".join(filter(None, (prefix, key))) for key in module._non_persistent_buffers_set
-        }
+        for key in module._non_persistent_buffers_set:
+            left_out.add(f"{prefix}.{key}" if prefix else key)
     tensors = chain(model.named_parameters(), model.named_buffers())
-    return {clean_name(name): tensor for name, tensor in tensors if name not in of_ranks}
+    return {clean_name(name): tensor for name, tensor in tensors if name not in left_out}
 
 
 def _kind(tensor: Tensor) -> str:
     """Describes shape, type and sharding of a parameter or buffer."""
-    return (
-        "without a shape"
-        if is_lazy(tensor)
-        else f"{tuple(tensor.shape)} {tensor.dtype}{described_sharding(tensor)}"
-    )
+    if is_lazy(tensor):
+        return "without a shape"
+    return f"{tuple(tensor.shape)} {tensor.dtype}{described_sharding(tensor)}"
 
 
 def broadcast(tensor: Tensor, topology: Topology) -> None:
-    """Gives all ranks a tensor of rank 0; of a sharded one, the part that their like in the first
-    group holds.
+    """Gives all ranks a tensor of rank 0; of a sharded one, the part of the corresponding rank in
+    the first group.
     """
-    (topology.peers if is_sharded(tensor) else topology.world).broadcast(local(tensor))
+    ranks = topology.peers if is_sharded(tensor) else topology.world
+    ranks.broadcast(local(tensor))
 
 
 def is_aligned(model: nn.Module, topology: Topology) -> bool:
@@ -531,80 +513,84 @@ def is_aligned(model: nn.Module, topology: Topology) -> bool:
     return _are_alike(_digests(model, topology), topology.group_size)
 
 
-def _digests(model: nn.Module, topology: Topology) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Returns, by rank, the digests of the tensors that it holds whole, and of those that it holds
-    in part.
-    """
+class _Digests(NamedTuple):
+    """The digests of the tensors that a rank holds whole, and of those that it holds in part."""
+
+    full: tuple[int, ...]
+    parts: tuple[int, ...]
+
+
+def _digests(model: nn.Module, topology: Topology) -> list[_Digests]:
+    """Returns the digests of all ranks."""
     reshard(model)
     tensors = [*model.parameters(), *model.buffers()]
-    whole = [digest(local(tensor)) for tensor in tensors if not is_sharded(tensor)]
+    full = [digest(local(tensor)) for tensor in tensors if not is_sharded(tensor)]
     parts = [digest(local(tensor)) for tensor in tensors if is_sharded(tensor)]
-    return [
-        (tuple(own), tuple(own_parts))
-        for own, own_parts in topology.world.all_gather_object((whole, parts))
-    ]
+    ranks = topology.world.all_gather_object((full, parts))
+    return [_Digests(tuple(full), tuple(parts)) for full, parts in ranks]
 
 
-def _are_alike(ranks: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], group_size: int) -> bool:
-    same_parts = all(parts == ranks[rank % group_size][1] for rank, (_, parts) in enumerate(ranks))
-    return same_parts and all(whole == ranks[0][0] for whole, _ in ranks)
+def _are_alike(ranks: Sequence[_Digests], group_size: int) -> bool:
+    for rank, digests in enumerate(ranks):
+        if digests.full != ranks[0].full or digests.parts != ranks[rank % group_size].parts:
+            return False
+    return True
 
 
 def require_same_signatures(signatures: list[dict[str, str]]) -> None:
     # Tensors are paired by their order, so that must be the same too.
-    places = [
-        {name: f"in place {place}" for place, name in enumerate(names)} for names in signatures
-    ]
+    places = list[dict[str, str]]()
+    for names in signatures:
+        places.append({name: f"in place {place}" for place, name in enumerate(names)})
     differences = _differences(signatures) or _differences(places)
     if differences:
-        shown = "; ".join(differences[:5]) + (
-            f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
-        )
+        shown = "; ".join(differences[:5])
+        if len(differences) > 5:
+            shown += f"; and {len(differences) - 5} more"
         raise ValueError(
-            f"The model differs between ranks: {shown}. All ranks must build the same model,"
-            " with the same names,"
-            " shapes and dtypes. Do not let its construction depend on the rank. If a process"
-            " trains several models,"
-            " all ranks must make their engines in the same order."
+            f"The model differs between ranks: {shown}. All ranks must build the same model, with"
+            " the same names, shapes and dtypes. Do not let its construction depend on the rank."
+            " If a process trains several models, all ranks must make their engines in the same"
+            " order."
         )
 
 
 def signature(model: nn.Module) -> dict[str, str]:
-    """Describes what must be the same of every parameter and buffer, in their order."""
-    found = {}
+    """Describes every parameter and buffer, in their order, as far as ranks must not differ."""
+    kinds = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        frozen = (
-            " (frozen)" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
-        )
-        found[clean_name(name)] = _kind(tensor) + frozen
-    return found
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        kinds[clean_name(name)] = _kind(tensor) + (" (frozen)" if is_frozen else "")
+    return kinds
 
 
 def _differences(ranks: list[dict[str, str]]) -> list[str]:
     """Returns a sentence for every key whose text is not the same on all ranks."""
-    names = dict.fromkeys(name for texts in ranks for name in texts)
     differences = []
-    for name in names:
+    for name in dict.fromkeys(chain.from_iterable(ranks)):
         by_text: dict[str, list[int]] = {}
         for rank, texts in enumerate(ranks):
             by_text.setdefault(texts.get(name, "missing"), []).append(rank)
         if len(by_text) > 1:
-            values = ", ".join(
-                f"{text} on rank{'s' if len(holders) > 1 else ''}"
-                f" {', '.join(map(str, holders[:8]))}"
-                f"{', ...' if len(holders) > 8 else ''}"
-                for text, holders in by_text.items()
-            )
-            differences.append(f"{name} is {values}")
+            values = [f"{text} on {_some(holders)}" for text, holders in by_text.items()]
+            differences.append(f"{name} is {', '.join(values)}")
     return differences
+
+
+def _some(ranks: list[int]) -> str:
+    """Lists up to eight ranks."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = ", ..." if len(ranks) > 8 else ""
+    return f"ranks {', '.join(map(str, ranks[:8]))}{more}"
 
 
 # Rounds that restart
 
 
 class NamedOuter(NamedTuple):
-    """Holds the outer state of all fragments, whole, by name; ``rounds`` is how many outer steps
-    were made at least.
+    """Holds the outer state of all fragments, whole, by name; ``rounds`` is the least number of
+    outer steps so far.
     """
 
     parameters: Mapping[str, OuterParameter]
@@ -617,10 +603,8 @@ def named_outer(fragments: Sequence[FragmentState], in_group: Communicator) -> N
     parameters: dict[str, OuterParameter] = {}
     untrained: dict[str, Tensor] = {}
     for fragment in fragments:
-        shards = in_group.all_gather_object(fragment.outer.state_dict())
-        parameters |= to_parameters(
-            fragment.layout.state_dict(), [OuterState.of(shard) for shard in shards]
-        )
+        shards = map(OuterState.of, in_group.all_gather_object(fragment.outer.state_dict()))
+        parameters |= to_parameters(fragment.layout.state_dict(), list(shards))
         untrained |= fragment.untrained.named()
     return NamedOuter(parameters, untrained)
 
@@ -629,34 +613,32 @@ def named_outer(fragments: Sequence[FragmentState], in_group: Communicator) -> N
 def start_from(
     fragments: Sequence[FragmentState], outer: NamedOuter, in_group: Communicator
 ) -> None:
-    """Takes outer state by name. What is not named keeps its local value, and starts without
-    momentum.
+    """Takes outer state by name. A parameter that is not named keeps its local value, and starts
+    without momentum.
     """
     # All fragments of a round see the same learning rate, new ones, too.
     rounds = max([outer.rounds, *(parameter.rounds for parameter in outer.parameters.values())])
     for fragment in fragments:
         layout = fragment.layout
-        known = dict(outer.parameters)
-        if any(name not in known for name in layout.names):
+        parameters = dict(outer.parameters)
+        if not parameters.keys() >= set(layout.names):
             shard = layout.read()
-            values = layout.named(layout.all_gather(shard, in_group), shard, in_group)
-            known = {
-                name: OuterParameter(whole.flatten(), {}, rounds) for name, whole in values.items()
-            } | known
-        fragment.start_from(
-            layout.to_shard([known[name] for name in layout.names]), outer.untrained
-        )
+            local_values = layout.named(layout.all_gather(shard, in_group), shard, in_group)
+            for name, values in local_values.items():
+                parameters.setdefault(name, OuterParameter(values.flatten(), {}, rounds))
+        outer_state = layout.to_shard([parameters[name] for name in layout.names])
+        fragment.start_from(outer_state, outer.untrained)
 
 
 class Recut(NamedTuple):
-    """What becomes of a model that is about to be cut again; nothing of it is in flight.
+    """Divides a model that is about to be cut again; nothing of it is in flight.
 
     Attributes:
         fragments: The new cut.
-        outer: The outer state of what remains, by its name of now.
-        frozen: The outer parameters of what is no longer trainable, by its name of before.
+        outer: The outer state of tensors that remain, by the new names.
+        frozen: The outer parameters that are no longer trainable, by the former names.
         known: The parameters and the untrained state that remain.
-        new: Those that there were not, or in another shape: all groups take those of the first.
+        new: Tensors that did not exist, or had another shape: all groups take those of the first.
     """
 
     fragments: tuple[Fragment, ...]
@@ -678,21 +660,18 @@ class Recut(NamedTuple):
         return list(self.new), list(self.frozen)
 
     def agreed(self, names: Sequence[tuple[list[str], list[str]]]) -> "Recut":
-        """Returns what all ranks do, given the names of all: what one has replaced is new in all
-        of them.
+        """Returns the recut of all ranks, given the `names` of each: a parameter that one rank has
+        replaced is new on all of them.
         """
-        new = {name for names_of_rank, _ in names for name in names_of_rank}
-        frozen = set.intersection(*(set(names_of_rank) for _, names_of_rank in names))
-        outer = self.outer._replace(
-            parameters={
-                name: own for name, own in self.outer.parameters.items() if name not in new
-            },
-            untrained={name: own for name, own in self.outer.untrained.items() if name not in new},
-        )
+        new = set[str]().union(*(new_names for new_names, _ in names))
+        frozen_everywhere = set.intersection(*(set(frozen_names) for _, frozen_names in names))
         tensors = self.known | self.new
         return self._replace(
-            outer=outer,
-            frozen={name: own for name, own in self.frozen.items() if name in frozen},
+            outer=self.outer._replace(
+                parameters=_without(new, self.outer.parameters),
+                untrained=_without(new, self.outer.untrained),
+            ),
+            frozen={name: p for name, p in self.frozen.items() if name in frozen_everywhere},
             # In an order that is the same on ranks that have replaced different ones.
             new={name: tensors[name] for name in sorted(new)},
         )
@@ -705,42 +684,80 @@ class Recut(NamedTuple):
         outer: NamedOuter,
         settings: Settings,
     ) -> "Recut":
-        """Divides the outer state of a cut: what is trained on, what was frozen, and what is no
-        longer there.
+        """Divides the outer state of a cut into that of tensors which remain, which were frozen,
+        and which are gone.
         """
-        model = cut_model.model
         rounds = max(parameter.rounds for parameter in outer.parameters.values())
-        parameters = dict[str, OuterParameter]()
-        untrained = dict[str, Tensor]()
-        known = dict[str, Tensor]()
-        new = dict[str, Tensor]()
-        for name, parameter in trainable(model).items():
-            former_name = cut_model.former_name(parameter)
-            if former_name is None:
-                new[name] = parameter
-            else:
-                known[name], parameters[name] = parameter, outer.parameters[former_name]
-        kinds_before = {
-            name: kind for state in before for name, kind in state.untrained.kinds_by_name().items()
-        }
-        for place, kind in kinds_of(model, settings.untrained or {}, kinds_before).items():
-            # Code replaces the tensors of buffers as it likes, so they are known by their module.
-            former_name = cut_model.former_place(place.name)
-            values = outer.untrained.get(former_name)
-            if values is not None and values.shape == place.tensor.shape:
-                known[place.name], untrained[place.name] = place.tensor, values
-            elif kinds_before.get(former_name) is Kind.OWN:
-                known[place.name] = place.tensor
-            elif kind is not Kind.OWN or not place.is_parameter:
-                new[place.name] = place.tensor
-        frozen = {name: outer.parameters[name] for name in sorted(cut_model.frozen())}
-        return Recut(fragments, NamedOuter(parameters, untrained, rounds), frozen, known, new)
+        trained = _divide_parameters(cut_model, outer)
+        untrained = _divide_untrained(cut_model, before, outer, settings)
+        return Recut(
+            fragments=fragments,
+            outer=NamedOuter(trained.outer, untrained.outer, rounds),
+            frozen={name: outer.parameters[name] for name in sorted(cut_model.frozen())},
+            known=trained.known | untrained.known,
+            new=trained.new | untrained.new,
+        )
+
+
+class _Division(NamedTuple):
+    """The tensors of a model that is cut again, by their new names, without frozen ones.
+
+    Attributes:
+        outer: The outer state of tensors that remain.
+        known: The tensors that remain.
+        new: The tensors that did not exist, or had another shape.
+    """
+
+    outer: dict[str, Any]
+    known: dict[str, Tensor]
+    new: dict[str, Tensor]
+
+
+def _divide_parameters(cut_model: CutModel, outer: NamedOuter) -> _Division:
+    division = _Division({}, {}, {})
+    for name, parameter in trainable(cut_model.model).items():
+        former_name = cut_model.former_name(parameter)
+        if former_name is None:
+            division.new[name] = parameter
+        else:
+            division.known[name] = parameter
+            division.outer[name] = outer.parameters[former_name]
+    return division
+
+
+def _divide_untrained(
+    cut_model: CutModel, before: Sequence[FragmentState], outer: NamedOuter, settings: Settings
+) -> _Division:
+    division = _Division({}, {}, {})
+    former_kinds = dict[str, Kind]()
+    for fragment in before:
+        former_kinds |= fragment.untrained.kinds_by_name()
+    kinds = kinds_of(cut_model.model, settings.untrained or {}, former_kinds)
+    for place, kind in kinds.items():
+        # Code replaces the tensors of buffers as it likes, so their modules identify them.
+        former_name = cut_model.former_place(place.name)
+        values = outer.untrained.get(former_name)
+        if values is not None and values.shape == place.tensor.shape:
+            division.known[place.name] = place.tensor
+            division.outer[place.name] = values
+        elif former_kinds.get(former_name) is Kind.OWN:
+            division.known[place.name] = place.tensor
+        elif kind is not Kind.OWN or not place.is_parameter:
+            division.new[place.name] = place.tensor
+    return division
+
+
+Value = TypeVar("Value")
+
+
+def _without(names: Collection[str], values: Mapping[str, Value]) -> dict[str, Value]:
+    return {name: value for name, value in values.items() if name not in names}
 
 
 @torch.no_grad()
 def take_over(fragments: Sequence[FragmentState], recut: Recut, topology: Topology) -> None:
-    """Prepares a model for a new cut: frozen parameters take their outer value, new ones group
-    0's.
+    """Prepares a model for a new cut: frozen parameters take their outer values, and new tensors
+    the values of group 0.
     """
     frozen = {name: parameter.values for name, parameter in recut.frozen.items()}
     for fragment in fragments:
@@ -753,15 +770,13 @@ def cut_again(
     cut_model: CutModel, fragments: Sequence[FragmentState], settings: Settings, topology: Topology
 ) -> tuple[Fragment, ...]:
     """Cuts a model again after what is trainable has changed. All ranks must call it."""
-    if any(
-        is_sharded(parameter) for fragment in fragments for parameter in fragment.layout.parameters
-    ):
-        raise ValueError(
-            "Parameters were frozen, became trainable or were replaced since training began."
-            " FSDP2 cannot follow: new"
-            " ones would not be trained. Choose what is trainable in configure_model, and train"
-            " in several fits."
-        )
+    for fragment in fragments:
+        if any(map(is_sharded, fragment.layout.parameters)):
+            raise ValueError(
+                "Parameters were frozen, became trainable or were replaced since training began."
+                " FSDP2 cannot follow: new ones would not be trained. Choose what is trainable in"
+                " configure_model, and train in several fits."
+            )
     require_same_model(cut_model.model, topology.world)
     partition = cut(cut_model.model, settings)
     cut_model.require_devices()
@@ -769,20 +784,19 @@ def cut_again(
 
 
 def say_what_is_cut_again(recut: Recut, cut_model: CutModel, *, restarts: bool) -> None:
-    has_new = any(isinstance(tensor, nn.Parameter) for tensor in recut.new.values())
-    elsewhere = (
-        "parameters have been replaced on other ranks"
-        if has_new
-        else "names or dtypes have changed"
-    )
+    changes = cut_model.described()
+    start = ""
+    if any(isinstance(tensor, nn.Parameter) for tensor in recut.new.values()):
+        changes = changes or "parameters have been replaced on other ranks"
+        start = (
+            " What is new starts from the values of the first worker group, without outer momentum."
+        )
     _log.warning(
         "The model is cut again, into %d fragments, and rounds %s: since the last cut, %s.%s",
         len(recut.fragments),
         "restart" if restarts else "continue",
-        cut_model.described() or elsewhere,
-        " What is new starts from the values of the first worker group, without outer momentum."
-        if has_new
-        else "",
+        changes or "names or dtypes have changed",
+        start,
     )
 
 
@@ -792,41 +806,48 @@ def follow_in_optimizers(
     """Drops gradients and optimizer state of another shape, and warns of new parameters that no
     optimizer steps.
     """
-    stepped = set[int]()
-    trained = set[int]()
-    for optimizer in optimizers:
-        # Lightning takes anything that has the methods of an optimizer.
-        held = set[int]()
-        for group in getattr(optimizer, "param_groups", ()):
-            held |= set(map(id, group["params"]))
-        # What never has a gradient gets no state, where other parameters do.
-        with_state = set(map(id, getattr(optimizer, "state", ())))
-        stepped |= held
-        trained |= held & with_state if with_state else held
+    stepped, trained = _parameters_of(optimizers)
     unstepped = list[str]()
     for name, tensor in recut.new.items():
         if not isinstance(tensor, nn.Parameter):
             continue
         former = cut_model.former_parameter(name)
-        if former is tensor and cut_model.former_name(tensor) is None:
+        if former is not tensor:
+            # Perhaps no optimizer stepped the former parameter, such as a copy in another
+            # submodule.
+            should_train = former is None or id(former) in trained
+            if should_train and id(tensor) not in stepped:
+                unstepped.append(name)
+        elif cut_model.former_name(tensor) is None:
             tensor.grad = None
             for optimizer in optimizers:
                 optimizer.state.pop(tensor, None)
-        # Perhaps none stepped what was replaced, such as a copy of another submodule.
-        elif (
-            former is not tensor
-            and id(tensor) not in stepped
-            and (former is None or id(former) in trained)
-        ):
-            unstepped.append(name)
     if optimizers and unstepped and says:
         _log.warning(
             "No inner optimizer steps %d of the new parameters, such as %r: they do not train."
-            " Give them to one with"
-            " add_param_group, or make a new optimizer, before the model is cut again.",
+            " Give them to one with add_param_group, or make a new optimizer, before the model is"
+            " cut again.",
             len(unstepped),
             unstepped[0],
         )
+
+
+def _parameters_of(optimizers: Sequence[Optimizer]) -> tuple[set[int], set[int]]:
+    """Returns the ids of the parameters that optimizers hold, and of those that they have
+    trained.
+    """
+    stepped = set[int]()
+    trained = set[int]()
+    for optimizer in optimizers:
+        held = set[int]()
+        # Lightning takes anything that has the methods of an optimizer.
+        for group in getattr(optimizer, "param_groups", ()):
+            held |= set(map(id, group["params"]))
+        stepped |= held
+        # A parameter that never has a gradient gets no state, where other parameters do.
+        with_state = set(map(id, getattr(optimizer, "state", ())))
+        trained |= held & with_state if with_state else held
+    return stepped, trained
 
 
 def require_same_fragments(
@@ -836,6 +857,5 @@ def require_same_fragments(
     if [fragment["names"] for fragment in saved] != names:
         raise ValueError(
             f"The state has other fragments: {len(saved)} instead of {len(names)}, or with other"
-            " parameters. Resume"
-            " with the same model and the same fragments."
+            " parameters. Resume with the same model and the same fragments."
         )

@@ -3,33 +3,31 @@
 [Note: kinds of untrained state] Every such tensor has one kind. A user names kinds by patterns,
 ``untrained=`` of the engine; `default_kinds` decides for the others.
 
-=========  ========================================
-================================================================== kind       by default
-what happens to it =========  ========================================
-================================================================== ``mean``   floating-point
-buffers, such as           Groups take the plain mean, in at least float32, with each landing
-           statistics and moving averages            of the fragment; it is mixed like the
-           parameters.
-``first``  single values, whole numbers, and         Groups take the values of the first group that
-counted, with each
-           vectors of length one                     landing, in the buffer's own dtype.
-``own``    frozen parameters, and modules whose      Each group keeps its own in training.
-Validation, checkpoints and
-           buffers are `large`                       the end of training show those of the first
-           group.
-=========  ========================================
-==================================================================
+=========  ==============================  ====================================================
+kind       by default                      its way through training
+=========  ==============================  ====================================================
+``mean``   floating-point buffers, such    Groups take the plain mean, in at least float32, with
+           as statistics and moving        each landing of the fragment; it is mixed like the
+           averages                        parameters.
+``first``  single values, whole numbers,   Groups take the values of the first group that
+           and vectors of length one       counted, with each landing, in the buffer's own
+                                           dtype.
+``own``    frozen parameters, and modules  Each group keeps its own in training. Validation,
+           whose buffers are `large`       checkpoints and the end of training show those of the
+                                           first group.
+=========  ==============================  ====================================================
 
-What some group has changed travels, once all groups know of it. Constants do not travel, and keep
-their bits. Whole numbers that have changed alike in all groups, as counters do, each of them keeps
-and shows as they are now. Buffers that are not persistent belong to a rank alone, unless a pattern
-names them.
+A tensor that some group has changed travels, once all groups know of it. Constants do not travel,
+and keep their bits. Where all groups have changed whole numbers alike, as counters, each of them
+keeps and shows its present values. Buffers that are not persistent belong to a rank alone, unless a
+pattern names them.
 """
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -42,25 +40,26 @@ from lightning_sdiloco.engine.shards import clean_name, digest, is_sharded, loca
 
 _log = logging.getLogger(__name__)
 
-# Buffers of one module that are larger than this travel only if they are smaller than half of what
-# is trained.
+# Buffers of one module that are larger than this travel only if they are smaller than half of the
+# trained parameters.
 _SMALL_BYTES = 256 * 1024
 _LARGEST_SHARE = 0.5
 
-# Of a vector of length one, such as those of spectral norms and of queues of features.
+# How far the length of a vector of length one may differ from it; spectral norms and queues of
+# features have such vectors.
 _TOLERANCE = 1e-3
 
-# One bit for each tensor that travels says whether it changed; further ones share the last of
-# these. The highest bit says whether a tensor of the kind `own` did.
+# One bit for each tensor that travels says whether it changed; further tensors share the last of
+# these. The highest bit says whether a tensor of the kind `own` changed.
 _BITS = 63
 _OWN_MOVED = 1 << _BITS
 
-# So many values of a tensor are compared at a launch.
+# About this many values of a tensor are compared at a launch.
 _SAMPLED = 64
 
 
 class Kind(str, Enum):
-    """What becomes of a tensor that no optimizer trains; see [Note: kinds of untrained state]."""
+    """The kind of a tensor that no optimizer trains; see [Note: kinds of untrained state]."""
 
     MEAN = "mean"
     FIRST = "first"
@@ -68,8 +67,8 @@ class Kind(str, Enum):
 
 
 class Place(NamedTuple):
-    """Says where a model holds a tensor. The tensor itself is looked up at each use, because code
-    may rebind it.
+    """The place of a tensor in a model. The tensor itself is looked up at each use, because code may
+    rebind it.
     """
 
     name: str
@@ -80,16 +79,17 @@ class Place(NamedTuple):
 
     @property
     def _held(self) -> dict[str, Any]:
-        module: nn.Module | None = self.model
+        module = self.model
         for step in self.path:
-            module = None if module is None else module._modules.get(step)
-        if module is None:
-            return {}
+            child = module._modules.get(step)
+            if child is None:
+                return {}
+            module = child
         return module._parameters if self.is_parameter else module._buffers
 
     @property
     def is_there(self) -> bool:
-        """Whether the model still has it."""
+        """True while the model has the tensor."""
         return self._held.get(self.key) is not None
 
     @property
@@ -98,10 +98,8 @@ class Place(NamedTuple):
         if tensor is None:
             raise ValueError(
                 f"{self.name!r} was part of the model when it was cut into fragments, and is no"
-                " longer there. Replace"
-                " or remove modules before training, or between epochs; in your own loop call"
-                " recut() afterwards, on"
-                " all ranks."
+                " longer there. Replace or remove modules before training, or between epochs; in"
+                " your own loop call recut() afterwards, on all ranks."
             )
         return tensor
 
@@ -115,23 +113,25 @@ class Place(NamedTuple):
 
     @property
     def values(self) -> Tensor:
-        """What this rank holds of it, without autograd. Writing to it writes to the model."""
+        """The part that this rank holds, without autograd. Writing to it writes to the model."""
         return local(self.tensor)
 
 
 def untrained_places(model: nn.Module) -> Iterator[Place]:
-    """Yields where buffers and frozen parameters are, each tensor once."""
+    """Yields the places of buffers and frozen parameters, each tensor once."""
     seen = set[int]()
     for prefix, module in model.named_modules():
         path = tuple(prefix.split(".")) if prefix else ()
-        frozen = {
-            key: p for key, p in module._parameters.items() if p is not None and not p.requires_grad
-        }
-        for held, is_parameter in ((module._buffers, False), (frozen, True)):
-            for key, tensor in held.items():
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    yield Place(clean_name(".".join((*path, key))), model, path, key, is_parameter)
+        tensors = list[tuple[str, Tensor | None, bool]]()
+        for key, buffer in module._buffers.items():
+            tensors.append((key, buffer, False))
+        for key, parameter in module._parameters.items():
+            if parameter is not None and not parameter.requires_grad:
+                tensors.append((key, parameter, True))
+        for key, tensor, is_parameter in tensors:
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield Place(clean_name(".".join((*path, key))), model, path, key, is_parameter)
 
 
 def kinds_of(
@@ -160,17 +160,15 @@ def kinds_of(
         if kind is Kind.MEAN and not place.tensor.is_floating_point():
             raise ValueError(
                 f"untrained={{{place.name!r}: 'mean'}} was given, but its values are"
-                f" {place.tensor.dtype}, which have"
-                " no mean. Choose 'first' or 'own'."
+                f" {place.tensor.dtype}, which have no mean. Choose 'first' or 'own'."
             )
     return kinds
 
 
 def default_kinds(model: nn.Module, places: Iterable[Place]) -> dict[Place, Kind]:
-    """Decides where the user named nothing; see [Note: kinds of untrained state]."""
-    trained_bytes = sum(
-        4 * parameter.numel() for parameter in model.parameters() if parameter.requires_grad
-    )
+    """Decides where no pattern of the user matches; see [Note: kinds of untrained state]."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained_bytes = 4 * sum(parameter.numel() for parameter in trained)
     most_bytes = max(_SMALL_BYTES, _LARGEST_SHARE * trained_bytes)
     kinds = dict[Place, Kind]()
     module_bytes = dict[tuple[str, ...], int]()
@@ -209,25 +207,22 @@ def _is_persistent(place: Place) -> bool:
 
 
 def _require_matches(model: nn.Module, places: Sequence[Place], named: Mapping[str, str]) -> None:
-    trained = [
-        clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad
-    ]
     for pattern in named:
         if any(fnmatchcase(place.name, pattern) for place in places):
             continue
-        found = [name for name in trained if fnmatchcase(name, pattern)]
-        if found:
-            raise ValueError(
-                f"untrained={{{pattern!r}: ...}} names the trainable parameter {found[0]!r}. It"
-                " is for buffers and"
-                " frozen parameters: what is trained is averaged anyway. Change the pattern, or"
-                " leave it out."
-            )
-        known = ", ".join(repr(place.name) for place in places[:5]) or "none"
+        for full_name, parameter in model.named_parameters():
+            name = clean_name(full_name)
+            if parameter.requires_grad and fnmatchcase(name, pattern):
+                raise ValueError(
+                    f"untrained={{{pattern!r}: ...}} names the trainable parameter {name!r}. It is"
+                    " for buffers and frozen parameters: what is trained is averaged anyway. Change"
+                    " the pattern, or leave it out."
+                )
+        shown = ", ".join(repr(place.name) for place in places[:5]) or "none"
+        more = ", ..." if len(places) > 5 else ""
         raise ValueError(
             f"untrained={{{pattern!r}: ...}} matches no buffer and no frozen parameter of the"
-            " model. The model has:"
-            f" {known}{', ...' if len(places) > 5 else ''}. Correct the pattern, or leave it out."
+            f" model. The model has: {shown}{more}. Correct the pattern, or leave it out."
         )
 
 
@@ -235,10 +230,8 @@ def _require_whole(place: Place) -> None:
     if is_sharded(place.tensor):
         raise ValueError(
             f"The {'parameter' if place.is_parameter else 'buffer'} {place.name!r} is sharded."
-            " Untrained state travels"
-            " whole, from one rank of a group: keep it as a plain tensor, register it with"
-            " persistent=False, or give"
-            f" untrained={{{place.name!r}: 'own'}}."
+            " Untrained state travels whole, from one rank of a group: keep it as a plain tensor,"
+            f" register it with persistent=False, or give untrained={{{place.name!r}: 'own'}}."
         )
 
 
@@ -266,13 +259,13 @@ def from_bytes(flat: Tensor, like: Tensor) -> Tensor:
 
 def all_alike(tensors: Sequence[Tensor]) -> Tensor:
     """Returns, for each value, whether tensors of one shape and dtype have the same bits there."""
-    first, *others = [
-        to_bytes(tensor).view(tensor.numel(), tensor.element_size()) for tensor in tensors
-    ]
-    is_alike = torch.ones(len(first), dtype=torch.bool, device=first.device)
-    for other in others:
-        is_alike &= (other == first).all(dim=1)
-    return is_alike.view(tensors[0].shape)
+    first = tensors[0]
+    first_bytes = to_bytes(first)
+    is_alike = torch.ones(first.numel(), dtype=torch.bool, device=first.device)
+    for tensor in tensors[1:]:
+        same_bytes = to_bytes(tensor) == first_bytes
+        is_alike &= same_bytes.view(first.numel(), first.element_size()).all(dim=1)
+    return is_alike.view(first.shape)
 
 
 def are_alike(tensor: Tensor, other: Tensor) -> bool:
@@ -292,7 +285,7 @@ def elementwise_mean(rows: Tensor, outer: Tensor | None) -> tuple[Tensor, list[b
 
     Args:
         rows: The values, by group.
-        outer: What to return where no group can count; None: the values of the first group.
+        outer: The values to return where no group can count; None: those of the first group.
 
     Examples:
         >>> inf = float("inf")
@@ -335,51 +328,53 @@ def mix_in(values: Tensor, outer: Tensor, kept_share: float, is_kept: Tensor) ->
 def new_outer(
     kind: Kind, sent: Mapping[str, Tensor], outer: Tensor, *, keeps_outer: bool = True
 ) -> tuple[Tensor, list[str]]:
-    """Returns the new outer values of one tensor, and whose values are left out because they are
-    not finite.
+    """Returns the new outer values of one tensor, and the senders that are left out because their
+    values are not finite.
 
     Args:
         kind: `Kind.MEAN` or `Kind.FIRST`.
-        sent: The values of all that count, by name, in their order.
+        sent: The values of all senders that count, by name, in their order.
         outer: The outer values before.
-        keeps_outer: Whether these stay where nobody can count; otherwise the first ones sent are
+        keeps_outer: Whether these stay where no sender can count; otherwise the first ones sent are
             taken.
     """
     if kind is Kind.MEAN:
         rows = torch.stack([values.flatten() for values in sent.values()])
         mean, is_left_out = elementwise_mean(rows, outer.flatten() if keeps_outer else None)
-        return mean.view(outer.shape), [
-            who for who, is_out in zip(sent, is_left_out, strict=True) if is_out
-        ]
-    spoilt = [who for who, values in sent.items() if values.isnan().any()]
-    whole = [who for who in sent if who not in spoilt]
-    if whole:
-        return sent[whole[0]], spoilt
+        return mean.view(outer.shape), list(compress(sent, is_left_out))
+    spoilt = [sender for sender, values in sent.items() if values.isnan().any()]
+    for sender, values in sent.items():
+        if sender not in spoilt:
+            return values, spoilt
     return outer if keeps_outer else next(iter(sent.values())), spoilt
 
 
 def say_left_out(left_out: Mapping[str, Sequence[str]]) -> None:
-    """Logs whose values were left out of a mean, by the name of the tensor."""
-    told = [f"{name!r} of {who}" for name, senders in left_out.items() for who in senders]
-    if told:
+    """Logs the senders whose values were left out of a mean, by the name of the tensor."""
+    sources = list[str]()
+    for name, senders in left_out.items():
+        sources += [f"{name!r} of {sender}" for sender in senders]
+    if sources:
         _log.warning(
             "Buffers that are not finite are left out of the mean and get the outer values: %s.",
-            ", ".join(told),
+            ", ".join(sources),
         )
 
 
-# What a fragment holds of it
+# The untrained state of a fragment
 
 
 class Arrived(NamedTuple):
-    """What a flight brings of the untrained state of a fragment, by index.
+    """The untrained state of a fragment that a flight brings, by index.
 
     Attributes:
         outer: The new outer values.
-        is_alike: Whether all groups have changed it to the same whole numbers, as a counter: a
-            truth value for each.
-        is_kept: Where this group keeps its own values, because all groups take those that it sent.
-        own: By name, what the first site keeps; it comes with the last record of a federation.
+        is_alike: A truth value for each tensor: all groups have changed it to the same whole
+            numbers, as a counter.
+        is_kept: Truth values: this group keeps its own values, because all groups take those that
+            it sent.
+        own: By name, the state that the first site keeps; it comes with the last record of a
+            federation.
     """
 
     outer: Mapping[int, Tensor]
@@ -389,52 +384,48 @@ class Arrived(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [
-            *self.outer.values(),
-            *self.is_alike.values(),
-            *self.is_kept.values(),
-            *self.own.values(),
-        ]
+        return [tensor for tensors in self for tensor in tensors.values()]
 
 
 NOTHING = Arrived({}, {}, {}, {})
 
 
 class OwnState:
-    """Holds what each group keeps of a fragment, and tells whether code has changed it since the
-    start.
+    """Holds the state that each group keeps for itself, and detects that code has changed it since
+    the start.
 
     Attributes:
-        places: Where the model holds it.
-        of_first: By name, what the first site of a federation kept at its last round.
+        places: The places of its tensors in the model.
+        known: The names of tensors that an earlier cut of the model had.
+        digests: Digests at the start of training, by name, where the model was cut before; None
+            for tensors that were not alike in all groups.
+        of_first: By name, the values that the first site of a federation kept at its last round.
     """
 
     def __init__(self, places: Sequence[Place], digests: Mapping[str, int | None]) -> None:
         self.places = list(places)
         self.known = set(digests)
-        # Those at the start of training, where the model was cut before; None where groups have
-        # begun unlike.
-        self.digests = {
-            place.name: digests.get(place.name, digest(place.values)) for place in self.places
-        }
+        self.digests = dict[str, int | None]()
+        for place in self.places:
+            self.digests[place.name] = digests.get(place.name, digest(place.values))
         self.of_first = dict[str, Tensor]()
         self._forms = {place.name: _form(place.tensor) for place in self.places}
         self._mark = self._marked()
         self._has_changed = False
 
     def has_changed(self) -> bool:
-        """Looks at a few values of each tensor; at all of them only if these or the versions of
-        tensors differ.
+        """Compares a few values of each tensor; all values only if these or the versions of tensors
+        differ.
         """
         mark = self._marked()
         if mark != self._mark:
-            # Code that writes the same values, as a broadcast of buffers does, changes nothing.
+            # Code may have written the same values, as a broadcast of buffers does.
             self._has_changed = self._has_changed or bool(self.changed())
             self._mark = mark
         return self._has_changed
 
     def changed(self) -> list[Place]:
-        """Compares all values, and returns where they differ from those at the start."""
+        """Compares all values, and returns the places where they differ from those at the start."""
         return [place for place in self.places if digest(place.values) != self.digests[place.name]]
 
     def nbytes(self) -> list[int]:
@@ -452,40 +443,44 @@ class OwnState:
         return torch.empty(shape, dtype=dtype, device=place.tensor.device)
 
     def shown_of_first(self) -> dict[str, Tensor]:
-        """Returns `of_first`, as far as code has not bound something else here."""
-        fits = self.fitting(self.of_first)
-        for name in self.of_first.keys() - fits.keys():
+        """Returns `of_first`, without tensors that code has replaced here by other shapes."""
+        fitting = self.fitting(self.of_first)
+        for name in self.of_first.keys() - fitting.keys():
             _log.warning(
                 "%r has another shape or dtype than that of the first site: this site keeps its"
                 " own.",
                 name,
             )
-        return fits
+        return fitting
 
     def fitting(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns those values, by name, that have the shape and dtype of what the model holds
-        whole.
+        """Returns those values, by name, that have the shape and dtype of a tensor which the model
+        holds whole.
         """
-        fits = dict[str, Tensor]()
+        fitting = dict[str, Tensor]()
         for place in self.places:
-            held = place.tensor
-            given = values.get(place.name)
-            if given is not None and not is_sharded(held) and _form(given) == _form(held):
-                fits[place.name] = given
-        return fits
+            candidate = values.get(place.name)
+            if candidate is None or is_sharded(place.tensor):
+                continue
+            if _form(candidate) == _form(place.tensor):
+                fitting[place.name] = candidate
+        return fitting
 
     def copies(self) -> list[Tensor]:
-        """Copies what code has changed since the start and this rank holds whole; empty tensors
-        for the rest.
+        """Copies the tensors that code has changed since the start and this rank holds whole; empty
+        tensors stand for the others.
         """
-        changed = [place.name for place in self.changed()] if self.has_changed() else []
+        changed = list[str]()
+        if self.has_changed():
+            changed = [place.name for place in self.changed()]
         copies = list[Tensor]()
         for place in self.places:
-            is_whole = (
-                not is_sharded(place.tensor) and _form(place.tensor) == self._forms[place.name]
-            )
-            is_sent = is_whole and place.name in changed
-            copies.append(place.values.clone() if is_sent else place.values.new_empty(0))
+            tensor = place.tensor
+            is_whole = not is_sharded(tensor) and _form(tensor) == self._forms[place.name]
+            if is_whole and place.name in changed:
+                copies.append(place.values.clone())
+            else:
+                copies.append(place.values.new_empty(0))
         return copies
 
     def _marked(self) -> tuple[list[tuple[int, int]], int]:
@@ -494,8 +489,8 @@ class OwnState:
         for place in self.places:
             values = place.values
             versions.append((values.data_ptr(), place.tensor._version))
-            # Some code writes behind the back of autograd, as ``p.data.mul_()`` does, which changes
-            # no version.
+            # Some code writes without the knowledge of autograd, as ``p.data.mul_()`` does, which
+            # changes no version.
             if values.is_contiguous():
                 stride = max(1, values.numel() // _SAMPLED)
                 samples.append(to_bytes(values.view(-1)[::stride]))
@@ -507,16 +502,15 @@ def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 class UntrainedState:
-    """Holds the untrained state of a fragment: what travels with it, with outer values, and what
-    groups keep.
+    """Holds the untrained state of a fragment: tensors that travel with it and have outer values,
+    and tensors that groups keep.
 
     Attributes:
         kinds: The kind of each tensor that travels.
         outer: The outer values of each tensor that travels: at least float32 for a mean, its own
             dtype otherwise.
-        own: What does not travel.
-        own_moved: Whether some group has changed a tensor of the kind `own`: known alike in all
-            groups.
+        own: The tensors that do not travel.
+        own_moved: Some group has changed a tensor of the kind `own`: known alike in all groups.
     """
 
     def __init__(
@@ -525,32 +519,34 @@ class UntrainedState:
         before: "Sequence[UntrainedState]" = (),
         named: Collection[str] = (),
     ) -> None:
-        self._places = [place for place, kind in kinds.items() if kind is not Kind.OWN]
-        digests = {name: value for state in before for name, value in state.own.digests.items()}
-        self.own: OwnState = OwnState(
-            [place for place, kind in kinds.items() if kind is Kind.OWN], digests
-        )
-        self.kinds: list[Kind] = [kind for kind in kinds.values() if kind is not Kind.OWN]
+        own_places = [place for place in kinds if kinds[place] is Kind.OWN]
+        digests = dict[str, int | None]()
+        for state in before:
+            digests |= state.own.digests
+        self.own: OwnState = OwnState(own_places, digests)
+        self.own_moved: bool = any(state.own_moved for state in before)
+        self._places = [place for place in kinds if kinds[place] is not Kind.OWN]
+        self.kinds = [kinds[place] for place in self._places]
         # Patterns of names whose kind a user has chosen; the others follow from the first values.
         self._named = tuple(named)
         self._shapes = [place.values.shape for place in self._places]
         self._has_warned = False
-        self.own_moved: bool = any(state.own_moved for state in before)
         self.outer = [self._copied(index) for index in range(len(self._places))]
-        # Whole numbers that have changed alike in all groups, each shows as they are, newer than
-        # the outer values.
+        # Whole numbers that have changed alike in all groups: each group shows its present values,
+        # which are newer than the outer ones.
         self._is_alike = [torch.tensor(False, device=outer.device) for outer in self.outer]
-        # What code has overwritten in a validation: a flight of before must not land on it.
+        # The tensors that code has overwritten in a validation: an earlier flight must not land on
+        # them.
         self._rewritten = set[int]()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of what travels."""
+        """The names of the tensors that travel."""
         return tuple(place.name for place in self._places)
 
     @property
     def frozen_places(self) -> list[Place]:
-        """Where the model holds frozen parameters that travel."""
+        """The places of frozen parameters that travel."""
         return [place for place in self._places if place.is_parameter]
 
     def tensors(self) -> list[Tensor]:
@@ -558,30 +554,28 @@ class UntrainedState:
         return [place.tensor for place in self._places]
 
     def kinds_by_name(self) -> dict[str, Kind]:
-        """Returns the kinds of what travels, and of what groups keep."""
-        return {
-            **dict(zip(self.names, self.kinds, strict=True)),
-            **{place.name: Kind.OWN for place in self.own.places},
-        }
+        """Returns the kinds of all tensors, those that travel and those that groups keep."""
+        kinds = dict(zip(self.names, self.kinds, strict=True))
+        return kinds | {place.name: Kind.OWN for place in self.own.places}
 
     def _copied(self, index: int) -> Tensor:
         values = self._places[index].values
-        is_mean = self.kinds[index] is Kind.MEAN
-        return values.to(
-            torch.promote_types(values.dtype, torch.float32) if is_mean else values.dtype, copy=True
-        )
+        dtype = values.dtype
+        if self.kinds[index] is Kind.MEAN:
+            dtype = torch.promote_types(dtype, torch.float32)
+        return values.to(dtype, copy=True)
 
     def note_rewritten(self, names: Collection[str]) -> None:
-        """Notes what code has overwritten, instead of training: what is in flight is older."""
+        """Notes tensors that code has overwritten, instead of training: flights hold older values."""
         self._rewritten |= {index for index, name in enumerate(self.names) if name in names}
 
     def launched(self) -> None:
-        """Notes that a flight has taken along what the model holds now."""
+        """Notes that a flight carries the present values of the model."""
         self._rewritten.clear()
 
     def let_go(self) -> None:
-        """Puts copies in the place of what the model no longer has, or has in another shape, until
-        it is cut again.
+        """Puts copies in the place of tensors that the model no longer has, or has in another shape,
+        until it is cut again.
         """
         self.own.places = [place for place in self.own.places if place.is_there]
         for index, place in enumerate(self._places):
@@ -590,18 +584,20 @@ class UntrainedState:
                 outside.register_buffer(place.key, self.outer[index].clone())
                 self._places[index] = Place(place.name, outside, (), place.key, is_parameter=False)
 
-    def expect_unlike(self, known: Collection[str]) -> None:
-        """Takes note of frozen parameters that are not known to be alike in all groups, such as
-        those of a new copy.
+    def expect_unlike(self, alike: Collection[str]) -> None:
+        """Notes frozen parameters that may differ between groups, such as those of a new copy.
+
+        Args:
+            alike: The names of tensors that are alike in all groups.
         """
         for place in self.own.places:
-            if place.name not in known and place.name not in self.own.known:
+            if place.name not in alike and place.name not in self.own.known:
                 self.own.digests[place.name] = None
                 self.own_moved = True
 
     def snapshot(self) -> list[Tensor]:
-        """Copies what travels as it is now; the outer values, where code has bound what cannot be
-        exchanged.
+        """Copies the present values of the tensors that travel; the outer values, where code has
+        bound a tensor that cannot be exchanged.
         """
         copies = list[Tensor]()
         for index, outer in enumerate(self.outer):
@@ -611,15 +607,14 @@ class UntrainedState:
         return copies
 
     def _fits(self, index: int) -> bool:
-        """Returns whether the outer values can hold what the model holds: its shape, and every
-        value of its dtype.
+        """Returns whether the outer values can hold the values of the model: their shape, and every
+        value of their dtype.
         """
         values = self._places[index].values
+        if values.shape != self._shapes[index]:
+            return False
         dtype = self.outer[index].dtype
-        return (
-            values.shape == self._shapes[index]
-            and torch.promote_types(values.dtype, dtype) == dtype
-        )
+        return torch.promote_types(values.dtype, dtype) == dtype
 
     def _is_exchanged(self, index: int) -> bool:
         if self._fits(index):
@@ -628,9 +623,8 @@ class UntrainedState:
             place = self._places[index]
             _log.warning(
                 "%r had the shape %s and outer values of %s when the model was cut, and has %s"
-                " and %s now: the worker"
-                " groups cannot exchange it, and each keeps its own. Give untrained={%r: 'own'}"
-                " to say so.",
+                " and %s now: the worker groups cannot exchange it, and each keeps its own. Give"
+                " untrained={%r: 'own'} to say so.",
                 place.name,
                 tuple(self._shapes[index]),
                 self.outer[index].dtype,
@@ -654,28 +648,30 @@ class UntrainedState:
         return bits
 
     def travelling(self, changed: int) -> list[int]:
-        """Returns the indices of what travels, given the bits of all groups."""
+        """Returns the indices of the tensors that travel, given the bits of all groups."""
         return [index for index in range(len(self.outer)) if changed & _bit(index)]
 
     def changed_since(self, snapshot: Sequence[Tensor]) -> list[int]:
-        """Returns the indices of what a site sends: what differs from the outer values, and what
-        is own behind them.
+        """Returns the indices of the tensors that a site sends: those that differ from the outer
+        values, and behind them those of the kind `own` that are not empty.
         """
-        travels = len(self.outer)
-        pairs = zip(snapshot[:travels], self.outer, strict=True)
-        changed = [
-            index for index, (values, outer) in enumerate(pairs) if not are_alike(values, outer)
-        ]
-        return changed + [
-            index for index in range(travels, len(snapshot)) if snapshot[index].numel()
-        ]
+        changed = list[int]()
+        for index, outer in enumerate(self.outer):
+            if not are_alike(snapshot[index], outer):
+                changed.append(index)
+        for index in range(len(self.outer), len(snapshot)):
+            if snapshot[index].numel():
+                changed.append(index)
+        return changed
 
     def nbytes(self, index: int) -> int:
         """Returns how many bytes of a message the values at an index take."""
         return self.outer[index].numel() * self.outer[index].element_size()
 
     def commit(self, arrived: Arrived, changed: int) -> None:
-        """Takes new outer values, and whether some group has changed what is its own."""
+        """Takes new outer values, and notes that some group has changed a tensor of the kind
+        `own`.
+        """
         for index, values in arrived.outer.items():
             self.outer[index] = values
             self._is_alike[index] = arrived.is_alike[index]
@@ -683,8 +679,8 @@ class UntrainedState:
         self.own_moved = self.own_moved or bool(changed & _OWN_MOVED)
 
     def land(self, arrived: Arrived, kept_share: float) -> None:
-        """Takes outer values that have arrived into the local ones; means are mixed. A share of 1
-        trains apart.
+        """Takes outer values that have arrived into the local ones; means are mixed. With a share of
+        1, groups train apart.
         """
         for index in arrived.outer:
             is_mean = self.kinds[index] is Kind.MEAN
@@ -695,15 +691,15 @@ class UntrainedState:
                 mix_in(self._places[index].values, self.outer[index], share, arrived.is_kept[index])
 
     def write(self) -> None:
-        """Shows the outer values in the model; counters, which all groups have changed alike, are
-        shown as they are.
+        """Shows the outer values in the model; counters that all groups have changed alike keep
+        their present values.
         """
         for index, is_alike in enumerate(self._is_alike):
             if self._is_exchanged(index):
                 mix_in(self._places[index].values, self.outer[index], 0.0, is_alike)
 
     def recover(self) -> None:
-        """Takes outer values for what is not finite, and for all means."""
+        """Replaces values that are not finite, and all means, by outer values."""
         for index, kind in enumerate(self.kinds):
             if self._is_exchanged(index):
                 values = self._places[index].values
@@ -733,7 +729,7 @@ class UntrainedState:
         return nn.functional.pad(flat, (0, -flat.numel() % 4)).view(torch.int32)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the outer values on the host, and what is known of what groups keep."""
+        """Returns the outer values on the host, and the record of the tensors that groups keep."""
         return {
             "buffer_names": list(self.names),
             "buffer_kinds": [kind.value for kind in self.kinds],
@@ -751,10 +747,9 @@ class UntrainedState:
             if any(fnmatchcase(name, pattern) for pattern in self._named):
                 raise ValueError(
                     f"{name!r} was saved as untrained state of the kind {saved!r}, and is"
-                    f" {kind.value!r} now. Give"
-                    f" untrained={{{name!r}: {saved!r}}} to resume."
+                    f" {kind.value!r} now. Give untrained={{{name!r}: {saved!r}}} to resume."
                 )
-            # The kind followed from the values at the start, which are others now.
+            # The kind followed from the values at the start, which have changed.
             self.kinds[index] = Kind(saved)
             self.outer[index] = self._copied(index)
         self._load_outer(state["buffers"])
@@ -764,7 +759,7 @@ class UntrainedState:
         self.own.of_first = dict(state["own_of_first"])
 
     def start_from(self, named: Mapping[str, Tensor]) -> None:
-        """Takes outer values by name; a tensor without one keeps what it has."""
+        """Takes outer values by name; a tensor that is not named keeps its values."""
         self._load_outer([named.get(name, values) for name, values in self.named().items()])
         self._is_alike = [torch.tensor(False, device=outer.device) for outer in self.outer]
 
@@ -790,27 +785,33 @@ def untrained_state_of(
         model: The model.
         fragments: How it is cut.
         named: Kinds by patterns of names, from the user.
-        before: What was held of it when it was cut before.
+        before: The untrained state of the former cut.
     """
-    fragment_of = {
-        name: index for index, fragment in enumerate(fragments) for name in fragment.names
-    }
-    # The first fragment with parameters inside each module.
-    fragment_in = dict[tuple[str, ...], int]()
-    for name, index in fragment_of.items():
-        steps = tuple(name.split("."))
-        for depth in range(len(steps)):
-            fragment_in.setdefault(steps[:depth], index)
+    fragment_of = _fragments_of_modules(fragments)
     kinds: list[dict[Place, Kind]] = [{} for _ in fragments]
-    kinds_before = {name: kind for state in before for name, kind in state.kinds_by_name().items()}
-    for place, kind in kinds_of(model, named, kinds_before).items():
-        steps = tuple(place.name.split("."))
-        depth = max(depth for depth in range(len(steps)) if steps[:depth] in fragment_in)
-        kinds[fragment_in[steps[:depth]]][place] = kind
-    return [UntrainedState(of_fragment, before, named) for of_fragment in kinds]
+    former_kinds = dict[str, Kind]()
+    for state in before:
+        former_kinds |= state.kinds_by_name()
+    for place, kind in kinds_of(model, named, former_kinds).items():
+        *path, _ = place.name.split(".")
+        while tuple(path) not in fragment_of:
+            path.pop()
+        kinds[fragment_of[tuple(path)]][place] = kind
+    return [UntrainedState(fragment_kinds, before, named) for fragment_kinds in kinds]
 
 
-# What groups send of it, and what all of them make of that
+def _fragments_of_modules(fragments: Sequence[Fragment]) -> dict[tuple[str, ...], int]:
+    """Returns the first fragment with parameters inside each module, by the path of the module."""
+    fragment_of = dict[tuple[str, ...], int]()
+    for index, fragment in enumerate(fragments):
+        for name in fragment.names:
+            path = tuple(name.split("."))
+            for depth in range(len(path)):
+                fragment_of.setdefault(path[:depth], index)
+    return fragment_of
+
+
+# The untrained state that groups send, and on which all of them agree
 
 
 def agreed(
@@ -820,51 +821,53 @@ def agreed(
     keeps_outer: bool = True,
     speaks: bool = True,
 ) -> Tensor:
-    """Returns the new outer values as bytes, and behind them a byte for each tensor: whether it has
-    changed alike.
+    """Returns the new outer values as bytes, and behind them a byte for each tensor: all groups have
+    changed it alike.
 
-    Only whole numbers have: groups may hold other values alike for once, by chance, and no more
-    when they are shown.
+    Only whole numbers count as changed alike: groups may hold other values alike once, by chance,
+    and no more when these are shown.
 
     Args:
         state: The untrained state of the fragment.
-        sent: The bytes of each tensor that travels, by its index and the name of who sent them: all
-            that count, in their order.
+        sent: The bytes of each tensor that travels, by its index and the name of the sender: all
+            senders that count, in their order.
         keeps_outer: As for `new_outer`.
-        speaks: Whether to log whose values are left out.
+        speaks: Whether to log the senders whose values are left out.
     """
     values = list[Tensor]()
     is_alike = list[Tensor]()
     left_out = dict[str, list[str]]()
     for index, senders in sent.items():
         before = state.outer[index]
-        tensors = {who: from_bytes(piece, like=before) for who, piece in senders.items()}
+        tensors = {sender: from_bytes(piece, like=before) for sender, piece in senders.items()}
         new, spoilt = new_outer(state.kinds[index], tensors, before, keeps_outer=keeps_outer)
         if spoilt and all_alike([before, *tensors.values()]).all():
-            # A constant that is not finite is left as it is: nobody has changed it.
+            # A constant that is not finite stays as it is: no group has changed it.
             new = before
             spoilt = []
-        has_changed = ~all_alike([new, before]).all()
         values.append(to_bytes(new))
-        is_alike.append(
-            to_bytes(all_alike(list(tensors.values())).all() & has_changed & _is_whole(new))
-        )
+        is_alike.append(to_bytes(_have_changed_alike(list(tensors.values()), new, before)))
         left_out[state.names[index]] = spoilt
     if speaks:
         say_left_out(left_out)
     return torch.cat([*values, *is_alike])
 
 
+def _have_changed_alike(tensors: Sequence[Tensor], new: Tensor, before: Tensor) -> Tensor:
+    has_changed = ~all_alike([new, before]).all()
+    return all_alike(tensors).all() & has_changed & _is_whole(new)
+
+
 def arrived(
     state: UntrainedState, travelling: Sequence[int], flat: Tensor, snapshot: Sequence[Tensor]
 ) -> Arrived:
-    """Reads what `agreed` returned.
+    """Reads the bytes that `agreed` returned.
 
     Args:
         state: The untrained state of the fragment.
-        travelling: The indices of what was sent.
+        travelling: The indices of the tensors that were sent.
         flat: The bytes.
-        snapshot: What this rank held at the launch.
+        snapshot: The values of this rank at the launch.
     """
     sizes = [state.nbytes(index) for index in travelling]
     pieces = flat.split([*sizes, *[1] * len(sizes)])
@@ -876,7 +879,7 @@ def arrived(
         outer[index] = from_bytes(pieces[position], like=before)
         is_alike[index] = pieces[len(sizes) + position].view(()).bool()
         is_same = all_alike([snapshot[index], outer[index]])
-        # Of what is no mean, a group keeps all or nothing.
+        # Of a tensor that is no mean, a group keeps all values or none.
         is_kept[index] = is_same if state.kinds[index] is Kind.MEAN else is_same.all()
     return Arrived(outer, is_alike, is_kept, {})
 
@@ -886,39 +889,24 @@ def arrived_bytes(state: UntrainedState, travelling: Sequence[int]) -> int:
     return sum(state.nbytes(index) + 1 for index in travelling)
 
 
-# What is shown of the state that groups keep: that of the first group
+# The state that groups keep is shown as the first group has it
 
 
 def buffer_places(model: nn.Module) -> list[Place]:
-    """Returns where the buffers of a model are, those that belong to a rank alone among them."""
+    """Returns the places of all buffers of a model, also of those that belong to a rank alone."""
     return [place for place in untrained_places(model) if not place.is_parameter]
 
 
 def first_own(states: Sequence[UntrainedState], topology: Topology) -> dict[str, Tensor]:
-    """Returns what the first group keeps, by name, as far as this rank holds something else. All
-    ranks must call it.
+    """Returns the tensors that the first group keeps, by name, where this rank holds other values.
+    All ranks must call it.
 
-    The first group is the lowest one that holds no NaN in what differs.
+    The first group is the lowest one that holds no NaN in tensors that differ.
     """
     places = [place for state in states for place in state.own.places]
     if not places or topology.world.size == 1:
         return {}
-    ranks: list[Any] = topology.world.all_gather_object(
-        [(digest(place.values), [*place.values.shape, str(place.values.dtype)]) for place in places]
-    )
-    differing = list[Place]()
-    for index, place in enumerate(places):
-        # Ranks that hold the same part of a sharded tensor are compared with each other.
-        holders = (
-            ranks[topology.group_rank :: topology.group_size] if is_sharded(place.tensor) else ranks
-        )
-        held = [of_rank[index] for of_rank in holders]
-        if any(form != held[0][1] for _, form in held):
-            _log.warning(
-                "%r has another shape or dtype on other ranks: each keeps its own.", place.name
-            )
-        elif any(other != held[0] for other in held):
-            differing.append(place)
+    differing = _differing(places, topology)
     is_spoilt = any(bool(place.values.isnan().any()) for place in differing)
     source = _first_whole_group(topology.world.all_gather_object(is_spoilt), topology)
     received = dict[str, Tensor]()
@@ -932,6 +920,32 @@ def first_own(states: Sequence[UntrainedState], topology: Topology) -> dict[str,
         if not are_alike(values, place.values):
             received[place.name] = values
     return received
+
+
+def _differing(places: Sequence[Place], topology: Topology) -> list[Place]:
+    """Returns the places where ranks hold other values, of the same shape and dtype. All ranks must
+    call it.
+    """
+    digests = list[Any]()
+    for place in places:
+        form = [*place.values.shape, str(place.values.dtype)]
+        digests.append((digest(place.values), form))
+    ranks = topology.world.all_gather_object(digests)
+    differing = list[Place]()
+    for index, place in enumerate(places):
+        holders = ranks
+        if is_sharded(place.tensor):
+            # Ranks that hold the same part of a sharded tensor are compared with each other.
+            holders = ranks[topology.group_rank :: topology.group_size]
+        held = [rank[index] for rank in holders]
+        _, first_form = held[0]
+        if any(form != first_form for _, form in held):
+            _log.warning(
+                "%r has another shape or dtype on other ranks: each keeps its own.", place.name
+            )
+        elif held.count(held[0]) < len(held):
+            differing.append(place)
+    return differing
 
 
 def _first_whole_group(spoilt: Sequence[bool], topology: Topology) -> int:

@@ -1,5 +1,4 @@
-"""Copies of the weights that inner optimizers keep: which there are, and what becomes of them when
-weights change.
+"""Copies of the weights that inner optimizers keep: finds them, and changes them with the weights.
 
 [Note: copies of the weights] Some optimizers step on a copy of the weights and then write the
 parameters from it: the float32 masters of bfloat16 parameters, z of schedule-free optimizers, the
@@ -8,7 +7,7 @@ alone. So a landing moves the copies by as much as the parameters, in float32. F
 optimizer, which trains on y = (1 - beta) z + beta x, that moves x by as much, too. Where parameters
 are overwritten for good, with the outer ones, the copies become these.
 
-They are recognised by what the optimizer does, since no values tell: z differs from the parameter
+The behaviour of the optimizer shows its copies, since no values do: z differs from the parameter
 after one step. A new optimizer of the same class and settings trains a few small tensors twice,
 with the same gradients; in the second run the tensors are shifted after two steps. If the shift
 shrinks, there is a copy. If a shift of an entry of the state with similar values comes out in the
@@ -47,13 +46,12 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _STEPS_BEFORE = 2
 _STEPS_AFTER = 32
 _TINY_RATE = 1e-6
-# Beyond this the small tensors have been trained in spite of the rate, and a difference says
+# Beyond this the small tensors have been trained in spite of the rate, and a difference means
 # nothing.
 _FARTHEST = 0.02
 # Other values in the state, such as moments, are further from the parameters.
 _NEAR = 0.05
-# How far what comes out of a shift by 1 may be rounded, in float32 and where parameters are
-# shorter.
+# How far the result of a shift by 1 may be rounded, in float32 and with shorter parameters.
 _TOLERANCE = 2e-3
 _TOLERANCE_OF_SHORT = 3e-2
 
@@ -66,19 +64,23 @@ class WeightCopies:
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
-        self._names = {
-            id(optimizer): names for optimizer in optimizers if (names := copies_in(optimizer))
-        }
-        self._keepers = [optimizer for optimizer in optimizers if id(optimizer) in self._names]
+        # The optimizers that keep copies, and the names of the copies by the id of the optimizer.
+        self._keepers = list[Any]()
+        self._names = dict[int, tuple[str, ...]]()
+        for optimizer in optimizers:
+            names = copies_in(optimizer)
+            if names:
+                self._keepers.append(optimizer)
+                self._names[id(optimizer)] = names
         # The parameters of the fragments, by name.
         self._parameters: Mapping[str, Tensor] = {}
-        # What was in the state in place of the stand-ins, while there are some.
+        # The copies that stand-ins replace in the state, while another model is shown.
         self._hidden: list[_Copy] = []
         # The modes of the optimizers from before another model was shown; None while none is.
         self._modes_before: list[bool] | None = None
-        # Whether training has ended: copies stay as they are, for a longer run.
+        # Training has ended: copies stay as they are, for a longer run.
         self._has_ended = False
-        # Whether an entry of every name that a user gave has been found.
+        # The state has an entry of every name that a user gave.
         self._is_checked = False
 
     def watch(self, parameters: Mapping[str, Tensor]) -> None:
@@ -86,7 +88,7 @@ class WeightCopies:
         self._parameters = parameters
 
     def of(self, parameter: Tensor) -> list[Tensor]:
-        """Returns what this rank holds of the copies that follow a parameter."""
+        """Returns the copies that follow a parameter, as far as this rank holds them."""
         if not self._keepers or self._has_ended:
             return []
         self._check_names()
@@ -114,7 +116,8 @@ class WeightCopies:
         modes_before = self._modes_before or []
         self._modes_before = None
         self._set_modes(modes_before)
-        if any(now and not before for now, before in zip(modes_after, modes_before, strict=True)):
+        modes = zip(modes_before, modes_after, strict=True)
+        if any(after and not before for before, after in modes):
             for part in self._parts():
                 if callable(getattr(part, "train", None)):
                     part.train()
@@ -134,19 +137,19 @@ class WeightCopies:
     def state_dict(self) -> dict[str, Any]:
         """Returns modes, and the copies that an optimizer does not restore.
 
-        Others are in their place while a model is shown, and torch casts state to the type of the
+        It restores stand-ins while a model is shown, and torch casts state to the type of the
         parameter.
         """
         if not self._keepers:
             return {}
-        copies = [
-            copy
-            for copy in self._all()
-            if self._has_ended or copy.tensor.dtype != copy.parameter.dtype
-        ]
+        copies = list[_Copy]()
+        for copy in self._all():
+            if self._has_ended or copy.tensor.dtype != copy.parameter.dtype:
+                copies.append(copy)
+        # The hidden copies come last, and replace their stand-ins.
+        copies += self._hidden
         values: dict[str, dict[str, Tensor]] = {}
-        # Those that are hidden come last, and replace their stand-ins.
-        for copy in [*copies, *self._hidden]:
+        for copy in copies:
             values.setdefault(copy.name, {})[copy.key] = local(copy.tensor).to("cpu")
         modes = self._modes() if self._modes_before is None else self._modes_before
         return {"weight_copies": {"modes": list(modes), "values": values}}
@@ -158,10 +161,11 @@ class WeightCopies:
             return
         for copy in self._all():
             values = saved["values"].get(copy.name, {}).get(copy.key)
-            if values is not None:
-                if values.dtype != copy.tensor.dtype:
-                    copy.state[copy.key] = copy.tensor.to(values.dtype)
-                local(copy.state[copy.key]).copy_(values)
+            if values is None:
+                continue
+            if values.dtype != copy.tensor.dtype:
+                copy.state[copy.key] = copy.tensor.to(values.dtype)
+            local(copy.state[copy.key]).copy_(values)
         if len(saved["modes"]) == len(self._modes()):
             self._set_modes(saved["modes"])
 
@@ -183,20 +187,20 @@ class WeightCopies:
                 group.broadcast(local(copies[name]))
 
     def renew(self, parameters: Mapping[str, Tensor]) -> None:
-        """Makes the copies of some parameters what these are now, because they were overwritten."""
+        """Overwrites the copies of some parameters, which were overwritten, by the parameters."""
         for name, parameter in parameters.items():
             for copy in self._copies_of(name, parameter):
                 if copy.tensor.shape == parameter.shape:
                     local(copy.tensor).copy_(local(parameter))
 
-    def take(self, others: "WeightCopies") -> None:
+    def take(self, source: "WeightCopies") -> None:
         """Takes the copies of another worker group, of the same optimizers."""
-        values = {(copy.name, copy.key): copy.tensor for copy in others._all()}
+        values = {(copy.name, copy.key): copy.tensor for copy in source._all()}
         for copy in self._all():
             if (copy.name, copy.key) in values:
                 local(copy.tensor).copy_(local(values[copy.name, copy.key]))
 
-    # Where they are
+    # The places of copies and modes
 
     def _all(self) -> "Iterator[_Copy]":
         if self._keepers:
@@ -219,23 +223,24 @@ class WeightCopies:
         for optimizer in self._keepers:
             if getattr(optimizer, _ATTRIBUTE, None) is None:
                 continue
-            states = [
-                state for p in self._parameters.values() for state in _states_of(optimizer, p)
-            ]
-            keys = sorted({str(key) for state in states for key in state})
+            keys = set[str]()
+            for parameter in self._parameters.values():
+                for state in _states_of(optimizer, parameter):
+                    keys.update(map(str, state))
+            if not keys:
+                self._is_checked = False
+                continue
             missing = [name for name in self._names[id(optimizer)] if name not in keys]
-            if states and missing:
+            if missing:
                 raise ValueError(
                     f"{type(optimizer).__name__}.{_ATTRIBUTE} names {missing[0]!r}, which is in"
-                    " the state of no"
-                    f" parameter: there are {keys}. Give the names of the entries that are"
-                    " copies of the weights."
+                    f" the state of no parameter: there are {sorted(keys)}. Give the names of the"
+                    " entries that are copies of the weights."
                 )
-            self._is_checked = self._is_checked and bool(states)
 
     def _with_modes(self) -> Iterator[dict[str, Any]]:
-        """Yields where the optimizers note whether they are in training mode: in groups, or in an
-        attribute.
+        """Yields the dictionaries in which the optimizers note their training mode: groups, or
+        attributes.
         """
         for part in self._parts():
             for holder in (*part.param_groups, vars(part)):
@@ -260,7 +265,7 @@ class _Copy(NamedTuple):
     key: str
     tensor: Tensor
     is_switched: bool
-    """Whether the optimizer has ``eval()`` and ``train()``, which write to the parameters."""
+    """The optimizer has ``eval()`` and ``train()``, which write to the parameters."""
 
     def like(self, values: Tensor) -> Tensor:
         """Returns values of the parameter as this copy holds them: itself where it has the same
@@ -288,7 +293,7 @@ def is_optimizer(value: Any) -> bool:
 
 
 def _states_of(optimizer: Any, parameter: Tensor) -> list[dict[str, Any]]:
-    """Returns all that an optimizer and its parts keep of a parameter. They may share it."""
+    """Returns the states that an optimizer and its parts keep of a parameter, shared ones once."""
     states: dict[int, dict[str, Any]] = {}
     for part in parts_of(optimizer):
         state = part.state.get(parameter)
@@ -301,8 +306,8 @@ def _states_of(optimizer: Any, parameter: Tensor) -> list[dict[str, Any]]:
 
 
 def copies_in(optimizer: Any) -> tuple[str, ...]:
-    """Returns which entries of the state of a parameter are copies of it; see [Note: copies of the
-    weights].
+    """Returns the names of the entries in the state of a parameter that are copies of it; see [Note:
+    copies of the weights].
 
     Raises:
         ValueError: If there is a copy that is not in the state.
@@ -310,7 +315,7 @@ def copies_in(optimizer: Any) -> tuple[str, ...]:
     named = getattr(optimizer, _ATTRIBUTE, None)
     if named is not None:
         return (named,) if isinstance(named, str) else tuple(named)
-    # None of torch's own keeps a copy from which it trains.
+    # No optimizer of torch keeps a copy from which it trains.
     if type(optimizer).__module__.startswith("torch.optim.") or not is_optimizer(optimizer):
         return ()
     finding = _finding(optimizer)
@@ -321,14 +326,11 @@ def copies_in(optimizer: Any) -> tuple[str, ...]:
         return tuple(dict.fromkeys(names))
     if finding.is_elsewhere:
         raise ValueError(
-            f"{type(optimizer).__name__} keeps its own copy of the weights, so its next step"
-            " would throw away what"
-            " lands, and the entries of optimizer.state[parameter] do not explain it. If it"
-            " keeps float32 weights for"
-            " parameters of lower precision, train float32 parameters with"
-            " precision='bf16-mixed' and the plain"
-            " optimizer. Otherwise keep the copy in optimizer.state[parameter], or name the"
-            " entries that are copies:"
+            f"{type(optimizer).__name__} keeps its own copy of the weights, so its next step would"
+            " throw away what lands, and the entries of optimizer.state[parameter] do not explain"
+            " it. If it keeps float32 weights for parameters of lower precision, train float32"
+            " parameters with precision='bf16-mixed' and the plain optimizer. Otherwise keep the"
+            " copy in optimizer.state[parameter], or name the entries that are copies:"
             f" optimizer.{_ATTRIBUTE} = ('z',); () if there are none."
         )
     return finding.names
@@ -338,7 +340,7 @@ class _Finding(NamedTuple):
     names: tuple[str, ...] = ()
     """The entries of the state that are copies."""
     is_elsewhere: bool = False
-    """Whether there is a copy that these entries do not explain."""
+    """There is a copy that these entries do not explain."""
 
 
 class _Small(NamedTuple):
@@ -391,11 +393,8 @@ class _Recipe:
             gradients += [small.gradient() for small in smalls]
         optimizer = self._make(groups)
         for group in optimizer.param_groups:
-            for name, value in (("lr", _TINY_RATE), ("weight_decay", 0.0)):
-                if isinstance(group.get(name), Tensor):
-                    group[name] = torch.full_like(group[name], value)
-                elif isinstance(group.get(name), (int, float)):
-                    group[name] = value
+            _overwrite_number(group, "lr", _TINY_RATE)
+            _overwrite_number(group, "weight_decay", 0.0)
         for part in parts_of(optimizer):
             if callable(getattr(part, "train", None)):
                 part.train()
@@ -405,11 +404,23 @@ class _Recipe:
     def _make(self, groups: list[dict[str, Any]]) -> Any:
         arguments = {}
         for name, value in self.arguments.items():
-            if isinstance(value, _Recipe):
+            if value is _GROUPS:
+                value = groups
+            elif isinstance(value, _Recipe):
                 value = value._make(groups)
-            arguments[name] = groups if value is _GROUPS else value
+            arguments[name] = value
         return self.kind(**arguments)
 
+
+def _overwrite_number(group: dict[str, Any], key: str, number: float) -> None:
+    if isinstance(group.get(key), Tensor):
+        group[key] = torch.full_like(group[key], number)
+    elif isinstance(group.get(key), (int, float)):
+        group[key] = number
+
+
+_PARAMETERS = {"params", "parameters", "param_groups"}
+"""The names by which constructors take parameters."""
 
 _GROUPS = object()
 """Stands for the groups of parameters among the arguments of a constructor."""
@@ -438,17 +449,15 @@ class _Twin(NamedTuple):
             self.optimizer.step()
 
     def entries(self) -> dict[str, list[Tensor]]:
-        """Returns what is in the state in the shape of the parameters, by name."""
+        """Returns the entries of the state that have the shape of the parameters, by name."""
         entries: dict[str, list[Tensor]] = {}
         for parameter in self.parameters:
             for state in _states_of(self.optimizer, parameter):
-                for key, value in state.items():
-                    if (
-                        isinstance(value, Tensor)
-                        and value.is_floating_point()
-                        and value.shape == parameter.shape
-                    ):
-                        entries.setdefault(key, []).append(value)
+                for key, entry in state.items():
+                    if not isinstance(entry, Tensor) or not entry.is_floating_point():
+                        continue
+                    if entry.shape == parameter.shape:
+                        entries.setdefault(key, []).append(entry)
         return entries
 
     def similar_entries(self) -> list[str]:
@@ -456,9 +465,9 @@ class _Twin(NamedTuple):
         of them have.
         """
         similar = []
-        for name, values in self.entries().items():
-            pairs = zip(self.parameters, values, strict=False)
-            if all(bool(((parameter - value).abs() < _NEAR).all()) for parameter, value in pairs):
+        for name, entries in self.entries().items():
+            pairs = zip(self.parameters, entries, strict=False)
+            if all(_is_near(parameter, entry, _NEAR) for parameter, entry in pairs):
                 similar.append(name)
         return similar
 
@@ -467,12 +476,12 @@ class _Twin(NamedTuple):
 
 
 _by_recipe: dict[tuple[type, str], _Finding | None] = {}
-"""What has been found out of optimizers of a class and settings."""
+"""The findings for optimizers of a class and settings."""
 
 
 def _finding(optimizer: Any) -> _Finding | None:
-    """Finds out which copies an optimizer keeps; None if no small one can be made or played
-    with.
+    """Finds the copies that an optimizer keeps; returns None if no small twin of it can be made or
+    trained.
     """
     try:
         recipe = _recipe_for(optimizer)
@@ -490,19 +499,20 @@ def _finding(optimizer: Any) -> _Finding | None:
 
 
 def _try_out(recipe: _Recipe) -> _Finding | None:
-    devices = {small.device for group in recipe.groups for small in group["params"]}
-    on_device = [device for device in devices if device.type != "cpu"]
-    kind = on_device[0].type if on_device else "cuda"
+    accelerators = set[torch.device]()
+    for group in recipe.groups:
+        accelerators |= {small.device for small in group["params"] if small.device.type != "cpu"}
+    kind = next(iter(accelerators)).type if accelerators else "cuda"
     python_state = random.getstate()
     try:
         with (
-            torch.random.fork_rng(on_device, device_type=kind),
+            torch.random.fork_rng(list(accelerators), device_type=kind),
             warnings.catch_warnings(),
             torch.inference_mode(False),
         ):
             warnings.simplefilter("ignore")
             return _play(recipe)
-    # Optimizers of others may raise anything when they train what they were not made for.
+    # Optimizers of other libraries may raise anything when they train unusual tensors.
     except Exception as error:
         _log.debug(
             "Whether %s keeps a copy of the weights is not known: %r", recipe.kind.__name__, error
@@ -513,54 +523,54 @@ def _try_out(recipe: _Recipe) -> _Finding | None:
 
 
 def _play(recipe: _Recipe) -> _Finding | None:
+    """Compares the training of small tensors with and without a shift; see [Note: copies of the
+    weights].
+    """
     tolerance = _TOLERANCE if recipe.is_exact else _TOLERANCE_OF_SHORT
-    short = recipe.build()
-    initial = short.values()
+    twin = recipe.build()
+    initial = twin.values()
     for _ in range(_STEPS_BEFORE):
-        short.step()
-    if _is_far(short.values(), initial):
+        twin.step()
+    if not _is_near(twin.values(), initial, _FARTHEST):
         return None
-    plain = _trained(recipe, None)
-    if _is_far(plain, initial):
+    unshifted = _trained(recipe, None)
+    if not _is_near(unshifted, initial, _FARTHEST):
         return None if recipe.is_exact else _play(recipe.in_float32())
-
-    def left_of(shifted: str) -> Tensor:
-        """Returns how much of a shift by 1 comes out in every value."""
-        return _trained(recipe, shifted) - plain
-
-    left = left_of("")
-    if bool(((left - 1).abs() <= tolerance).all()):
+    # The share of a shift by 1 that comes out in every value.
+    share = _trained(recipe, "") - unshifted
+    if bool(((share - 1).abs() <= tolerance).all()):
         return _Finding()
-    if bool((left > 1 + tolerance).any()):
+    if bool((share > 1 + tolerance).any()):
         # The optimizer steps by values of the parameters.
         return None
-    shares = {name: left_of(name) for name in short.similar_entries()}
-    copies = {
-        name: share for name, share in shares.items() if bool((share.abs() > tolerance).any())
-    }
-    together = left + sum(copies.values())
-    is_whole = bool(((together - 1).abs() <= tolerance * (1 + len(copies))).all())
+    copies = dict[str, Tensor]()
+    for name in twin.similar_entries():
+        entry_share = _trained(recipe, name) - unshifted
+        if bool((entry_share.abs() > tolerance).any()):
+            copies[name] = entry_share
+    total_share = share + sum(copies.values())
+    is_whole = bool(((total_share - 1).abs() <= tolerance * (1 + len(copies))).all())
     if copies and is_whole:
         return _Finding(tuple(copies))
-    # What is interpolated again and again is rounded again and again.
-    return _Finding(is_elsewhere=True) if recipe.is_exact else _named_in_float32(recipe)
+    if not recipe.is_exact:
+        # A value that is interpolated again and again is rounded again and again, so float32
+        # parameters may explain the copy.
+        finding = _play(recipe.in_float32())
+        if finding is not None and finding.names:
+            return finding
+    return _Finding(is_elsewhere=True)
 
 
-def _named_in_float32(recipe: _Recipe) -> _Finding | None:
-    """Finds out which copies an optimizer keeps of float32 parameters, where it keeps some of
-    shorter ones.
-    """
-    finding = _play(recipe.in_float32())
-    return finding if finding is not None and finding.names else _Finding(is_elsewhere=True)
-
-
-def _is_far(values: Tensor, initial: Tensor) -> bool:
-    return not bool(((values - initial).abs() < _FARTHEST).all())
+def _is_near(values: Tensor, expected: Tensor, distance: float) -> bool:
+    return bool(((values - expected).abs() < distance).all())
 
 
 def _trained(recipe: _Recipe, shifted: str | None) -> Tensor:
-    """Trains small tensors, in which those that are named are shifted by 1 after two steps: "" the
-    parameters.
+    """Trains small tensors, and shifts an entry of their state by 1 after two steps.
+
+    Args:
+        recipe: The optimizer.
+        shifted: The name of the entry; "": the parameters themselves; None: nothing is shifted.
     """
     torch.manual_seed(0)
     twin = recipe.build()
@@ -574,36 +584,31 @@ def _trained(recipe: _Recipe, shifted: str | None) -> Tensor:
     return twin.values()
 
 
-# How to make an optimizer like another
+# Recipes
 
 
 class _UnknownArgumentError(Exception):
-    """An argument of a constructor is not known."""
+    """The value of an argument of a constructor is unknown."""
 
 
 def _recipe_for(optimizer: Any) -> _Recipe:
-    """Finds the arguments with which an optimizer was made: among defaults and attributes of the
-    same name.
+    """Finds the arguments of an optimizer's constructor among defaults and attributes of the same
+    name.
     """
     arguments: dict[str, Any] = {}
-    defaults = getattr(optimizer, "defaults", {})
     accepted = _accepted(type(optimizer))
     takes_groups = False
     for name, argument in accepted.items():
-        if name in ("params", "parameters", "param_groups"):
+        if name in _PARAMETERS:
             arguments[name] = _GROUPS
             takes_groups = True
             continue
-        value = argument.empty
-        for values in (defaults, vars(optimizer)):
-            value = values.get(name, values.get(f"_{name}", value))
-            if value is not argument.empty:
-                break
+        value = _value_of(name, optimizer)
         if is_optimizer(value):
             # Next to parameters the class is expected, as SAM does.
             arguments[name] = type(value) if takes_groups else _recipe_for(value)
         elif _is_plain(value):
-            arguments[name] = value.item() if isinstance(value, Tensor) else value
+            arguments[name] = _number(value)
         elif argument.default is argument.empty:
             raise _UnknownArgumentError(f"its argument {name!r}")
     if not takes_groups and not any(isinstance(value, _Recipe) for value in arguments.values()):
@@ -611,9 +616,17 @@ def _recipe_for(optimizer: Any) -> _Recipe:
     return _Recipe(type(optimizer), arguments, _small_groups(optimizer, set(accepted)))
 
 
+def _value_of(name: str, optimizer: Any) -> Any:
+    for values in (getattr(optimizer, "defaults", {}), vars(optimizer)):
+        for key in (name, f"_{name}"):
+            if key in values:
+                return values[key]
+    return inspect.Parameter.empty
+
+
 def _accepted(kind: type) -> dict[str, inspect.Parameter]:
-    """Returns the named arguments of a constructor, and of those to which it hands on what it does
-    not name.
+    """Returns the named arguments of a constructor, and of the constructors to which it hands on
+    other arguments.
     """
     accepted: dict[str, inspect.Parameter] = {}
     for base in kind.__mro__:
@@ -631,28 +644,25 @@ def _accepted(kind: type) -> dict[str, inspect.Parameter]:
 
 
 def _small_groups(optimizer: Any, accepted: set[str]) -> list[dict[str, Any]]:
-    # What a constructor does not take, such as a count of steps, begins anew; a constructor may
-    # take whole groups.
-    takes_more = not accepted - {"params", "parameters", "param_groups"}
+    # Entries that a constructor does not take, such as a count of steps, begin anew; a constructor
+    # may take whole groups.
+    takes_whole_groups = accepted <= _PARAMETERS
     groups = []
     for group in optimizer.param_groups:
-        smalls = dict.fromkeys(_small(local(p)) for p in group["params"] if local(p).numel())
-        kept = {
-            key: value
-            for key, value in group.items()
-            if (takes_more or key in accepted) and _is_plain(value)
-        }
-        kept = {
-            key: value.item() if isinstance(value, Tensor) else value for key, value in kept.items()
-        }
-        kept.pop("initial_lr", None)
+        small_group = dict[str, Any]()
+        for key, value in group.items():
+            if (takes_whole_groups or key in accepted) and _is_plain(value):
+                small_group[key] = _number(value)
+        small_group.pop("initial_lr", None)
+        held = [local(parameter) for parameter in group["params"]]
+        smalls = [_Small((3,) * t.ndim, t.dtype, t.device) for t in held if t.numel()]
         if smalls:
-            groups.append({**kept, "params": list(smalls)})
+            groups.append({**small_group, "params": list(dict.fromkeys(smalls))})
     return groups
 
 
-def _small(parameter: Tensor) -> _Small:
-    return _Small((3,) * parameter.ndim, parameter.dtype, parameter.device)
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def _is_plain(value: Any) -> bool:

@@ -58,9 +58,7 @@ from torchmetrics import Metric
 from lightning_sdiloco.algorithm.config import AUTO, Settings
 from lightning_sdiloco.engine import checkpoint as files
 from lightning_sdiloco.engine.checkpoint import (
-    Restart,
     own_state,
-    restart_from,
     take_up_entries,
     take_up_state,
     with_entries,
@@ -69,6 +67,7 @@ from lightning_sdiloco.engine.checkpoint import (
 )
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.per_rank import Read
+from lightning_sdiloco.engine.restart import Restart, restart_from
 from lightning_sdiloco.engine.shards import clean_name
 from lightning_sdiloco.lightning.evaluation import Averaging
 from lightning_sdiloco.lightning.fit_state import SIGNALLED, FitState

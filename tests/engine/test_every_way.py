@@ -42,7 +42,8 @@ from lightning_sdiloco.compression import (
     Threshold,
     TopK,
 )
-from lightning_sdiloco.engine.checkpoint import random_state, restart_from
+from lightning_sdiloco.engine.checkpoint import random_state
+from lightning_sdiloco.engine.restart import restart_from
 from lightning_sdiloco.errors import AgreementError
 from tests import fits
 from tests.engine.groups import (

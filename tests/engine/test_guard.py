@@ -13,7 +13,7 @@ from lightning_sdiloco import Landing, OuterOptimizer, SimulatedGroups, Streamin
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.compression import ErrorFeedback, Int2
 from lightning_sdiloco.compression.sparse import Threshold
-from lightning_sdiloco.engine.checkpoint import restart_from
+from lightning_sdiloco.engine.restart import restart_from
 from tests import fits
 from tests.engine.groups import MEAN, Groups, outer_state, through_a_file
 from tests.ranks import run_processes, run_ranks

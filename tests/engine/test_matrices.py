@@ -167,7 +167,7 @@ def test_the_bits_do_not_depend_on_how_matrices_are_held_and_dealt(
         )
         (layout,) = layouts_of([fragment], parameters, topology)
         matrices = Matrices(fragment, layout, EQUALISED.map, topology)
-        owners = {place.owner for places in matrices._dealt for place in places}
+        owners = {matrix.owner for matrix in matrices._dealt}
         assert owners == set(range(world_size)), "all ranks have something to do"
         gradient = layout.read()
         matrices.direct(gradient, topology.stages[0])

@@ -54,7 +54,7 @@ from lightning_sdiloco.compression import (
     Threshold,
     TopK,
 )
-from lightning_sdiloco.engine.checkpoint import restart_from
+from lightning_sdiloco.engine.restart import restart_from
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming, play

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo, WorkerGroups
 from lightning_sdiloco.algorithm.config import Settings
-from lightning_sdiloco.engine.checkpoint import restart_from
+from lightning_sdiloco.engine.restart import restart_from
 from lightning_sdiloco.errors import AgreementError
 from tests.engine.groups import Groups, Values, copied, outer_state, unlike
 from tests.fits import said_by
