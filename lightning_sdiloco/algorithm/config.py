@@ -245,11 +245,9 @@ class OuterOptimizer:
             is_made = isinstance(self.make, Optimizer)
             raise ValueError(
                 f"outer_optimizer of type {type(self.make).__name__} is"
-                f" {'already an optimizer' if is_made else 'not callable'}: it must be a"
-                " callable from the flat float32"
-                " shards, which are known only when a fit starts, to a torch optimizer, or an"
-                " OuterOptimizer. Choose"
-                f" one such as {AN_OUTER_OPTIMIZER}."
+                f" {'already an optimizer' if is_made else 'not callable'}: it must be a callable"
+                " from the flat float32 shards, which are known only when a fit starts, to a torch"
+                f" optimizer, or an OuterOptimizer. Choose one such as {AN_OUTER_OPTIMIZER}."
             )
         norm = self.clip_norm
         times = self.outlier_guard
@@ -425,9 +423,8 @@ class Settings:
             given = " and ".join(f"{name}={getattr(self, name)}" for name in both)
             raise ValueError(
                 f"outer_optimizer was given together with {given}. They configure the built-in"
-                " Nesterov SGD, which"
-                f" outer_optimizer replaces. Leave out {' and '.join(both)}, and set the values"
-                " in outer_optimizer."
+                f" Nesterov SGD, which outer_optimizer replaces. Leave out {' and '.join(both)},"
+                " and set the values in outer_optimizer."
             )
 
     def _check_policies(self) -> None:
@@ -439,9 +436,8 @@ class Settings:
                 )
             if isinstance(policy, kind) and not is_dataclass(policy):
                 raise ValueError(
-                    f"{name}={policy!r} is not a dataclass, so ranks cannot tell whether all"
-                    " have the same one. Make"
-                    f" {type(policy).__name__} a frozen dataclass."
+                    f"{name}={policy!r} is not a dataclass, so ranks cannot tell whether all have"
+                    f" the same one. Make {type(policy).__name__} a frozen dataclass."
                 )
         both = [
             name
@@ -473,8 +469,7 @@ class Settings:
         if self.schedule is not None:
             raise ValueError(
                 f"dense_beginning={dense!r} does not work with schedule={self.schedule!r}, which"
-                " decides itself when"
-                " fragments launch. Leave out one of them."
+                " decides itself when fragments launch. Leave out one of them."
             )
 
     def _check_untrained(self) -> None:
@@ -507,14 +502,12 @@ class Settings:
             ):
                 raise ValueError(
                     f"{name}={given!r} does not work with route={self.route!r}, on which each"
-                    " group holds its own outer"
-                    f" parameters: {why}. Leave {name} out, or route."
+                    f" group holds its own outer parameters: {why}. Leave {name} out, or route."
                 )
         if kind_and_backend(self.exchange)[0] not in ("auto", "gather"):
             raise ValueError(
                 f"exchange={self.exchange!r} does not work with route={self.route!r}: in a leg"
-                " each group sends its"
-                " partners whole fragments, once. Leave exchange out."
+                " each group sends its partners whole fragments, once. Leave exchange out."
             )
         check_compression(self.compression)
 

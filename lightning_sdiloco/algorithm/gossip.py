@@ -143,10 +143,8 @@ class Ring(Route):
         if groups < 4:
             raise ValueError(
                 f"route={self!r} was given, but there are {groups} worker groups: on a ring of"
-                " fewer than 4 each group"
-                " is a neighbour of all others, and there is nothing to accelerate. Choose"
-                " Ring(accelerated=False), or"
-                " leave route out."
+                " fewer than 4 each group is a neighbour of all others, and there is nothing to"
+                " accelerate. Choose Ring(accelerated=False), or leave route out."
             )
         # For the Laplacian of the ring, whose edges are used in every other round: 1 over its least
         # eigenvalue above 0, and half of the largest resistance of an edge.
@@ -190,9 +188,8 @@ class FastestPairs(Route):
     def __post_init__(self) -> None:
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 2:
             raise ValueError(
-                f"window={self.window!r} is out of range: it must be a whole number of at least"
-                " 2, since one round of"
-                " pairs connects only the pairs. 3 is the default."
+                f"window={self.window!r} is out of range: it must be a whole number of at least 2,"
+                " since one round of pairs connects only the pairs. 3 is the default."
             )
         # From YAML they come as lists. Their repr is compared.
         rows = tuple(tuple(row) if isinstance(row, Sequence) else row for row in self.speeds)
@@ -203,8 +200,7 @@ class FastestPairs(Route):
         ):
             raise ValueError(
                 f"speeds={self.speeds!r} has neither one number per group, nor one row per group"
-                " with a number for"
-                " each. Give one of these."
+                " with a number for each. Give one of these."
             )
         object.__setattr__(self, "speeds", rows)
         if not all(self.speed(*pair) > 0 for pair in combinations(range(len(rows)), 2)):
@@ -215,8 +211,7 @@ class FastestPairs(Route):
         if self.speeds and len(self.speeds) != groups:
             raise ValueError(
                 f"route={self!r} has the speeds of {len(self.speeds)} groups, but there are"
-                f" {groups}. Give the speeds"
-                " of all, in their order."
+                f" {groups}. Give the speeds of all, in their order."
             )
         block, place = divmod(number, self.window)
         return _planned(self, block, groups)[place]
@@ -289,15 +284,13 @@ def check_legs(route: Route, groups: int) -> None:
         if sorted(group for leg in legs for group in leg) != list(range(groups)):
             raise ValueError(
                 f"route={route!r} has the legs {tuple(legs)} in round {number}, but there are"
-                f" {groups} worker groups:"
-                " each must be in exactly one leg. Correct its legs()."
+                f" {groups} worker groups: each must be in exactly one leg. Correct its legs()."
             )
         if route.shared and len(legs) > 1:
             raise ValueError(
                 f"route={route!r} says that all groups hold the same outer parameters (shared),"
-                " but has the legs"
-                f" {tuple(legs)} in round {number}: groups of different legs would drift apart."
-                " Set shared to False."
+                f" but has the legs {tuple(legs)} in round {number}: groups of different legs"
+                " would drift apart. Set shared to False."
             )
     route.momentum(groups)
 
@@ -415,7 +408,6 @@ def check_compression(compression: str | Compression) -> None:
     if lost > _MOST_LOST:
         raise ValueError(
             f"compression={compression!r} loses {lost:.0%} of what it encodes, but on this route"
-            " groups send how far"
-            f" they are from where the rounds began, which may lose {_MOST_LOST:.0%} at most."
-            f" {advice}"
+            " groups send how far they are from where the rounds began, which may lose"
+            f" {_MOST_LOST:.0%} at most. {advice}"
         )

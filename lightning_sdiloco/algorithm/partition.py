@@ -126,8 +126,7 @@ def partition(
         if fragments > len(parameters):
             raise ValueError(
                 f"fragments={fragments} is more than the {len(parameters)} trainable tensors of"
-                " the model, which are"
-                " not divided. Give at most that number."
+                " the model, which are not divided. Give at most that number."
             )
         return Partition(_balanced(parameters, fragments))
     if not isinstance(fragments, str):
@@ -172,18 +171,15 @@ def checked_fragments(fragments: Any) -> int | str | Sequence[Sequence[str]]:
         return fragments
     else:
         raise ValueError(
-            f"fragments={fragments!r} is not a list of non-empty lists of patterns. Give one"
-            " list of shell-style"
-            " patterns for each fragment, such as [['net.0.*'], ['net.1.*']], or a number of"
-            " fragments."
+            f"fragments={fragments!r} is not a list of non-empty lists of patterns. Give one list"
+            " of shell-style patterns for each fragment, such as [['net.0.*'], ['net.1.*']], or a"
+            " number of fragments."
         )
     raise ValueError(
-        f"fragments={fragments!r} is unknown. It is 'strided' or 'sequential', optionally with"
-        " the number of repeated"
-        " blocks in a fragment, as in 'strided:3'; 'balanced'; a number of fragments; or a list"
-        " of lists of shell-style"
-        " patterns such as [['net.0.*'], ['net.1.*']]; both numbers are whole and at least 1."
-        " Choose one of them."
+        f"fragments={fragments!r} is unknown. It is 'strided' or 'sequential', optionally with the"
+        " number of repeated blocks in a fragment, as in 'strided:3'; 'balanced'; a number of"
+        " fragments; or a list of lists of shell-style patterns such as [['net.0.*'],"
+        " ['net.1.*']]; both numbers are whole and at least 1. Choose one of them."
     )
 
 
@@ -300,8 +296,7 @@ def _by_patterns(
         if not matched and not any(fnmatchcase(name, pattern) for name in frozen):
             raise ValueError(
                 f"fragments: the pattern {pattern!r} matches no parameter. The names come from"
-                " named_parameters(), such"
-                f" as {_some(known)}. Correct the pattern or take it out."
+                f" named_parameters(), such as {_some(known)}. Correct the pattern or take it out."
             )
         for name in matched:
             first = claims.setdefault(known[name], (index, pattern))
@@ -309,18 +304,15 @@ def _by_patterns(
                 tied = "" if name == known[name] else f" (tied to {name!r})"
                 raise ValueError(
                     f"fragments: the parameter {known[name]!r}{tied} is claimed by two patterns,"
-                    f" {first[1]!r} of"
-                    f" fragment {first[0]} and {pattern!r} of fragment {index}. Every parameter"
-                    " must be matched by"
-                    " exactly one. Narrow one of them."
+                    f" {first[1]!r} of fragment {first[0]} and {pattern!r} of fragment {index}."
+                    " Every parameter must be matched by exactly one. Narrow one of them."
                 )
     left_out = [parameter.name for parameter in parameters if parameter.name not in claims]
     if left_out:
         raise ValueError(
             f"fragments: {len(left_out)} of {len(parameters)} trainable parameters match no"
-            f" pattern: {_some(left_out)}."
-            " Every parameter must be in exactly one fragment. Add a pattern for them, or freeze"
-            " them."
+            f" pattern: {_some(left_out)}. Every parameter must be in exactly one fragment. Add a"
+            " pattern for them, or freeze them."
         )
     members: list[list[Parameter]] = [[] for _ in fragments]
     for parameter in parameters:

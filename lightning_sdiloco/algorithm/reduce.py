@@ -339,9 +339,8 @@ class TwoShot:
         if self.links is not None:
             if self.parts != "by_bandwidth":
                 raise ValueError(
-                    f"links={self.links!r} was given with parts={self.parts!r}, which does not"
-                    " use it. Leave links out,"
-                    " or choose parts='by_bandwidth'."
+                    f"links={self.links!r} was given with parts={self.parts!r}, which does not use"
+                    " it. Leave links out, or choose parts='by_bandwidth'."
                 )
             object.__setattr__(self, "links", _numbers("links", self.links, may_be_zero=False))
 
@@ -369,11 +368,9 @@ class TwoShot:
         """
         if self.lacks_links:
             raise ValueError(
-                f"exchange={self!r} does not say what the links carry, and only a Trainer"
-                " measures them. Give the"
-                " Gbit/s of each group, such as TwoShot('by_bandwidth', links=[1, 1, 0.5]);"
-                " sdiloco doctor measures"
-                " them."
+                f"exchange={self!r} does not say what the links carry, and only a Trainer measures"
+                " them. Give the Gbit/s of each group, such as TwoShot('by_bandwidth', links=[1,"
+                " 1, 0.5]); sdiloco doctor measures them."
             )
         given = self.links if self.links is not None else self.parts
         if given == "equal" or isinstance(given, str):
@@ -440,10 +437,8 @@ def check_exchange(exchange: Any, compression: Compression) -> None:
     if not (is_two_shot or kind in ("auto", "gather")) or backend not in BACKENDS:
         raise ValueError(
             f"exchange={exchange!r} is unknown. It is one of 'auto', 'gather', 'two_shot', or a"
-            " TwoShot, each over"
-            " 'gloo', on every device, or over 'nccl' between CUDA devices: 'auto:nccl'. Choose"
-            " one of them; 'auto' is"
-            " the default."
+            " TwoShot, each over 'gloo', on every device, or over 'nccl' between CUDA devices:"
+            " 'auto:nccl'. Choose one of them; 'auto' is the default."
         )
     if is_two_shot and (compression.varies() or compression.counts_senders()):
         why = (
@@ -453,9 +448,8 @@ def check_exchange(exchange: Any, compression: Compression) -> None:
         )
         raise ValueError(
             f"exchange={exchange!r} was given with compression={compression!r}: {why}, but the"
-            " mean sent in the second"
-            " shot shows neither and does not fit into such a payload. Leave exchange out, or"
-            " choose 'gather'."
+            " mean sent in the second shot shows neither and does not fit into such a payload."
+            " Leave exchange out, or choose 'gather'."
         )
 
 

@@ -274,11 +274,10 @@ class VaryingExchange(Exchange[tuple[Any, Any]]):
         super().__init__(messages.num_groups)
         if not messages.learns_sizes:
             raise ValueError(
-                "The payloads of compression=Threshold(every=...) or ByLink(...) differ in"
-                " length, but"
-                " exchange='...:nccl' can only receive sizes that all ranks know. Leave ':nccl'"
-                " out for gloo, or choose"
-                " a compression whose payloads have one size, such as 'sparse'."
+                "The payloads of compression=Threshold(every=...) or ByLink(...) differ in length,"
+                " but exchange='...:nccl' can only receive sizes that all ranks know. Leave"
+                " ':nccl' out for gloo, or choose a compression whose payloads have one size, such"
+                " as 'sparse'."
             )
         self.device = messages.device
         self.bytes_sent = messages.bytes_sent
@@ -430,9 +429,8 @@ def nccl_on(device: torch.device) -> DeviceBackend:
         )
     if not dist.is_nccl_available():
         raise ValueError(
-            f"exchange='...:nccl' was given, but torch {torch.__version__} was built without"
-            " NCCL. Install a torch that"
-            " has it, or leave ':nccl' out for gloo."
+            f"exchange='...:nccl' was given, but torch {torch.__version__} was built without NCCL."
+            " Install a torch that has it, or leave ':nccl' out for gloo."
         )
     return DeviceBackend("nccl", device)
 
@@ -501,10 +499,8 @@ class DeviceExchange(Exchange[_OnDevice]):
         except Unanswered as error:
             raise ValueError(
                 f"The ranks {self._ranks} of the worker groups cannot exchange over"
-                f" {self._backend}: {error}."
-                " NCCL_DEBUG=INFO logs how they try, NCCL_SOCKET_IFNAME names the interface."
-                " Correct it on every"
-                " machine, or leave ':nccl' out for gloo."
+                f" {self._backend}: {error}. NCCL_DEBUG=INFO logs how they try, NCCL_SOCKET_IFNAME"
+                " names the interface. Correct it on every machine, or leave ':nccl' out for gloo."
             ) from error
 
     @override

@@ -50,11 +50,9 @@ class GroupLayout:
         if self.world_size % self.worker_groups:
             fitting = [m for m in range(1, self.world_size + 1) if self.world_size % m == 0]
             raise ValueError(
-                f"worker_groups={self.worker_groups} cannot split {self.world_size} processes"
-                " into groups of equal"
-                f" size. With {self.world_size} processes it can be one of {fitting}. Change"
-                " worker_groups, or the"
-                " number of devices or nodes."
+                f"worker_groups={self.worker_groups} cannot split {self.world_size} processes into"
+                f" groups of equal size. With {self.world_size} processes it can be one of"
+                f" {fitting}. Change worker_groups, or the number of devices or nodes."
             )
 
     @property
@@ -95,9 +93,8 @@ def checked_worker_groups(worker_groups: Any) -> int | Literal["auto"]:
             "out of range" if is_whole else f"of type {type(worker_groups).__name__}, not {kind}"
         )
         raise ValueError(
-            f"worker_groups={worker_groups!r} is {fault}: it must be a whole number of at least"
-            " 1, or 'auto' for"
-            " one group per node (per device on a single node). Choose one of them."
+            f"worker_groups={worker_groups!r} is {fault}: it must be a whole number of at least 1,"
+            " or 'auto' for one group per node (per device on a single node). Choose one of them."
         )
     return int(worker_groups)
 
@@ -116,11 +113,10 @@ def require_backend(backend: str | None) -> None:
     unknown = [name for name in named if name not in dist.Backend.backend_list]
     if unknown:
         raise ValueError(
-            f"process_group_backend={backend!r} names the backend {unknown[0]!r}, which torch"
-            " does not know. It knows"
-            f" {', '.join(known)}, also as in 'cpu:gloo,cuda:nccl'. Choose one of them, leave it"
-            " out for that of the"
-            " device, or import the package that brings another one first."
+            f"process_group_backend={backend!r} names the backend {unknown[0]!r}, which torch does"
+            f" not know. It knows {', '.join(known)}, also as in 'cpu:gloo,cuda:nccl'. Choose one"
+            " of them, leave it out for that of the device, or import the package that brings"
+            " another one first."
         )
 
 
@@ -216,13 +212,10 @@ class Topology:
         channels = self.exchange.open_channels
         if channels is not None and (ranks := _ranks_with(self.world, bool(channels))):
             raise ValueError(
-                "exchange='...:nccl' was given, but another engine of this process exchanges"
-                " over NCCL, too (on"
-                f" {len(ranks)} of {self.world.size} ranks), and their messages would wait for"
-                " each other. Call"
-                " finish() or close() of the other engine first, or leave ':nccl' out for gloo,"
-                " where engines are"
-                " independent."
+                "exchange='...:nccl' was given, but another engine of this process exchanges over"
+                f" NCCL, too (on {len(ranks)} of {self.world.size} ranks), and their messages"
+                " would wait for each other. Call finish() or close() of the other engine first,"
+                " or leave ':nccl' out for gloo, where engines are independent."
             )
         engine = next(self.numbers)
         exchange = self.exchange.channel(engine)

@@ -58,9 +58,8 @@ class WorldWatch:
         if self._in_a_row == _IN_A_ROW:
             self.stop()
             _log.warning(
-                "torch.distributed was called over all ranks in %d %s in a row: every worker"
-                " group waits for the"
-                " slowest one in every batch. %s Shown once.",
+                "torch.distributed was called over all ranks in %d %s in a row: every worker group"
+                " waits for the slowest one in every batch. %s Shown once.",
                 _IN_A_ROW,
                 self._unit,
                 self._advice,

@@ -90,9 +90,7 @@ def resolve(compression: str | Compression) -> Compression:
         )
     raise ValueError(
         f"compression={compression!r} is unknown. It is one of"
-        f" {', '.join(map(repr, COMPRESSIONS))}, or one of these"
-        f" with the suffix {MEMORY!r}, or a `lightning_sdiloco.compression.Compression`. Set"
-        " `compression` to one of"
-        " these names, or pass an instance of a class (not the class itself) that implements"
-        " that interface."
+        f" {', '.join(map(repr, COMPRESSIONS))}, or one of these with the suffix {MEMORY!r}, or a"
+        " `lightning_sdiloco.compression.Compression`. Set `compression` to one of these names, or"
+        " pass an instance of a class (not the class itself) that implements that interface."
     )

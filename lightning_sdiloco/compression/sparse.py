@@ -228,10 +228,8 @@ class Threshold(TopK):
         if (self.least is None) == (self.every is None):
             raise ValueError(
                 f"Threshold(least={self.least!r}, every={self.every!r}) needs exactly one of the"
-                " two. Give least=3.0 to"
-                " send what exceeds three times the mean of its block, or every=10 to keep the"
-                " threshold of a top-k for"
-                " ten launches."
+                " two. Give least=3.0 to send what exceeds three times the mean of its block, or"
+                " every=10 to keep the threshold of a top-k for ten launches."
             )
         least = self.least
         every = self.every
@@ -247,8 +245,7 @@ class Threshold(TopK):
         ):
             raise ValueError(
                 f"every={every!r} is out of range: it must be a whole number of at least 1. 10"
-                " keeps a threshold for"
-                " ten launches."
+                " keeps a threshold for ten launches."
             )
 
     @override
@@ -423,9 +420,8 @@ def _places(payload: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
 def _check_values(values: object, why_not: str) -> None:
     if not isinstance(values, Compression):
         raise ValueError(
-            f"values={values!r} is not a compression. Pass an instance of one, such as Int2(),"
-            " to encode the values"
-            " that are sent."
+            f"values={values!r} is not a compression. Pass an instance of one, such as Int2(), to"
+            " encode the values that are sent."
         )
     if values.varies():
         raise ValueError(

@@ -65,9 +65,8 @@ class ErrorFeedback(Compression):
             self.compression, ErrorFeedback
         ):
             raise ValueError(
-                f"ErrorFeedback(compression={self.compression!r}) has nothing to wrap: it needs"
-                " an instance of another"
-                " compression. Pass one, such as FP4()."
+                f"ErrorFeedback(compression={self.compression!r}) has nothing to wrap: it needs an"
+                " instance of another compression. Pass one, such as FP4()."
             )
         if (
             isinstance(self.decay, bool)
@@ -76,8 +75,7 @@ class ErrorFeedback(Compression):
         ):
             raise ValueError(
                 f"decay={self.decay!r} is out of range: it must be above 0 and at most 1. 1.0"
-                " forgets nothing; to"
-                f" remember nothing, use {self.compression!r} itself."
+                f" forgets nothing; to remember nothing, use {self.compression!r} itself."
             )
 
     wire_bytes, encode, decode, stretches, mean = forwarded(
@@ -160,8 +158,7 @@ class ByLink(Compression):
         if seconds != "overlap" and not (is_number and 0 < float(seconds) < math.inf):
             raise ValueError(
                 f"within={seconds!r} is out of range: it must be a number of seconds above 0, or"
-                " 'overlap', the time"
-                " that overlap_steps take. 'overlap' is the default."
+                " 'overlap', the time that overlap_steps take. 'overlap' is the default."
             )
 
     @property

@@ -75,9 +75,8 @@ class Failures:
             return
         if words == [word]:
             told = (
-                f"{self._who} has lost contact with another rank, but none has reported a"
-                " failure: a process was"
-                " killed, or a machine or the network failed."
+                f"{self._who} has lost contact with another rank, but none has reported a failure:"
+                " a process was killed, or a machine or the network failed."
             )
         elif not words and self._rank != 0:
             told = "Rank 0, which records which rank failed first, has ended. Its output names the cause."

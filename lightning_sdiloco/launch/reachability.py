@@ -111,9 +111,8 @@ def _chosen(variable: str) -> tuple[str, str]:
             return name, address
     known = ", ".join(f"{name} ({address})" for name, address in found.items())
     raise ValueError(
-        f"{variable}={given!r} is not an interface with an IPv4 address on"
-        f" {socket.gethostname()}, which has {known}."
-        f" Set {variable} to one of these on this machine."
+        f"{variable}={given!r} is not an interface with an IPv4 address on {socket.gethostname()},"
+        f" which has {known}. Set {variable} to one of these on this machine."
     )
 
 
@@ -277,10 +276,9 @@ def advice(broken: Sequence[BrokenConnection]) -> str:
     ]
     if loopback:
         return (
-            f"Rank {loopback[0].target} listens on a loopback address, which only its own"
-            " machine reaches: its host"
-            " name stands for that address there. Set GLOO_SOCKET_IFNAME to the interface that"
-            " the others reach."
+            f"Rank {loopback[0].target} listens on a loopback address, which only its own machine"
+            " reaches: its host name stands for that address there. Set GLOO_SOCKET_IFNAME to the"
+            " interface that the others reach."
         )
     return (
         "Open all TCP ports between these machines in both directions: gloo listens on any port"

@@ -63,8 +63,7 @@ def say_node_rank(node_rank: int) -> str:
     """Returns what a user must have set who starts every node by hand."""
     return (
         f" This node was started as node {node_rank}. On every node set NODE_RANK to its number,"
-        " from 0, and"
-        " MASTER_ADDR and MASTER_PORT to those of node 0."
+        " from 0, and MASTER_ADDR and MASTER_PORT to those of node 0."
     )
 
 
@@ -112,10 +111,9 @@ class Rendezvous:
             if left <= seconds:
                 raise ValueError(
                     f"{missing} did not come to {self.address} within"
-                    f" {self._timeout.total_seconds():g} s ({name})."
-                    f" {self.world_size} ranks are expected. Start that number, give all of them"
-                    " the same address and"
-                    f" port, and see in their output why they ended.{self._second()}{self._advice}"
+                    f" {self._timeout.total_seconds():g} s ({name}). {self.world_size} ranks are"
+                    " expected. Start that number, give all of them the same address and port, and"
+                    f" see in their output why they ended.{self._second()}{self._advice}"
                 )
             if self.rank == 0:
                 _log.warning(
@@ -207,10 +205,9 @@ def _require_same_store(kept: Store, found: Store, address: str) -> None:
     )
     raise ValueError(
         f"There are two ranks 0: this process on {here}, and the one that keeps the store at"
-        f" {address}. Only one node"
-        " may have NODE_RANK=0, which is the default: set NODE_RANK to the number of this node,"
-        " and MASTER_ADDR to an"
-        f" address of node 0. If the other process belongs to another training: {_CHOOSE}"
+        f" {address}. Only one node may have NODE_RANK=0, which is the default: set NODE_RANK to"
+        " the number of this node, and MASTER_ADDR to an address of node 0. If the other process"
+        f" belongs to another training: {_CHOOSE}"
     )
 
 
@@ -242,10 +239,8 @@ def wait_for_store(
         elif isinstance(answer, OSError) and now - unanswered_since > patience:
             raise ValueError(
                 f"{who}: {reason(answer)}. The way from this machine to {host} is closed, or the"
-                " address is wrong. Set"
-                " MASTER_ADDR to an address of rank 0's machine that all others reach, and open"
-                " the TCP port."
-                f"{other_rank}"
+                " address is wrong. Set MASTER_ADDR to an address of rank 0's machine that all"
+                f" others reach, and open the TCP port.{other_rank}"
             ) from answer
         if now > warns_at:
             warns_at = now + _SECONDS_BETWEEN_WARNINGS
