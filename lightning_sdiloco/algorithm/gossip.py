@@ -1,4 +1,5 @@
-"""Whom each group exchanges with in a round, and what, if that is not all others.
+"""Routes: the groups with which each group exchanges in a round, and what they send if these are
+not all others.
 
 [Note: gossip] On a route that does not share, each group holds its own outer parameters. In a round
 the groups of a *leg*, two or three, tell each other where they are, and each makes its outer step
@@ -8,9 +9,9 @@ as there, for an outer optimizer that is linear in its gradients, as SGD with mo
 groups draw near to each other. With ``outer_lr=1`` and no momentum, the outer step is the mean of
 the leg itself.
 
-What a group sends is where it is, less an *anchor*: the values with which the rounds began, the
-same in all groups. What the compression loses stays with the group. So the mean over the groups is
-kept, whatever the compression.
+A group sends where it is, less an *anchor*: the values with which the rounds began, the same in all
+groups. The loss of the compression stays with the group. So the mean over the groups is kept,
+whatever the compression.
 """
 
 from abc import ABC, abstractmethod
@@ -56,7 +57,7 @@ class Route(ABC):
     All groups must decide alike, from the number of the round alone.
 
     Attributes:
-        shared: Whether all groups hold the same outer parameters, which takes one leg of all
+        shared: True if all groups hold the same outer parameters, which takes one leg of all
             groups. If not, each has its own; see [Note: gossip].
 
     Examples:
@@ -64,7 +65,7 @@ class Route(ABC):
         ... class Shifted(Route):
         ...     def legs(self, number, groups):
         ...         order = [(group + number) % groups for group in range(groups)]
-        ...         return [tuple(order[at : at + 2]) for at in range(0, groups, 2)]
+        ...         return [tuple(order[start : start + 2]) for start in range(0, groups, 2)]
         >>> Shifted().legs(0, 4), Shifted().legs(1, 4)
         ([(0, 1), (2, 3)], [(1, 2), (3, 0)])
     """
@@ -123,7 +124,7 @@ class Ring(Route):
     step: ``outer_lr`` is 1 and ``outer_momentum`` is 0.
 
     Args:
-        accelerated: Whether there is a momentum, which needs four groups; see `Momentum`.
+        accelerated: True for a momentum, which needs four groups; see `Momentum`.
 
     Examples:
         >>> Ring().legs(0, groups=6), Ring().legs(1, groups=6)
@@ -274,7 +275,9 @@ def in_pairs(order: Sequence[int]) -> Sequence[Leg]:
     is left over.
     """
     starts = range(0, max(1, len(order) - 1), 2)
-    return _rising([tuple(order[at:] if at == starts[-1] else order[at : at + 2]) for at in starts])
+    legs = [tuple(order[start : start + 2]) for start in starts]
+    legs[-1] = tuple(order[starts[-1] :])
+    return _rising(legs)
 
 
 def check_legs(route: Route, groups: int) -> None:
@@ -362,30 +365,39 @@ def bring(
     if momentum is None:
         return Brought(local - anchor, gradient, None)
     # The inner steps moved both alike. Then they draw near to each other for a round.
-    second = local if twin is None else twin - gradient
-    moved = (second - local).mul_((1 - exp(-2 * momentum.rate)) / 2)
-    local = local + moved
-    second = second - moved
+    second = local
+    if twin is not None:
+        second = twin - gradient
+    approach = (second - local).mul_((1 - exp(-2 * momentum.rate)) / 2)
+    local = local + approach
+    second = second - approach
     return Brought(local - anchor, outer - local, second)
 
 
 def take(
     brought: Brought,
-    own: Tensor,
+    decoded: Tensor,
     mean: Tensor,
     outer: Tensor,
     anchor: Tensor,
     finite: bool,
     momentum: Momentum | None,
 ) -> Taken:
+    """Returns what a group takes from the mean of its leg; `decoded` is what it sent, as its
+    partners decode it.
+    """
     if not finite:
-        return Taken((outer - anchor).sub_(mean), None if momentum is None else anchor + mean)
-    # What the compression lost of the own values stays here.
-    pulled = own - mean
+        twin = None
+        if momentum is not None:
+            twin = anchor + mean
+        return Taken((outer - anchor).sub_(mean), twin)
+    # The loss of the compression stays with the group: it is in neither term.
+    difference = decoded - mean
+    gradient = brought.gradient + difference
     if momentum is None or brought.twin is None:
-        return Taken(brought.gradient + pulled, None)
+        return Taken(gradient, None)
     # In a pair, the mean is half of the difference away.
-    return Taken(brought.gradient + pulled, brought.twin - 2 * momentum.pull * pulled)
+    return Taken(gradient, brought.twin - 2 * momentum.pull * difference)
 
 
 def check_compression(compression: str | Compression) -> None:
