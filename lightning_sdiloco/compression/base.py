@@ -31,7 +31,8 @@ class Compression(ABC):
         """Returns the class and its arguments. Ranks compare it to check that they use the same
         compression.
         """
-        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in vars(self).items())})"
+        arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({arguments})"
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:
@@ -66,11 +67,11 @@ class Compression(ABC):
         By default the only stretch is the whole.
 
         Args:
-            payload: What `encode` returned.
+            payload: The payload that `encode` returned.
             numel: Number of values.
 
         Yields:
-            Where a stretch lies, and its values, which you may overwrite. The next stretch may
+            The slice of a stretch, and its values, which you may overwrite. The next stretch may
             reuse their memory.
         """
         values = new_vector(numel, payload.device)
@@ -78,8 +79,8 @@ class Compression(ABC):
         yield slice(0, numel), values
 
     def mean(self, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
-        """Takes the mean of what several payloads decode to, each times its factor, added up in
-        their order.
+        """Takes the mean of several decoded payloads, each times its factor, added up in their
+        order.
 
         By default this happens in `stretches`, so decoding takes the memory of one. If
         `counts_senders`, the mean of a value is taken over the groups that have sent it, and is 0
@@ -91,19 +92,21 @@ class Compression(ABC):
         """
         out.zero_()
         for payload, factor in sent:
-            for where, values in self.stretches(payload, out.numel()):
-                # Two roundings, one after the other: whether there is a fused multiply-add depends
-                # on the processor.
-                out[where] += values if factor == 1 else values.mul_(factor)
-        if self.counts_senders():
-            senders = torch.zeros_like(out)
-            places = torch.empty_like(out)
-            for payload, _ in sent:
-                self.places(payload, places)
-                senders += places
-            out.div_(senders.clamp_(min=1))
-        else:
+            for stretch, values in self.stretches(payload, out.numel()):
+                # Two roundings, one after the other: only some processors have a fused
+                # multiply-add.
+                if factor != 1:
+                    values.mul_(factor)
+                out[stretch] += values
+        if not self.counts_senders():
             divide(out, len(sent))
+            return
+        senders = torch.zeros_like(out)
+        places = torch.empty_like(out)
+        for payload, _ in sent:
+            self.places(payload, places)
+            senders += places
+        out.div_(senders.clamp_(min=1))
 
     def at(self, step: int) -> "Compression":
         """Returns the compression for the launch after an inner step: itself, unless it picks
@@ -167,12 +170,12 @@ class Compression(ABC):
         return False
 
     def places(self, payload: Tensor, out: Tensor) -> None:
-        """Finds which values a payload has.
+        """Marks the values that a payload has.
 
         Args:
-            payload: What `encode` returned.
-            out: Contiguous float32 tensor of shape ``(numel,)``. It becomes 1 where there is a
-                value, and 0 elsewhere.
+            payload: The payload that `encode` returned.
+            out: Contiguous float32 tensor of shape ``(numel,)``. It becomes 1 for values that were
+                sent, and 0 elsewhere.
         """
         out.fill_(1.0)
 
@@ -265,19 +268,35 @@ def weighted_mean(
     total = torch.zeros_like(like)
     count = 0
     for values, factor in parts:
-        total += values if factor == 1 else values.mul_(factor)
+        if factor != 1:
+            values.mul_(factor)
+        total += values
         count += 1
-    return divide(total, count) if senders is None else total.div_(senders.clamp(min=1))
+    if senders is not None:
+        return total.div_(senders.clamp(min=1))
+    return divide(total, count)
 
 
 def divide(total: Tensor, groups: int) -> Tensor:
     """Divides a sum by how many groups are in it, if there are any, and returns it."""
-    return total.div_(total.new_full((), groups)) if groups else total
+    if groups == 0:
+        return total
+    return total.div_(total.new_full((), groups))
 
 
 def chunk_length(device: torch.device) -> int:
     """Returns how many values to handle at a time: on a CPU as many as stay in its cache."""
-    return 1 << 17 if device.type == "cpu" else 1 << 23
+    if device.type == "cpu":
+        return 1 << 17
+    return 1 << 23
+
+
+def is_number(number: Any) -> bool:
+    return isinstance(number, (int, float)) and not isinstance(number, bool)
+
+
+def is_positive_int(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number > 0
 
 
 def forwarded(to: str, *names: str) -> Any:

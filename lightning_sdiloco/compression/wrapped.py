@@ -12,20 +12,22 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_sdiloco.compression.base import Compression, documented, forwarded
+from lightning_sdiloco.compression.base import Compression, documented, forwarded, is_number
 
-# Bytes before a payload of `ByLink` that name its code. What follows stays aligned.
+# Bytes before a payload of `ByLink` that name its code. The payload behind them stays aligned.
 _HEAD_BYTES = 8
 
 
 def _rewrapped(name: str) -> Any:
-    """Makes a method that does with the wrapped compression what it is called, and wraps what
-    comes of it.
+    """Makes a method that calls the method of this name of the wrapped compression, and wraps the
+    compression that it returns.
     """
 
     def method(self: Any, *args: Any) -> Any:
-        one = getattr(self.compression, name)(*args)
-        return self if one is self.compression else replace(self, compression=one)
+        compression = getattr(self.compression, name)(*args)
+        if compression is self.compression:
+            return self
+        return replace(self, compression=compression)
 
     return documented(name, method)
 
@@ -68,11 +70,7 @@ class ErrorFeedback(Compression):
                 f"ErrorFeedback(compression={self.compression!r}) has nothing to wrap: it needs an"
                 " instance of another compression. Pass one, such as FP4()."
             )
-        if (
-            isinstance(self.decay, bool)
-            or not isinstance(self.decay, (int, float))
-            or not 0 < self.decay <= 1
-        ):
+        if not is_number(self.decay) or not 0 < self.decay <= 1:
             raise ValueError(
                 f"decay={self.decay!r} is out of range: it must be above 0 and at most 1. 1.0"
                 f" forgets nothing; to remember nothing, use {self.compression!r} itself."
@@ -111,8 +109,8 @@ class ByLink(Compression):
     (FusionLLM).
 
     The sender chooses alone at each launch, and each payload names its code, so all groups decode
-    the same bits. What a code with error feedback left out goes with the next launch, whatever its
-    code; while something waits, what that code loses waits too.
+    the same bits. The loss of a code with error feedback is added to the next launch, whatever its
+    code. As long as there is such a memory, it also takes in the losses of the other codes.
 
     Args:
         menu: The codes, by name or as compressions, the preferred one first.
@@ -136,11 +134,8 @@ class ByLink(Compression):
     code: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if (
-            isinstance(self.menu, str)
-            or not isinstance(self.menu, Sequence)
-            or not 1 <= len(self.menu) <= 256
-        ):
+        is_list = isinstance(self.menu, Sequence) and not isinstance(self.menu, str)
+        if not is_list or not 1 <= len(self.menu) <= 256:
             raise ValueError(
                 f"menu={self.menu!r} is not a menu: give a list of codes, such as ['fp4',"
                 " 'int2', 'sparse']."
@@ -153,11 +148,11 @@ class ByLink(Compression):
                     " unknown whether a link"
                     " carries them in time. Give codes of fixed lengths, such as 'fp4' or 'sparse'."
                 )
-        seconds = self.within
-        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        if seconds != "overlap" and not (is_number and 0 < float(seconds) < math.inf):
+        if self.within == "overlap":
+            return
+        if not is_number(self.within) or not 0 < float(self.within) < math.inf:
             raise ValueError(
-                f"within={seconds!r} is out of range: it must be a number of seconds above 0, or"
+                f"within={self.within!r} is out of range: it must be a number of seconds above 0, or"
                 " 'overlap', the time that overlap_steps take. 'overlap' is the default."
             )
 
@@ -174,12 +169,16 @@ class ByLink(Compression):
 
     @override
     def choice(self, numel: int, bytes_per_s: float, overlap_s: float) -> int:
-        seconds = overlap_s if self.within == "overlap" else float(self.within)
+        seconds = overlap_s
+        if self.within != "overlap":
+            seconds = float(self.within)
         if not bytes_per_s > 0 or math.isnan(seconds):
             return 0
         sizes = [self.choice_bytes(numel, number) for number in range(len(self.menu))]
-        in_time = [number for number, size in enumerate(sizes) if size <= bytes_per_s * seconds]
-        return in_time[0] if in_time else sizes.index(min(sizes))
+        for number, size in enumerate(sizes):
+            if size <= bytes_per_s * seconds:
+                return number
+        return sizes.index(min(sizes))
 
     @override
     def choice_bytes(self, numel: int, choice: int) -> int:
@@ -187,15 +186,16 @@ class ByLink(Compression):
 
     @override
     def chosen(self, choice: int) -> "ByLink":
-        one = copy.copy(self)
-        object.__setattr__(one, "code", choice)
-        return one
+        chosen = copy.copy(self)
+        object.__setattr__(chosen, "code", choice)
+        return chosen
 
     @override
     def at(self, step: int) -> Compression:
         codes = [code.at(step) for code in self.codes]
-        same = all(code is before for code, before in zip(codes, self.codes, strict=True))
-        return self if same else replace(self, menu=tuple(codes))
+        if all(code is before for code, before in zip(codes, self.codes, strict=True)):
+            return self
+        return replace(self, menu=tuple(codes))
 
     @override
     def suits_sums(self) -> bool:
@@ -229,30 +229,28 @@ class ByLink(Compression):
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        code, rest = self._opened(payload, out.numel())
-        code.decode(rest, out)
+        code, encoded = self._opened(payload, out.numel())
+        code.decode(encoded, out)
 
     @override
     def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
-        code, rest = self._opened(payload, numel)
-        return code.stretches(rest, numel)
+        code, encoded = self._opened(payload, numel)
+        return code.stretches(encoded, numel)
 
     @override
     def places(self, payload: Tensor, out: Tensor) -> None:
-        code, rest = self._opened(payload, out.numel())
-        code.places(rest, out)
+        code, encoded = self._opened(payload, out.numel())
+        code.places(encoded, out)
 
     @override
     def remembered(
         self, gradient: Tensor, memory: Tensor | None, payload: Tensor, mixing: float
     ) -> Tensor | None:
-        code, rest = self._opened(payload, gradient.numel())
-        own = code.remembered(gradient, memory, rest, mixing)
-        return (
-            own
-            if own is not None or memory is None
-            else code.residual(gradient, memory, rest, mixing)
-        )
+        code, encoded = self._opened(payload, gradient.numel())
+        new_memory = code.remembered(gradient, memory, encoded, mixing)
+        if new_memory is None and memory is not None:
+            return code.residual(gradient, memory, encoded, mixing)
+        return new_memory
 
     def _opened(self, payload: Tensor, numel: int) -> tuple[Compression, Tensor]:
         code = self.codes[int(payload[0])]
