@@ -747,49 +747,18 @@ _INSTEAD = {
     "layers_per_fragment": (
         "fragments",
         "is part of fragments: give fragments='strided:{value}' or 'sequential:{value}', or a"
-        " number of balanced"
-        " fragments",
+        " number of balanced fragments",
     ),
-    "outer_lr_schedule": (
-        "outer_optimizer",
-        "belongs to outer_optimizer: give OuterOptimizer(lr_schedule=...)",
+    **dict.fromkeys(
+        ("lr_schedule", "clip_norm", "outlier_guard", "offload"),
+        (
+            "outer_optimizer",
+            "belongs to outer_optimizer: give OuterOptimizer({name}={value})",
+        ),
     ),
-    "outer_clip_norm": (
-        "outer_optimizer",
-        "belongs to outer_optimizer: give OuterOptimizer(clip_norm={value})",
-    ),
-    "outlier_guard": (
-        "outer_optimizer",
-        "belongs to outer_optimizer: give OuterOptimizer(outlier_guard={value})",
-    ),
-    "offload": (
-        "outer_optimizer",
-        "belongs to outer_optimizer: give OuterOptimizer(offload={value})",
-    ),
-    "final_sync": (
-        "timeout",
-        "is not an argument: training always ends with the plain mean of the groups. Leave it out",
-    ),
-    "exchange_backend": (
-        "exchange",
-        "is part of exchange: give exchange='auto:{value}', 'gather:{value}' or 'two_shot:{value}'",
-    ),
-    "warmup_steps": (
-        "dense_beginning",
-        "is no longer an argument: a dense beginning takes its place, which exchanges outer"
-        " gradients more often and"
-        " waits for no link. Leave it out, or give dense_beginning=DenseBeginning(rounds=...)",
-    ),
-    "on_resume": ("resume", "is called resume: give resume='{value}'"),
-    "resumable_checkpoints": (
-        "resume",
-        "is part of resume: for 'newest' give resume='exact:newest' or 'restart:newest', for"
-        " 'all' leave it out",
-    ),
-    "quorum": ("federation", _TOGETHER),
-    "grace": ("federation", _TOGETHER),
+    **dict.fromkeys(("quorum", "grace"), ("federation", _TOGETHER)),
 }
-"""For former and misplaced arguments: the one to use, and what to write."""
+"""For misplaced arguments: the one to use, and the correction."""
 
 _SAME = {
     **dict.fromkeys(("H", "inner_steps"), "sync_every"),

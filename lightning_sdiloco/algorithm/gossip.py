@@ -17,8 +17,6 @@ whatever the compression.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import combinations
 from math import cos, exp, pi, sqrt
 from random import Random
 from typing import NamedTuple
@@ -156,120 +154,6 @@ class Ring(Route):
         )
 
 
-@dataclass(frozen=True)
-class FastestPairs(Route):
-    """Pairs groups over fast links, connecting all of them every ``window`` rounds, as SAPS-PSGD
-    does.
-
-    See arXiv 2002.09692. ``window`` rounds are planned together. All but the last take the fastest
-    pairs that these rounds have not had yet, judged by the slowest pair first; the last one joins
-    what is not connected, over the fastest links that do so. Chance decides between links of equal
-    speed.
-
-    Args:
-        speeds: Speed of each group's link, in any unit; a pair has the slower one's. Or, for each
-            group, the speeds of its links to all groups. Without it all links are alike.
-            ``sdiloco doctor`` measures links.
-        window: Rounds that are planned together, at least 2.
-        seed: Decides between links of equal speed.
-
-    Raises:
-        ValueError: If an argument is out of range.
-
-    Examples:
-        >>> route = FastestPairs(speeds=(10, 10, 1, 1), window=2)
-        >>> route.legs(0, groups=4), route.legs(1, groups=4)
-        (((0, 1), (2, 3)), ((0, 2), (1, 3)))
-    """
-
-    speeds: tuple[float, ...] | tuple[tuple[float, ...], ...] = ()
-    window: int = 3
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 2:
-            raise ValueError(
-                f"window={self.window!r} is out of range: it must be a whole number of at least 2,"
-                " since one round of pairs connects only the pairs. 3 is the default."
-            )
-        # From YAML they come as lists. Their repr is compared.
-        rows = tuple(tuple(row) if isinstance(row, Sequence) else row for row in self.speeds)
-        if {len(row) if isinstance(row, tuple) else 0 for row in rows} not in (
-            set(),
-            {0},
-            {len(rows)},
-        ):
-            raise ValueError(
-                f"speeds={self.speeds!r} has neither one number per group, nor one row per group"
-                " with a number for each. Give one of these."
-            )
-        object.__setattr__(self, "speeds", rows)
-        if not all(self.speed(*pair) > 0 for pair in combinations(range(len(rows)), 2)):
-            raise ValueError(f"speeds={self.speeds!r} must be numbers above 0. Give others.")
-
-    @override
-    def legs(self, number: int, groups: int) -> Sequence[Leg]:
-        if self.speeds and len(self.speeds) != groups:
-            raise ValueError(
-                f"route={self!r} has the speeds of {len(self.speeds)} groups, but there are"
-                f" {groups}. Give the speeds of all, in their order."
-            )
-        block, place = divmod(number, self.window)
-        return _planned(self, block, groups)[place]
-
-    def plan(self, block: int, groups: int) -> list[Sequence[Leg]]:
-        """Returns the legs of ``window`` rounds that are planned together."""
-        planned: list[Sequence[Leg]] = []
-        for at in range(self.window):
-            order = _shuffled(range(groups), self.seed, block * self.window + at)
-            used: set[Leg] = {
-                pair for legs in planned for leg in legs for pair in combinations(leg, 2)
-            }
-            links = [(min(pair), max(pair)) for pair in combinations(order, 2)]
-            links.sort(key=lambda pair: (pair not in used, self.speed(*pair)), reverse=True)
-            joining = _joining(planned, groups, links) if at == self.window - 1 else []
-            pairs = list(joining)
-            busy = {group for pair in joining for group in pair}
-            for pair in links:
-                if busy.isdisjoint(pair):
-                    busy.update(pair)
-                    pairs.append(pair)
-            while not joining and (better := self._exchanged(pairs, used)):
-                pairs = better
-            for third in set(order) - busy:
-                # It joins the pair for which it is fastest.
-                own = max(
-                    pairs, key=lambda pair: min(self.speed(third, one) for one in pair), default=()
-                )
-                pairs = [(*own, third), *(pair for pair in pairs if pair != own)]
-            planned.append(_rising(pairs))
-        return planned
-
-    def speed(self, one: int, other: int) -> float:
-        """Returns the speed of the link between two groups."""
-        if not self.speeds:
-            return 1.0
-        there = self.speeds[one]
-        back = self.speeds[other]
-        return min(
-            there[other] if isinstance(there, tuple) else there,
-            back[one] if isinstance(back, tuple) else back,
-        )
-
-    def _exchanged(self, pairs: list[Leg], used: set[Leg]) -> list[Leg] | None:
-        """Exchanges partners where the slower of two pairs becomes faster by it: greed leaves the
-        slowest over.
-        """
-        for before in combinations(pairs, 2):
-            (a, b), (c, d) = before
-            for new in (((a, c), (b, d)), ((a, d), (b, c))):
-                fresh = [(min(pair), max(pair)) for pair in new]
-                slowest, was = (min(self.speed(*pair) for pair in both) for both in (fresh, before))
-                if used.isdisjoint(fresh) and slowest > was:
-                    return [*fresh, *(pair for pair in pairs if pair not in before)]
-        return None
-
-
 def in_pairs(order: Sequence[int]) -> Sequence[Leg]:
     """Returns legs of groups that follow each other: pairs, and a third in the last if one group
     is left over.
@@ -298,11 +182,6 @@ def check_legs(route: Route, groups: int) -> None:
     route.momentum(groups)
 
 
-@lru_cache(maxsize=64)
-def _planned(route: FastestPairs, block: int, groups: int) -> list[Sequence[Leg]]:
-    return route.plan(block, groups)
-
-
 def _shuffled(groups: Sequence[int], seed: int, number: int) -> list[int]:
     order = list(groups)
     # A text is hashed in the same way everywhere.
@@ -312,34 +191,6 @@ def _shuffled(groups: Sequence[int], seed: int, number: int) -> list[int]:
 
 def _rising(legs: Sequence[Leg]) -> Sequence[Leg]:
     return tuple(sorted(tuple(sorted(leg)) for leg in legs))
-
-
-def _joining(planned: Sequence[Sequence[Leg]], groups: int, links: Sequence[Leg]) -> list[Leg]:
-    """Returns links, the first ones first, that join what is not connected and have no group in
-    common.
-    """
-    parts = [{group} for group in range(groups)]
-    for leg in (leg for legs in planned for leg in legs):
-        own = [part for part in parts if not part.isdisjoint(leg)]
-        parts = [part for part in parts if part not in own] + [set[int]().union(*own)]
-    pairs = list[Leg]()
-    busy = set[int]()
-    while len(parts) > 1:
-        for pair in links:
-            one, other = (next(part for part in parts if group in part) for group in pair)
-            # Two groups of a part that others wait for must be left: a part of two or more always
-            # has them.
-            is_last = len(parts) == 2
-            if (
-                one is not other
-                and busy.isdisjoint(pair)
-                and (is_last or len((one | other) - busy) > 3)
-            ):
-                break
-        pairs.append(pair)
-        busy.update(pair)
-        parts = [part for part in parts if part is not one and part is not other] + [one | other]
-    return pairs
 
 
 class Brought(NamedTuple):

@@ -36,7 +36,7 @@ from lightning_sdiloco import (
     StreamingDiLoCoStrategy,
 )
 from lightning_sdiloco.algorithm.config import SPARSE_GAINS, OuterStep, Settings, recommended
-from lightning_sdiloco.algorithm.gossip import FastestPairs, RandomPairs, Ring, Route
+from lightning_sdiloco.algorithm.gossip import RandomPairs, Ring, Route
 from lightning_sdiloco.algorithm.merge import Carry, LandingRule
 from lightning_sdiloco.algorithm.reduce import TwoShot
 from lightning_sdiloco.algorithm.schedule import Every, Heard, LaunchSchedule, Schedule, Selective
@@ -63,7 +63,7 @@ from lightning_sdiloco.planning.workload import Model
 from tests.algorithm.test_aggregation import said
 from tests.engine.groups import MEAN, Groups, outer_state, unlike, with_statistics
 from tests.fits import SHORT, refusal
-from tests.methods import ByMedian, ByNorm, ZScore
+from tests.methods import ByMedian, ByNorm, FastestPairs, ZScore
 from tests.ranks import run_ranks
 from tests.reference import is_launched
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
