@@ -4,7 +4,6 @@ place.
 ``outer_lr``, ``outer_momentum`` and ``mixing`` may be ``"auto"``; see `recommended`.
 """
 
-import ast
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -16,6 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_sdiloco.algorithm.as_data import as_data, as_text, describes, read_text
 from lightning_sdiloco.algorithm.direction import ELEMENTWISE, EQUALISED, Direction, direction_for
 from lightning_sdiloco.algorithm.gossip import Everyone, Route, check_compression
 from lightning_sdiloco.algorithm.merge import LandingRule, Mix
@@ -328,26 +328,26 @@ class OuterOptimizer:
             return GUARD
         return self.outlier_guard
 
-    def described(self) -> dict[str, str]:
-        """Returns the choices as text; results of the callables are compared once the shards are
-        known.
+    def described(self) -> dict[str, Any]:
+        """Returns the choices by the names of settings; results of the callables are compared once
+        the shards are known.
         """
         return {
             "outer_optimizer": _name(self.make),
             "outer_optimizer.lr_schedule": _name(self.lr_schedule),
-            "outer_optimizer.clip_norm": str(self.clip_norm),
-            "outer_optimizer.outlier_guard": str(self.outlier_guard),
-            "outer_optimizer.offload": str(self.offload),
+            "outer_optimizer.clip_norm": self.clip_norm,
+            "outer_optimizer.outlier_guard": self.outlier_guard,
+            "outer_optimizer.offload": self.offload,
             "outer_optimizer.direction": _name(self.direction),
-            "outer_optimizer.matrices": str(self.matrices),
+            "outer_optimizer.matrices": self.matrices,
         }
 
 
-def _name(choice: Callable[..., Any] | str | None) -> str:
-    """Returns a choice as text: the name of a callable, whose repr may hold an address."""
+def _name(choice: Callable[..., Any] | str | None) -> str | None:
+    """Returns a choice, or the name of a callable, whose repr may hold an address."""
     if callable(choice):
         return str(getattr(choice, "__qualname__", type(choice).__name__))
-    return str(choice)
+    return choice
 
 
 @dataclass(frozen=True)
@@ -655,15 +655,16 @@ class Settings:
             return self
         return replace(self, outer_optimizer=replace(self.outer, direction=direction))
 
-    def taken_from(self, saved: Mapping[str, str]) -> "Settings":
+    def taken_from(self, saved: Mapping[str, Any]) -> "Settings":
         """Returns the settings with the numbers of a checkpoint in place of ``"auto"``."""
+        saved = read_settings(saved)
         numbers = dict[str, Any]()
         for name in self._left_open:
-            text = saved.get(name, repr(AUTO))
-            # A landing rule cannot be read from text: the comparison afterwards shows whether it is
-            # another one.
-            if not text.endswith(")"):
-                numbers[name] = ast.literal_eval(text)
+            value = saved.get(name, AUTO)
+            # A landing rule is not taken: the comparison afterwards shows whether it is another
+            # one.
+            if is_real(value):
+                numbers[name] = value
         settings = replace(self, **numbers)
         direction = _saved_as("outer_optimizer.direction", saved)
         if direction == AUTO:
@@ -702,36 +703,87 @@ class Settings:
             return SENDERS_GAINS
         return SPARSE_GAINS
 
-    def fixed_by_a_checkpoint(self) -> dict[str, str]:
-        """Returns, as text, the settings without which a checkpoint cannot be resumed exactly."""
-        free = set(_MAY_CHANGE)
-        if self.outer.make is not None:
-            free.update(_OF_SGD)
-        return {name: text for name, text in self.described().items() if name not in free}
+    def saved(self, is_open: Collection[str] = ()) -> dict[str, Any]:
+        """Returns, as data, the settings without which a checkpoint cannot be resumed exactly.
 
-    @staticmethod
-    def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-        """Returns in which settings a checkpoint differs from a run, in a sentence for each."""
-        different = [name for name in now if _saved_as(name, saved) != now[name]]
-        return [f"{name} was {_saved_as(name, saved)}, now it is {now[name]}" for name in different]
+        Args:
+            is_open: The settings that are still to be chosen.
+        """
+        return {name: as_data(value) for name, value in self._fixed(is_open).items()}
+
+    def differences(self, saved: Mapping[str, Any], is_open: Collection[str] = ()) -> list[str]:
+        """Returns a sentence for each setting in which a checkpoint differs from these.
+
+        Args:
+            saved: The settings of the checkpoint, as `saved` returned them.
+            is_open: The settings that are still to be chosen.
+        """
+        saved = read_settings(saved)
+        sentences = list[str]()
+        for name, value in self._fixed(is_open).items():
+            before = _saved_as(name, saved)
+            if not describes(before, value):
+                now = _shown(name, as_data(value))
+                sentences.append(f"{name} was {_shown(name, before)}, now it is {now}")
+        return sentences
 
     def described(self) -> dict[str, str]:
         """Returns every setting as text that is the same on all ranks if and only if the setting
         is.
         """
-        texts = {field.name: repr(getattr(self, field.name)) for field in fields(self)}
+        texts = dict[str, str]()
+        for name, value in self._values().items():
+            texts[name] = str(value) if _is_plain(name) else repr(value)
+        return texts
+
+    def fixed_by_a_checkpoint(self) -> dict[str, str]:
+        """Returns, as text, the settings that `saved` returns as data."""
+        fixed = self._fixed()
+        return {name: text for name, text in self.described().items() if name in fixed}
+
+    @property
+    def weighing_text(self) -> str:
+        """The weighing as text, the same before and after a field with a default was added."""
+        return as_text(as_data(self.weighing))
+
+    def _fixed(self, is_open: Collection[str] = ()) -> dict[str, Any]:
+        free = set(_MAY_CHANGE)
+        if self.outer.make is not None:
+            free.update(_OF_SGD)
+        fixed = {name: value for name, value in self._values().items() if name not in free}
+        return {**fixed, **dict.fromkeys(is_open, AUTO)}
+
+    def _values(self) -> dict[str, Any]:
+        """Returns every setting by name, those of the outer optimizer and the backend one by
+        one.
+        """
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         kind, backend = kind_and_backend(self.exchange)
-        return {
-            **texts,
-            **self.outer.described(),
-            "exchange": repr(kind),
-            "exchange.backend": backend,
-        }
+        return {**values, **self.outer.described(), "exchange": kind, "exchange.backend": backend}
 
 
-def _saved_as(name: str, saved: Mapping[str, str]) -> str:
-    """Returns the text of a setting in a checkpoint, which may be older than the setting."""
-    return saved.get(name, _FORMERLY.get(name, repr(None)))
+def read_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a checkpoint as data: older ones have them as texts."""
+    is_old = isinstance(saved.get("sync_every"), str) and saved["sync_every"] != AUTO
+    if not is_old:
+        return dict(saved)
+    return {name: read_text(text) for name, text in saved.items()}
+
+
+def _saved_as(name: str, saved: Mapping[str, Any]) -> Any:
+    """Returns a setting of a checkpoint, which may be older than the setting."""
+    return saved.get(name, _FORMERLY.get(name))
+
+
+def _is_plain(name: str) -> bool:
+    """Returns whether texts of a setting are shown without quotes."""
+    return name == "exchange.backend" or name.startswith("outer_optimizer")
+
+
+def _shown(name: str, data: Any) -> str:
+    if _is_plain(name):
+        return str(data)
+    return as_text(data)
 
 
 # The names of arguments

@@ -5,7 +5,6 @@ whole shard to every other one. In two hops, each group sums one part of the sha
 its mean to all.
 """
 
-import ast
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -381,15 +380,11 @@ class TwoShot:
         return shares
 
     @staticmethod
-    def read(text: str, backend: str) -> "TwoShot | str":
-        """Returns the exchange with this ``repr``, as checkpoints hold it: a name, or one like
-        this.
-        """
-        call = ast.parse(text, mode="eval").body
-        if not isinstance(call, ast.Call):
-            return f"{ast.literal_eval(call)}:{backend}"
-        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        return TwoShot(arguments["parts"], arguments["links"], backend)  # type: ignore[arg-type]
+    def read(data: Any, backend: Any) -> "TwoShot | str":
+        """Returns the exchange of these data, as checkpoints hold it: a name, or one like this."""
+        if isinstance(data, str):
+            return f"{data}:{backend}"
+        return TwoShot(**data["fields"], backend=backend)
 
 
 def _numbers(name: str, numbers: Sequence[float], may_be_zero: bool) -> tuple[float, ...]:

@@ -2,7 +2,6 @@
 that all groups have seen.
 """
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -86,17 +85,11 @@ class DenseBeginning:
         return replace(self, rounds=rounds)
 
     @staticmethod
-    def read(text: str) -> "DenseBeginning | None":
-        """Reads it from its ``repr``, or that of None.
-
-        Examples:
-            >>> DenseBeginning.read(repr(DenseBeginning(rounds=3))) == DenseBeginning(rounds=3)
-            True
-        """
-        numbers = {name: int(digits) for name, digits in re.findall(r"(\w+)=(\d+)", text)}
-        if not numbers:
+    def read(data: Any) -> "DenseBeginning | None":
+        """Returns the dense beginning of these data, as checkpoints hold it."""
+        if data is None:
             return None
-        return DenseBeginning(**numbers)
+        return DenseBeginning(**data["fields"])
 
 
 @dataclass(frozen=True)

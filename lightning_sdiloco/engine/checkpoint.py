@@ -30,7 +30,8 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.as_data import as_text, describes
+from lightning_sdiloco.algorithm.config import Settings, read_settings
 from lightning_sdiloco.algorithm.reduce import TwoShot, all_reduce_for
 from lightning_sdiloco.algorithm.weighting import Control, Weighed
 from lightning_sdiloco.comm.topology import Topology
@@ -459,7 +460,7 @@ def write_own(
         **others,
     }
     own = with_entries(own, tree, topology)
-    return write_ranks(path, topology, own, _layout(topology), settings.fixed_by_a_checkpoint())
+    return write_ranks(path, topology, own, _layout(topology), settings.saved())
 
 
 def save(
@@ -563,8 +564,7 @@ def _read_own(
         raise ValueError(
             f"{path} was saved with {header['layout']}, now there are {_layout(topology)}. {_SAME}"
         )
-    now = settings.taken_from(header["settings"]).fixed_by_a_checkpoint()
-    other = settings.differences(header["settings"], now)
+    other = settings.taken_from(header["settings"]).differences(header["settings"])
     if other:
         raise ValueError(
             f"{path} cannot be resumed exactly with other settings: {'; '.join(other)}. {_SAME}"
@@ -713,12 +713,12 @@ def _weighed(state: State, groups: int, settings: Settings | None) -> Weighed:
     """Returns what the weighing of a run knew, or what another one begins with, which cannot read
     that.
     """
-    weighing = state["settings"].get("weighing", repr(None))
+    weighing = read_settings(state["settings"]).get("weighing")
+    text = as_text(weighing) if settings is None else settings.weighing_text
     states = {tuple(fragment["names"]): fragment["norms"] for fragment in state["fragments"]}
-    if settings is not None and weighing != repr(settings.weighing):
-        weighing = repr(settings.weighing)
+    if settings is not None and not describes(weighing, settings.weighing):
         states = {names: settings.aggregation.start(groups) for names in states}
-    return Weighed(weighing, groups, states)
+    return Weighed(text, groups, states)
 
 
 def _mean_of(groups: Sequence[State]) -> State:
@@ -751,7 +751,7 @@ def _land(
     could.
     """
     # The parts of two shots stay as they were then, and so does what the second rounding lost.
-    exchange = TwoShot.read(groups[0][0]["settings"]["exchange"], "gloo")
+    exchange = TwoShot.read(read_settings(groups[0][0]["settings"])["exchange"], "gloo")
     reduction = all_reduce_for(exchange, len(groups), settings.codec, settings.landing.kept)
     optimizers = [
         outer_optimizer_for(settings, [outer.values for outer in shard]) for shard in shards

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdiloco import OuterOptimizer, SimulatedGroups, TwoShot
+from lightning_sdiloco.algorithm.as_data import as_data
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.reduce import AllReduce, TwoShotAllReduce, all_reduce_for
 from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES, Count
@@ -334,8 +335,8 @@ def test_by_itself_more_than_two_groups_take_two_shots_what_is_none_is_refused_a
         uneven,
         TwoShot((0.5, 0.5), backend="nccl"),
     ):
-        assert TwoShot.read(repr(exchange), exchange.backend) == exchange
-    assert TwoShot.read("'gather'", "nccl") == "gather:nccl"
+        assert TwoShot.read(as_data(exchange), exchange.backend) == exchange
+    assert TwoShot.read("gather", "nccl") == "gather:nccl"
     assert TwoShot().over([0.98, 1, 0.4999]).links == (1, 1, 0.5)
 
 
