@@ -764,8 +764,7 @@ class Settings:
 
 def read_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a checkpoint as data: older ones have them as texts."""
-    is_old = isinstance(saved.get("sync_every"), str) and saved["sync_every"] != AUTO
-    if not is_old:
+    if not all(isinstance(text, str) for text in saved.values()):
         return dict(saved)
     return {name: read_text(text) for name, text in saved.items()}
 
