@@ -116,10 +116,9 @@ class Rendezvous:
             if left <= seconds:
                 raise ValueError(
                     f"{missing} did not come to {self.address} within"
-                    f" {self._timeout.total_seconds():g} s ({name})."
-                    f" {self.world_size} ranks are expected. Start that number, give all of them"
-                    f" the same address and port, and see in their output why they"
-                    f" ended.{self._second()}{self._advice}"
+                    f" {self._timeout.total_seconds():g} s ({name}). {self.world_size} ranks are"
+                    " expected. Start that number, give all of them the same address and port, and"
+                    f" see in their output why they ended.{self._second()}{self._advice}"
                 )
             if self.rank == 0:
                 _log.warning(
