@@ -8,6 +8,7 @@ still describes it after a field with a default was added.
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
+from numbers import Number
 from typing import Any
 
 from lightning_sdiloco.compression import Compression
@@ -23,6 +24,9 @@ def as_data(value: Any) -> Any:
         >>> as_data(["strided", None, 4])
         ['strided', None, 4]
     """
+    if isinstance(value, Number) and hasattr(value, "item"):
+        # A scalar of numpy.
+        return value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

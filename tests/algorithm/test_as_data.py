@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,6 +48,12 @@ def test_settings_of_new_and_old_checkpoints_are_those_of_their_run(
         assert f"sync_every was {every}, now it is 90" in Settings(sync_every=90).differences(
             checkpoint
         )
+
+
+def test_scalars_of_numpy_are_saved_as_numbers() -> None:
+    data = as_data(Selective(threshold=np.float64(0.4)))
+    assert type(data["fields"]["threshold"]) is float
+    assert describes(data, Selective(threshold=0.4))
 
 
 def test_a_setting_that_differs_is_named_with_both_values() -> None:
