@@ -610,7 +610,7 @@ class Settings:
             may_direct: False if the matrices of the model must not be mapped before outer steps.
         """
         # The directions of a few values in different places mean nothing.
-        sends_all = not self.codec.varies() and self.codec.wire_bytes(_MANY) >= _MANY // 8
+        sends_all = not self.codec.traits.varies and self.codec.wire_bytes(_MANY) >= _MANY // 8
         if may_direct and self.outer.make is None and sends_all and self.shares:
             return self._directed(EQUALISED)
         return self._directed(ELEMENTWISE)
@@ -627,7 +627,7 @@ class Settings:
         directed = self.directed()
         numbers = recommended(
             self._is_sparse and self.outer_momentum in (AUTO, 0),
-            self.codec.counts_senders(),
+            self.codec.traits.counts_senders,
             least,
             directed.outer.direction,
         )
@@ -681,7 +681,7 @@ class Settings:
 
     @property
     def _is_sparse(self) -> bool:
-        return self.codec.remembers() and self.codec.chosen_share() <= SPARSE
+        return self.codec.traits.remembers and self.codec.traits.share <= SPARSE
 
     def better_for_sparse(self, num_groups: int) -> dict[str, float]:
         """Returns better numbers than those chosen if these are known not to suit a sparse
@@ -693,13 +693,13 @@ class Settings:
         least, most = self.gains_for_sparse
         if least <= chosen["outer_lr"] / (1 - chosen["outer_momentum"]) <= most:
             return {}
-        numbers = recommended(True, self.codec.counts_senders())
+        numbers = recommended(True, self.codec.traits.counts_senders)
         return {name: getattr(numbers, name) for name in _OF_SGD}
 
     @property
     def gains_for_sparse(self) -> tuple[float, float]:
         """The least and the most ``outer_lr / (1 - outer_momentum)`` for a sparse compression."""
-        if self.codec.counts_senders():
+        if self.codec.traits.counts_senders:
             return SENDERS_GAINS
         return SPARSE_GAINS
 

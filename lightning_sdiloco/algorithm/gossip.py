@@ -257,13 +257,14 @@ def check_compression(compression: str | Compression) -> None:
     """
     codec = resolve(compression)
     advice = "Choose 'int8', 'bf16' or 'fp32', or RandomK(every, Int8()), with which all send the same values."
-    if codec.remembers() or codec.chosen_share() < 1 or codec.varies():
+    traits = codec.traits
+    if traits.remembers or traits.share < 1 or traits.varies:
         raise ValueError(
             f"compression={compression!r} does not work with this route: partners must send each"
             " other the same values,"
             f" whole, but this one lets each group choose, or remembers. {advice}"
         )
-    dense = codec.dense()
+    dense = traits.values or codec
     values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     decoded = torch.empty_like(values)
     dense.decode(dense.encode(values), decoded)

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sdiloco.algorithm.weighting import Count
-from lightning_sdiloco.compression import Compression
+from lightning_sdiloco.compression import Compression, ErrorFeedback, State
 from lightning_sdiloco.memory import new_vector
 
 
@@ -45,19 +45,18 @@ class AllReduce:
         self.groups = groups
         self.compression = compression
         self._mixing = mixing
+        self._step = 0
 
-    def at(self, step: int, choice: int = 0) -> "AllReduce":
+    def at(self, step: int, choice: int | None = None) -> "AllReduce":
         """Returns the all-reduce for the launch after an inner step: itself, unless chance or its
         sender decides.
         """
-        compression = self.compression.at(step).chosen(choice)
+        compression = self.compression.at(step, choice)
         if compression is self.compression:
             return self
-        return self._with(compression)
-
-    def _with(self, compression: Compression) -> "AllReduce":
         all_reduce = copy(self)
         all_reduce.compression = compression
+        all_reduce._step = step
         return all_reduce
 
     def part_numel(self, numel: int, group: int = 0) -> int:
@@ -113,11 +112,12 @@ class AllReduce:
     ) -> Tensor:
         """Computes, in one process that has everything, the mean that all groups would get."""
         tunings = tunings or [None] * self.groups
-        choices = choices or [0] * self.groups
         like = gradients[0]
         sent = []
         for group, gradient in enumerate(gradients):
-            sender = self._with(self.compression.chosen(choices[group]))
+            sender = self
+            if choices is not None:
+                sender = self.at(self._step, choices[group])
             sent.append(sender.encode(gradient, memories[group], tunings[group]).payloads)
         second_payloads = []
         for group, residual in enumerate(residuals):
@@ -158,13 +158,10 @@ class AllReduce:
     ) -> Encoded:
         if not gradient.numel():
             return Encoded([_nothing(gradient)], None)
-        values = _sum(gradient, memory)
-        tuning = self.compression.tuning(values, tuning)
-        payload = self.compression.tuned(tuning).encode(values)
-        # The sum is freed before the new memory, which is as long, is made.
-        del values
-        new_memory = self.compression.remembered(gradient, memory, payload, self._mixing)
-        return Encoded([payload], new_memory, tuning)
+        payload, state = self.compression.encode_launch(
+            gradient, State(memory, tuning), self._mixing
+        )
+        return Encoded([payload], state.memory, state.tuning)
 
 
 class TwoShotAllReduce(AllReduce):
@@ -197,7 +194,7 @@ class TwoShotAllReduce(AllReduce):
     def encode(
         self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None
     ) -> Encoded:
-        assert not self.compression.varies(), "check_exchange has refused it"
+        assert not self.compression.traits.varies, "check_exchange has refused it"
         payloads = list[Tensor]()
         new_memory = None
         start = 0
@@ -220,8 +217,13 @@ class TwoShotAllReduce(AllReduce):
     def second_hop(self, mean: Tensor, residual: Tensor | None) -> SecondHop:
         if not mean.numel():
             return SecondHop(_nothing(mean), mean)
-        payload = self.compression.encode(_sum(mean, residual))
-        return SecondHop(payload, self.compression.residual(mean, residual, payload, self._mixing))
+        # The loss of the second rounding is added to the next mean, whatever the compression.
+        feedback = self.compression
+        if not feedback.traits.remembers:
+            feedback = ErrorFeedback(feedback)
+        payload, state = feedback.encode_launch(mean, State(residual), self._mixing)
+        assert state.memory is not None, "error feedback remembers its loss"
+        return SecondHop(payload, state.memory)
 
     @override
     def assemble(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -245,13 +247,6 @@ class TwoShotAllReduce(AllReduce):
         if self._shares is None:
             return None
         return [self.payload_bytes(numel, group) for group in range(self.groups)]
-
-
-def _sum(values: Tensor, memory: Tensor | None) -> Tensor:
-    """Returns values plus the memory of earlier ones, in a vector that goes back to the system."""
-    if memory is None:
-        return values
-    return torch.add(values, memory, out=new_vector(values.numel(), values.device))
 
 
 def _padded(values: Tensor, numel: int) -> Tensor:
@@ -446,9 +441,9 @@ def check_exchange(exchange: Any, compression: Compression) -> None:
     if not is_two_shot:
         return
     why = ""
-    if compression.varies():
+    if compression.traits.varies:
         why = "its payloads differ in length"
-    elif compression.counts_senders():
+    elif compression.traits.counts_senders:
         why = "over='senders' asks who sent a value"
     if why:
         raise ValueError(
@@ -461,7 +456,7 @@ def check_exchange(exchange: Any, compression: Compression) -> None:
 def is_two_shot(exchange: str | TwoShot, groups: int, compression: Compression) -> bool:
     kind, _ = kind_and_backend(exchange)
     if kind == "auto":
-        return groups > 2 and compression.suits_sums()
+        return groups > 2 and compression.traits.suits_sums
     return kind == "two_shot" or isinstance(kind, TwoShot)
 
 

@@ -18,8 +18,9 @@ from typing_extensions import override
 
 from lightning_sdiloco.compression.base import (
     Compression,
+    State,
+    Traits,
     chunk_length,
-    forwarded,
     is_number,
     is_positive_int,
 )
@@ -91,17 +92,12 @@ class TopK(Compression):
                 arguments.append(f"{argument.name}={value!r}")
         return f"{type(self).__name__}({', '.join(arguments)})"
 
+    @property
     @override
-    def suits_sums(self) -> bool:
-        return False
-
-    @override
-    def chosen_share(self) -> float:
-        return float(self.share)
-
-    @override
-    def counts_senders(self) -> bool:
-        return self.over == "senders"
+    def traits(self) -> Traits:
+        return Traits(
+            share=float(self.share), suits_sums=False, counts_senders=self.over == "senders"
+        )
 
     @override
     def places(self, payload: Tensor, out: Tensor) -> None:
@@ -221,14 +217,13 @@ class Threshold(TopK):
         [0.0, -2.0, 0.0, 0.0]
         >>> first, later = torch.tensor([1.0, -2.0, 0.5, 1.5]), torch.tensor([1.0, -1.75, 0.5, 0.25])
         >>> kept = Threshold(0.5, Float32(), every=10)
-        >>> tuned = kept.tuned(kept.tuning(first, None))
-        >>> len(tuned.encode(first)), len(tuned.encode(later))
+        >>> payload, state = kept.encode_launch(first, State(), mixing=0.0)
+        >>> len(payload), len(kept.encode_launch(later, state, mixing=0.0)[0])
         (13, 8)
     """
 
     least: float | None = None
     every: int | None = None
-    thresholds: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     @override
     def __post_init__(self) -> None:
@@ -250,26 +245,34 @@ class Threshold(TopK):
                 " keeps a threshold for ten launches."
             )
 
+    @property
     @override
-    def varies(self) -> bool:
-        return self.every is not None
+    def traits(self) -> Traits:
+        return super().traits._replace(varies=self.every is not None)
 
     @override
     def wire_bytes(self, numel: int) -> int:
         size = super().wire_bytes(numel)
-        if self.varies():
+        if self.every is not None:
             size += _count_bytes(numel)
         return size
 
     @override
-    def tuning(self, values: Tensor, before: Tensor | None) -> Tensor | None:
+    def encode_launch(self, gradient: Tensor, state: State, mixing: float) -> tuple[Tensor, State]:
         if self.every is None:
-            return None
-        if before is not None and before[0] < self.every:
-            tuning = before.clone()
+            return self.encode(gradient), State()
+        tuning = state.tuning
+        if tuning is None or tuning[0] >= self.every:
+            tuning = self._first_tuning(gradient)
+        else:
+            tuning = tuning.clone()
             tuning[0] += 1
-            return tuning
-        # The number of launches, then the threshold of each block.
+        return self._encode_above(gradient, tuning[1:]), State(tuning=tuning)
+
+    def _first_tuning(self, values: Tensor) -> Tensor:
+        """Returns the number of launches with these thresholds, then the threshold of each
+        block.
+        """
         parts = [values.new_ones(1)]
         for blocks in _blocks(values):
             magnitudes = blocks.abs()
@@ -278,20 +281,13 @@ class Threshold(TopK):
         return torch.cat(parts)
 
     @override
-    def tuned(self, tuning: Tensor | None) -> "Threshold":
-        if tuning is None:
-            return self
-        tuned = copy.copy(self)
-        object.__setattr__(tuned, "thresholds", tuning[1:])
-        return tuned
-
-    @override
     def encode(self, values: Tensor) -> Tensor:
-        if not self.varies():
+        if self.every is None:
             return super().encode(values)
-        thresholds = self.thresholds
-        if thresholds is None:
-            return self.tuned(self.tuning(values, None)).encode(values)
+        return self._encode_above(values, self._first_tuning(values)[1:])
+
+    def _encode_above(self, values: Tensor, thresholds: Tensor) -> Tensor:
+        """Encodes the values that reach the threshold of their block."""
         counts = list[Tensor]()
         positions = list[Tensor]()
         chosen = list[Tensor]()
@@ -314,7 +310,7 @@ class Threshold(TopK):
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        if not self.varies():
+        if self.every is None:
             super().decode(payload, out)
             return
         places, encoded = _places(payload, out)
@@ -325,13 +321,13 @@ class Threshold(TopK):
 
     @override
     def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
-        if self.varies():
+        if self.every is not None:
             return Compression.stretches(self, payload, numel)
         return super().stretches(payload, numel)
 
     @override
     def places(self, payload: Tensor, out: Tensor) -> None:
-        if self.varies():
+        if self.every is not None:
             places, _ = _places(payload, out)
             out.zero_()[places] = 1.0
         else:
@@ -429,7 +425,7 @@ def _check_values(values: object, why_not: str) -> None:
             f"values={values!r} is not a compression. Pass an instance of one, such as Int2(), to"
             " encode the values that are sent."
         )
-    if values.varies():
+    if values.traits.varies:
         raise ValueError(
             f"values={values!r} {why_not}. Pass a compression that sends all values, such as"
             " Int2()."
@@ -457,15 +453,17 @@ class _Chance(Compression):
         )
 
     @override
-    def at(self: Self, step: int) -> Self:
+    def at(self: Self, step: int, choice: int | None = None) -> Self:
         picked = copy.copy(self)
         object.__setattr__(picked, "step", step)
         return picked
 
-    # All groups pick the same values, so these hold as for the compression of the values.
-    dense, suits_sums, chosen_share, counts_senders = forwarded(
-        "values", "dense", "suits_sums", "chosen_share", "counts_senders"
-    )
+    @property
+    @override
+    def traits(self) -> Traits:
+        # All groups pick the same values, so the others hold as for the compression of the values.
+        traits = self.values.traits
+        return traits._replace(varies=False, remembers=False, values=traits.values or self.values)
 
     def _count(self, numel: int) -> int:
         """Returns how many values of a vector are sent."""

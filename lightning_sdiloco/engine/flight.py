@@ -112,11 +112,11 @@ class Synchronizer:
         self._weighing = settings.aggregation
         self._momentum = settings.routing.momentum(groups)
         self._exchange: Exchange[Any] = topology.exchange
-        if codec.varies():
+        if codec.traits.varies:
             self._exchange = VaryingExchange(topology.control, topology.exchange)
         # It always goes ahead where messages wait until all are known to have launched, or their
         # lengths go ahead.
-        self._short = _SHORT if topology.exchange.learns_sizes and not codec.varies() else 0
+        self._short = _SHORT if topology.exchange.learns_sizes and not codec.traits.varies else 0
         self._flights = itertools.count()
         # If no group waits for a second hop, and no link is measured by when messages are waited
         # for, the outer step is made where the mean was taken: a thread that hands over to another
@@ -124,7 +124,7 @@ class Synchronizer:
         # may use.
         relays = any(one.hops > 1 for one in (self._rounded, self._exact))
         relays = relays or any(fragment.untrained.outer for fragment in fragments)
-        self._hands_over = codec.varies() or (
+        self._hands_over = codec.traits.varies or (
             relays and topology.second_hop is not topology.exchange
         )
         # For errors, where a process has more than one.

@@ -113,7 +113,9 @@ def test_the_bytes_of_two_shots_are_those_of_the_parts_and_of_no_values_those_of
     for compression in (*COMPRESSIONS, ByLink()):
         codec: Any = resolve(compression)
         for exchange in (
-            ("auto",) if codec.varies() or codec.counts_senders() else ("gather", "two_shot")
+            ("auto",)
+            if codec.traits.varies or codec.traits.counts_senders
+            else ("gather", "two_shot")
         ):
             choices: dict[str, Any] = {
                 "sync_every": 2,
@@ -125,7 +127,7 @@ def test_the_bytes_of_two_shots_are_those_of_the_parts_and_of_no_values_those_of
             for engine in run.engines:
                 engine.diagnose()
             landings = [landing for landing in run.until(8) if landing.fragment == 0]
-            words = CONTROL_BYTES + (LENGTH_BYTES if codec.varies() else 0)
+            words = CONTROL_BYTES + (LENGTH_BYTES if codec.traits.varies else 0)
             assert [landing.bytes_sent for landing in landings] == [2 * words] * 3, compression
             run.groups.finish()
 
