@@ -34,6 +34,7 @@ from lightning_sdiloco.compression import (
     Int2,
     RandomBlock,
     RandomK,
+    State,
     Threshold,
     TopK,
 )
@@ -124,7 +125,7 @@ def round_trip(compression: Compression) -> Callable[[Tensor], Tensor]:
 
 FAMILY: dict[str, Compression] = {
     # Without a threshold from earlier launches, the one that varies is top_k.
-    **{name: codec for name, codec in COMPRESSIONS.items() if not codec.varies()},
+    **{name: codec for name, codec in COMPRESSIONS.items() if not codec.traits.varies},
     "ErrorFeedback(Int2())": ErrorFeedback(Int2()),
     "ErrorFeedback(FP4())": ErrorFeedback(FP4()),
     "TopK(0.03, Int2())": TopK(0.03, Int2()),
@@ -153,13 +154,12 @@ def error_of_the_sum(rounds: list[Replicas], compression: Compression) -> float:
     """
     sent = torch.zeros_like(rounds[0][0]).double()
     true = torch.zeros_like(rounds[0][0]).double()
-    memory = None
+    state = State()
     for step, (gradient, *_) in enumerate(rounds):
         now = compression.at(step)
         decoded = torch.empty_like(gradient)
-        payload = now.encode(gradient if memory is None else gradient + memory)
+        payload, state = now.encode_launch(gradient, state, mixing=0.0)
         now.decode(payload, decoded)
-        memory = now.remembered(gradient, memory, payload, mixing=0.0)
         sent = sent + decoded
         true = true + gradient
     return float((sent - true).norm() / true.norm())

@@ -9,7 +9,7 @@ from lightning_sdiloco.version import VERSION
 
 if TYPE_CHECKING:
     from lightning_sdiloco.algorithm.config import OuterOptimizer
-    from lightning_sdiloco.algorithm.gossip import FastestPairs, RandomPairs, Ring, Route
+    from lightning_sdiloco.algorithm.gossip import RandomPairs, Ring, Route
     from lightning_sdiloco.algorithm.merge import Carry, LandingRule, Mix
     from lightning_sdiloco.algorithm.partition import Fragment
     from lightning_sdiloco.algorithm.reduce import TwoShot
@@ -76,7 +76,6 @@ __all__ = [
     "DenseBeginning",
     "DynamicBackup",
     "ExchangeError",
-    "FastestPairs",
     "Federation",
     "Float32",
     "Fragment",
@@ -113,6 +112,7 @@ _EXAMPLES = {
     "ByNorm": "edit.py",
     "DelayedNesterov": "delayed_nesterov.py",
     "Eager": "eager_updates.py",
+    "FastestPairs": "saps_psgd.py",
     "Paced": "dylu.py",
     "ZScore": "edit.py",
 }

@@ -15,4 +15,5 @@ from dylu import Paced  # noqa: E402, F401
 from eager_updates import EagerGroups, EagerUpdates, Stay  # noqa: E402, F401
 from edit import ByMedian, ByNorm, ZScore  # noqa: E402, F401
 from gpa import GPA  # noqa: E402, F401
+from saps_psgd import FastestPairs  # noqa: E402, F401
 from snoo import SNOO  # noqa: E402, F401

@@ -76,6 +76,7 @@ def test_every_example_is_short_and_in_the_docs_and_what_is_one_says_where_it_is
         ("Eager", "mixing", "eager_updates"),
         ("DelayedNesterov", "outer_optimizer", "delayed_nesterov"),
         ("Paced", "", "dylu"),
+        ("FastestPairs", "route", "saps_psgd"),
     ):
         assert FOLDER / f"{file}.py" in EXAMPLES
         for kind in (ImportError, ValueError):

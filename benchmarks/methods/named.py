@@ -11,12 +11,13 @@ from benchmarks.methods.trained import Dropping, Eager, FedGLOMO, HalfSpeed, Slo
 from benchmarks.models import TINY
 from benchmarks.quality import DILOCO, ELEMENTWISE, HELD_OUT, MUON_RATES, TUNING, Rates, pair
 from benchmarks.training import CUT, NamedTraining
-from lightning_sdiloco import Carry, FastestPairs, RandomPairs, Ring, Selective, TwoShot
+from lightning_sdiloco import Carry, RandomPairs, Ring, Selective, TwoShot
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.compression import ErrorFeedback, Int2, Threshold, TopK
 
 from delayed_nesterov import DelayedNesterov  # isort: skip  (on the path since benchmarks.models)
 from edit import ByMedian, ByNorm, ZScore  # isort: skip
+from saps_psgd import FastestPairs  # isort: skip
 from snoo import LOOKAHEAD, SNOO  # isort: skip
 
 DEFAULTS = "defaults"

@@ -18,7 +18,7 @@ from typing_extensions import override
 from benchmarks.methods.computed import Numbers
 from benchmarks.models import SMALL, TINY, Size
 from benchmarks.training import CUT, Loop, Text, Training
-from lightning_sdiloco import FastestPairs, Ring, Selective, SimulatedGroups
+from lightning_sdiloco import Ring, Selective, SimulatedGroups
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.compression import ErrorFeedback, Int2, Int8, RandomK, Threshold
 from lightning_sdiloco.engine.shards import trainable
@@ -28,6 +28,7 @@ from lightning_sdiloco.planning.workload import Groups, Model
 
 from fedglomo import SETTINGS as FEDGLOMO  # isort: skip  (on the path since benchmarks.models)
 from local_momentum import LocalMomentum  # isort: skip
+from saps_psgd import FastestPairs  # isort: skip
 
 MEAN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
 AT_ONCE: dict[str, Any] = {

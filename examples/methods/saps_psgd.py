@@ -1,29 +1,140 @@
-"""Pairs over fast links that take each other's mean (SAPS-PSGD), with a mask that all share.
+"""Pairs over fast links that take each other's mean (SAPS-PSGD, arXiv 2002.09692), as a `Route`.
 
     python examples/methods/saps_psgd.py
 
-With a Trainer it is `StreamingDiLoCoStrategy(route=FastestPairs(speeds=...), outer_lr=1,
-outer_momentum=0)`.
+With a Trainer: `StreamingDiLoCoStrategy(route=FastestPairs(speeds=...), outer_lr=1,
+outer_momentum=0, compression="int8")`, with this file beside your script.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
+from random import Random
 
 from side_by_side import compare
 
-from lightning_sdiloco import FastestPairs
+from lightning_sdiloco import Route
 from lightning_sdiloco.compression import Int8, RandomK
 
+Leg = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FastestPairs(Route):
+    """Pairs groups over fast links, connecting all of them every `window` rounds.
+
+    `window` rounds are planned together. All but the last take the fastest pairs that these rounds
+    have not had yet, judged by the slowest pair first; the last one joins what they left apart, over
+    the fastest links that do so. `seed` decides between links of equal speed. `speeds` has a number
+    for each group, of which a pair has the slower one, or a row for its links; () if all are alike.
+    """
+
+    speeds: tuple[float, ...] | tuple[tuple[float, ...], ...] = ()
+    window: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.window < 2:
+            raise ValueError(f"window={self.window!r} must be at least 2.")
+        # From YAML they come as lists. Their repr is compared between ranks.
+        rows = tuple(tuple(row) if isinstance(row, Sequence) else row for row in self.speeds)
+        lengths = {len(row) if isinstance(row, tuple) else 0 for row in rows}
+        object.__setattr__(self, "speeds", rows)
+        fit = lengths in (set(), {0}, {len(rows)})
+        if not fit or not all(self.speed(pair) > 0 for pair in combinations(range(len(rows)), 2)):
+            raise ValueError(f"speeds={rows!r} must be a number above 0, or a row, for each group.")
+
+    def legs(self, number: int, groups: int) -> Sequence[Leg]:
+        rows = len(self.speeds)
+        if rows not in (0, groups):
+            raise ValueError(f"{self!r} has the speeds of {rows} groups, but there are {groups}.")
+        block, place = divmod(number, self.window)
+        return planned(self, block, groups)[place]
+
+    def speed(self, pair: Leg) -> float:
+        """The speed of the link between two groups, which is that of its slower direction."""
+        if not self.speeds:
+            return 1.0
+        ways = zip([self.speeds[group] for group in pair], reversed(pair), strict=True)
+        return min(row[to] if isinstance(row, tuple) else row for row, to in ways)
+
+    def pairs(self, links: Sequence[Leg], used: set[Leg]) -> list[Leg]:
+        """The fastest pairs: greed, then exchanges of partners, since greed leaves slow ones."""
+        pairs = disjoint(links, [])
+        while improved := self.exchanged(pairs, used):
+            pairs = improved
+        return pairs
+
+    def exchanged(self, pairs: Sequence[Leg], used: set[Leg]) -> list[Leg] | None:
+        """The pairs with partners exchanged so that the slower of two becomes faster, if any."""
+        for old in combinations(pairs, 2):
+            (a, b), (c, d) = old
+            for new in (((a, c), (b, d)), ((a, d), (b, c))):
+                fresh = [(min(pair), max(pair)) for pair in new]
+                is_faster = min(map(self.speed, fresh)) > min(map(self.speed, old))
+                if is_faster and used.isdisjoint(fresh):
+                    return [*fresh, *(pair for pair in pairs if pair not in old)]
+        return None
+
+
+@lru_cache(maxsize=64)
+def planned(route: FastestPairs, block: int, groups: int) -> list[list[Leg]]:
+    """The legs of the rounds that are planned together."""
+    rounds: list[list[Leg]] = []
+    for number in range(block * route.window, (block + 1) * route.window):
+        order = list(range(groups))
+        Random(f"{route.seed}, {number}").shuffle(order)  # a text is hashed alike everywhere
+        legs = [leg for legs in rounds for leg in legs]
+        used: set[Leg] = {pair for leg in legs for pair in combinations(leg, 2)}
+        links = [(min(pair), max(pair)) for pair in combinations(order, 2)]
+        links.sort(key=lambda pair: (pair not in used, route.speed(pair)), reverse=True)
+        pairs = joined(legs, groups, links) if len(rounds) == route.window - 1 else []
+        pairs = disjoint(links, pairs) if pairs else route.pairs(links, used)
+        for third in set(order).difference(*pairs):
+            speeds = {pair: min(route.speed((group, third)) for group in pair) for pair in pairs}
+            fastest: Leg = max(pairs, key=lambda pair: speeds[pair], default=())
+            pairs = [(*fastest, third), *(pair for pair in pairs if pair != fastest)]
+        rounds.append(sorted(tuple(sorted(pair)) for pair in pairs))
+    return rounds
+
+
+def disjoint(links: Sequence[Leg], pairs: list[Leg]) -> list[Leg]:
+    """The pairs, and the first links that have no group in common with them and each other."""
+    for link in links:
+        if all(set(pair).isdisjoint(link) for pair in pairs):
+            pairs = [*pairs, link]
+    return pairs
+
+
+def joined(legs: Sequence[Leg], groups: int, links: Sequence[Leg]) -> list[Leg]:
+    """The first links, without a common group, that join the parts that legs have not connected."""
+    parts = [{group} for group in range(groups)]
+    for leg in legs:
+        both = set[int]().union(*(part for part in parts if not part.isdisjoint(leg)))
+        parts = [part for part in parts if part.isdisjoint(leg)] + [both]
+    pairs: list[Leg] = []
+    while len(parts) > 1:
+        busy = set[int]().union(*pairs)
+        for link in links:
+            ends = [part for part in parts if not part.isdisjoint(link)]
+            both = set[int]().union(*ends)
+            has_room = len(parts) == 2 or len(both - busy) > 3  # two stay free for other parts
+            if len(ends) == 2 and busy.isdisjoint(link) and has_room:
+                break
+        pairs.append(link)
+        parts = [part for part in parts if part not in ends] + [both]
+    return pairs
+
+
 MEAN = {"outer_lr": 1.0, "outer_momentum": 0.0}
-# Groups 0 and 1 stand at one site and 2 and 3 at another, with a slow link between them.
+# Groups 0 and 1 are at one site and 2 and 3 at another, with a slow link between them.
 ROUTE = FastestPairs(speeds=((1, 10, 1, 1), (10, 1, 1, 1), (1, 1, 1, 10), (1, 1, 10, 1)), window=3)
+METHODS = {
+    "FastestPairs": {"route": ROUTE, "compression": "int8", **MEAN},
+    "... one value of 4": {"route": ROUTE, "compression": RandomK(4, Int8()), **MEAN},
+    "... links alike": {"route": FastestPairs(), "compression": "int8", **MEAN},
+}
 
 if __name__ == "__main__":
-    compare(
-        {
-            "FastestPairs": {"route": ROUTE, "compression": "int8", **MEAN},
-            "... one value of 4": {"route": ROUTE, "compression": RandomK(4, Int8()), **MEAN},
-            "... links alike": {"route": FastestPairs(), "compression": "int8", **MEAN},
-        },
-        groups=4,
-        steps=200,
-        sync_every=10,
-        overlap_steps=2,
-    )
+    compare(METHODS, groups=4, steps=200, sync_every=10, overlap_steps=2)

@@ -1,10 +1,9 @@
-"""What a user can choose: the arguments that the strategies and the engine share, checked in one
+"""The settings of a run: the arguments that the strategies and the engine share, checked in one
 place.
 
 ``outer_lr``, ``outer_momentum`` and ``mixing`` may be ``"auto"``; see `recommended`.
 """
 
-import ast
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -16,6 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_sdiloco.algorithm.as_data import as_data, as_text, describes, read_text
 from lightning_sdiloco.algorithm.direction import ELEMENTWISE, EQUALISED, Direction, direction_for
 from lightning_sdiloco.algorithm.gossip import Everyone, Route, check_compression
 from lightning_sdiloco.algorithm.merge import LandingRule, Mix
@@ -28,7 +28,7 @@ from lightning_sdiloco.compression import Compression, resolve
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 UNTRAINED_KINDS = ("mean", "first", "own")
-"""What may become of state that no optimizer trains; see docs/untrained-state.md."""
+"""How state that no optimizer trains may be handled; see docs/untrained-state.md."""
 
 AN_OUTER_OPTIMIZER = "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
 """One that suits, for messages: with the rate that torch's SGD has by default, 1e-3, it would train
@@ -66,12 +66,10 @@ def overlap_for(sync_every: int, overlap_steps: int | None) -> int:
     """
     if overlap_steps is not None:
         return overlap_steps
-    # Settings refuse what is no whole number.
-    return (
-        min(DEFAULT_OVERLAP_STEPS, sync_every - 1)
-        if isinstance(sync_every, Integral)
-        else DEFAULT_OVERLAP_STEPS
-    )
+    if not isinstance(sync_every, Integral):
+        # `Settings` refuses it with its reason.
+        return DEFAULT_OVERLAP_STEPS
+    return min(DEFAULT_OVERLAP_STEPS, sync_every - 1)
 
 
 class OuterStep(NamedTuple):
@@ -96,8 +94,8 @@ def recommended(
     If each group chooses the few values it sends (sparse) and the others wait in its error
     feedback, that is a momentum already, so there is no other one. The mean divides by all groups
     what one of them has sent, and the progress that they have in common arrives once from each, a
-    little at a time. Where the mean is that of the senders alone, a value arrives whole, and needs
-    a smaller rate: that of SparseLoCo (arXiv 2508.15706), whose code does so.
+    little at a time. A mean over the senders only keeps a value whole, which needs a smaller rate:
+    that of SparseLoCo (arXiv 2508.15706), whose code does so.
 
     Equal singular values have a smaller norm than the outer gradient has, and no direction among
     them in which a large rate would overshoot.
@@ -108,8 +106,10 @@ def recommended(
         >>> [recommended(least=rounds, direction="elementwise").outer_momentum for rounds in (1, 5, 10, 15, 1000)]
         [0.5, 0.7, 0.85, 0.9, 0.9]
     """
+    if is_sparse and over_senders:
+        return OuterStep(1.0, 0.0, 0.2)
     if is_sparse:
-        return OuterStep(1.0 if over_senders else 2.0, 0.0, 0.2)
+        return OuterStep(2.0, 0.0, 0.2)
     momentum = momentum_for(least)
     if direction != ELEMENTWISE:
         return OuterStep(1.2, min(0.8, momentum), 0.2)
@@ -124,8 +124,7 @@ def momentum_for(least: float) -> float:
         >>> [momentum_for(steps) for steps in (1, 4, 8, 100)]
         [0.5, 0.62, 0.81, 0.98]
     """
-    # With a half of it the first outer step goes as far as the groups did: 0.7 * (1 + 0.5) is about
-    # 1.
+    # With 0.5, the first outer step goes as far as the groups did: 0.7 * (1 + 0.5) is about 1.
     return round(max(0.5, 1 - 1.5 / max(1.0, least)), 2)
 
 
@@ -152,7 +151,9 @@ def dense_for(
     if 2 * sync_every > settings.sync_every:
         return None
     rounds = round(_DENSE_SHARE * steps) // sync_every
-    return DenseBeginning(rounds, sync_every) if rounds >= _FEWEST_DENSE_ROUNDS else None
+    if rounds < _FEWEST_DENSE_ROUNDS:
+        return None
+    return DenseBeginning(rounds, sync_every)
 
 
 # A run that is resumed with other values of these trains on exactly as before, up to its end.
@@ -164,7 +165,7 @@ _FEWEST_FOR_DENSE = 8
 _DENSE_SHARE = 0.2
 _FEWEST_DENSE_ROUNDS = 3
 
-# What settings were before there was a choice, where they were not None.
+# The values of settings before there was a choice, except for those that were None.
 _FORMERLY = {"outer_optimizer.direction": ELEMENTWISE}
 
 # The settings of the Nesterov SGD that an optimizer of the user replaces.
@@ -173,7 +174,8 @@ _OF_SGD = ("outer_lr", "outer_momentum")
 # Values by whose payloads the sizes of compressions are compared.
 _MANY = 1 << 12
 
-# What does not work with a route on which each group holds its own outer parameters, and why.
+# Settings that do not work with a route on which each group holds its own outer parameters, and
+# why.
 _NOT_WITH_GOSSIP = {
     "dense_beginning": "it needs rounds in which all groups exchange with all others",
     "schedule": "it needs to hear of all groups, but here only partners know of each other",
@@ -205,14 +207,14 @@ class OuterOptimizer:
             nothing.
         outlier_guard: A group is left out of the mean if its outer gradient is more than this many
             times as long as usual: as the median of its own last norms, of which there must be
-                four, and more where the other groups'
-            have grown, too. ``"auto"``: 10. None leaves out none.
-        offload: Whether outer parameters and outer momentum rest in page-locked host memory.
+            four, and more where the other groups' have grown, too. ``"auto"``: 10. None leaves out
+            none.
+        offload: True keeps outer parameters and outer momentum in page-locked host memory.
             ``"auto"``: on CUDA devices.
-        direction: What becomes of the mean outer gradient before the optimizer steps.
-            ``"elementwise"``: nothing. ``"equalised"``: the singular values of every matrix become
-            their mean; see `equalised`. Or a map of your own, a `Direction`. ``"auto"``: what
-            suits; see docs/choosing.md.
+        direction: The map of the mean outer gradient before the optimizer steps.
+            ``"elementwise"``: none. ``"equalised"``: the singular values of every matrix become
+            their mean; see `equalised`. Or a map of your own, a `Direction`. ``"auto"``: the one
+            that suits; see docs/choosing.md.
         matrices: Into how many matrices a parameter is cut along its first dimension, by patterns
             of names: 3 suits fused projections of queries, keys and values; 0 steps every value by
                 itself. None: as `stack_of` says.
@@ -236,66 +238,76 @@ class OuterOptimizer:
 
     def __post_init__(self) -> None:
         _make_plain(self)
+        self._check_make()
+        _require(
+            self,
+            "lr_schedule",
+            self.lr_schedule is None or callable(self.lr_schedule),
+            "it must be a callable from an optimizer to a torch scheduler, or None",
+            "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=50) is one",
+            Callable,
+        )
+        norm = self.clip_norm
+        _require(
+            self,
+            "clip_norm",
+            # As for torch, inf measures norms and clips none.
+            norm in (None, math.inf) or (is_number(norm) and norm > 0),
+            "it must be a number above 0, or None",
+            "sdiloco/outer_grad_norm in the logs shows the usual norms",
+        )
+        guard = self.outlier_guard
+        _require(
+            self,
+            "outlier_guard",
+            guard in (None, AUTO) or (is_number(guard) and guard > 1),
+            "it must be a number above 1, 'auto' or None",
+            "5.0 leaves out what is five times as long as usual",
+        )
+        _require(
+            self,
+            "offload",
+            self.offload == AUTO or isinstance(self.offload, bool),
+            "it must be True, False or 'auto'",
+            kind=bool | str,
+        )
+        _require(
+            self,
+            "direction",
+            callable(self.direction) or self.direction in (AUTO, EQUALISED, ELEMENTWISE),
+            "it must be 'equalised', 'elementwise', 'auto', or a callable from a name and matrices"
+            " to such matrices",
+            kind=str | Callable,
+        )
+        self._check_matrices()
+
+    def _check_make(self) -> None:
         if isinstance(self.make, type) and issubclass(self.make, OuterOptimizer):
             raise ValueError(
                 "outer_optimizer is the class OuterOptimizer itself. Give an instance, such as"
                 f" OuterOptimizer(clip_norm=1.0), or a callable such as {AN_OUTER_OPTIMIZER}."
             )
-        if self.make is not None and not callable(self.make):
-            is_made = isinstance(self.make, Optimizer)
-            raise ValueError(
-                f"outer_optimizer of type {type(self.make).__name__} is"
-                f" {'already an optimizer' if is_made else 'not callable'}: it must be a"
-                " callable from the flat float32"
-                " shards, which are known only when a fit starts, to a torch optimizer, or an"
-                " OuterOptimizer. Choose"
-                f" one such as {AN_OUTER_OPTIMIZER}."
-            )
-        norm = self.clip_norm
-        times = self.outlier_guard
-        rests = self.offload
-        cosine = "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=50) is one"
-        says = "it must be a callable from an optimizer to a torch scheduler, or None"
-        _require(
-            self,
-            "lr_schedule",
-            self.lr_schedule is None or callable(self.lr_schedule),
-            says,
-            cosine,
-            Callable,
+        if self.make is None or callable(self.make):
+            return
+        fault = "already an optimizer" if isinstance(self.make, Optimizer) else "not callable"
+        raise ValueError(
+            f"outer_optimizer of type {type(self.make).__name__} is {fault}: it must be a callable"
+            " from the flat float32 shards, which are known only when a fit starts, to a torch"
+            f" optimizer, or an OuterOptimizer. Choose one such as {AN_OUTER_OPTIMIZER}."
         )
-        # As for torch, inf measures norms and clips none.
-        is_norm = norm in (None, math.inf) or (is_number(norm) and norm > 0)
-        usual = "sdiloco/outer_grad_norm in the logs shows the usual norms"
-        _require(self, "clip_norm", is_norm, "it must be a number above 0, or None", usual)
-        is_guard = times in (None, AUTO) or (is_number(times) and times > 1)
-        usual = "5.0 leaves out what is five times as long as usual"
-        _require(
-            self, "outlier_guard", is_guard, "it must be a number above 1, 'auto' or None", usual
-        )
-        says = "it must be True, False or 'auto'"
-        _require(self, "offload", rests == AUTO or isinstance(rests, bool), says, kind=bool | str)
-
-        is_direction = callable(self.direction) or self.direction in (AUTO, EQUALISED, ELEMENTWISE)
-        says = "it must be 'equalised', 'elementwise', 'auto', or a callable from a name and matrices to such matrices"
-        _require(self, "direction", is_direction, says, kind=str | Callable)
-        self._check_matrices()
 
     def _check_matrices(self) -> None:
         if self.matrices is None:
             return
-        says = "it must map patterns of names to whole numbers of at least 0, such as {'*.qkv.weight': 3}"
-        if not isinstance(self.matrices, Mapping):
-            raise ValueError(
-                f"matrices={self.matrices!r} is of type {type(self.matrices).__name__}: {says}."
-                " Leave it out, or map."
-            )
-        object.__setattr__(self, "matrices", dict(self.matrices))
-        for pattern, parts in self.matrices.items():
-            if not isinstance(pattern, str) or not is_whole(parts) or parts < 0:
-                raise ValueError(
-                    f"matrices={{{pattern!r}: {parts!r}}} is not possible: {says}. Correct it."
-                )
+
+        def is_count(parts: Any) -> bool:
+            return is_whole(parts) and parts >= 0
+
+        rule = (
+            "it must map patterns of names to whole numbers of at least 0, such as"
+            " {'*.qkv.weight': 3}"
+        )
+        _require_map(self, "matrices", is_count, rule)
         if self.direction == ELEMENTWISE:
             raise ValueError(
                 "matrices was given together with direction='elementwise', which knows none."
@@ -312,29 +324,30 @@ class OuterOptimizer:
     @property
     def guard(self) -> float | None:
         """How many times as long as usual is too long, as `outlying` says; None leaves out none."""
-        return GUARD if isinstance(self.outlier_guard, str) else self.outlier_guard
+        if isinstance(self.outlier_guard, str):
+            return GUARD
+        return self.outlier_guard
 
-    def described(self) -> dict[str, str]:
-        """Returns what was chosen as text; what a callable makes is compared once the shards are
-        known.
+    def described(self) -> dict[str, Any]:
+        """Returns the choices by the names of settings; results of the callables are compared once
+        the shards are known.
         """
-        texts = {
-            "": None if self.make is None else _name(self.make),
-            ".lr_schedule": None if self.lr_schedule is None else _name(self.lr_schedule),
-            ".clip_norm": self.clip_norm,
-            ".outlier_guard": self.outlier_guard,
-            ".offload": self.offload,
-            ".direction": self.direction
-            if isinstance(self.direction, str)
-            else _name(self.direction),
-            ".matrices": self.matrices,
+        return {
+            "outer_optimizer": _name(self.make),
+            "outer_optimizer.lr_schedule": _name(self.lr_schedule),
+            "outer_optimizer.clip_norm": self.clip_norm,
+            "outer_optimizer.outlier_guard": self.outlier_guard,
+            "outer_optimizer.offload": self.offload,
+            "outer_optimizer.direction": _name(self.direction),
+            "outer_optimizer.matrices": self.matrices,
         }
-        return {f"outer_optimizer{part}": str(value) for part, value in texts.items()}
 
 
-def _name(made_by: Any) -> str:
-    """Returns the name of a callable, whose repr may hold an address."""
-    return str(getattr(made_by, "__qualname__", type(made_by).__name__))
+def _name(choice: Callable[..., Any] | str | None) -> str | None:
+    """Returns a choice, or the name of a callable, whose repr may hold an address."""
+    if callable(choice):
+        return str(getattr(choice, "__qualname__", type(choice).__name__))
+    return choice
 
 
 @dataclass(frozen=True)
@@ -373,61 +386,70 @@ class Settings:
 
     def _check_ranges(self) -> None:
         every = self.sync_every
-        overlap = self.overlap_steps
-        lr = self.outer_lr
-        momentum = self.outer_momentum
-        kept = self.mixing
-        timeout = self.timeout
-        whole = "it must be a whole number of at least"
         _require(
             self,
             "sync_every",
             is_whole(every) and every >= 1,
-            f"{whole} 1",
+            "it must be a whole number of at least 1",
             "100 is the paper's choice",
             int,
         )
-        says = f"it must be at least 0 and below sync_every, which is {every}"
-        most = f"the paper saw next to no loss from up to {OVERLAP_STEPS[-1]}"
-        _require(self, "overlap_steps", is_whole(overlap) and 0 <= overlap < every, says, most, int)
+        overlap = self.overlap_steps
+        _require(
+            self,
+            "overlap_steps",
+            is_whole(overlap) and 0 <= overlap < every,
+            f"it must be at least 0 and below sync_every, which is {every}",
+            f"the paper saw next to no loss from up to {OVERLAP_STEPS[-1]}",
+            int,
+        )
+        lr = self.outer_lr
         _require(
             self,
             "outer_lr",
             lr == AUTO or (is_number(lr) and lr >= 0),
             "it must be at least 0, or 'auto'",
         )
-        is_momentum = momentum == AUTO or (is_number(momentum) and 0 <= momentum < 1)
+        momentum = self.outer_momentum
         _require(
-            self, "outer_momentum", is_momentum, "it must be at least 0 and below 1, or 'auto'"
+            self,
+            "outer_momentum",
+            momentum == AUTO or (is_number(momentum) and 0 <= momentum < 1),
+            "it must be at least 0 and below 1, or 'auto'",
         )
+        mixing = self.mixing
         is_mixing = (
-            kept == AUTO or isinstance(kept, LandingRule) or (is_number(kept) and 0 <= kept <= 1)
-        )
-        _require(self, "mixing", is_mixing, "it must be between 0 and 1, 'auto', or a LandingRule")
-        is_time = isinstance(timeout, timedelta) and timeout > timedelta(0)
-        given = (
-            f"seconds={timeout}) is that number of seconds"
-            if is_number(timeout)
-            else "minutes=30) is the default"
+            mixing == AUTO
+            or isinstance(mixing, LandingRule)
+            or (is_number(mixing) and 0 <= mixing <= 1)
         )
         _require(
             self,
+            "mixing",
+            is_mixing,
+            "it must be between 0 and 1, 'auto', or a LandingRule",
+        )
+        timeout = self.timeout
+        advice = "datetime.timedelta(minutes=30) is the default"
+        if is_number(timeout):
+            advice = f"datetime.timedelta(seconds={timeout}) is that number of seconds"
+        _require(
+            self,
             "timeout",
-            is_time,
+            isinstance(timeout, timedelta) and timeout > timedelta(0),
             "it must be a positive timedelta",
-            f"datetime.timedelta({given}",
+            advice,
             timedelta,
         )
 
     def _check_outer_optimizer(self) -> None:
-        both = [name for name in _OF_SGD if getattr(self, name) != AUTO]
-        if self.outer.make is not None and both:
-            given = " and ".join(f"{name}={getattr(self, name)}" for name in both)
+        chosen = [name for name in _OF_SGD if getattr(self, name) != AUTO]
+        if self.outer.make is not None and chosen:
+            values = " and ".join(f"{name}={getattr(self, name)}" for name in chosen)
             raise ValueError(
-                f"outer_optimizer was given together with {given}. They configure the built-in"
-                " Nesterov SGD, which"
-                f" outer_optimizer replaces. Leave out {' and '.join(both)}, and set the values"
-                " in outer_optimizer."
+                f"outer_optimizer was given together with {values}. They configure the built-in"
+                f" Nesterov SGD, which outer_optimizer replaces. Leave out {' and '.join(chosen)},"
+                " and set the values in outer_optimizer."
             )
 
     def _check_policies(self) -> None:
@@ -439,16 +461,20 @@ class Settings:
                 )
             if isinstance(policy, kind) and not is_dataclass(policy):
                 raise ValueError(
-                    f"{name}={policy!r} is not a dataclass, so ranks cannot tell whether all"
-                    " have the same one. Make"
-                    f" {type(policy).__name__} a frozen dataclass."
+                    f"{name}={policy!r} is not a dataclass, so ranks cannot tell whether all have"
+                    f" the same one. Make {type(policy).__name__} a frozen dataclass."
                 )
+        self._check_weighing()
+
+    def _check_weighing(self) -> None:
+        if self.weighing is None:
+            return
         both = [
             name
             for name in ("clip_norm", "outlier_guard")
             if getattr(self.outer, name) not in (None, AUTO)
         ]
-        if self.weighing is not None and both:
+        if both:
             raise ValueError(
                 f"weighing={self.weighing!r} was given together with {' and '.join(both)} of"
                 " outer_optimizer, which"
@@ -473,50 +499,38 @@ class Settings:
         if self.schedule is not None:
             raise ValueError(
                 f"dense_beginning={dense!r} does not work with schedule={self.schedule!r}, which"
-                " decides itself when"
-                " fragments launch. Leave out one of them."
+                " decides itself when fragments launch. Leave out one of them."
             )
 
     def _check_untrained(self) -> None:
-        patterns = self.untrained
-        if patterns is None:
+        if self.untrained is None:
             return
-        says = (
+        rule = (
             "it must map patterns of names to 'mean', 'first' or 'own', such as {'*.queue': 'own'}"
         )
-        if not isinstance(patterns, Mapping):
-            raise ValueError(
-                f"untrained={patterns!r} is of type {type(patterns).__name__}: {says}. Leave it"
-                " out, or map."
-            )
-        object.__setattr__(self, "untrained", dict(patterns))
-        for pattern, kind in patterns.items():
-            if not isinstance(pattern, str) or kind not in UNTRAINED_KINDS:
-                raise ValueError(
-                    f"untrained={{{pattern!r}: {kind!r}}} is not possible: {says}. Correct it."
-                )
+        _require_map(self, "untrained", UNTRAINED_KINDS.__contains__, rule)
 
     def _check_gossip(self) -> None:
-        """Refuses what does not work with separate outer parameters in every group."""
+        """Refuses settings that do not work with separate outer parameters in every group."""
         for name, why in _NOT_WITH_GOSSIP.items():
-            given = getattr(self if hasattr(self, name) else self.outer, name)
-            if given not in (
-                None,
-                AUTO,
-                ELEMENTWISE,
-            ):
+            value = self._value_of(name)
+            if value not in (None, AUTO, ELEMENTWISE):
                 raise ValueError(
-                    f"{name}={given!r} does not work with route={self.route!r}, on which each"
-                    " group holds its own outer"
-                    f" parameters: {why}. Leave {name} out, or route."
+                    f"{name}={value!r} does not work with route={self.route!r}, on which each"
+                    f" group holds its own outer parameters: {why}. Leave {name} out, or route."
                 )
         if kind_and_backend(self.exchange)[0] not in ("auto", "gather"):
             raise ValueError(
                 f"exchange={self.exchange!r} does not work with route={self.route!r}: in a leg"
-                " each group sends its"
-                " partners whole fragments, once. Leave exchange out."
+                " each group sends its partners whole fragments, once. Leave exchange out."
             )
         check_compression(self.compression)
+
+    def _value_of(self, name: str) -> Any:
+        """Returns the value of a setting, which may be one of `OuterOptimizer`."""
+        if hasattr(self, name):
+            return getattr(self, name)
+        return getattr(self.outer, name)
 
     @property
     def routing(self) -> Route:
@@ -528,8 +542,9 @@ class Settings:
 
     @property
     def outer(self) -> OuterOptimizer:
-        given = self.outer_optimizer
-        return given if isinstance(given, OuterOptimizer) else OuterOptimizer(given)
+        if isinstance(self.outer_optimizer, OuterOptimizer):
+            return self.outer_optimizer
+        return OuterOptimizer(self.outer_optimizer)
 
     @property
     def aggregation(self) -> Weighing:
@@ -537,15 +552,16 @@ class Settings:
 
     @property
     def landing(self) -> LandingRule:
-        """How a group takes the outer parameters in. Not where ``mixing`` is still ``"auto"``."""
-        return self.mixing if isinstance(self.mixing, LandingRule) else Mix(float(self.mixing))
+        """How a group takes the outer parameters in; an error while ``mixing`` is ``"auto"``."""
+        if isinstance(self.mixing, LandingRule):
+            return self.mixing
+        return Mix(float(self.mixing))
 
     @staticmethod
     def among(arguments: Mapping[str, Any]) -> "Settings":
-        """Makes the settings from what was chosen, by name, among other arguments."""
-        chosen = {
-            item.name: arguments[item.name] for item in fields(Settings) if item.name in arguments
-        }
+        """Makes the settings from those that are among some arguments, by name."""
+        names = [field.name for field in fields(Settings)]
+        chosen = {name: arguments[name] for name in names if name in arguments}
         sync_every = chosen.get("sync_every", Settings.sync_every)
         chosen["overlap_steps"] = overlap_for(sync_every, chosen.get("overlap_steps"))
         return Settings(**chosen)
@@ -556,13 +572,10 @@ class Settings:
 
     @property
     def dense_momentum(self) -> float | None:
-        """The most momentum of the built-in Nesterov SGD in dense rounds; None where it is as in
-        all others.
-        """
-        dense = self.dense_beginning
-        return (
-            None if dense is None or self.outer.make is not None else momentum_for(dense.sync_every)
-        )
+        """The most momentum of the built-in Nesterov SGD in dense rounds; None: as in all others."""
+        if self.dense_beginning is None or self.outer.make is not None:
+            return None
+        return momentum_for(self.dense_beginning.sync_every)
 
     def schedule_of(self, fragments: int) -> Schedule:
         """Returns when so many fragments launch and land, if no other schedule was given."""
@@ -573,60 +586,68 @@ class Settings:
         """The numbers of outer step and landing, as far as they are chosen: by name, as in
         `OuterStep`.
         """
-        values = {name: getattr(self, name) for name in OuterStep._fields}
-        return {
-            name: value
-            for name, value in values.items()
-            if value != AUTO and not isinstance(value, LandingRule)
-        }
+        chosen = dict[str, float]()
+        for name in OuterStep._fields:
+            value = getattr(self, name)
+            if value != AUTO and not isinstance(value, LandingRule):
+                chosen[name] = value
+        return chosen
 
     @property
     def numbers_and_policies(self) -> dict[str, float | str]:
-        """What `numbers` returns, and the policies that were given, as text."""
-        given = {name: getattr(self, name) for name in ("mixing", "schedule", "weighing", "route")}
-        return {
-            **self.numbers,
-            **{name: repr(one) for name, one in given.items() if isinstance(one, _POLICIES[name])},
-        }
+        """The same as `numbers`, and the policies, as text."""
+        chosen: dict[str, float | str] = {**self.numbers}
+        for name in ("mixing", "schedule", "weighing", "route"):
+            policy = getattr(self, name)
+            if isinstance(policy, _POLICIES[name]):
+                chosen[name] = repr(policy)
+        return chosen
 
     def directed(self, may_direct: bool = True) -> "Settings":
         """Returns the settings with a direction that suits them in place of ``"auto"``.
 
         Args:
-            may_direct: Whether the matrices of the model may be mapped before outer steps.
+            may_direct: False if the matrices of the model must not be mapped before outer steps.
         """
-        # Of a few values in different places the directions mean nothing.
-        sends_all = not self.codec.varies() and self.codec.wire_bytes(_MANY) >= _MANY // 8
-        is_plain = self.outer.make is None and sends_all and self.shares
-        return self._directed(EQUALISED if may_direct and is_plain else ELEMENTWISE)
+        # The directions of a few values in different places mean nothing.
+        sends_all = not self.codec.traits.varies and self.codec.wire_bytes(_MANY) >= _MANY // 8
+        if may_direct and self.outer.make is None and sends_all and self.shares:
+            return self._directed(EQUALISED)
+        return self._directed(ELEMENTWISE)
 
     def chosen_for(self, num_groups: int, rounds: float = math.inf) -> "Settings":
-        """Returns the settings for a number of groups and rounds, with what `recommended` returns
-        for ``"auto"``.
+        """Returns the settings for a number of groups and rounds, with the numbers of
+        `recommended` in place of ``"auto"``.
         """
         if self.routing.momentum(num_groups) is not None:
-            wanted = {"outer_lr": 1, "outer_momentum": 0, "make": None, "lr_schedule": None}
-            for name, own in wanted.items():
-                value = getattr(self if hasattr(self, name) else self.outer, name)
-                if value not in (
-                    AUTO,
-                    own,
-                ):
-                    raise ValueError(
-                        f"{name}={value!r} does not work with route={self.route!r}, whose"
-                        " momentum replaces the outer"
-                        f" step: outer_lr is 1 and outer_momentum 0. Leave {name} out."
-                    )
-            mixing = recommended().mixing if self.mixing == AUTO else self.mixing
-            return replace(self, outer_lr=1.0, outer_momentum=0.0, mixing=mixing)._directed(
-                ELEMENTWISE
-            )
-        is_sparse = self._is_sparse and self.outer_momentum in (AUTO, 0)
+            return self._chosen_for_momentum()
+        least = math.inf
+        if self.schedule is None:
+            least = min(self.sync_every, rounds)
         directed = self.directed()
-        # A given schedule decides when, and how often.
-        least = min(self.sync_every, rounds) if self.schedule is None else math.inf
-        suits = recommended(is_sparse, self.codec.counts_senders(), least, directed.outer.direction)
-        return replace(directed, **{name: getattr(suits, name) for name in self._left_open})
+        numbers = recommended(
+            self._is_sparse and self.outer_momentum in (AUTO, 0),
+            self.codec.traits.counts_senders,
+            least,
+            directed.outer.direction,
+        )
+        return replace(directed, **{name: getattr(numbers, name) for name in self._left_open})
+
+    def _chosen_for_momentum(self) -> "Settings":
+        """Returns the settings for a route whose momentum replaces the outer step."""
+        only = {"outer_lr": 1, "outer_momentum": 0, "make": None, "lr_schedule": None}
+        for name, only_value in only.items():
+            value = self._value_of(name)
+            if value not in (AUTO, only_value):
+                raise ValueError(
+                    f"{name}={value!r} does not work with route={self.route!r}, whose momentum"
+                    f" replaces the outer step: outer_lr is 1 and outer_momentum 0. Leave {name}"
+                    " out."
+                )
+        chosen = replace(self, outer_lr=1.0, outer_momentum=0.0)
+        if self.mixing == AUTO:
+            chosen = replace(chosen, mixing=recommended().mixing)
+        return chosen._directed(ELEMENTWISE)
 
     def _directed(self, direction: Any) -> "Settings":
         """Returns the settings with this direction in place of ``"auto"``."""
@@ -634,72 +655,134 @@ class Settings:
             return self
         return replace(self, outer_optimizer=replace(self.outer, direction=direction))
 
-    def taken_from(self, saved: Mapping[str, str]) -> "Settings":
+    def taken_from(self, saved: Mapping[str, Any]) -> "Settings":
         """Returns the settings with the numbers of a checkpoint in place of ``"auto"``."""
-        # A landing rule cannot be read from text: the comparison afterwards shows if it is another
-        # one.
-        texts = {name: saved.get(name, repr(AUTO)) for name in self._left_open}
-        taken = replace(
-            self,
-            **{name: ast.literal_eval(text) for name, text in texts.items() if text[-1] != ")"},
-        )
+        saved = read_settings(saved)
+        numbers = dict[str, Any]()
+        for name in self._left_open:
+            value = saved.get(name, AUTO)
+            # A landing rule is not taken: the comparison afterwards shows whether it is another
+            # one.
+            if is_real(value):
+                numbers[name] = value
+        settings = replace(self, **numbers)
         direction = _saved_as("outer_optimizer.direction", saved)
-        return taken if direction == AUTO else taken._directed(direction)
+        if direction == AUTO:
+            return settings
+        return settings._directed(direction)
 
     @property
     def _left_open(self) -> list[str]:
-        names = ("mixing",) if self.outer.make is not None else OuterStep._fields
-        return [name for name in names if getattr(self, name) == AUTO]
+        is_open = [name for name in OuterStep._fields if getattr(self, name) == AUTO]
+        if self.outer.make is not None:
+            # It replaces the Nesterov SGD of the others.
+            return [name for name in is_open if name not in _OF_SGD]
+        return is_open
 
     @property
     def _is_sparse(self) -> bool:
-        return self.codec.remembers() and self.codec.chosen_share() <= SPARSE
+        return self.codec.traits.remembers and self.codec.traits.share <= SPARSE
 
     def better_for_sparse(self, num_groups: int) -> dict[str, float]:
-        """Returns what to choose in place of numbers that are known not to suit a sparse
-        compression.
+        """Returns better numbers than those chosen if these are known not to suit a sparse
+        compression; otherwise nothing.
         """
         if not self._is_sparse or self.outer.make is not None:
             return {}
-        chosen, (least, most) = self.chosen_for(num_groups).numbers, self.gains_for_sparse
+        chosen = self.chosen_for(num_groups).numbers
+        least, most = self.gains_for_sparse
         if least <= chosen["outer_lr"] / (1 - chosen["outer_momentum"]) <= most:
             return {}
-        suits = recommended(True, self.codec.counts_senders())
-        return {name: getattr(suits, name) for name in _OF_SGD}
+        numbers = recommended(True, self.codec.traits.counts_senders)
+        return {name: getattr(numbers, name) for name in _OF_SGD}
 
     @property
     def gains_for_sparse(self) -> tuple[float, float]:
-        """Between what a sparse compression needs ``outer_lr / (1 - outer_momentum)``."""
-        return SENDERS_GAINS if self.codec.counts_senders() else SPARSE_GAINS
+        """The least and the most ``outer_lr / (1 - outer_momentum)`` for a sparse compression."""
+        if self.codec.traits.counts_senders:
+            return SENDERS_GAINS
+        return SPARSE_GAINS
 
-    def fixed_by_a_checkpoint(self) -> dict[str, str]:
-        """Returns, as text, the settings without which a checkpoint cannot be resumed exactly."""
-        free = _MAY_CHANGE if self.outer.make is None else (*_MAY_CHANGE, *_OF_SGD)
-        return {name: text for name, text in self.described().items() if name not in free}
+    def saved(self, is_open: Collection[str] = ()) -> dict[str, Any]:
+        """Returns, as data, the settings without which a checkpoint cannot be resumed exactly.
 
-    @staticmethod
-    def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-        """Returns in which settings a checkpoint differs from a run, in a sentence for each."""
-        different = [name for name in now if _saved_as(name, saved) != now[name]]
-        return [f"{name} was {_saved_as(name, saved)}, now it is {now[name]}" for name in different]
+        Args:
+            is_open: The settings that are still to be chosen.
+        """
+        return {name: as_data(value) for name, value in self._fixed(is_open).items()}
+
+    def differences(self, saved: Mapping[str, Any], is_open: Collection[str] = ()) -> list[str]:
+        """Returns a sentence for each setting in which a checkpoint differs from these.
+
+        Args:
+            saved: The settings of the checkpoint, as `saved` returned them.
+            is_open: The settings that are still to be chosen.
+        """
+        saved = read_settings(saved)
+        sentences = list[str]()
+        for name, value in self._fixed(is_open).items():
+            before = _saved_as(name, saved)
+            if not describes(before, value):
+                now = _shown(name, as_data(value))
+                sentences.append(f"{name} was {_shown(name, before)}, now it is {now}")
+        return sentences
 
     def described(self) -> dict[str, str]:
         """Returns every setting as text that is the same on all ranks if and only if the setting
         is.
         """
-        texts = {item.name: repr(getattr(self, item.name)) for item in fields(self)}
+        texts = dict[str, str]()
+        for name, value in self._values().items():
+            texts[name] = str(value) if _is_plain(name) else repr(value)
+        return texts
+
+    def fixed_by_a_checkpoint(self) -> dict[str, str]:
+        """Returns, as text, the settings that `saved` returns as data."""
+        fixed = self._fixed()
+        return {name: text for name, text in self.described().items() if name in fixed}
+
+    @property
+    def weighing_text(self) -> str:
+        """The weighing as text, the same before and after a field with a default was added."""
+        return as_text(as_data(self.weighing))
+
+    def _fixed(self, is_open: Collection[str] = ()) -> dict[str, Any]:
+        free = set(_MAY_CHANGE)
+        if self.outer.make is not None:
+            free.update(_OF_SGD)
+        fixed = {name: value for name, value in self._values().items() if name not in free}
+        return {**fixed, **dict.fromkeys(is_open, AUTO)}
+
+    def _values(self) -> dict[str, Any]:
+        """Returns every setting by name, those of the outer optimizer and the backend one by
+        one.
+        """
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         kind, backend = kind_and_backend(self.exchange)
-        return {
-            **texts,
-            **self.outer.described(),
-            "exchange": repr(kind),
-            "exchange.backend": backend,
-        }
+        return {**values, **self.outer.described(), "exchange": kind, "exchange.backend": backend}
 
 
-def _saved_as(name: str, saved: Mapping[str, str]) -> str:
-    """Returns the text of a setting in a checkpoint, which may be older than the setting."""
-    return saved.get(name, _FORMERLY.get(name, repr(None)))
+def read_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a checkpoint as data: older ones have them as texts."""
+    if not all(isinstance(text, str) for text in saved.values()):
+        return dict(saved)
+    return {name: read_text(text) for name, text in saved.items()}
+
+
+def _saved_as(name: str, saved: Mapping[str, Any]) -> Any:
+    """Returns a setting of a checkpoint, which may be older than the setting."""
+    return saved.get(name, _FORMERLY.get(name))
+
+
+def _is_plain(name: str) -> bool:
+    """Returns whether texts of a setting are shown without quotes."""
+    return name == "exchange.backend" or name.startswith("outer_optimizer")
+
+
+def _shown(name: str, data: Any) -> str:
+    if _is_plain(name):
+        return str(data)
+    return as_text(data)
 
 
 # The names of arguments
@@ -715,49 +798,18 @@ _INSTEAD = {
     "layers_per_fragment": (
         "fragments",
         "is part of fragments: give fragments='strided:{value}' or 'sequential:{value}', or a"
-        " number of balanced"
-        " fragments",
+        " number of balanced fragments",
     ),
-    "outer_lr_schedule": (
-        "outer_optimizer",
-        "belongs to outer_optimizer: give OuterOptimizer(lr_schedule=...)",
+    **dict.fromkeys(
+        ("lr_schedule", "clip_norm", "outlier_guard", "offload"),
+        (
+            "outer_optimizer",
+            "belongs to outer_optimizer: give OuterOptimizer({name}={value})",
+        ),
     ),
-    "outer_clip_norm": (
-        "outer_optimizer",
-        "belongs to outer_optimizer: give OuterOptimizer(clip_norm={value})",
-    ),
-    "outlier_guard": (
-        "outer_optimizer",
-        "belongs to outer_optimizer: give OuterOptimizer(outlier_guard={value})",
-    ),
-    "offload": (
-        "outer_optimizer",
-        "belongs to outer_optimizer: give OuterOptimizer(offload={value})",
-    ),
-    "final_sync": (
-        "timeout",
-        "is not an argument: training always ends with the plain mean of the groups. Leave it out",
-    ),
-    "exchange_backend": (
-        "exchange",
-        "is part of exchange: give exchange='auto:{value}', 'gather:{value}' or 'two_shot:{value}'",
-    ),
-    "warmup_steps": (
-        "dense_beginning",
-        "is no longer an argument: a dense beginning takes its place, which exchanges outer"
-        " gradients more often and"
-        " waits for no link. Leave it out, or give dense_beginning=DenseBeginning(rounds=...)",
-    ),
-    "on_resume": ("resume", "is called resume: give resume='{value}'"),
-    "resumable_checkpoints": (
-        "resume",
-        "is part of resume: for 'newest' give resume='exact:newest' or 'restart:newest', for"
-        " 'all' leave it out",
-    ),
-    "quorum": ("federation", _TOGETHER),
-    "grace": ("federation", _TOGETHER),
+    **dict.fromkeys(("quorum", "grace"), ("federation", _TOGETHER)),
 }
-"""For former and misplaced arguments: the one to use, and what to write."""
+"""For misplaced arguments: the one to use, and the correction."""
 
 _SAME = {
     **dict.fromkeys(("H", "inner_steps"), "sync_every"),
@@ -772,25 +824,28 @@ _SAME = {
 OTHER_NAMES = (*_INSTEAD, *_SAME)
 
 
-def refuse_unknown(owner: str, known: Collection[str], given: Mapping[str, Any]) -> None:
+def refuse_unknown(owner: str, names: Collection[str], arguments: Mapping[str, Any]) -> None:
     """Refuses arguments that a class (``owner``) does not have, and says what to write.
 
     Raises:
         ValueError: If an argument has another name, or belongs elsewhere.
         TypeError: If there is no such argument.
     """
-    unknown = {name: value for name, value in given.items() if name not in known}
-    instead = []
+    unknown = {name: value for name, value in arguments.items() if name not in names}
+    corrections = []
     for name, value in unknown.items():
-        taken, says = _INSTEAD.get(name, (_SAME.get(name), "is called {taken} here"))
-        if taken in known:
-            shown = value if value is None or isinstance(value, str | int | float) else "..."
-            says = "is not an argument: leave it out" if value is None else says
-            instead.append(f"{name}={value!r} {says.format(name=name, value=shown, taken=taken)}.")
-    if instead:
-        raise ValueError(" ".join(instead))
+        right_name, correction = _INSTEAD.get(name, (_SAME.get(name), "is called {taken} here"))
+        if right_name not in names:
+            continue
+        if value is None:
+            correction = "is not an argument: leave it out"
+        shown = value if isinstance(value, str | int | float) else "..."
+        correction = correction.format(name=name, value=shown, taken=right_name)
+        corrections.append(f"{name}={value!r} {correction}.")
+    if corrections:
+        raise ValueError(" ".join(corrections))
     for name in unknown:
-        close = get_close_matches(name, known, 1)
+        close = get_close_matches(name, names, 1)
         advice = f"Did you mean {close[0]}?" if close else f"help({owner}) lists its arguments."
         raise TypeError(f"{owner} has no argument {name!r}. {advice}")
 
@@ -798,38 +853,59 @@ def refuse_unknown(owner: str, known: Collection[str], given: Mapping[str, Any])
 # Values
 
 
-def _make_plain(chosen: Any) -> None:
-    """Makes scalars of numpy the numbers that they are: they are compared between ranks, and
-    saved.
-    """
-    for item in fields(chosen):
-        value = getattr(chosen, item.name)
+def _make_plain(settings: Any) -> None:
+    """Turns scalars of numpy into plain numbers, which are compared between ranks, and saved."""
+    for field in fields(settings):
+        value = getattr(settings, field.name)
         if isinstance(value, Number) and hasattr(value, "item"):
-            object.__setattr__(chosen, item.name, value.item())
+            object.__setattr__(settings, field.name, value.item())
 
 
 def _require(
-    chosen: Any,
+    settings: Any,
     name: str,
     holds: bool,
-    says: str,
+    rule: str,
     advice: str = "'auto' is the default",
     kind: Any = float,
 ) -> None:
-    """Refuses a value for which a rule does not hold; of its kind, int and float stand for all
-    numbers.
+    """Refuses a setting for which a rule does not hold.
+
+    Args:
+        settings: The object that has it.
+        name: The name of the setting.
+        holds: True if the rule holds.
+        rule: The rule, in words.
+        advice: The end of the message.
+        kind: The type that it must have; int and float stand for all numbers.
     """
     if holds:
         return
-    value = getattr(chosen, name)
+    value = getattr(settings, name)
     if kind in (int, float):
         fault = fault_of(value, kind is int)
     elif isinstance(value, kind):
         fault = "out of range"
     else:
-        names = " or ".join(one.__name__ for one in get_args(kind) or (kind,))
+        names = " or ".join(alternative.__name__ for alternative in get_args(kind) or (kind,))
         fault = f"of type {type(value).__name__}, not {names}"
-    raise ValueError(f"{name}={value!r} is {fault}: {says}. Choose another {name}; {advice}.")
+    raise ValueError(f"{name}={value!r} is {fault}: {rule}. Choose another {name}; {advice}.")
+
+
+def _require_map(settings: Any, name: str, is_right: Callable[[Any], bool], rule: str) -> None:
+    """Refuses a setting that does not map patterns to right values; makes it a plain dict."""
+    patterns = getattr(settings, name)
+    if not isinstance(patterns, Mapping):
+        raise ValueError(
+            f"{name}={patterns!r} is of type {type(patterns).__name__}: {rule}. Leave it out, or"
+            " map."
+        )
+    object.__setattr__(settings, name, dict(patterns))
+    for pattern, value in patterns.items():
+        if not isinstance(pattern, str) or not is_right(value):
+            raise ValueError(
+                f"{name}={{{pattern!r}: {value!r}}} is not possible: {rule}. Correct it."
+            )
 
 
 def is_real(value: Any) -> bool:
@@ -845,13 +921,13 @@ def is_whole(value: Any) -> bool:
 
 
 def fault_of(value: Any, must_be_whole: bool) -> str:
-    """Returns what is wrong with a value that is no number of the wanted kind, or out of its
-    range.
-    """
+    """Returns the fault of a value that is no number of the wanted kind, or out of its range."""
     if not is_real(value):
         return f"of type {type(value).__name__}, not a number"
     if not math.isfinite(value):
         return "not finite"
+    if must_be_whole and value % 1:
+        return "not a whole number"
     if must_be_whole and not is_whole(value):
-        return "not a whole number" if value % 1 else "of type float, not a whole number"
+        return "of type float, not a whole number"
     return "out of range"

@@ -30,9 +30,9 @@ SMALLEST_SHARE = 1e-3
 """Singular values above this share of the Frobenius norm become equal; smaller ones stay in
 proportion."""
 
-# Odd polynomials a x + b x^3 + c x^5, of which each takes what the one before made of
+# Odd polynomials a x + b x^3 + c x^5. Each takes the range that the one before made of
 # [SMALLEST_SHARE, 1] as close to 1 as it can (Polar Express, arXiv 2505.16932, without its margin
-# for bfloat16). After the last one all are within 1e-3 of 1; what was below that share has grown
+# for bfloat16). After the last one all are within 1e-3 of 1; values below that share have grown
 # 2000 times at most.
 _POLYNOMIALS = (
     (8.470328804, -25.108074707, 18.629275599),
@@ -91,7 +91,7 @@ def equalised(matrices: Tensor) -> Tensor:
 
 def _polar_factor(matrices: Tensor) -> Tensor:
     """Returns matrices whose singular values are 1; overwrites those that it is given."""
-    # A power of two changes no bit; what is far from 1 would overflow.
+    # A power of two changes no bit; values far from 1 would overflow.
     factor = matrices.div_(_power_of_two(matrices))
     _rounded(factor.div_(_inner(factor, factor).sqrt()))
     for linear, cubic, quintic in _POLYNOMIALS:
@@ -131,7 +131,7 @@ def _power_of_two(matrices: Tensor) -> Tensor:
 
 
 def directed_by(direction: Direction, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns what a direction makes of some parameters, by name."""
+    """Returns the parameters as a direction maps them, by name."""
     if direction is not _equalised:
         return {name: direction(name, matrices) for name, matrices in parameters.items()}
     directed = dict[str, Tensor]()
@@ -170,4 +170,6 @@ def direction_for(choice: str | Direction) -> Direction | None:
     """Returns the map that was chosen, by name or itself; None if every value is by itself."""
     if callable(choice):
         return choice
-    return _equalised if choice == EQUALISED else None
+    if choice == EQUALISED:
+        return _equalised
+    return None

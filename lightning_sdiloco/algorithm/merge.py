@@ -17,8 +17,8 @@ class LandingRule(ABC):
     Make it a frozen dataclass: its ``repr`` is compared between ranks, and with the checkpoint's.
 
     Attributes:
-        kept: Share kept, from 0 to 1, of the local values, of what the compression did not send,
-            and of buffers.
+        kept: Share kept, from 0 to 1, of the local values, of the loss of the compression, and of
+            buffers.
 
     Examples:
         >>> @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class LandingRule(ABC):
 
         Args:
             local: The local values of a part of the fragment, in float32 or finer.
-            gathered: What `gathered` returned, gathered over the ranks, of the same part, float32.
+            gathered: The vectors of `gathered`, gathered over the ranks, of the same part, float32.
             steps: Inner steps since the launch.
         """
 
@@ -94,7 +94,7 @@ class Carry(LandingRule):
     """Keeps all that was trained in flight: moves the local values as the outer ones moved since
     the launch.
 
-    ``local + (after - sent)``: a group continues from the new outer parameters with what it trained
+    ``local + (after - sent)``: a group continues from the new outer parameters with its progress
     since.
 
     Examples:
@@ -106,7 +106,7 @@ class Carry(LandingRule):
 
     @property
     def kept(self) -> float:  # type: ignore[override]
-        """Nothing: what was there at the launch becomes the outer parameters."""
+        """0: the values at the launch become the outer parameters."""
         return 0.0
 
     @override

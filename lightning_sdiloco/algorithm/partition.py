@@ -1,8 +1,10 @@
-"""Which parameters travel together: names and sizes go in, fragments come out. No tensors here."""
+"""The partition of a model: names and sizes of parameters go in, fragments come out. No tensors
+here.
+"""
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -90,9 +92,9 @@ def partition(
     ``"strided:3"`` and ``"sequential:3"`` look for repeated blocks and put at most three of them
     into a fragment: interleaved (block ``l`` into fragment ``l % P``, the paper's choice) or
     consecutive. Without a number it is an eighth of the blocks, at least one and at most three, or
-    more to make at most 32 fragments of them. What stands outside the blocks (embeddings, head,
-    last norm) forms its own fragments, none larger than the largest fragment of blocks, unless a
-    single tensor is, or without a number there would be many more than 32. A number distributes the
+    more to make at most 32 fragments of them. Parameters outside the blocks (embeddings, head, last
+    norm) form their own fragments, none larger than the largest fragment of blocks, unless a single
+    tensor is, or without a number there would be many more than 32. A number distributes the
     tensors over that many fragments of equal size, and ``"balanced"`` over as many as ``"strided"``
     makes.
 
@@ -126,8 +128,7 @@ def partition(
         if fragments > len(parameters):
             raise ValueError(
                 f"fragments={fragments} is more than the {len(parameters)} trainable tensors of"
-                " the model, which are"
-                " not divided. Give at most that number."
+                " the model, which are not divided. Give at most that number."
             )
         return Partition(_balanced(parameters, fragments))
     if not isinstance(fragments, str):
@@ -138,11 +139,18 @@ def partition(
         useful = _nbytes(parameters) // max(1, max(parameter.nbytes for parameter in parameters))
         count = max(1, min(useful, _ENOUGH_FRAGMENTS))
         return Partition(_balanced(parameters, count), fell_back=fragments != "balanced")
-    order, _, layers = fragments.partition(":")
-    most = int(layers) if layers else _blocks_per_fragment(len(blocks))
-    most_outside = math.inf if layers else _MOST_FRAGMENTS
-    cut = _by_blocks(parameters, blocks, most, most_outside, strided=order != "sequential")
-    return Partition(_balanced(parameters, len(cut)) if order == "balanced" else cut)
+    order, _, number = fragments.partition(":")
+    most_outside: float
+    if number:
+        most_blocks = int(number)
+        most_outside = math.inf
+    else:
+        most_blocks = _blocks_per_fragment(len(blocks))
+        most_outside = _MOST_FRAGMENTS
+    cut = _by_blocks(parameters, blocks, most_blocks, most_outside, strided=order != "sequential")
+    if order == "balanced":
+        cut = _balanced(parameters, len(cut))
+    return Partition(cut)
 
 
 def _blocks_per_fragment(blocks: int) -> int:
@@ -160,35 +168,33 @@ def fewest_blocks(blocks: int) -> int:
 def checked_fragments(fragments: Any) -> int | str | Sequence[Sequence[str]]:
     """Returns a choice of fragments, or refuses it."""
     if isinstance(fragments, str):
-        if fragments == "balanced" or re.fullmatch(r"(strided|sequential)(:[1-9]\d*)?", fragments):
-            return fragments
+        is_right = bool(re.fullmatch(r"balanced|(strided|sequential)(:[1-9]\d*)?", fragments))
     elif type(fragments) is int:
-        if fragments > 0:
-            return fragments
-    elif _is_list(fragments) and all(
-        _is_list(patterns) and all(isinstance(pattern, str) for pattern in patterns)
-        for patterns in fragments
-    ):
-        return fragments
+        is_right = fragments > 0
+    elif _is_list(fragments) and all(map(_are_patterns, fragments)):
+        is_right = True
     else:
         raise ValueError(
-            f"fragments={fragments!r} is not a list of non-empty lists of patterns. Give one"
-            " list of shell-style"
-            " patterns for each fragment, such as [['net.0.*'], ['net.1.*']], or a number of"
-            " fragments."
+            f"fragments={fragments!r} is not a list of non-empty lists of patterns. Give one list"
+            " of shell-style patterns for each fragment, such as [['net.0.*'], ['net.1.*']], or a"
+            " number of fragments."
         )
+    if is_right:
+        return fragments
     raise ValueError(
-        f"fragments={fragments!r} is unknown. It is 'strided' or 'sequential', optionally with"
-        " the number of repeated"
-        " blocks in a fragment, as in 'strided:3'; 'balanced'; a number of fragments; or a list"
-        " of lists of shell-style"
-        " patterns such as [['net.0.*'], ['net.1.*']]; both numbers are whole and at least 1."
-        " Choose one of them."
+        f"fragments={fragments!r} is unknown. It is 'strided' or 'sequential', optionally with the"
+        " number of repeated blocks in a fragment, as in 'strided:3'; 'balanced'; a number of"
+        " fragments; or a list of lists of shell-style patterns such as [['net.0.*'],"
+        " ['net.1.*']]; both numbers are whole and at least 1. Choose one of them."
     )
 
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+
+
+def _are_patterns(patterns: Any) -> bool:
+    return _is_list(patterns) and all(isinstance(pattern, str) for pattern in patterns)
 
 
 def find_blocks(parameters: Sequence[Parameter]) -> list[list[str]]:
@@ -208,67 +214,72 @@ def find_blocks(parameters: Sequence[Parameter]) -> list[list[str]]:
 def _blocks_below(prefix: str, names: list[str], vectors: set[str]) -> list[list[str]]:
     children: dict[str, list[str]] = {}
     for name in names:
-        children.setdefault(name[len(prefix) :].split(".")[0], []).append(name)
+        child = name[len(prefix) :].split(".")[0]
+        children.setdefault(child, []).append(name)
+    repeated = _repeated(prefix, children)
     blocks: list[list[str]] = []
-    repeated = _repeated(
-        prefix, {child: inside for child, inside in children.items() if re.fullmatch(r"\d+", child)}
-    )
     for child, inside in children.items():
-        if child in repeated and blocks and vectors.issuperset(inside):
-            blocks[-1] = blocks[-1] + inside
+        if not repeated:
+            if inside != [prefix + child]:
+                blocks += _blocks_below(f"{prefix}{child}.", inside, vectors)
         elif child in repeated:
-            blocks.append(inside)
-        elif not repeated and inside != [prefix + child]:
-            blocks += _blocks_below(f"{prefix}{child}.", inside, vectors)
+            if blocks and vectors.issuperset(inside):
+                blocks[-1] = blocks[-1] + inside
+            else:
+                blocks.append(inside)
     return blocks
 
 
-def _repeated(prefix: str, numbered: dict[str, list[str]]) -> set[str]:
-    """Returns the children that are alike, if there are at least two and they hold at least half
-    of the parameters.
+def _repeated(prefix: str, children: dict[str, list[str]]) -> set[str]:
+    """Returns the numbered children that are alike, if there are at least two and they hold at
+    least half of the parameters of numbered children.
     """
-    inner = {
-        child: {name[len(prefix) + len(child) + 1 :] for name in names}
-        for child, names in numbered.items()
-    }
-    alike = [
-        {
-            other
-            for other in inner
-            if len(own & inner[other]) / min(len(own), len(inner[other])) >= _ALIKE
-        }
-        for own in inner.values()
-    ]
-    most = max(
-        alike, key=lambda children: sum(len(inner[child]) for child in children), default=set()
-    )
-    held = sum(len(inner[child]) for child in most)
-    return most if len(most) >= 2 and 2 * held >= sum(map(len, inner.values())) else set()
+    inner_names = dict[str, set[str]]()
+    for child, names in children.items():
+        if re.fullmatch(r"\d+", child):
+            start = len(prefix) + len(child) + 1
+            inner_names[child] = {name[start:] for name in names}
+    largest = set[str]()
+    most_names = 0
+    for names_of_child in inner_names.values():
+        alike = {child for child, names in inner_names.items() if _are_alike(names_of_child, names)}
+        number = sum(len(inner_names[child]) for child in alike)
+        if number > most_names:
+            largest = alike
+            most_names = number
+    all_names = sum(map(len, inner_names.values()))
+    if len(largest) < 2 or 2 * most_names < all_names:
+        return set()
+    return largest
+
+
+def _are_alike(left: set[str], right: set[str]) -> bool:
+    return len(left & right) / min(len(left), len(right)) >= _ALIKE
 
 
 def _by_blocks(
     parameters: Sequence[Parameter],
     blocks: list[list[str]],
-    most: int,
+    most_blocks: int,
     most_outside: float,
     strided: bool,
 ) -> tuple[Fragment, ...]:
-    count = -(-len(blocks) // most)
-    fragment_of = {
-        name: block % count if strided else block * count // len(blocks)
-        for block, names in enumerate(blocks)
-        for name in names
-    }
+    count = -(-len(blocks) // most_blocks)
     members: list[list[Parameter]] = [[] for _ in range(count)]
     outside: list[Parameter] = []
+    members_of = dict[str, list[Parameter]]()
+    for block, names in enumerate(blocks):
+        index = block * count // len(blocks)
+        if strided:
+            index = block % count
+        members_of.update(dict.fromkeys(names, members[index]))
     for parameter in parameters:
-        index = fragment_of.get(parameter.name)
-        (outside if index is None else members[index]).append(parameter)
-    # Consecutive runs, none larger than the largest fragment of blocks unless a single tensor is,
-    # or small blocks would make too many.
+        members_of.get(parameter.name, outside).append(parameter)
+    # The others form consecutive runs, none larger than the largest fragment of blocks unless a
+    # single tensor is, or small blocks would make too many.
     largest = max(*map(_nbytes, members), _nbytes(outside) / most_outside)
-    for index, parameter in enumerate(outside):
-        if not index or _nbytes(members[-1]) + parameter.nbytes > largest:
+    for parameter in outside:
+        if len(members) == count or _nbytes(members[-1]) + parameter.nbytes > largest:
             members.append([])
         members[-1].append(parameter)
     return tuple(map(_fragment, members))
@@ -282,7 +293,10 @@ def _balanced(parameters: Sequence[Parameter], count: int) -> tuple[Fragment, ..
         smallest = sizes.index(min(sizes))
         members[smallest].append(index)
         sizes[smallest] += parameters[index].nbytes
-    return tuple(_fragment([parameters[i] for i in sorted(chosen)]) for chosen in members if chosen)
+    fragments = list[Fragment]()
+    for indices in filter(None, members):
+        fragments.append(_fragment([parameters[index] for index in sorted(indices)]))
+    return tuple(fragments)
 
 
 def _by_patterns(
@@ -291,46 +305,61 @@ def _by_patterns(
     aliases: Mapping[str, str],
     frozen: Sequence[str],
 ) -> tuple[Fragment, ...]:
-    known = {parameter.name: parameter.name for parameter in parameters} | dict(aliases)
-    claims: dict[str, tuple[int, str]] = {}
-    for index, pattern in [
-        (index, pattern) for index, group in enumerate(fragments) for pattern in group
-    ]:
-        matched = [name for name in known if fnmatchcase(name, pattern)]
-        if not matched and not any(fnmatchcase(name, pattern) for name in frozen):
-            raise ValueError(
-                f"fragments: the pattern {pattern!r} matches no parameter. The names come from"
-                " named_parameters(), such"
-                f" as {_some(known)}. Correct the pattern or take it out."
-            )
-        for name in matched:
-            first = claims.setdefault(known[name], (index, pattern))
-            if first != (index, pattern):
-                tied = "" if name == known[name] else f" (tied to {name!r})"
-                raise ValueError(
-                    f"fragments: the parameter {known[name]!r}{tied} is claimed by two patterns,"
-                    f" {first[1]!r} of"
-                    f" fragment {first[0]} and {pattern!r} of fragment {index}. Every parameter"
-                    " must be matched by"
-                    " exactly one. Narrow one of them."
-                )
+    # The parameter for each of its names.
+    parameter_of = {parameter.name: parameter.name for parameter in parameters} | dict(aliases)
+    claims: dict[str, _Claim] = {}
+    for index, patterns in enumerate(fragments):
+        for pattern in patterns:
+            for name in _matches(pattern, parameter_of, frozen):
+                _claim(claims, parameter_of[name], name, _Claim(index, pattern))
     left_out = [parameter.name for parameter in parameters if parameter.name not in claims]
     if left_out:
         raise ValueError(
             f"fragments: {len(left_out)} of {len(parameters)} trainable parameters match no"
-            f" pattern: {_some(left_out)}."
-            " Every parameter must be in exactly one fragment. Add a pattern for them, or freeze"
-            " them."
+            f" pattern: {_some(left_out)}. Every parameter must be in exactly one fragment. Add a"
+            " pattern for them, or freeze them."
         )
     members: list[list[Parameter]] = [[] for _ in fragments]
     for parameter in parameters:
-        members[claims[parameter.name][0]].append(parameter)
+        members[claims[parameter.name].fragment].append(parameter)
     return tuple(_fragment(member) for member in members if member)
 
 
-def _some(names: Sequence[str] | Mapping[str, str], most: int = 5) -> str:
-    shown = [repr(name) for name in list(names)[:most]]
-    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _matches(pattern: str, names: Collection[str], frozen: Sequence[str]) -> list[str]:
+    """Returns the names that a pattern matches; refuses one that matches none, nor a frozen one."""
+    matches = [name for name in names if fnmatchcase(name, pattern)]
+    if not matches and not any(fnmatchcase(name, pattern) for name in frozen):
+        raise ValueError(
+            f"fragments: the pattern {pattern!r} matches no parameter. The names come from"
+            f" named_parameters(), such as {_some(names)}. Correct the pattern or take it out."
+        )
+    return matches
+
+
+class _Claim(NamedTuple):
+    fragment: int
+    pattern: str
+
+
+def _claim(claims: dict[str, _Claim], parameter: str, name: str, claim: _Claim) -> None:
+    """Notes that a pattern matches a parameter by a name; refuses a second pattern."""
+    first = claims.setdefault(parameter, claim)
+    if first != claim:
+        tied = ""
+        if name != parameter:
+            tied = f" (tied to {name!r})"
+        raise ValueError(
+            f"fragments: the parameter {parameter!r}{tied} is claimed by two patterns,"
+            f" {first.pattern!r} of fragment {first.fragment} and {claim.pattern!r} of fragment"
+            f" {claim.fragment}. Every parameter must be matched by exactly one. Narrow one of them."
+        )
+
+
+def _some(names: Collection[str], most: int = 5) -> str:
+    shown = ", ".join(repr(name) for name in list(names)[:most])
+    if len(names) > most:
+        shown += f" and {len(names) - most} more"
+    return shown
 
 
 def _nbytes(parameters: Sequence[Parameter]) -> int:
@@ -386,12 +415,16 @@ def stack_of(
     part = [shape[0] // parts, *shape[1:]]
     if part[0] == 1:
         part = part[1:]
-    rows = part[0] if part else 1
+    rows = math.prod(part[:1])
     columns = math.prod(part[1:])
-    return Stack(parts, rows, columns) if min(rows, columns) > 1 else None
+    if min(rows, columns) <= 1:
+        return None
+    return Stack(parts, rows, columns)
 
 
 def _usual_parts(shape: Sequence[int], groups: int | None) -> int:
+    if len(shape) < 2:
+        return 0
     if groups is not None:
-        return groups if len(shape) > 1 else 0
-    return {2: 1, 3: shape[0]}.get(len(shape), 0) if len(shape) > 1 else 0
+        return groups
+    return {2: 1, 3: shape[0]}.get(len(shape), 0)

@@ -1,15 +1,14 @@
-"""How encoded outer gradients become their mean in every group: who encodes what for whom, and who
-sums it.
+"""How encoded outer gradients become their mean in every group.
 
-This is pure arithmetic on payloads; how they travel is the business of `comm.exchange`. In one hop,
-every group sends its whole shard to every other one. In two hops, each group sums one part of the
-shard and then sends its mean to all.
+This is pure arithmetic on payloads; `comm.exchange` carries them. In one hop, every group sends its
+whole shard to every other one. In two hops, each group sums one part of the shard and then sends
+its mean to all.
 """
 
-import ast
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import fsum, isfinite
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sdiloco.algorithm.weighting import Count
-from lightning_sdiloco.compression import Compression
+from lightning_sdiloco.compression import Compression, ErrorFeedback, State
 from lightning_sdiloco.memory import new_vector
 
 
@@ -46,18 +45,19 @@ class AllReduce:
         self.groups = groups
         self.compression = compression
         self._mixing = mixing
+        self._step = 0
 
-    def at(self, step: int, choice: int = 0) -> "AllReduce":
+    def at(self, step: int, choice: int | None = None) -> "AllReduce":
         """Returns the all-reduce for the launch after an inner step: itself, unless chance or its
         sender decides.
         """
-        compression = self.compression.at(step).chosen(choice)
-        return self if compression is self.compression else self._with(compression)
-
-    def _with(self, compression: Compression) -> "AllReduce":
-        other = copy(self)
-        other.compression = compression
-        return other
+        compression = self.compression.at(step, choice)
+        if compression is self.compression:
+            return self
+        all_reduce = copy(self)
+        all_reduce.compression = compression
+        all_reduce._step = step
+        return all_reduce
 
     def part_numel(self, numel: int, group: int = 0) -> int:
         """Returns how many values of a shard of ``numel`` every other group sends to a group."""
@@ -111,28 +111,32 @@ class AllReduce:
         choices: Sequence[int] | None = None,
     ) -> Tensor:
         """Computes, in one process that has everything, the mean that all groups would get."""
-        each = zip(gradients, memories, tunings or [None] * len(gradients), strict=True)
-        codes = [
-            self._with(self.compression.chosen(choice))
-            for choice in choices or [0] * len(gradients)
-        ]
-        sent = [code.encode(*own).payloads for code, own in zip(codes, each, strict=True)]
-        payloads = []
+        tunings = tunings or [None] * self.groups
+        like = gradients[0]
+        sent = []
+        for group, gradient in enumerate(gradients):
+            sender = self
+            if choices is not None:
+                sender = self.at(self._step, choices[group])
+            sent.append(sender.encode(gradient, memories[group], tunings[group]).payloads)
+        second_payloads = []
         for group, residual in enumerate(residuals):
-            mean = self.mean([to[group] for to in sent], count, gradients[0], group)
+            mean = self.mean([payloads[group] for payloads in sent], count, like, group)
             hop = self.second_hop(mean, residual)
             if hop is None:
                 return mean
-            payloads.append(hop.payload)
-        return self.assemble(payloads, like=gradients[0])
+            second_payloads.append(hop.payload)
+        return self.assemble(second_payloads, like)
 
     def payload_bytes(self, numel: int, group: int = 0) -> int:
         """Returns the bytes of the payload for a group: the most, where they vary."""
         part = self.part_numel(numel, group)
-        return self.compression.wire_bytes(part) if part else 0
+        if not part:
+            return 0
+        return self.compression.wire_bytes(part)
 
     def second_hop_bytes(self, numel: int, group: int = 0) -> int:
-        """Returns the bytes that a group sends to each other one in its second hop; 0 if there is
+        """Returns the bytes that a group sends to each other one in its second hop; 0: it has
         none.
         """
         return 0
@@ -142,27 +146,22 @@ class AllReduce:
         return None
 
     def bytes_to_others(self, numel: int, group: int) -> int:
-        """Returns the bytes that a group sends to all others for a shard, control vectors left
-        out.
+        """Returns the bytes that a group sends to all others for a shard, without control
+        vectors.
         """
-        first = sum(
-            self.payload_bytes(numel, other) for other in range(self.groups) if other != group
-        )
-        return first + (self.groups - 1) * self.second_hop_bytes(numel, group)
+        receivers = [receiver for receiver in range(self.groups) if receiver != group]
+        first_hop = sum(self.payload_bytes(numel, receiver) for receiver in receivers)
+        return first_hop + len(receivers) * self.second_hop_bytes(numel, group)
 
     def _encode(
         self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None
     ) -> Encoded:
         if not gradient.numel():
             return Encoded([_nothing(gradient)], None)
-        values = _sum(gradient, memory)
-        tuning = self.compression.tuning(values, tuning)
-        payload = self.compression.tuned(tuning).encode(values)
-        # It goes before there is what is remembered, which is as long.
-        del values
-        return Encoded(
-            [payload], self.compression.remembered(gradient, memory, payload, self._mixing), tuning
+        payload, state = self.compression.encode_launch(
+            gradient, State(memory, tuning), self._mixing
         )
+        return Encoded([payload], state.memory, state.tuning)
 
 
 class TwoShotAllReduce(AllReduce):
@@ -185,55 +184,55 @@ class TwoShotAllReduce(AllReduce):
         return self._part_numels(numel)[group]
 
     def _part_numels(self, numel: int) -> list[int]:
-        """Returns the length of each part. Equal ones hold up to a value for each group more,
-        which are padding.
-        """
+        """Returns the length of each part. Equal ones are padded to one length."""
         if self._shares is None:
             return [-(-numel // self.groups)] * self.groups
-        borders = [round(numel * fsum(self._shares[:group])) for group in range(self.groups)] + [
-            numel
-        ]
-        return [after - before for before, after in zip(borders, borders[1:], strict=False)]
+        starts = [round(numel * fsum(self._shares[:group])) for group in range(self.groups)]
+        return [end - start for start, end in pairwise([*starts, numel])]
 
     @override
     def encode(
         self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None
     ) -> Encoded:
-        assert not self.compression.varies(), "check_exchange has refused it"
+        assert not self.compression.traits.varies, "check_exchange has refused it"
         payloads = list[Tensor]()
+        new_memory = None
         start = 0
-        remembered = None
         for numel in self._part_numels(gradient.numel()):
-            where = slice(start, min(start + numel, gradient.numel()))
-            before = None if memory is None else _padded(memory[where], numel)
-            encoded = self._encode(_padded(gradient[where], numel), before)
+            part = slice(start, min(start + numel, gradient.numel()))
+            part_memory = None
+            if memory is not None:
+                part_memory = _padded(memory[part], numel)
+            encoded = self._encode(_padded(gradient[part], numel), part_memory)
             payloads += encoded.payloads
             if encoded.memory is not None:
-                # One for all parts: joined at the end, they would be there twice.
-                remembered = (
-                    new_vector(gradient.numel(), gradient.device)
-                    if remembered is None
-                    else remembered
-                )
-                remembered[where] = encoded.memory[: where.stop - where.start]
-            start = where.stop
-        return Encoded(payloads, remembered)
+                # One vector for all parts: joining them at the end would hold each one twice.
+                if new_memory is None:
+                    new_memory = new_vector(gradient.numel(), gradient.device)
+                new_memory[part] = encoded.memory[: part.stop - part.start]
+            start = part.stop
+        return Encoded(payloads, new_memory)
 
     @override
     def second_hop(self, mean: Tensor, residual: Tensor | None) -> SecondHop:
         if not mean.numel():
             return SecondHop(_nothing(mean), mean)
-        payload = self.compression.encode(_sum(mean, residual))
-        return SecondHop(payload, self.compression.residual(mean, residual, payload, self._mixing))
+        # The loss of the second rounding is added to the next mean, whatever the compression.
+        feedback = self.compression
+        if not feedback.traits.remembers:
+            feedback = ErrorFeedback(feedback)
+        payload, state = feedback.encode_launch(mean, State(residual), self._mixing)
+        assert state.memory is not None, "error feedback remembers its loss"
+        return SecondHop(payload, state.memory)
 
     @override
     def assemble(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
-        parts = self._part_numels(like.numel())
-        whole = new_vector(sum(parts), like.device)
-        for payload, values in zip(payloads, whole.split(parts), strict=True):
-            if values.numel():
-                self.compression.decode(payload, values)
-        return whole[: like.numel()]
+        numels = self._part_numels(like.numel())
+        mean = new_vector(sum(numels), like.device)
+        for payload, part in zip(payloads, mean.split(numels), strict=True):
+            if part.numel():
+                self.compression.decode(payload, part)
+        return mean[: like.numel()]
 
     @override
     def decode_own(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -245,22 +244,9 @@ class TwoShotAllReduce(AllReduce):
 
     @override
     def second_hops(self, numel: int) -> list[int] | None:
-        return (
-            None
-            if self._shares is None
-            else [self.payload_bytes(numel, group) for group in range(self.groups)]
-        )
-
-
-def _sum(values: Tensor, memory: Tensor | None) -> Tensor:
-    """Returns values with what is remembered of earlier ones, in memory that goes back to the
-    system.
-    """
-    return (
-        values
-        if memory is None
-        else torch.add(values, memory, out=new_vector(values.numel(), values.device))
-    )
+        if self._shares is None:
+            return None
+        return [self.payload_bytes(numel, group) for group in range(self.groups)]
 
 
 def _padded(values: Tensor, numel: int) -> Tensor:
@@ -298,8 +284,8 @@ class TwoShot:
             ``"by_bandwidth"`` to suit the links; or ``"equal"``, which is ``exchange="two_shot"``.
         links: Gbit/s of each group's link, in their order, for ``"by_bandwidth"``. If left out, a
             Trainer measures the links before the first launch.
-        backend: What carries outer gradients between worker groups: ``"gloo"``, or ``"nccl"`` from
-            CUDA device to CUDA device. The result is the same, bit for bit.
+        backend: The library that carries outer gradients between worker groups: ``"gloo"``, or
+            ``"nccl"`` from CUDA device to CUDA device. The result is the same, bit for bit.
 
     Raises:
         ValueError: If there are neither shares nor links to use, or both.
@@ -320,34 +306,26 @@ class TwoShot:
             raise ValueError(
                 f"backend={self.backend!r} is unknown. It is 'gloo', the default, or 'nccl'."
             )
-        if isinstance(self.parts, str):
-            if self.parts not in ("equal", "by_bandwidth"):
-                raise ValueError(
-                    f"parts={self.parts!r} is unknown. It is 'by_bandwidth', 'equal', or a list"
-                    " of shares."
-                )
-        else:
+        if not isinstance(self.parts, str):
             parts = _numbers("parts", self.parts, may_be_zero=True)
-            if abs(fsum(parts) - 1) > _ROUNDED:
-                raise ValueError(
-                    f"parts={self.parts!r} add up to {fsum(parts):g}: the shares of all groups"
-                    " must add up to 1. Give"
-                    f" {[float(f'{part / fsum(parts):.3g}') for part in parts]} for parts in"
-                    " this proportion."
-                )
+            _check_sum(self.parts)
             object.__setattr__(self, "parts", parts)
+        elif self.parts not in ("equal", "by_bandwidth"):
+            raise ValueError(
+                f"parts={self.parts!r} is unknown. It is 'by_bandwidth', 'equal', or a list of"
+                " shares."
+            )
         if self.links is not None:
             if self.parts != "by_bandwidth":
                 raise ValueError(
-                    f"links={self.links!r} was given with parts={self.parts!r}, which does not"
-                    " use it. Leave links out,"
-                    " or choose parts='by_bandwidth'."
+                    f"links={self.links!r} was given with parts={self.parts!r}, which does not use"
+                    " it. Leave links out, or choose parts='by_bandwidth'."
                 )
             object.__setattr__(self, "links", _numbers("links", self.links, may_be_zero=False))
 
     @property
     def lacks_links(self) -> bool:
-        """Whether the links must be measured first."""
+        """True if the links must be measured first."""
         return self.parts == "by_bandwidth" and self.links is None
 
     def over(self, links: Sequence[float]) -> "TwoShot":
@@ -355,8 +333,8 @@ class TwoShot:
         are alike.
         """
         fastest = max(links)
-        rounded = [fastest if link >= (1 - _ALIKE) * fastest else link for link in links]
-        return replace(self, links=[float(f"{link:.3g}") for link in rounded])
+        alike = [link if link < (1 - _ALIKE) * fastest else fastest for link in links]
+        return replace(self, links=[float(f"{link:.3g}") for link in alike])
 
     def shares(self, groups: int) -> tuple[float, ...] | None:
         """Returns the share of each group, which add up to 1; None for equal parts.
@@ -369,55 +347,72 @@ class TwoShot:
         """
         if self.lacks_links:
             raise ValueError(
-                f"exchange={self!r} does not say what the links carry, and only a Trainer"
-                " measures them. Give the"
-                " Gbit/s of each group, such as TwoShot('by_bandwidth', links=[1, 1, 0.5]);"
-                " sdiloco doctor measures"
-                " them."
+                f"exchange={self!r} does not say what the links carry, and only a Trainer measures"
+                " them. Give the Gbit/s of each group, such as TwoShot('by_bandwidth', links=[1,"
+                " 1, 0.5]); sdiloco doctor measures them."
             )
-        given = self.links if self.links is not None else self.parts
-        if given == "equal" or isinstance(given, str):
+        numbers = self.links
+        if numbers is None and not isinstance(self.parts, str):
+            numbers = self.parts
+        if numbers is None:
             return None
-        if len(given) != groups:
+        if len(numbers) != groups:
             raise ValueError(
-                f"exchange={self!r} has {len(given)} numbers for {groups} worker groups. Give"
+                f"exchange={self!r} has {len(numbers)} numbers for {groups} worker groups. Give"
                 " one for each."
             )
-        if self.links is not None and groups > 2:
+        if self.links is not None:
+            if groups <= 2:
+                return None
             # The least time in which a payload of 1 can go through all links with shares that add
-            # up to 1 allows each group so much. Where that is more than enough in all, all take the
-            # same part of what they may.
-            least = max(1 / min(given), (2 * groups - 2) / fsum(given))
-            given = [max(0.0, (link * least - 1) / (groups - 2)) for link in given]
-        elif self.links is not None:
+            # up to 1 allows each group so much. If these sums are more than 1, all groups take the
+            # same part of them.
+            least_time = max(1 / min(numbers), (2 * groups - 2) / fsum(numbers))
+            numbers = [max(0.0, (link * least_time - 1) / (groups - 2)) for link in numbers]
+        shares = tuple(number / fsum(numbers) for number in numbers)
+        if len(set(shares)) == 1:
             return None
-        shares = tuple(one / fsum(given) for one in given)
-        return None if len(set(shares)) == 1 else shares
+        return shares
 
     @staticmethod
-    def read(text: str, backend: str) -> "TwoShot | str":
-        """Returns the exchange with this ``repr``, as checkpoints hold it: a name, or one like
-        this.
-        """
-        call = ast.parse(text, mode="eval").body
-        if not isinstance(call, ast.Call):
-            return f"{ast.literal_eval(call)}:{backend}"
-        given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        return TwoShot(given["parts"], given["links"], backend)  # type: ignore[arg-type]
+    def read(data: Any, backend: Any) -> "TwoShot | str":
+        """Returns the exchange of these data, as checkpoints hold it: a name, or one like this."""
+        if isinstance(data, str):
+            return f"{data}:{backend}"
+        return TwoShot(**data["fields"], backend=backend)
 
 
-def _numbers(name: str, given: Sequence[float], may_be_zero: bool) -> tuple[float, ...]:
-    are_numbers = isinstance(given, Sequence) and all(
-        isinstance(one, (int, float)) and not isinstance(one, bool) and isfinite(one)
-        for one in given
-    )
-    if not are_numbers or not any(given) or min(given) < 0 or (min(given) == 0 and not may_be_zero):
-        rule = "numbers that are not negative, and not all 0" if may_be_zero else "positive numbers"
+def _numbers(name: str, numbers: Sequence[float], may_be_zero: bool) -> tuple[float, ...]:
+    rule = "positive numbers"
+    if may_be_zero:
+        rule = "numbers that are not negative, and not all 0"
+    if not isinstance(numbers, Sequence) or not all(map(_is_number, numbers)):
+        is_right = False
+    elif may_be_zero:
+        is_right = any(numbers) and min(numbers) >= 0
+    else:
+        is_right = any(numbers) and min(numbers) > 0
+    if not is_right:
         raise ValueError(
-            f"{name}={given!r} is out of range: it must be a list of {rule}, one for each worker"
+            f"{name}={numbers!r} is out of range: it must be a list of {rule}, one for each worker"
             " group."
         )
-    return tuple(given)
+    return tuple(numbers)
+
+
+def _check_sum(parts: Sequence[float]) -> None:
+    total = fsum(parts)
+    if abs(total - 1) > _ROUNDED:
+        proportional = [float(f"{part / total:.3g}") for part in parts]
+        raise ValueError(
+            f"parts={parts!r} add up to {total:g}: the shares of all groups must add up to 1. Give"
+            f" {proportional} for parts in this proportion."
+        )
+
+
+def _is_number(number: Any) -> bool:
+    is_real = isinstance(number, (int, float)) and not isinstance(number, bool)
+    return is_real and isfinite(number)
 
 
 BACKENDS = ("gloo", "nccl")
@@ -434,35 +429,34 @@ def kind_and_backend(exchange: Any) -> tuple[Any, str]:
 
 
 def check_exchange(exchange: Any, compression: Compression) -> None:
-    """Raises an error for what is no exchange, or does not suit a compression."""
+    """Refuses an exchange that is unknown, or does not suit a compression."""
     kind, backend = kind_and_backend(exchange)
     is_two_shot = kind == "two_shot" or isinstance(kind, TwoShot)
     if not (is_two_shot or kind in ("auto", "gather")) or backend not in BACKENDS:
         raise ValueError(
             f"exchange={exchange!r} is unknown. It is one of 'auto', 'gather', 'two_shot', or a"
-            " TwoShot, each over"
-            " 'gloo', on every device, or over 'nccl' between CUDA devices: 'auto:nccl'. Choose"
-            " one of them; 'auto' is"
-            " the default."
+            " TwoShot, each over 'gloo', on every device, or over 'nccl' between CUDA devices:"
+            " 'auto:nccl'. Choose one of them; 'auto' is the default."
         )
-    if is_two_shot and (compression.varies() or compression.counts_senders()):
-        why = (
-            "its payloads differ in length"
-            if compression.varies()
-            else "over='senders' asks who sent a value"
-        )
+    if not is_two_shot:
+        return
+    why = ""
+    if compression.traits.varies:
+        why = "its payloads differ in length"
+    elif compression.traits.counts_senders:
+        why = "over='senders' asks who sent a value"
+    if why:
         raise ValueError(
             f"exchange={exchange!r} was given with compression={compression!r}: {why}, but the"
-            " mean sent in the second"
-            " shot shows neither and does not fit into such a payload. Leave exchange out, or"
-            " choose 'gather'."
+            " mean sent in the second shot shows neither and does not fit into such a payload."
+            " Leave exchange out, or choose 'gather'."
         )
 
 
 def is_two_shot(exchange: str | TwoShot, groups: int, compression: Compression) -> bool:
     kind, _ = kind_and_backend(exchange)
     if kind == "auto":
-        return groups > 2 and compression.suits_sums()
+        return groups > 2 and compression.traits.suits_sums
     return kind == "two_shot" or isinstance(kind, TwoShot)
 
 
@@ -474,5 +468,7 @@ def all_reduce_for(
     """
     if not is_two_shot(exchange, groups, compression):
         return AllReduce(groups, compression, mixing)
-    shares = exchange.shares(groups) if isinstance(exchange, TwoShot) else None
+    shares = None
+    if isinstance(exchange, TwoShot):
+        shares = exchange.shares(groups)
     return TwoShotAllReduce(groups, compression, mixing, shares)

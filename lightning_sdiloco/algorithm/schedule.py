@@ -1,10 +1,9 @@
-"""When fragments launch and land: arithmetic on the number of the inner step, and on what all
-groups heard.
+"""When fragments launch and land: arithmetic on the number of the inner step, and on the landings
+that all groups have seen.
 """
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -25,8 +24,8 @@ class DenseBeginning:
         sync_every: Inner steps between two launches of the same fragment in them, at most half of
             the run's ``sync_every``.
         overlap_steps: Inner steps from a launch to its landing in them, less than their
-            ``sync_every``. None: half of their ``sync_every``, or the run's ``overlap_steps`` where
-                that is less.
+            ``sync_every``. None: half of their ``sync_every``, or the run's ``overlap_steps`` if
+            that is less.
 
     Raises:
         ValueError: If an argument is out of its range. The message names the argument.
@@ -59,8 +58,7 @@ class DenseBeginning:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(
                 f"dense_beginning.{name}={value!r} is not possible: it must be a whole number of"
-                f" at least {least}."
-                " Choose another one; dense_beginning=None is none."
+                f" at least {least}. Choose another one; dense_beginning=None is none."
             )
 
     @property
@@ -82,20 +80,16 @@ class DenseBeginning:
             (DenseBeginning(rounds=1, sync_every=4, overlap_steps=None), None)
         """
         rounds = max(0, self.steps - step) // self.sync_every
-        return replace(self, rounds=rounds) if rounds else None
+        if not rounds:
+            return None
+        return replace(self, rounds=rounds)
 
     @staticmethod
-    def read(text: str) -> "DenseBeginning | None":
-        """Reads it from its ``repr``, or that of None.
-
-        Examples:
-            >>> DenseBeginning.read(repr(DenseBeginning(rounds=3))) == DenseBeginning(rounds=3)
-            True
-        """
-        found = dict(re.findall(r"(\w+)=(\d+)", text))
-        return (
-            DenseBeginning(**{name: int(value) for name, value in found.items()}) if found else None
-        )
+    def read(data: Any) -> "DenseBeginning | None":
+        """Returns the dense beginning of these data, as checkpoints hold it."""
+        if data is None:
+            return None
+        return DenseBeginning(**data["fields"])
 
 
 @dataclass(frozen=True)
@@ -141,21 +135,29 @@ class Schedule:
     @property
     def dense_rounds(self) -> int:
         """How many rounds of every fragment the dense beginning has."""
-        return self.dense.rounds if self.dense else 0
+        if self.dense is None:
+            return 0
+        return self.dense.rounds
 
     @property
     def dense_steps(self) -> int:
         """After how many inner steps the rounds of ``sync_every`` inner steps are counted."""
-        return self.dense.steps if self.dense else 0
+        if self.dense is None:
+            return 0
+        return self.dense.steps
 
     @property
     def first_launch(self) -> int:
         """The inner step after which the first fragment launches."""
-        return self.dense.sync_every if self.dense else self.sync_every
+        if self.dense is None:
+            return self.sync_every
+        return self.dense.sync_every
 
     @property
     def _dense_overlap(self) -> int:
-        return self.dense.overlap(self.overlap_steps) if self.dense else 0
+        if self.dense is None:
+            return 0
+        return self.dense.overlap(self.overlap_steps)
 
     def is_dense(self, step: int) -> bool:
         """Returns whether a launch after an inner step belongs to the dense beginning."""
@@ -168,11 +170,15 @@ class Schedule:
 
     def overlap_of(self, step: int) -> int:
         """Returns how many inner steps a fragment flies that launches after an inner step."""
-        return self._dense_overlap if self.is_dense(step) else self.overlap_steps
+        if self.is_dense(step):
+            return self._dense_overlap
+        return self.overlap_steps
 
     def overlap_of_round(self, round: int) -> int:
         """Returns how many inner steps a fragment flies in a round, from 1."""
-        return self._dense_overlap if self.is_dense_round(round) else self.overlap_steps
+        if self.is_dense_round(round):
+            return self._dense_overlap
+        return self.overlap_steps
 
     def offset(self, fragment: int) -> int:
         """Returns by how many inner steps the launches of a fragment are shifted (t_p in the
@@ -190,14 +196,12 @@ class Schedule:
             [2, 6, 10, 38, 58]
         """
         if self.dense is not None and self.is_dense_round(round):
-            return (
-                round * self.dense.sync_every + fragment * self.dense.sync_every // self.fragments
-            )
-        return (
-            self.dense_steps + (round - self.dense_rounds) * self.sync_every + self.offset(fragment)
-        )
+            offset = fragment * self.dense.sync_every // self.fragments
+            return round * self.dense.sync_every + offset
+        later_rounds = round - self.dense_rounds
+        return self.dense_steps + later_rounds * self.sync_every + self.offset(fragment)
 
-    # What is due
+    # Fragments that are due
 
     def launches(self, step: int) -> tuple[int, ...]:
         """Returns the fragments that launch after inner step ``step``, in order.
@@ -220,12 +224,9 @@ class Schedule:
         """Returns the fragments that launched after one inner step, if that was a dense one, or
         after another.
         """
-        if (
-            self.dense is not None
-            and self.dense.sync_every <= dense_launch
-            and self.is_dense(dense_launch)
-        ):
-            return self._with_offset(dense_launch % self.dense.sync_every, self.dense.sync_every)
+        dense = self.dense
+        if dense is not None and self.is_dense(dense_launch) and dense_launch >= dense.sync_every:
+            return self._with_offset(dense_launch % dense.sync_every, dense.sync_every)
         since = launch - self.dense_steps
         if since < self.sync_every:
             return ()
@@ -234,7 +235,8 @@ class Schedule:
     def _with_offset(self, offset: int, sync_every: int) -> tuple[int, ...]:
         """Returns the fragments with that offset in rounds of some inner steps."""
         # From the first fragment whose offset is at least this one to the first with a larger one.
-        first, end = (-(-at * self.fragments // sync_every) for at in (offset, offset + 1))
+        first = -(-offset * self.fragments // sync_every)
+        end = -(-(offset + 1) * self.fragments // sync_every)
         return tuple(range(first, end))
 
     # A run as a whole
@@ -257,8 +259,8 @@ class Schedule:
             >>> Schedule(sync_every=100, overlap_steps=5, fragments=8).rounds_in(300)
             2
         """
-        after = steps - self.dense_steps - self.overlap_steps
-        return max(0, (after - self.offset(self.fragments - 1)) // self.sync_every)
+        last_launch = steps - self.dense_steps - self.overlap_steps
+        return max(0, (last_launch - self.offset(self.fragments - 1)) // self.sync_every)
 
     def launches_in(self, fragment: int, steps: int) -> tuple[int, int]:
         """Returns how often a fragment launches in a run of ``steps`` inner steps: in its dense
@@ -269,11 +271,12 @@ class Schedule:
             >>> [schedule.launches_in(1, steps) for steps in (5, 6, 37, 38)]
             [(0, 0), (1, 0), (2, 0), (2, 1)]
         """
-        dense = 0
+        dense_launches = 0
         if self.dense is not None:
-            since = steps - fragment * self.dense.sync_every // self.fragments
-            dense = min(self.dense.rounds, max(0, since) // self.dense.sync_every)
-        return dense, max(0, steps - self.dense_steps - self.offset(fragment)) // self.sync_every
+            since_offset = steps - fragment * self.dense.sync_every // self.fragments
+            dense_launches = min(self.dense.rounds, max(0, since_offset) // self.dense.sync_every)
+        since_offset = steps - self.dense_steps - self.offset(fragment)
+        return dense_launches, max(0, since_offset) // self.sync_every
 
     def longest_wait(self, since: int = 0) -> int:
         """Returns the most inner steps until a request has travelled with the next launch and
@@ -289,18 +292,17 @@ class Schedule:
             (105, 30, 30)
         """
         # The rounds that have launched by then, and three more, of which the last two are alike.
-        dense, others = self.launches_in(0, since)
-        last = max(self.dense_rounds, dense + others) + 3
-        rounds = range(max(1, dense + others), last + 1)
-        launches = {
-            self.launch_of(fragment, number)
-            for number in rounds
-            for fragment in range(self.fragments)
-        }
+        launched_rounds = sum(self.launches_in(0, since))
+        last_round = max(self.dense_rounds, launched_rounds) + 3
+        launches = set[int]()
+        for round in range(max(1, launched_rounds), last_round + 1):
+            launches.update(self.launch_of(fragment, round) for fragment in range(self.fragments))
         # The last round may be incomplete among these.
-        later = sorted(at for at in launches if since < at <= self.launch_of(0, last))
+        end = self.launch_of(0, last_round)
+        later = sorted(launch for launch in launches if since < launch <= end)
         return max(
-            after - before + self.overlap_of(after) for before, after in pairwise([since, *later])
+            launch - before + self.overlap_of(launch)
+            for before, launch in pairwise([since, *later])
         )
 
     def table(self, first: int = 1, last: int | None = None) -> str:
@@ -315,16 +317,12 @@ class Schedule:
         Returns:
             The table, with the columns step, launches, lands.
         """
-        last = (
-            self.dense_steps + 3 * self.sync_every - 1 + self.overlap_steps
-            if last is None
-            else last
-        )
+        if last is None:
+            last = self.dense_steps + 3 * self.sync_every - 1 + self.overlap_steps
         lines = [f"{'step':>4}  {'launches':<8}  lands"]
         for step in range(first, last + 1):
-            launches, landings = (
-                ", ".join(map(str, due)) for due in (self.launches(step), self.landings(step))
-            )
+            launches = ", ".join(map(str, self.launches(step)))
+            landings = ", ".join(map(str, self.landings(step)))
             if launches or landings:
                 lines.append(f"{step:>4}  {launches or '-':<8}  {landings or '-'}")
         return "\n".join(lines)
@@ -334,7 +332,7 @@ class Schedule:
 
 
 class Heard(NamedTuple):
-    """What all groups know of a launch once it has landed, the same in all of them.
+    """A launch as all groups know it once it has landed, the same in all of them.
 
     Attributes:
         fragment: The fragment.
@@ -413,9 +411,7 @@ class LaunchSchedule(ABC):
 
 @dataclass(frozen=True)
 class Every(LaunchSchedule):
-    """Launches every fragment every ``sync_every`` inner steps: the schedule itself, whatever is
-    heard.
-    """
+    """Launches every fragment every ``sync_every`` inner steps: the schedule itself."""
 
     def start(self, schedule: Schedule) -> Mapping[str, Any]:
         return {"sync_every": schedule.sync_every, "fragments": schedule.fragments}
@@ -464,60 +460,59 @@ class Selective(LaunchSchedule):
     most: int = 4
 
     def __post_init__(self) -> None:
-        for name, least in {"threshold": 0, "most": 1}.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(
-                value, (int, float) if name == "threshold" else int
-            ):
-                raise ValueError(
-                    f"{name}={value!r} is not a"
-                    f" {'number' if name == 'threshold' else 'whole number'}."
-                )
-            if not value >= least:
-                raise ValueError(
-                    f"{name}={value!r} is out of range: it must be at least {least}. Choose"
-                    " another one."
-                )
+        self._require("threshold", (int, float), "number", 0)
+        self._require("most", (int,), "whole number", 1)
+
+    def _require(self, name: str, kinds: Any, kind: str, least: int) -> None:
+        value: Any = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise ValueError(f"{name}={value!r} is not a {kind}.")
+        if not value >= least:
+            raise ValueError(
+                f"{name}={value!r} is out of range: it must be at least {least}. Choose another"
+                " one."
+            )
 
     def start(self, schedule: Schedule) -> Mapping[str, Any]:
-        first = [
-            schedule.sync_every + schedule.offset(fragment)
-            for fragment in range(schedule.fragments)
-        ]
+        fragments = range(schedule.fragments)
         return {
             "sync_every": schedule.sync_every,
-            "next": first,
-            "stride": [1] * schedule.fragments,
-            "rates": [[] for _ in first],
+            "next": [schedule.sync_every + schedule.offset(fragment) for fragment in fragments],
+            "stride": [1 for _ in fragments],
+            "rates": [[] for _ in fragments],
         }
 
     def due(self, state: Mapping[str, Any], step: int) -> tuple[int, ...]:
-        return tuple(fragment for fragment, at in enumerate(state["next"]) if at == step)
+        return tuple(fragment for fragment, launch in enumerate(state["next"]) if launch == step)
 
     def heard(self, state: Mapping[str, Any], landing: Heard) -> Mapping[str, Any]:
-        own = landing.fragment
-        before = state["rates"][landing.fragment]
         rates = [
             norm / max(1, steps) for norm, steps in zip(landing.norms, landing.trained, strict=True)
         ]
-        # Multiplied, not divided: a group may not have moved before.
-        is_calm = bool(landing.present) and any(before) and self.threshold > 0
-        is_calm = is_calm and all(
-            rates[group] == before[group] == 0
-            or abs(rates[group] - before[group]) < self.threshold * before[group]
-            for group in landing.present
-        )
-        stride = min(self.most, 2 * state["stride"][own]) if is_calm else 1
-        new = {
+        stride = 1
+        if self._is_calm(state["rates"][landing.fragment], rates, landing.present):
+            stride = min(self.most, 2 * state["stride"][landing.fragment])
+        of_fragment = {
             "next": landing.launched_at + stride * state["sync_every"],
             "stride": stride,
             "rates": rates,
         }
-        changed = {
-            name: [*state[name][:own], value, *state[name][own + 1 :]]
-            for name, value in new.items()
-        }
-        return {**state, **changed}
+        new_state = dict(state)
+        for name, value in of_fragment.items():
+            new_state[name] = list(state[name])
+            new_state[name][landing.fragment] = value
+        return new_state
+
+    def _is_calm(self, before: list[float], rates: list[float], present: Sequence[int]) -> bool:
+        """Returns whether no present group's rate has changed by as much as the threshold."""
+        if not present or not any(before) or self.threshold == 0:
+            return False
+        return all(
+            rates[group] == before[group] == 0
+            # Multiplied, not divided: a group may not have moved before.
+            or abs(rates[group] - before[group]) < self.threshold * before[group]
+            for group in present
+        )
 
     def longest_wait(self, schedule: Schedule, since: int = 0) -> int:
         return max(

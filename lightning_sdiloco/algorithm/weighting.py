@@ -1,7 +1,7 @@
-"""What groups say at a launch, and how much each counts in a mean: decided from that, and so alike
-in all of them.
+"""The control vector of a launch, and the weights of groups in a mean, which follow from it and so
+are alike in all groups.
 
-It needs no tensor: the hub of a federation asks the same guard.
+It needs no tensor: the hub of a federation uses the same guard.
 """
 
 import struct
@@ -25,7 +25,8 @@ CONTROL_BYTES = _CONTROL.size
 # The largest number of a half-precision float.
 _LONGEST_STEP = 65504.0
 
-Who = TypeVar("Who")
+Member = TypeVar("Member")
+"""A group by its number, or a site by its name."""
 
 GUARD = 10.0
 """How many times as long is too long, by default."""
@@ -51,13 +52,13 @@ class Control(NamedTuple):
     Attributes:
         fragment: The fragment that is launched.
         step: The inner step of the launch.
-        requests: What the rank asks of all groups, one bit each, such as to stop.
+        requests: Requests of the rank to all groups, one bit each, such as to stop.
         weight: Micro-batches that the group trained since its own last launch of the fragment, over
             its ranks.
         digest: Digest of the outer parameters and buffers of the fragment.
         norm_squared: Squared norm of the outer gradient.
         changed: Buffers of the fragment that changed since its last landing, one bit each.
-        finite: Whether the outer gradient is finite.
+        finite: True if the outer gradient is finite.
         step_time: Seconds of an inner step, to three digits; 0 if unknown.
 
     Examples:
@@ -88,21 +89,27 @@ class Control(NamedTuple):
     @staticmethod
     def unpacked(packed: bytearray | memoryview) -> "Control":
         """Reads a control vector back from its bytes."""
-        fragment, step, requests, step_time, *others, finite = _CONTROL.unpack(packed)
-        return Control._make([fragment, step, requests, *others, bool(finite), step_time])
+        fields = list(_CONTROL.unpack(packed))
+        step_time = fields.pop(3)
+        control = Control._make([*fields, step_time])
+        return control._replace(finite=bool(control.finite))
 
     @staticmethod
     def merged(ranks: Sequence["Control"]) -> "Control":
-        """Returns what a group says, given what its ranks say, so that all shards of a fragment
-        decide alike.
+        """Returns the control vector of a group, given those of its ranks, so that all shards of a
+        fragment decide alike.
 
-        A group has changed what one of its ranks has changed. It trained when all its ranks did.
+        A buffer has changed in a group if it has changed on one of its ranks. A group has trained
+        if all its ranks have.
         """
+        weight = 0
+        if all(rank.weight for rank in ranks):
+            weight = sum(rank.weight for rank in ranks)
         return ranks[0]._replace(
             changed=reduce(or_, (rank.changed for rank in ranks)),
             requests=reduce(or_, (rank.requests for rank in ranks)),
             finite=all(rank.finite for rank in ranks),
-            weight=sum(rank.weight for rank in ranks) if all(rank.weight for rank in ranks) else 0,
+            weight=weight,
             digest=combined([rank.digest for rank in ranks]),
             norm_squared=sum(rank.norm_squared for rank in ranks),
             step_time=max(rank.step_time for rank in ranks),
@@ -115,7 +122,7 @@ class Count(NamedTuple):
     Attributes:
         factors: The groups that count, in their order, each with the factor of its outer gradient.
             The mean is the sum of the products divided by the number of these groups: a factor of 1
-                changes no bit.
+            changes no bit.
         outlying: The groups that the guard leaves out.
 
     Examples:
@@ -157,7 +164,7 @@ class Weighing(ABC):
         >>> @dataclass(frozen=True)
         ... class Alike(Weighing):
         ...     def count(self, controls, state):
-        ...         counted = [group for group, own in enumerate(controls) if own.weight and own.finite]
+        ...         counted = [group for group, control in enumerate(controls) if control.weight and control.finite]
         ...         return Count(dict.fromkeys(counted, 1.0))
         >>> trained = Control(0, 100, requests=0, weight=50, digest=0, norm_squared=4.0, changed=0, finite=True)
         >>> Alike().count([trained, trained._replace(weight=0), trained], None).factors
@@ -177,8 +184,8 @@ class Weighing(ABC):
         """Decides how much each group counts.
 
         Args:
-            controls: What every group said at the launch. A group that is not finite, or whose
-                weight is 0, must not count.
+            controls: The control vector of every group. A group that is not finite, or whose weight
+                is 0, must not count.
             state: The state of the fragment.
         """
 
@@ -226,15 +233,15 @@ class Aggregation(Weighing):
     def count(self, controls: Sequence[Control], state: Sequence[Sequence[float]] = ()) -> Count:
         candidates = may_count(controls)
         norms = {group: controls[group].norm for group in candidates}
-        out = (
-            () if self.guard is None else tuple(outlying(norms, dict(enumerate(state)), self.guard))
-        )
-        factors = by_training(controls, [group for group in candidates if group not in out])
+        outliers = tuple[int, ...]()
+        if self.guard is not None:
+            outliers = tuple(outlying(norms, dict(enumerate(state)), self.guard))
+        factors = by_training(controls, [group for group in candidates if group not in outliers])
         if self.clip_norm is not None:
             for group in factors:
                 if norms[group] > self.clip_norm:
                     factors[group] *= self.clip_norm / norms[group]
-        return Count(factors, out)
+        return Count(factors, outliers)
 
     @override
     def heard(
@@ -250,30 +257,35 @@ class Aggregation(Weighing):
         joined = self.start(groups)
         for group, norms in enumerate(joined):
             newest_first = zip(*(reversed(state[group]) for state in states), strict=False)
-            norms += [hypot(*of_a_round) for of_a_round in newest_first]
+            norms += [hypot(*norms_of_round) for norms_of_round in newest_first]
             norms.reverse()
         return joined
 
 
 def remembered(norms: Sequence[Sequence[float]], controls: Sequence[Control]) -> list[list[float]]:
     """Returns the norms to remember once a flight has landed; see `Aggregation`."""
-    new = {group: [controls[group].norm] for group in may_count(controls)}
-    return [[*last, *new.get(group, [])][-REMEMBERED:] for group, last in enumerate(norms)]
+    last_norms = [list(norms_of_group) for norms_of_group in norms]
+    for group in may_count(controls):
+        last_norms[group].append(controls[group].norm)
+    return [norms_of_group[-REMEMBERED:] for norms_of_group in last_norms]
 
 
-# The guard: whose outer gradient is too long to count, against its own past and what the others of
-# its round are against theirs
+# The guard: an outer gradient is too long to count, compared with the past of its group, and with
+# the growth of the other groups in this round
 
 
-def usual(who: Who, norms: Mapping[Who, float], past: Mapping[Who, Sequence[float]]) -> float:
-    """Returns how long an outer gradient usually is; 0 where that is not known.
+def usual(
+    member: Member, norms: Mapping[Member, float], past: Mapping[Member, Sequence[float]]
+) -> float:
+    """Returns how long an outer gradient usually is; 0 if that is not known.
 
-    It is the median of the group's own last norms, of which there must be four. Where the others of
-    the round are longer than their own medians, it grows by the median of these ratios, since the
-    training has changed. It is at least the median of the others' norms, if there are two.
+    It is the median of the group's own last norms, of which there must be four. If the other norms
+    of the round are longer than the medians of their groups, it grows by the median of these
+    ratios, since the training has changed. It is at least the median of the other norms, if there
+    are two.
 
     Args:
-        who: Whose outer gradient.
+        member: The group or site.
         norms: The norms of all that could count in a round.
         past: The last norms of each, at most eight.
 
@@ -283,32 +295,36 @@ def usual(who: Who, norms: Mapping[Who, float], past: Mapping[Who, Sequence[floa
         >>> usual("a", {"a": 40.0, "b": 6.0}, {"a": [2.0] * 4, "b": [3.0] * 4})
         4.0
     """
-    own_median = _median_of_past(past.get(who, ()))
+    own_median = _median_of_past(past.get(member, ()))
     if not own_median:
         return 0.0
-    others = [other for other in norms if other != who]
     growths = list[float]()
-    for other in others:
-        other_median = _median_of_past(past.get(other, ()))
-        if 0 < other_median < inf:
-            growths.append(norms[other] / other_median)
-    growth = median_high(growths) if growths else 1.0
-    grown = own_median * max(1.0, growth)
-    return (
-        max(grown, median_high([norms[other] for other in others]))
-        if len(others) >= _OTHERS
-        else grown
-    )
+    peer_norms = list[float]()
+    for peer, norm in norms.items():
+        if peer == member:
+            continue
+        peer_norms.append(norm)
+        peer_median = _median_of_past(past.get(peer, ()))
+        if 0 < peer_median < inf:
+            growths.append(norm / peer_median)
+    usual_norm = own_median
+    if growths:
+        usual_norm *= max(1.0, median_high(growths))
+    if len(peer_norms) >= _OTHERS:
+        return max(usual_norm, median_high(peer_norms))
+    return usual_norm
 
 
 def _median_of_past(last: Sequence[float]) -> float:
     """Returns the median of a group's last norms; 0 while there are too few."""
-    return median(last) if len(last) >= _ENOUGH else 0.0
+    if len(last) < _ENOUGH:
+        return 0.0
+    return median(last)
 
 
 def outlying(
-    norms: Mapping[Who, float], past: Mapping[Who, Sequence[float]], guard: float
-) -> dict[Who, float]:
+    norms: Mapping[Member, float], past: Mapping[Member, Sequence[float]], guard: float
+) -> dict[Member, float]:
     """Returns the outliers, each with how many times as long as usual it is.
 
     A group without enough norms of its own is none: its data may be unlike the others'. If all are
@@ -322,16 +338,18 @@ def outlying(
         >>> outlying({"a": 9.5, "b": 10.5}, {"a": [1.0] * 4, "b": [1.0] * 4}, guard=10.0)
         {}
     """
-    far = dict[Who, float]()
-    for who, norm in norms.items():
-        usual_norm = usual(who, norms, past)
+    outliers = dict[Member, float]()
+    for member, norm in norms.items():
+        usual_norm = usual(member, norms, past)
         if usual_norm > 0 and norm / usual_norm > guard:
-            far[who] = norm / usual_norm
-    return far if len(far) < len(norms) else {}
+            outliers[member] = norm / usual_norm
+    if len(outliers) == len(norms):
+        return {}
+    return outliers
 
 
 class Weighed(NamedTuple):
-    """What a weighing knows of all groups, by the parameters of each fragment: it survives another
+    """The states of a weighing, by the parameters of each fragment, so that they survive another
     cut.
 
     Attributes:
@@ -349,13 +367,13 @@ class Weighed(NamedTuple):
         number of groups.
         """
         sources = {
-            before: state
-            for before, state in self.states.items()
-            if not set(before).isdisjoint(names)
+            names_before: state
+            for names_before, state in self.states.items()
+            if not set(names_before).isdisjoint(names)
         }
-        is_known = set(names) <= {name for before in sources for name in before}
-        # Other groups are not those that were weighed, and what was never trained has no norms.
-        if not is_known or (text, groups) != (self.weighing, self.groups):
+        all_were_weighed = set(names) <= set[str]().union(*sources)
+        # Another number of groups are other groups, and parameters that were frozen have no norms.
+        if not all_were_weighed or text != self.weighing or groups != self.groups:
             return weighing.start(groups)
         if tuple(names) in sources:
             return sources[tuple(names)]
@@ -380,7 +398,7 @@ class Exclusions:
         self._last_left_out: dict[int, int] = {}
 
     def begins(self, group: int, step: int, sync_every: int) -> bool:
-        """Notes that a group was left out of a launch after an inner step; returns whether that is
+        """Notes that a group was left out of a launch after an inner step; returns True if that is
         news.
         """
         last = self._last_left_out.get(group)
@@ -411,10 +429,9 @@ class Absences:
         if lost:
             raise AgreementError(
                 f"The outer gradient of worker group {', '.join(map(str, lost))} was not finite"
-                f" {_MOST_LEFT_OUT} times"
-                " in a row: the other groups train without it. Look at that group's data and"
-                " learning rate, and resume"
-                " from a checkpoint, for example with gradient clipping."
+                f" {_MOST_LEFT_OUT} times in a row: the other groups train without it. Look at"
+                " that group's data and learning rate, and resume from a checkpoint, for example"
+                " with gradient clipping."
             )
 
     def state_dict(self) -> dict[str, Any]:

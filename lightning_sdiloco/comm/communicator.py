@@ -1,14 +1,15 @@
-"""What travels among the ranks of one process group: tensors by collectives, whatever its backend,
-and plain values.
+"""Communication among the ranks of one process group: collectives of tensors, whatever the backend,
+and of plain values.
 
-Plain are None, truth values, numbers, texts, bytes, tensors, and lists, tuples, sets and
-dictionaries of these. They travel as JSON, with the bytes of tensors behind it, and nothing that
-comes is executed. A named tuple arrives as a tuple; the sender of one makes one of it again.
+Plain values are None, truth values, numbers, texts, bytes, tensors, and lists, tuples, sets and
+dictionaries of these. They travel as JSON, followed by the bytes of tensors, and nothing that
+arrives is executed. A named tuple arrives as a tuple, which the caller turns into a named one.
 """
 
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -35,15 +36,17 @@ class Communicator:
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = process_group
-        self.size = 1 if process_group is None else dist.get_world_size(process_group)
-        self.rank = 0 if process_group is None else dist.get_rank(process_group)
-        self.is_on_host = process_group is not None and dist.get_backend(process_group) in (
-            "gloo",
-            SHARED,
-        )
+        self.size = 1
+        self.rank = 0
+        # Tensors on another device are copied to the host before they are sent.
+        self.is_on_host = False
+        if process_group is not None:
+            self.size = dist.get_world_size(process_group)
+            self.rank = dist.get_rank(process_group)
+            self.is_on_host = dist.get_backend(process_group) in ("gloo", SHARED)
 
     def begun(self) -> int:
-        """Returns how many collectives anybody has begun in the process group on this rank, with
+        """Returns how many collectives this rank has begun in the process group, by any code, with
         gloo and NCCL.
         """
         group = self.process_group
@@ -67,14 +70,12 @@ class Communicator:
         return [to_device(part, tensor.device) for part in received]
 
     def all_gather_with_gradients(self, tensor: Tensor) -> Tensor:
-        """Returns the tensors of all ranks, stacked; gradients flow back to the rank that each is
-        from.
-        """
+        """Returns the tensors of all ranks, stacked; gradients flow back to their ranks."""
         gathered: Tensor = _AllGather.apply(tensor, self)
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Returns what the ranks hold for this one: their parts of that number along the first
+        """Returns the parts that all ranks hold for this one, those at its number along the first
         dimension, stacked.
         """
         if self.size == 1:
@@ -85,18 +86,18 @@ class Communicator:
         return to_device(received, tensor.device)
 
     def all_to_all_vectors(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Sends every rank its part; returns what came from each, of these sizes: flat tensors of
+        """Sends every rank its part; returns those from all ranks, of these sizes: flat tensors of
         one dtype.
         """
         if self.size == 1:
             return list(parts)
         sent = [self._staged(part).contiguous() for part in parts]
         lengths = [part.numel() for part in sent]
-        whole = sent[self.rank].new_empty(sum(sizes))
+        received = sent[self.rank].new_empty(sum(sizes))
         dist.all_to_all_single(
-            whole, torch.cat(sent), list(sizes), lengths, group=self.process_group
+            received, torch.cat(sent), list(sizes), lengths, group=self.process_group
         )
-        return [to_device(part, parts[0].device) for part in whole.split(list(sizes))]
+        return [to_device(part, parts[0].device) for part in received.split(list(sizes))]
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Returns the plain values of all ranks, in the order of the ranks; see `encode`."""
@@ -104,27 +105,26 @@ class Communicator:
             return [value]
         # Such as "cpu:gloo,cuda:nccl": any device that the group carries will do.
         device = torch.device(dist.get_backend_config(self.process_group).partition(":")[0])
-        own = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
-        sizes = [int(size) for size in self.all_gather(torch.tensor(own.numel(), device=device))]
-        padded = nn.functional.pad(own, (0, max(sizes) - own.numel())).to(device)
-        parts = zip(self.all_gather(padded), sizes, strict=True)
-        return [decode(part[:size].cpu().numpy().tobytes()) for part, size in parts]
+        sent = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
+        sizes = [int(size) for size in self.all_gather(torch.tensor(sent.numel(), device=device))]
+        padded = nn.functional.pad(sent, (0, max(sizes) - sent.numel())).to(device)
+        received = zip(self.all_gather(padded), sizes, strict=True)
+        return [decode(part[:size].cpu().numpy().tobytes()) for part, size in received]
 
     def attempt(self, act: Callable[[], Any]) -> list[Outcome]:
-        """Does something on all ranks that returns a plain value; returns what came of it on each,
-        in order.
+        """Calls a function on all ranks that returns a plain value; returns the outcomes, in
+        order.
 
-        So no rank goes on, and waits for the others, where one of them has failed.
+        So if one rank fails, no other one continues, and waits for it.
         """
         try:
-            own = Outcome(act())
-        except Exception as error:  # raised below, on all ranks
-            own = Outcome(
-                None, tuple(kind.__name__ for kind in type(error).__mro__), str(error), error
-            )
-        every = [Outcome(*told) for told in self.all_gather_object(own[:3])]
-        every[self.rank] = every[self.rank]._replace(raised=own.raised)
-        return every
+            outcome = Outcome(act())
+        except Exception as error:  # the callers raise it, on all ranks
+            names = tuple(kind.__name__ for kind in type(error).__mro__)
+            outcome = Outcome(None, names, str(error), error)
+        outcomes = [Outcome(*parts) for parts in self.all_gather_object(outcome[:3])]
+        outcomes[self.rank] = outcomes[self.rank]._replace(raised=outcome.raised)
+        return outcomes
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrites a tensor with that of one rank of the process group."""
@@ -139,11 +139,14 @@ class Communicator:
         """Returns a communicator among the same ranks that only the engine with that number uses,
         if they have gloo.
         """
-        has_messages = self.process_group is not None and self.is_on_host and self.size > 1
-        return MessageCommunicator(self.process_group, engine) if has_messages else self
+        if self.is_on_host and self.size > 1:
+            return MessageCommunicator(self.process_group, engine)
+        return self
 
     def _staged(self, tensor: Tensor) -> Tensor:
-        return to_host(tensor) if self.is_on_host else tensor
+        if self.is_on_host:
+            return to_host(tensor)
+        return tensor
 
 
 # Users may send messages over the same process groups, with lower tags.
@@ -155,7 +158,7 @@ class MessageCommunicator(Communicator):
     threads may share.
 
     Collectives of gloo are matched by the order in which a rank begins them, and two threads have
-    no common order. Gathering takes half as long as gloo's own, which goes round the ranks and
+    no common order. Gathering takes half as long as gloo's, which passes values around a ring and
     copies the result.
     """
 
@@ -163,7 +166,7 @@ class MessageCommunicator(Communicator):
         super().__init__(process_group)
         self._process_group = process_group
         self._tag = _FIRST_TAG + engine
-        self._others = [rank for rank in range(self.size) if rank != self.rank]
+        self._peers = [rank for rank in range(self.size) if rank != self.rank]
 
     @override
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -171,8 +174,8 @@ class MessageCommunicator(Communicator):
         received = [
             sent if rank == self.rank else torch.empty_like(sent) for rank in range(self.size)
         ]
-        works = [self._receive(received[rank], rank) for rank in self._others]
-        works += [self._send(sent, rank) for rank in self._others]
+        works = [self._receive(received[rank], rank) for rank in self._peers]
+        works += [self._send(sent, rank) for rank in self._peers]
         for work in works:
             work.wait()
         return [to_device(part, tensor.device) for part in received]
@@ -182,8 +185,8 @@ class MessageCommunicator(Communicator):
         sent = [self._staged(part).contiguous() for part in parts]
         received = [sent[self.rank].new_empty(size) for size in sizes]
         received[self.rank] = sent[self.rank]
-        works = [self._receive(received[rank], rank) for rank in self._others if sizes[rank]]
-        works += [self._send(sent[rank], rank) for rank in self._others if sent[rank].numel()]
+        works = [self._receive(received[rank], rank) for rank in self._peers if sizes[rank]]
+        works += [self._send(sent[rank], rank) for rank in self._peers if sent[rank].numel()]
         for work in works:
             work.wait()
         return [to_device(part, parts[0].device) for part in received]
@@ -221,8 +224,8 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ours: Tensor = _AllToAll.apply(gradient, ctx.communicator)
-        return ours.sum(dim=0), None
+        parts: Tensor = _AllToAll.apply(gradient, ctx.communicator)
+        return parts.sum(dim=0), None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -235,21 +238,21 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ours: Tensor = _AllToAll.apply(gradient, ctx.communicator)
-        return ours, None
+        parts: Tensor = _AllToAll.apply(gradient, ctx.communicator)
+        return parts, None
 
 
 # Plain values as bytes
 
-_HEAD = 8  # bytes that say how long the JSON is
-_DTYPES = {str(own): own for own in vars(torch).values() if isinstance(own, torch.dtype)}
+_HEAD = 8  # bytes with the length of the JSON
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def encode(value: Any) -> bytes:
     """Returns a plain value as bytes.
 
     Raises:
-        TypeError: If it is none, with the part that is not.
+        TypeError: If a part of it is not plain, which the message names.
 
     Examples:
         >>> decode(encode({"loss": (0.5, None), 3: torch.ones(2)}))
@@ -260,17 +263,18 @@ def encode(value: Any) -> bytes:
     return b"".join((len(text).to_bytes(_HEAD, "little"), text, *buffers))
 
 
-def decode(data: bytes) -> Any:
+def decode(encoded: bytes) -> Any:
     """Returns the value that `encode` turned into bytes; tensors are on the host."""
-    end = _HEAD + int.from_bytes(data[:_HEAD], "little")
+    end = _HEAD + int.from_bytes(encoded[:_HEAD], "little")
     try:
-        return _Buffers(memoryview(data)[end:]).value(json.loads(bytes(data[_HEAD:end])))
+        described = json.loads(bytes(encoded[_HEAD:end]))
+        return _Buffers(memoryview(encoded)[end:]).value(described)
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, RuntimeError) as error:
         raise ValueError(f"What came from another rank is not a plain value: {error!r}.") from error
 
 
 def _described(value: Any, buffers: list[bytes]) -> Any:
-    """Returns a value as JSON, in which a list begins with its kind."""
+    """Returns a value as JSON, in which a list begins with its kind; appends bytes to buffers."""
     match value:
         case None | bool() | str():
             return value
@@ -286,49 +290,54 @@ def _described(value: Any, buffers: list[bytes]) -> Any:
             buffers.append(flat.view(torch.uint8).numpy().tobytes())
             return ["tensor", len(buffers[-1]), str(value.dtype), *value.shape]
         case dict():
-            pairs = [_described(one, buffers) for pair in value.items() for one in pair]
-            return ["dict", *pairs]
+            keys_and_values = list(chain.from_iterable(value.items()))
+            return ["dict", *(_described(part, buffers) for part in keys_and_values)]
         case list() | tuple() | set():
-            kind = next(own.__name__ for own in (list, tuple, set) if isinstance(value, own))
-            return [kind, *(_described(one, buffers) for one in value)]
+            kind = next(name for name, kind in _COLLECTIONS.items() if isinstance(value, kind))
+            return [kind, *(_described(part, buffers) for part in value)]
     raise TypeError(f"{value!r} is of {type(value)}, but only plain values travel between ranks.")
 
 
+_COLLECTIONS: dict[str, type] = {"list": list, "tuple": tuple, "set": set}
+
+
 class _Buffers:
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
+    """The bytes behind the JSON, which are taken in its order."""
+
+    def __init__(self, remaining: memoryview) -> None:
+        self._remaining = remaining
 
     def _take(self, size: int) -> bytearray:
-        if not 0 <= size <= len(self._data):
-            raise ValueError(f"{size} bytes are said to follow, and {len(self._data)} do")
-        taken = bytearray(self._data[:size])
-        self._data = self._data[size:]
+        if not 0 <= size <= len(self._remaining):
+            raise ValueError(f"{size} bytes are said to follow, and {len(self._remaining)} do")
+        taken = bytearray(self._remaining[:size])
+        self._remaining = self._remaining[size:]
         return taken
 
-    def value(self, told: Any) -> Any:
-        if not isinstance(told, list):
-            if isinstance(told, dict):
-                raise ValueError("an object stands where a value belongs")
-            return told
-        kind, *parts = told
-        match kind:
-            case "bytes":
-                return bytes(self._take(parts[0]))
-            case "tensor":
-                size, dtype, *shape = parts
-                taken = self._take(size)
-                flat = (
-                    torch.frombuffer(taken, dtype=_DTYPES[dtype])
-                    if size
-                    else torch.empty(0, dtype=_DTYPES[dtype])
-                )
-                return flat.reshape(shape)
-            case "list" | "tuple" | "set":
-                return {"list": list, "tuple": tuple, "set": set}[kind](map(self.value, parts))
-            case "dict":
-                keys_and_values = list(map(self.value, parts))
-                return dict(zip(keys_and_values[::2], keys_and_values[1::2], strict=True))
+    def value(self, described: Any) -> Any:
+        """Returns the value that `_described` has described."""
+        if isinstance(described, dict):
+            raise ValueError("an object stands where a value belongs")
+        if not isinstance(described, list):
+            return described
+        kind, *parts = described
+        if kind == "bytes":
+            return bytes(self._take(parts[0]))
+        if kind == "tensor":
+            return self._tensor(*parts)
+        values = list(map(self.value, parts))
+        if kind == "dict":
+            return dict(zip(values[::2], values[1::2], strict=True))
+        if kind in _COLLECTIONS:
+            return _COLLECTIONS[kind](values)
         raise ValueError(f"{kind!r} is not a kind of value")
+
+    def _tensor(self, size: int, dtype: str, *shape: int) -> Tensor:
+        taken = self._take(size)
+        flat = torch.empty(0, dtype=_DTYPES[dtype])
+        if size:
+            flat = torch.frombuffer(taken, dtype=_DTYPES[dtype])
+        return flat.reshape(shape)
 
 
 # Copies between an accelerator and its host, through page-locked memory
@@ -338,7 +347,7 @@ def page_locked(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     """Returns an uninitialised tensor on the host, which a device can reach by itself."""
     if device.type == "cpu":
         return new_vector(prod(shape), device, dtype).view(tuple(shape))
-    # torch keeps what is freed for the next tensor of that size: locking pages takes longer than a
+    # torch keeps freed pages for the next tensor of that size: locking pages takes longer than a
     # copy.
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
@@ -355,7 +364,7 @@ def to_host(values: Tensor) -> Tensor:
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor to a device without waiting; only what this thread gives the device from now
-    on may use it.
+    """Copies a tensor to a device without waiting; only later work that this thread gives the
+    device may use it.
     """
     return values.to(device, non_blocking=True)

@@ -20,17 +20,16 @@ from typing_extensions import override
 
 from lightning_sdiloco.comm.communicator import page_locked, to_device, to_host
 from lightning_sdiloco.comm.pacing import Pacing
-from lightning_sdiloco.memory import new_vector
 
 Posted = TypeVar("Posted")
 
 
 class Unanswered(Exception):
     def __init__(self, group: int | None, reason: str) -> None:
-        super().__init__(
-            f"{'one of the other worker groups' if group is None else f'worker group {group}'}"
-            f" {reason}"
-        )
+        name = "one of the other worker groups"
+        if group is not None:
+            name = f"worker group {group}"
+        super().__init__(f"{name} {reason}")
         self.group = group
         self.reason = reason
 
@@ -39,11 +38,11 @@ class Exchange(ABC, Generic[Posted]):
     """Carries messages between the worker groups.
 
     Attributes:
-        device: Where messages are sent from.
-        learns_sizes: Whether messages may be posted before their receivers know how long they are.
-        arrived: When the last message of each group came, where that is seen; 0 of this group.
-        sends_bytes_per_s: What the link carries to each receiver; 0 where that is not known.
-        open_channels: The channels in use, where there may be only one; None where there may be any
+        device: The device of the messages that are sent.
+        learns_sizes: True if messages may be posted before their receivers know how long they are.
+        arrived: When the last message of each group arrived, if that is known; 0 for this group.
+        sends_bytes_per_s: The bandwidth of the link to each receiver; 0 if that is not known.
+        open_channels: The channels in use, if there may be only one; None if there may be any
             number.
     """
 
@@ -53,7 +52,8 @@ class Exchange(ABC, Generic[Posted]):
     def __init__(self, groups: int) -> None:
         self.num_groups = groups
         self.device = torch.device("cpu")
-        self.bytes_sent = self.bytes_received = 0
+        self.bytes_sent = 0
+        self.bytes_received = 0
         self.arrived: Sequence[float] = ()
         self.sends_bytes_per_s = 0.0
 
@@ -63,8 +63,8 @@ class Exchange(ABC, Generic[Posted]):
 
         Args:
             messages: Flat bytes, one message for each group.
-            sizes: How long those are that come, by group. None: as long as the own. (): `collect`
-                is told.
+            sizes: The lengths of incoming messages, by group. None: that of the message of this
+                group. (): `collect` gets them.
         """
 
     @abstractmethod
@@ -74,9 +74,10 @@ class Exchange(ABC, Generic[Posted]):
         """Waits for the messages of all groups, which it returns.
 
         Args:
-            posted: What `post` returned.
-            deadline: Until when, on the clock of ``time.monotonic()``. Then it raises `Unanswered`.
-            sizes: How long they are, where that was not known when they were posted.
+            posted: The result of `post`.
+            deadline: The end of the wait, on the clock of ``time.monotonic()``. Then it raises
+                `Unanswered`.
+            sizes: The lengths of incoming messages, if they were not known when they were posted.
         """
 
     @abstractmethod
@@ -91,13 +92,12 @@ class Exchange(ABC, Generic[Posted]):
     def close(self) -> None:
         """Releases what no other channel may use meanwhile. Messages on their way are lost."""
 
-    def _count(self, own: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        self.bytes_sent += sum(
-            [message.numel() for group, message in enumerate(sent) if group != own]
-        )
-        self.bytes_received += sum(
-            [message.numel() for group, message in enumerate(received) if group != own]
-        )
+    def _count(self, this_group: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Adds messages to the bytes sent and received; those of this group to itself are none."""
+        for group in range(self.num_groups):
+            if group != this_group:
+                self.bytes_sent += sent[group].numel()
+                self.bytes_received += received[group].numel()
 
 
 # Over gloo
@@ -116,7 +116,7 @@ class _Travelling:
     failure: Unanswered | None = None
 
 
-# Exchanges of one engine that share process groups: each has its own tag.
+# The number of exchanges of one engine that share process groups: each has its own tag.
 _TAGS = 2
 
 
@@ -124,7 +124,7 @@ class DirectExchange(Exchange[_Travelling]):
     """Sends from each group to each other one, over a process group of gloo for each direction.
 
     Exchanges may share process groups if they differ in ``tag``, 0 or 1, or in ``engine``: gloo
-    delivers a message only to who waits for its tag.
+    delivers a message only to a receiver that waits for its tag.
     """
 
     def __init__(
@@ -143,13 +143,14 @@ class DirectExchange(Exchange[_Travelling]):
         self._pacing = pacing or Pacing()
         self._group = dist.get_rank(up)
         self._ranks = dist.get_process_group_ranks(up)
-        # By the other group: over which process group this one sends to it, and over which it
-        # receives.
-        self._ways = {
-            group: (up, down) if group > self._group else (down, up)
-            for group in range(self.num_groups)
-            if group != self._group
-        }
+        # For each of the other groups, the process groups over which this one sends to it, and
+        # receives from it.
+        self._ways: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+        for group in range(self._group):
+            self._ways[group] = (down, up)
+        for group in range(self._group + 1, self.num_groups):
+            self._ways[group] = (up, down)
+        # The group whose message arrived last in the last round.
         self._latest = -1
 
     @override
@@ -167,36 +168,38 @@ class DirectExchange(Exchange[_Travelling]):
             sent = [on_host[id(message)] for message in messages]
         self._pacing.prepare([sent[group].numel() for group in self._ways])
         posted = _Travelling(messages, sent, {})
-        if sizes != ():
-            sizes = [sent[self._group].numel()] * self.num_groups if sizes is None else sizes
+        if sizes is None:
+            sizes = [sent[self._group].numel()] * self.num_groups
+        sizes_are_known = sizes != ()
+        if sizes_are_known:
             # First, so that the other sides know early that this one is ready.
             self._receive(posted, [group for group in self._ways if sizes[group]], sizes)
-        for group, (to, _) in self._ways.items():
-            if sent[group].numel() or sizes == ():
-                try:
-                    posted.sending[group] = to.send([sent[group]], group, self._tag)
-                except RuntimeError as error:
-                    # It is raised when they are collected, so that all ranks of this group learn of
-                    # it together.
-                    posted.failure = posted.failure or self._gone(group, error)
+        for group in self._ways:
+            # Empty messages are not sent, but their receivers must know that they are empty.
+            if sent[group].numel() or not sizes_are_known:
+                self._send(posted, group, sent[group])
         return posted
 
+    def _send(self, posted: _Travelling, group: int, message: Tensor) -> None:
+        try:
+            forward, _ = self._ways[group]
+            posted.sending[group] = forward.send([message], group, self._tag)
+        except RuntimeError as error:
+            # It is raised when messages are collected, so that all ranks of this group learn of it
+            # together.
+            posted.failure = posted.failure or self._gone(group, error)
+
     def _receive(self, posted: _Travelling, groups: Iterable[int], sizes: Sequence[int]) -> None:
-        """Starts to receive from other groups. gloo holds what comes before."""
-        own = posted.received[self._group]
+        """Starts to receive from other groups. gloo holds messages that arrive before."""
+        message = posted.received[self._group]
         device = posted.messages[self._group].device
-        on_cpu = device.type == "cpu"
         posted.received = [
-            own
-            if group == self._group
-            else new_vector(size, device, own.dtype)
-            if on_cpu
-            else page_locked((size,), own.dtype, device)
+            message if group == self._group else page_locked((size,), message.dtype, device)
             for group, size in enumerate(sizes)
         ]
         for group in groups:
             try:
-                back = self._ways[group][1]
+                _, back = self._ways[group]
                 posted.receiving[group] = back.recv([posted.received[group]], group, self._tag)
             except RuntimeError as error:
                 posted.failure = posted.failure or self._gone(group, error)
@@ -206,34 +209,37 @@ class DirectExchange(Exchange[_Travelling]):
         self, posted: _Travelling, deadline: float, sizes: Sequence[int] | None = None
     ) -> list[Tensor]:
         if sizes is not None:
-            # When a message came is seen where it is waited for: what came last the time before
-            # keeps no other waiting.
-            self._receive(
-                posted, sorted(self._ways, key=lambda group: group == self._latest), sizes
-            )
+            # A message is seen to arrive when this rank waits for it: the group that was last the
+            # time before comes last, and keeps no other one waiting.
+            groups = sorted(self._ways, key=lambda group: group == self._latest)
+            self._receive(posted, groups, sizes)
         if posted.failure is not None:
             raise posted.failure
-        arrived = [0.0] * self.num_groups
-        waited = -1.0
-        before = time.perf_counter()
-        for group, receiving in posted.receiving.items():
-            self._wait(receiving, group, deadline)
-            arrived[group] = now = time.perf_counter()
-            if now - before > waited:
-                self._latest = group
-                waited = now - before
-            before = now
-        self.arrived = arrived
+        self._wait_for_arrivals(posted, deadline)
         for group, sending in posted.sending.items():
             self._wait(sending, group, deadline)
         self._count(self._group, posted.messages, posted.received)
-        own = posted.messages[self._group]
-        if own.device.type == "cpu":
+        message = posted.messages[self._group]
+        if message.device.type == "cpu":
             return posted.received
         return [
-            own if g == self._group else to_device(part, own.device)
-            for g, part in enumerate(posted.received)
+            message if group == self._group else to_device(part, message.device)
+            for group, part in enumerate(posted.received)
         ]
+
+    def _wait_for_arrivals(self, posted: _Travelling, deadline: float) -> None:
+        arrived = [0.0] * self.num_groups
+        longest_wait = -1.0
+        began = time.perf_counter()
+        for group, receiving in posted.receiving.items():
+            self._wait(receiving, group, deadline)
+            now = time.perf_counter()
+            arrived[group] = now
+            if now - began > longest_wait:
+                self._latest = group
+                longest_wait = now - began
+            began = now
+        self.arrived = arrived
 
     def _wait(self, work: Any, group: int, deadline: float) -> None:
         # gloo counts whole milliseconds and takes zero for no timeout. Rounded down, the wait would
@@ -259,7 +265,7 @@ class DirectExchange(Exchange[_Travelling]):
 LENGTH_BYTES = 8
 """Bytes with the length of the message to a group, and the rate of that group's last message."""
 
-# Their bits for the length. The others are the rate, in kB/s.
+# Their bits for the length, and for the rate, in kB/s.
 _LENGTH_BITS = 40
 _RATE_BITS = 23
 _UNIT = 1000.0
@@ -274,11 +280,10 @@ class VaryingExchange(Exchange[tuple[Any, Any]]):
         super().__init__(messages.num_groups)
         if not messages.learns_sizes:
             raise ValueError(
-                "The payloads of compression=Threshold(every=...) or ByLink(...) differ in"
-                " length, but"
-                " exchange='...:nccl' can only receive sizes that all ranks know. Leave ':nccl'"
-                " out for gloo, or choose"
-                " a compression whose payloads have one size, such as 'sparse'."
+                "The payloads of compression=Threshold(every=...) or ByLink(...) differ in length,"
+                " but exchange='...:nccl' can only receive sizes that all ranks know. Leave"
+                " ':nccl' out for gloo, or choose a compression whose payloads have one size, such"
+                " as 'sparse'."
             )
         self.device = messages.device
         self.bytes_sent = messages.bytes_sent
@@ -306,26 +311,34 @@ class VaryingExchange(Exchange[tuple[Any, Any]]):
     def collect(
         self, posted: tuple[Any, Any], deadline: float, sizes: Sequence[int] | None = None
     ) -> list[Tensor]:
-        numels, told = zip(*map(_unpacked, self._lengths.collect(posted[0], deadline)), strict=True)
+        posted_lengths, posted_messages = posted
+        heads = [_unpacked(head) for head in self._lengths.collect(posted_lengths, deadline)]
+        numels = [numel for numel, _ in heads]
         began = time.perf_counter()
-        received = self._messages.collect(posted[1], deadline, numels)
+        received = self._messages.collect(posted_messages, deadline, numels)
         self.bytes_sent = self._messages.bytes_sent
         self.bytes_received = self._messages.bytes_received
-        self.sends_bytes_per_s = _carried(told)
+        self.sends_bytes_per_s = _carried([rate for _, rate in heads])
         if self._messages.arrived:
-            seconds = [max(at - began, 1e-6) if at else math.inf for at in self._messages.arrived]
-            self._received = [size / own for size, own in zip(numels, seconds, strict=True)]
+            self._received = self._rates(numels, began)
         return received
 
+    def _rates(self, numels: Sequence[int], began: float) -> list[float]:
+        rates = [0.0] * self.num_groups
+        for group, arrival in enumerate(self._messages.arrived):
+            if arrival:
+                rates[group] = numels[group] / max(arrival - began, 1e-6)
+        return rates
 
-def _carried(told: Sequence[float]) -> float:
-    """Returns what a link carries to each receiver, given how fast the same message came to each
-    of them.
+
+def _carried(rates: Sequence[float]) -> float:
+    """Returns the bandwidth of a link to each receiver, given the rates at which the same message
+    arrived at each of them; 0 for this group, and if a rate is unknown.
     """
-    rates = sorted((rate for rate in told if rate), reverse=True)
-    return max((number * rate for number, rate in enumerate(rates, 1)), default=0.0) / max(
-        1, len(told) - 1
-    )
+    fastest_first = sorted((rate for rate in rates if rate), reverse=True)
+    # So many receivers got at least this rate at the same time.
+    totals = [number * rate for number, rate in enumerate(fastest_first, 1)]
+    return max(totals, default=0.0) / max(1, len(rates) - 1)
 
 
 def _packed(length: int, rate: float) -> Tensor:
@@ -378,8 +391,8 @@ class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
         self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None
     ) -> tuple[int, Sequence[Tensor]]:
         number = self._posted
-        self._posted = self._posted + 1
-        # By group what it sends, and behind that by which group it has been taken.
+        self._posted += 1
+        # An entry for each group that has posted; `collect` adds one for each that has taken them.
         self._table[number][self._group] = messages
         return number, messages
 
@@ -430,9 +443,8 @@ def nccl_on(device: torch.device) -> DeviceBackend:
         )
     if not dist.is_nccl_available():
         raise ValueError(
-            f"exchange='...:nccl' was given, but torch {torch.__version__} was built without"
-            " NCCL. Install a torch that"
-            " has it, or leave ':nccl' out for gloo."
+            f"exchange='...:nccl' was given, but torch {torch.__version__} was built without NCCL."
+            " Install a torch that has it, or leave ':nccl' out for gloo."
         )
     return DeviceBackend("nccl", device)
 
@@ -455,12 +467,12 @@ class DeviceExchange(Exchange[_OnDevice]):
     the next flight and decodes the last one: waiting for it would otherwise mean waiting for the
     slowest group, without a bound.
 
-    [Note: a device is in one order] What a device has begun to send it goes on with until the other
-    side does the same, and what waits for all of the device, as the first use of a kernel may,
-    waits for that too. So messages begin to travel when they are collected: after the words of all
-    groups, who then have made theirs, and in an order that is the same on all ranks. Hops of two
-    flights that began in different orders were seen to wait for each other. Two engines have no
-    common order, so only one may have a channel at a time.
+    [Note: a device is in one order] A device that has begun to send continues until the other side
+    does the same, and an operation that waits for all of the device, as the first use of a kernel
+    may, waits for that, too. So messages begin to travel when they are collected: after the control
+    vectors of all groups, which then have their messages ready, and in an order that is the same on
+    all ranks. Hops of two flights that began in different orders were seen to wait for each other.
+    Two engines have no common order, so only one may have a channel at a time.
     """
 
     learns_sizes = False
@@ -472,14 +484,14 @@ class DeviceExchange(Exchange[_OnDevice]):
         self._backend = str(dist.get_backend(process_group))
         self._group = dist.get_rank(process_group)
         self._ranks = dist.get_process_group_ranks(process_group)
-        self._others = [group for group in range(self.num_groups) if group != self._group]
+        self._peers = [group for group in range(self.num_groups) if group != self._group]
         self._given_up: list[_OnDevice] = []
         self.open_channels: weakref.WeakSet[DeviceExchange] = weakref.WeakSet()
 
     @override
     def channel(self, engine: int) -> "DeviceExchange":
         channel = DeviceExchange(self._process_group, self.device)
-        # What was given up must stay as long as the process group.
+        # Tensors that were given up must live as long as the process group.
         channel._given_up = self._given_up
         channel.open_channels = self.open_channels
         self.open_channels.add(channel)
@@ -501,30 +513,32 @@ class DeviceExchange(Exchange[_OnDevice]):
         except Unanswered as error:
             raise ValueError(
                 f"The ranks {self._ranks} of the worker groups cannot exchange over"
-                f" {self._backend}: {error}."
-                " NCCL_DEBUG=INFO logs how they try, NCCL_SOCKET_IFNAME names the interface."
-                " Correct it on every"
-                " machine, or leave ':nccl' out for gloo."
+                f" {self._backend}: {error}. NCCL_DEBUG=INFO logs how they try, NCCL_SOCKET_IFNAME"
+                " names the interface. Correct it on every machine, or leave ':nccl' out for gloo."
             ) from error
 
     @override
     def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> _OnDevice:
-        """Makes ready what the current stream has been given to compute; see [Note: a device is in
+        """Prepares messages, which the current stream may still compute; see [Note: a device is in
         one order].
         """
         sent = [message.contiguous() for message in messages]
-        own = sent[self._group]
-        known = [own.numel()] * self.num_groups if sizes is None else sizes
+        message = sent[self._group]
+        if sizes is None:
+            sizes = [message.numel()] * self.num_groups
         received = [
-            own if group == self._group else own.new_empty(size) for group, size in enumerate(known)
+            message if group == self._group else message.new_empty(size)
+            for group, size in enumerate(sizes)
         ]
         # Empty messages are not posted. All groups agree on that: they know the sizes.
-        calls = [
-            dist.P2POp(call, tensor, group=self._process_group, group_peer=group)
-            for group in self._others
-            for call, tensor in ((dist.irecv, received[group]), (dist.isend, sent[group]))
-            if tensor.numel()
-        ]
+        calls = list[dist.P2POp]()
+        for group in self._peers:
+            for call, tensor in ((dist.irecv, received[group]), (dist.isend, sent[group])):
+                if tensor.numel():
+                    operation = dist.P2POp(
+                        call, tensor, group=self._process_group, group_peer=group
+                    )
+                    calls.append(operation)
         return _OnDevice(sent, received, calls)
 
     @override
@@ -536,21 +550,16 @@ class DeviceExchange(Exchange[_OnDevice]):
         return posted.received
 
     def _wait(self, posted: _OnDevice, deadline: float) -> None:
+        works = []
         try:
-            works = dist.batch_isend_irecv(posted.calls) if posted.calls else []
+            if posted.calls:
+                works = dist.batch_isend_irecv(posted.calls)
         except RuntimeError as error:
             raise self._gone(error) from error
         for work in works:
             while not work.is_completed():
                 if time.monotonic() >= deadline:
-                    # The device may still read and write these: other tensors must not get their
-                    # memory.
-                    self._given_up.append(posted)
-                    # Otherwise the device is busy with them until torch ends the process. Aborting
-                    # may take long, so nobody waits.
-                    abort = getattr(self._process_group, "abort", None)
-                    if abort:
-                        threading.Thread(target=abort, name="sdiloco-abort", daemon=True).start()
+                    self._give_up(posted)
                     raise self._unanswered("did not answer in time")
                 time.sleep(_BETWEEN_LOOKS)
         for work in works:
@@ -561,17 +570,23 @@ class DeviceExchange(Exchange[_OnDevice]):
             except RuntimeError as error:
                 raise self._gone(error) from error
 
+    def _give_up(self, posted: _OnDevice) -> None:
+        # The device may still read and write these: other tensors must not get their memory.
+        self._given_up.append(posted)
+        # Otherwise the device is busy with them until torch ends the process. Aborting may take
+        # long, so nobody waits.
+        abort = getattr(self._process_group, "abort", None)
+        if abort:
+            threading.Thread(target=abort, name="sdiloco-abort", daemon=True).start()
+
     def _gone(self, error: RuntimeError) -> Unanswered:
         return self._unanswered(
             f"went away, or {self._backend} failed: {str(error).splitlines()[0]}"
         )
 
     def _unanswered(self, reason: str) -> Unanswered:
-        if len(self._others) == 1:
-            group = self._others[0]
-            return Unanswered(group, f"{reason} (rank {self._ranks[group]})")
+        ranks = [str(self._ranks[group]) for group in self._peers]
+        if len(ranks) == 1:
+            return Unanswered(self._peers[0], f"{reason} (rank {ranks[0]})")
         # One call carries the messages of all groups, and it is over only when all of them are.
-        return Unanswered(
-            None,
-            f"{reason} (of ranks {', '.join(str(self._ranks[group]) for group in self._others)})",
-        )
+        return Unanswered(None, f"{reason} (of ranks {', '.join(ranks)})")

@@ -1,7 +1,7 @@
 """Paces what a rank sends, so that messages which leave together get through together.
 
-What it is worth (``python -m benchmarks.flights``): over links of 30 Mbit/s with round trips of 50
-ms, flights of 2, 4 and 8 sites take 1.05, 1.10 and 1.09 times as long as their bytes take alone;
+Its gain (``python -m benchmarks.flights``): over links of 30 Mbit/s with round trips of 50 ms,
+flights of 2, 4 and 8 sites take 1.05, 1.10 and 1.09 times as long as their bytes take alone;
 without it 1.31, 1.54 and 1.45 times.
 
 [Note: why pace] A mean waits for the slowest message. TCP shares a link fairly in the long run: of
@@ -9,10 +9,9 @@ seven connections that send for a second, some get half of what others do, and a
 begin slowly and then overrun the queue of the link. So each connection sends at its share of what
 the link carries, and no faster, which the kernel sees to.
 
-What the link carries is learned from message to message, as the kernel counts them. Where packets
-had to queue or got lost, the next ones go slower, by what queued and was lost; where not, they go
-faster, and the more so the longer it goes well. So a rate that is too low is soon given up, and
-links may change at any time.
+The bandwidth of the link is learned from message to message, as the kernel counts them. If packets
+had to queue or got lost, the next ones go slower, in proportion; otherwise they go faster, with
+growing steps. So a rate that is too low is soon given up, and links may change at any time.
 
 gloo has opened the connections in this process. They are found on Linux; elsewhere nothing is
 paced.
@@ -24,11 +23,11 @@ import stat
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence, Set
-from contextlib import suppress
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _MAX_PACING_RATE = 47
 _UNLIMITED = 2**64 - 1
@@ -60,7 +59,8 @@ _LEAST = 1.05
 what they sent."""
 
 _REMEMBERED = 8
-"""What queues or gets lost in each of this many last hops does so however fast messages leave."""
+"""Packets that queue or get lost in each of this many last hops do so however fast messages
+leave."""
 
 
 class Counters(NamedTuple):
@@ -74,13 +74,16 @@ class Counters(NamedTuple):
     on_the_way: int
 
     def since(self, before: "Counters") -> "Counters":
-        """Returns what it has sent since then, with the round trips and the speed of now."""
-        waited = 0.0 if before.on_the_way else self.shortest_round_trip
+        """Returns the counts since then, with the current round trips and speed."""
+        busy_s = self.busy_s - before.busy_s
+        if not before.on_the_way:
+            # The first packet met an empty link.
+            busy_s -= self.shortest_round_trip
         return self._replace(
             nbytes=self.nbytes - before.nbytes,
             packets=self.packets - before.packets,
             sent_again=self.sent_again - before.sent_again,
-            busy_s=self.busy_s - before.busy_s - waited,
+            busy_s=busy_s,
         )
 
 
@@ -92,60 +95,66 @@ class Connection(NamedTuple):
 
     @staticmethod
     def of_process() -> "set[Connection]":
-        found = set[Connection]()
+        connections = set[Connection]()
         descriptors = Path("/proc/self/fd")
-        # A default timeout would make the owner's socket one that does not block, as soon as Python
-        # looks at it.
+        # With a default timeout, looking at a socket would make it a non-blocking one, for its
+        # owner, too.
         if socket.getdefaulttimeout() is not None or not descriptors.is_dir():
-            return found
+            return connections
         for name in os.listdir(descriptors):
+            descriptor = int(name)
             with suppress(OSError):
-                about = os.fstat(int(name))
-                if stat.S_ISSOCK(about.st_mode):
-                    with socket.socket(fileno=os.dup(int(name))) as opened:
-                        opened.getpeername()
-                        if opened.type == socket.SOCK_STREAM and opened.family in (
-                            socket.AF_INET,
-                            socket.AF_INET6,
-                        ):
-                            found.add(Connection(int(name), about.st_ino))
-        return found
+                status = os.fstat(descriptor)
+                if stat.S_ISSOCK(status.st_mode) and _is_connection(descriptor):
+                    connections.add(Connection(descriptor, status.st_ino))
+        return connections
 
     def counters(self) -> Counters:
-        told = self._with(
-            lambda opened: opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-        )
-        if len(told) < _INFO_BYTES:
+        with self._opened() as opened:
+            counted = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+        if len(counted) < _INFO_BYTES:
             raise OSError(
                 "This Linux is older than 4.10, and does not say how long a connection was busy."
             )
-        on_the_way, trip, again, acked, shortest, packets, rate, busy = _FIELDS.unpack_from(told)
+        on_the_way, trip, again, acked, shortest, packets, rate, busy = _FIELDS.unpack_from(counted)
         return Counters(
-            acked,
-            packets,
-            again,
-            1e-6 * busy,
-            1e-6 * trip,
-            1e-6 * shortest,
-            float(rate),
-            on_the_way,
+            nbytes=acked,
+            packets=packets,
+            sent_again=again,
+            busy_s=1e-6 * busy,
+            round_trip=1e-6 * trip,
+            shortest_round_trip=1e-6 * shortest,
+            bytes_per_s=float(rate),
+            on_the_way=on_the_way,
         )
 
     def limit(self, bytes_per_s: float | None) -> None:
         """Limits its rate; None: as fast as its congestion control allows."""
-        rate = struct.pack("@L", _UNLIMITED if bytes_per_s is None else max(1, int(bytes_per_s)))
-        self._with(lambda opened: opened.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, rate))
+        rate = _UNLIMITED
+        if bytes_per_s is not None:
+            rate = max(1, int(bytes_per_s))
+        with self._opened() as opened:
+            opened.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, struct.pack("@L", rate))
 
-    def _with(self, act: Callable[[socket.socket], Any]) -> Any:
-        """Does something with the socket, which stays its owner's."""
+    @contextmanager
+    def _opened(self) -> Iterator[socket.socket]:
+        """Opens the socket, which remains its owner's."""
         if os.fstat(self.descriptor).st_ino != self.inode:
             raise OSError(f"The connection of descriptor {self.descriptor} is no longer there.")
-        # Told what it is, Python does not ask the kernel.
+        # With a family and a type, Python does not ask the kernel for them.
         opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=self.descriptor)
         try:
-            return act(opened)
+            yield opened
         finally:
             opened.detach()
+
+
+def _is_connection(descriptor: int) -> bool:
+    """Returns whether a socket is a TCP connection; raises an error if it has no other side."""
+    with socket.socket(fileno=os.dup(descriptor)) as opened:
+        opened.getpeername()
+        is_internet = opened.family in (socket.AF_INET, socket.AF_INET6)
+        return is_internet and opened.type == socket.SOCK_STREAM
 
 
 class Sent(NamedTuple):
@@ -157,16 +166,17 @@ class Sent(NamedTuple):
 
     @staticmethod
     def over(connections: Sequence[Counters]) -> "Sent":
-        """Returns it for the connections that carried the messages, from what they counted
-        meanwhile.
-        """
+        """Sums up the counters, during some messages, of the connections that carried them."""
+        packets = sum(counters.packets for counters in connections)
+        sent_again = sum(counters.sent_again for counters in connections)
         return Sent(
-            nbytes=sum(one.nbytes for one in connections),
-            seconds=max(one.busy_s for one in connections),
-            queued_s=median(one.round_trip - one.shortest_round_trip for one in connections),
-            lost=sum(one.sent_again for one in connections)
-            / max(1, sum(one.packets for one in connections)),
-            delivered=sum(one.bytes_per_s for one in connections),
+            nbytes=sum(counters.nbytes for counters in connections),
+            seconds=max(counters.busy_s for counters in connections),
+            queued_s=median(
+                counters.round_trip - counters.shortest_round_trip for counters in connections
+            ),
+            lost=sent_again / max(1, packets),
+            delivered=sum(counters.bytes_per_s for counters in connections),
         )
 
 
@@ -184,22 +194,22 @@ class Pace:
         self._last: deque[Sent] = deque(maxlen=_REMEMBERED)
 
     def learn(self, sent: Sent) -> None:
-        """Takes in how messages got through that were paced as said here."""
+        """Takes in how messages got through that were paced at this rate."""
         if sent.seconds < _SHORTEST_S:
             return
         queued_s = sent.queued_s
         lost = sent.lost
         self._last.append(sent)
         if len(self._last) == _REMEMBERED:
-            # What queues and gets lost always, does so however fast messages leave.
-            queued_s -= min(one.queued_s for one in self._last)
-            lost -= min(one.lost for one in self._last)
+            # The least that queued and got lost does so however fast messages leave.
+            queued_s -= min(hop.queued_s for hop in self._last)
+            lost -= min(hop.lost for hop in self._last)
         too_fast = queued_s > max(_QUEUE_S, _QUEUE_SHARE * sent.seconds) or lost > _LOST_SHARE
         if self.bytes_per_s is None:
-            # A first rate that is too high costs less than one too low: it is as if nothing were
-            # paced. After a loss connections may end at a fraction of their speed.
-            first = _MOST * max(sent.delivered, sent.nbytes / sent.seconds)
-            self.bytes_per_s = first if too_fast else None
+            if too_fast:
+                # A first rate that is too high costs less than one too low: it is as if nothing
+                # were paced. After a loss connections may end at a fraction of their speed.
+                self.bytes_per_s = _MOST * max(sent.delivered, sent.nbytes / sent.seconds)
             return
         most = _MOST * sent.delivered
         least = _LEAST * sent.nbytes / sent.seconds
@@ -209,8 +219,8 @@ class Pace:
         else:
             factor = 1 + self._step
             self._step = min(2 * self._step, _LARGEST_STEP)
-            # A message that is through before its connections are at their speed says nothing
-            # against a higher one.
+            # A message that ends before its connections reach their speed says nothing against a
+            # higher rate.
             most = max(most, self.bytes_per_s)
         self.bytes_per_s = max(min(factor * self.bytes_per_s, most), least)
 
@@ -231,16 +241,18 @@ class Pacing:
         """Learns from the last messages how fast the next ones may leave; call it before they
         do.
         """
-        if not self._connections or not (nbytes := sum(sizes)):
+        nbytes = sum(sizes)
+        if not self._connections or not nbytes:
             return
         # If a connection is gone, the wait for its message says so.
         with self._lock, suppress(OSError):
             if nbytes >= _SHORTEST:
                 self._learn()
             rate = self._pace.bytes_per_s
-            is_long = rate is not None and nbytes >= max(_SHORTEST, rate * _SHORTEST_S)
-            # So the largest message is through when all others are.
-            limit = rate * max(sizes) / nbytes if rate is not None and is_long else None
+            limit = None
+            if rate is not None and nbytes >= max(_SHORTEST, rate * _SHORTEST_S):
+                # The largest message ends when all others do.
+                limit = rate * max(sizes) / nbytes
             if limit != self._limit:
                 for connection in self._connections:
                     connection.limit(limit)
@@ -251,8 +263,8 @@ class Pacing:
         before = self._before or counters
         self._before = counters
         since = [after.since(then) for then, after in zip(before, counters, strict=True)]
-        # Where less went, it was words, or there was no message for the other side.
-        least = max(one.nbytes for one in since) / 4
-        carried = [one for one in since if one.nbytes > least]
-        if carried:
-            self._pace.learn(Sent.over(carried))
+        # Connections that carried less carried control vectors only, or no message.
+        least = max(counters.nbytes for counters in since) / 4
+        carriers = [counters for counters in since if counters.nbytes > least]
+        if carriers:
+            self._pace.learn(Sent.over(carriers))

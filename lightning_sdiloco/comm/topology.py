@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,11 +50,9 @@ class GroupLayout:
         if self.world_size % self.worker_groups:
             fitting = [m for m in range(1, self.world_size + 1) if self.world_size % m == 0]
             raise ValueError(
-                f"worker_groups={self.worker_groups} cannot split {self.world_size} processes"
-                " into groups of equal"
-                f" size. With {self.world_size} processes it can be one of {fitting}. Change"
-                " worker_groups, or the"
-                " number of devices or nodes."
+                f"worker_groups={self.worker_groups} cannot split {self.world_size} processes into"
+                f" groups of equal size. With {self.world_size} processes it can be one of"
+                f" {fitting}. Change worker_groups, or the number of devices or nodes."
             )
 
     @property
@@ -90,38 +88,34 @@ def checked_worker_groups(worker_groups: Any) -> int | Literal["auto"]:
         return "auto"
     is_whole = isinstance(worker_groups, Integral) and not isinstance(worker_groups, bool)
     if not is_whole or worker_groups < 1:
-        kind = "a whole number" if isinstance(worker_groups, float) else "a number"
-        fault = (
-            "out of range" if is_whole else f"of type {type(worker_groups).__name__}, not {kind}"
-        )
+        fault = "out of range"
+        if isinstance(worker_groups, float):
+            fault = "of type float, not a whole number"
+        elif not is_whole:
+            fault = f"of type {type(worker_groups).__name__}, not a number"
         raise ValueError(
-            f"worker_groups={worker_groups!r} is {fault}: it must be a whole number of at least"
-            " 1, or 'auto' for"
-            " one group per node (per device on a single node). Choose one of them."
+            f"worker_groups={worker_groups!r} is {fault}: it must be a whole number of at least 1,"
+            " or 'auto' for one group per node (per device on a single node). Choose one of them."
         )
     return int(worker_groups)
 
 
 def require_backend(backend: str | None) -> None:
     """Refuses a backend of process groups that torch does not know, such as a misspelt one."""
-    known = [
-        name for name in dist.Backend.backend_list if name not in (dist.Backend.UNDEFINED, "fake")
-    ]
+    if backend is None:
+        return
     # "cpu:gloo,cuda:nccl" names one for each kind of device.
-    named = (
-        []
-        if backend is None
-        else [part.rpartition(":")[2].lower() for part in str(backend).split(",")]
-    )
-    unknown = [name for name in named if name not in dist.Backend.backend_list]
-    if unknown:
-        raise ValueError(
-            f"process_group_backend={backend!r} names the backend {unknown[0]!r}, which torch"
-            " does not know. It knows"
-            f" {', '.join(known)}, also as in 'cpu:gloo,cuda:nccl'. Choose one of them, leave it"
-            " out for that of the"
-            " device, or import the package that brings another one first."
-        )
+    for part in str(backend).split(","):
+        name = part.rpartition(":")[2].lower()
+        if name not in dist.Backend.backend_list:
+            hidden = (dist.Backend.UNDEFINED, "fake")
+            backends = [name for name in dist.Backend.backend_list if name not in hidden]
+            raise ValueError(
+                f"process_group_backend={backend!r} names the backend {name!r}, which torch does"
+                f" not know. It knows {', '.join(backends)}, also as in 'cpu:gloo,cuda:nccl'. Choose"
+                " one of them, leave it out for that of the device, or import the package that"
+                " brings another one first."
+            )
 
 
 # Process groups of gloo that share one thread
@@ -133,22 +127,21 @@ class SharedGloo:
 
     gloo gives each process group a thread, which wakes up a hundred times a second whether or not
     anything travels: with eight of them that is as much processor time as all flights of a large
-    model. So they share the default group's
-    thread, unless they listen on another interface: without that, flights of eight groups on two
-    cores take 1.07 times as long, of two and four just as long. A connection still belongs to one
-    process group, so no message waits behind one of another group.
+    model. So they share the default group's thread, unless they listen on another interface:
+    without that, flights of eight groups on two cores take 1.07 times as long, of two and four just
+    as long. A connection still belongs to one process group, so no message waits behind one of
+    another group.
     """
 
     def __init__(self, like: dist.ProcessGroup | None = None) -> None:
         self._devices: list[Any] = []
-        with suppress(RuntimeError):  # there is no gloo in it
-            self._devices = (
-                [] if like is None else devices_of(like._get_backend(torch.device("cpu")))
-            )
+        if like is not None:
+            with suppress(RuntimeError):  # there is no gloo in it
+                self._devices = devices_of(like._get_backend(torch.device("cpu")))
         if not hasattr(dist.Backend, SHARED.upper()):
             # The devices that gloo itself knows.
             dist.Backend.register_backend(
-                SHARED, SharedGloo._made, extended_api=True, devices=["cpu", "cuda"]
+                SHARED, SharedGloo._make, extended_api=True, devices=["cpu", "cuda"]
             )
 
     def process_group(self, ranks: Sequence[int], timeout: timedelta) -> Any:
@@ -158,17 +151,17 @@ class SharedGloo:
         return dist.new_group(list(ranks), timeout=timeout, backend=SHARED, pg_options=self)
 
     @staticmethod
-    def _made(about: Any, shared: "SharedGloo") -> Any:
-        """Does what torch asks of a backend that is none of its own."""
+    def _make(place: Any, shared: "SharedGloo") -> Any:
+        """Makes a backend, as torch asks of a registered one, for a place among ranks."""
         gloo: Any = dist.ProcessGroupGloo
         if not shared._devices:
-            made = gloo(about.store, about.group_rank, about.group_size, timeout=about.timeout)
-            shared._devices = devices_of(made)
-            return made
+            backend = gloo(place.store, place.group_rank, place.group_size, timeout=place.timeout)
+            shared._devices = devices_of(backend)
+            return backend
         options = gloo._Options()
         options._devices = shared._devices
-        options._timeout = about.timeout
-        return gloo(about.store, about.group_rank, about.group_size, options)
+        options._timeout = place.timeout
+        return gloo(place.store, place.group_rank, place.group_size, options)
 
 
 def devices_of(backend: Any) -> list[Any]:
@@ -178,12 +171,34 @@ def devices_of(backend: Any) -> list[Any]:
     return list(getattr(getattr(backend, "options", None), "_devices", ()))
 
 
-# What a rank knows about the others
+# The place of a rank among the others
 
 
 @dataclass(frozen=True)
 class Topology:
-    """All that a rank knows about the others: the only door to the network."""
+    """The place of a rank among the others, and all its connections: the only door to the network.
+
+    Attributes:
+        num_groups: Number of worker groups.
+        group_index: The number of this rank's group.
+        group_size: Number of ranks in a group.
+        group_rank: The number of this rank in its group.
+        world: All ranks.
+        peers: The ranks of all groups that exchange the same shard.
+        in_group: The ranks of this group.
+        in_site: The same, over gloo, if this group is a site by itself.
+        stages: The ranks of this group, once for each stage of a flight.
+        control: Carries control vectors between groups.
+        progress: Carries the progress of groups between them.
+        exchange: Carries outer gradients between groups.
+        second_hop: Carries means between groups, with two shots.
+        background: Makes the background in which flights run; None: the usual one.
+        engine: The number of the engine whose channels these are; 0 for those of no engine.
+        numbers: Numbers the engines of this process that share these ranks, in the order in which
+            they are made.
+        starts: By rank, digests of models whose ranks began with unlike values; engines that share
+            these ranks add to it.
+    """
 
     num_groups: int = 1
     group_index: int = 0
@@ -200,33 +215,28 @@ class Topology:
     second_hop: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
     background: Callable[[torch.device], Any] | None = None
     engine: int = 0
-    """The number of the engine whose channels these are; 0 for those of no engine."""
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    """Numbers the engines of this process that share these ranks, in the order in which they are
-    made."""
     starts: list[list[int]] = field(default_factory=list)
-    """By rank, digests of models whose ranks began with unlike values; engines that share these
-    ranks add to it."""
 
     def for_engine(self) -> "Topology":
         """Returns the same ranks with channels that no other engine uses. All ranks must call it.
 
         No process group is made: engines share them, and their messages have different tags.
         """
-        channels = self.exchange.open_channels
-        if channels is not None and (ranks := _ranks_with(self.world, bool(channels))):
-            raise ValueError(
-                "exchange='...:nccl' was given, but another engine of this process exchanges"
-                " over NCCL, too (on"
-                f" {len(ranks)} of {self.world.size} ranks), and their messages would wait for"
-                " each other. Call"
-                " finish() or close() of the other engine first, or leave ':nccl' out for gloo,"
-                " where engines are"
-                " independent."
-            )
+        if self.exchange.open_channels is not None:
+            is_in_use = self.world.all_gather_object(bool(self.exchange.open_channels))
+            if any(is_in_use):
+                raise ValueError(
+                    "exchange='...:nccl' was given, but another engine of this process exchanges"
+                    f" over NCCL, too (on {sum(is_in_use)} of {self.world.size} ranks), and their"
+                    " messages would wait for each other. Call finish() or close() of the other"
+                    " engine first, or leave ':nccl' out for gloo, where engines are independent."
+                )
         engine = next(self.numbers)
         exchange = self.exchange.channel(engine)
-        has_one_exchange = self.second_hop is self.exchange
+        second_hop = exchange
+        if self.second_hop is not self.exchange:
+            second_hop = self.second_hop.channel(engine)
         return replace(
             self,
             engine=engine,
@@ -236,7 +246,7 @@ class Topology:
             in_site=self.in_site.channel(engine),
             control=self.control.channel(engine),
             exchange=exchange,
-            second_hop=exchange if has_one_exchange else self.second_hop.channel(engine),
+            second_hop=second_hop,
             stages=tuple(stage.channel(engine) for stage in self.stages),
         )
 
@@ -247,9 +257,10 @@ class Topology:
     @staticmethod
     def simulated(groups: int) -> list["Topology"]:
         """Returns the topologies of several worker groups of one rank each, all in this process."""
-        control, progress, exchanges, second_hop = (
-            InProcessExchange.connect(groups) for _ in range(4)
-        )
+        control = InProcessExchange.connect(groups)
+        progress = InProcessExchange.connect(groups)
+        exchanges = InProcessExchange.connect(groups)
+        second_hop = InProcessExchange.connect(groups)
         return [
             Topology(
                 num_groups=groups,
@@ -286,10 +297,10 @@ class Topology:
     ) -> "Topology":
         """Makes the process groups of this rank, once for each layout. All ranks must call it."""
         key = (layout, timeout, on_device)
-        if key not in _made or _made[key].is_stale():
-            _made[key] = Topology._make(layout, timeout, joining, on_device)
+        if key not in _topologies or _topologies[key].is_stale():
+            _topologies[key] = Topology._make(layout, timeout, joining, on_device)
             _settle_at_exit()
-        return _made[key]
+        return _topologies[key]
 
     @staticmethod
     def _make(
@@ -303,58 +314,82 @@ class Topology:
         )
         rank = dist.get_rank()
         gloo = SharedGloo(dist.group.WORLD)
-        shared = gloo if world().is_on_host else None
-        # A rank that is a group by itself has a process group for callers that ask for one, and
-        # sends nothing in it.
-        in_group_backend = shared if layout.group_size == 1 else None
-        in_group = in_site = Communicator(
-            _own(rank, layout.worker_group_ranks(), in_group_backend, timeout)
-        )
-        if layout.worker_groups == 1 and not in_group.is_on_host:
-            in_site = Communicator(_own(rank, layout.worker_group_ranks(), "gloo", timeout))
-        # A single rank needs no process group, and peers that are all ranks need none of their own.
-        stages = (Communicator(),) * STAGES
-        peers = world()
-        if layout.group_size > 1:
-            ranks = layout.worker_group_ranks()
-            # Twice the bound of a flight: a rank whose own exchange went well waits for one of its
-            # group whose did not.
-            stages = tuple(
-                Communicator(_own(rank, ranks, gloo, 2 * timeout)) for _ in range(STAGES)
-            )
-        with joining() if joining else nullcontext():
-            between = SharedGloo() if joining else gloo
-            control, progress, exchange, second_hop = _exchanges(
-                rank, layout, between, timeout, on_device
-            )
-            if layout.group_size > 1:
-                peers = Communicator(
-                    _own(rank, layout.shard_groups(), between if shared else None, timeout)
-                )
+        inside = _Inside.make(layout, gloo, timeout)
+        between = _Between.make(layout, gloo, timeout, joining, on_device)
         return Topology(
             num_groups=layout.worker_groups,
             group_index=layout.group_of(rank),
             group_size=layout.group_size,
             group_rank=layout.group_rank_of(rank),
             world=world(),
-            peers=peers,
-            in_group=in_group,
-            in_site=in_site,
-            stages=stages,
-            control=control,
-            progress=progress,
-            exchange=exchange,
-            second_hop=second_hop,
+            **inside._asdict(),
+            **between._asdict(),
         )
 
 
-def _ranks_with(world: Communicator, fact: bool) -> list[int]:
-    return [rank for rank, holds in enumerate(world.all_gather_object(fact)) if holds]
+class _Inside(NamedTuple):
+    """The communicators among the ranks of a group; see `Topology`."""
+
+    in_group: Communicator
+    in_site: Communicator
+    stages: tuple[Communicator, ...]
+
+    @staticmethod
+    def make(layout: GroupLayout, gloo: SharedGloo, timeout: timedelta) -> "_Inside":
+        ranks = layout.worker_group_ranks()
+        backend = None
+        if layout.group_size == 1 and world().is_on_host:
+            # A rank that is a group by itself has a process group for callers that ask for one, and
+            # sends nothing in it.
+            backend = gloo
+        in_group = Communicator(_process_group(ranks, backend, timeout))
+        in_site = in_group
+        if layout.worker_groups == 1 and not in_group.is_on_host:
+            in_site = Communicator(_process_group(ranks, "gloo", timeout))
+        # A single rank needs no process group.
+        stages = [Communicator() for _ in range(STAGES)]
+        if layout.group_size > 1:
+            # Twice the bound of a flight: a rank whose exchange succeeded waits for one of its
+            # group whose exchange did not.
+            stages = [Communicator(_process_group(ranks, gloo, 2 * timeout)) for _ in stages]
+        return _Inside(in_group, in_site, tuple(stages))
+
+
+class _Between(NamedTuple):
+    """The communicator and the exchanges between groups; see `Topology`."""
+
+    peers: Communicator
+    control: Exchange[Any]
+    progress: Exchange[Any]
+    exchange: Exchange[Any]
+    second_hop: Exchange[Any]
+
+    @staticmethod
+    def make(
+        layout: GroupLayout,
+        gloo: SharedGloo,
+        timeout: timedelta,
+        joining: Callable[[], AbstractContextManager[None]] | None,
+        on_device: DeviceBackend | None,
+    ) -> "_Between":
+        entered: AbstractContextManager[None] = nullcontext()
+        if joining:
+            # They listen on another interface than the process groups before.
+            entered = joining()
+            gloo = SharedGloo()
+        with entered:
+            exchanges = _exchanges(layout, gloo, timeout, on_device)
+            # Peers that are all ranks need no process group beside the default one.
+            peers = world()
+            if layout.group_size > 1:
+                backend = gloo if peers.is_on_host else None
+                peers = Communicator(_process_group(layout.shard_groups(), backend, timeout))
+            return _Between(peers, *exchanges)
 
 
 # Process groups have threads and sockets, and torch keeps them until the default group is
 # destroyed.
-_made: dict[tuple[GroupLayout, timedelta, DeviceBackend | None], Topology] = {}
+_topologies: dict[tuple[GroupLayout, timedelta, DeviceBackend | None], Topology] = {}
 
 
 @functools.cache
@@ -368,15 +403,16 @@ def mesh_of(
 ) -> Any:
     """Makes a mesh of the ranks of this group, once for each shape. All ranks must call it."""
     shape = (layout.worker_groups, data_parallel, tensor_parallel)
-    world, mesh = _meshes.get((shape, device, timeout), (None, None))
-    if world is not dist.group.WORLD:
-        names = ("worker_group", "data_parallel", "tensor_parallel")
-        with _unbound() if Communicator(dist.group.WORLD).is_on_host else nullcontext():
-            whole = init_device_mesh(device, shape, mesh_dim_names=names)
-        for name in names[1:]:
-            dist.distributed_c10d._set_pg_timeout(timeout, whole.get_group(name))
-        mesh = whole["data_parallel", "tensor_parallel"]
-        _meshes[shape, device, timeout] = (dist.group.WORLD, mesh)
+    world_of_mesh, mesh = _meshes.get((shape, device, timeout), (None, None))
+    if world_of_mesh is dist.group.WORLD:
+        return mesh
+    names = ("worker_group", "data_parallel", "tensor_parallel")
+    with _unbound(world().is_on_host):
+        mesh_of_world = init_device_mesh(device, shape, mesh_dim_names=names)
+    for name in names[1:]:
+        dist.distributed_c10d._set_pg_timeout(timeout, mesh_of_world.get_group(name))
+    mesh = mesh_of_world["data_parallel", "tensor_parallel"]
+    _meshes[shape, device, timeout] = (dist.group.WORLD, mesh)
     return mesh
 
 
@@ -397,72 +433,77 @@ def ranks_in(process_group: dist.ProcessGroup) -> list[int]:
 
 
 def store() -> Any:
-    """Returns the store of the default process group, where a rank that fails leaves word; None if
-    there is none.
+    """Returns the store of the default process group, in which a rank that fails leaves a message;
+    None if there is no process group.
     """
-    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    if not dist.is_initialized():
+        return None
+    return dist.distributed_c10d._get_default_store()
 
 
 def _exchanges(
-    rank: int,
     layout: GroupLayout,
     gloo: SharedGloo,
     timeout: timedelta,
     on_device: DeviceBackend | None,
-) -> tuple[Exchange[Any], Exchange[Any], Exchange[Any], Exchange[Any]]:
-    def process_group(backend: str | SharedGloo) -> dist.ProcessGroup:
-        return _own(rank, layout.shard_groups(), backend, 2 * timeout)
-
+) -> list[Exchange[Any]]:
+    """Returns exchanges for control vectors, progress, the first and the second hop."""
     if layout.worker_groups == 1:
-        alone, *others = (InProcessExchange.connect(1)[0] for _ in range(4))
-        return alone, others[0], others[1], others[2]
-    both = process_group(gloo)
-    control = DirectExchange(both, both)
-    progress = DirectExchange(both, both, tag=1)
-    if on_device is None:
-        there = Connection.of_process()
-        up = process_group(gloo)
-        down = process_group(gloo)
-        opened = Connection.of_process() - there
-        # More or fewer are not gloo's alone, or gloo connects later: TCP then sends at its own
-        # pace.
-        pacing = Pacing(opened if len(opened) == 2 * (layout.worker_groups - 1) else set())
-        # The second hop uses the connections of the first: a connection is fastest just after it
-        # has carried something.
-        first, second = (DirectExchange(up, down, tag, pacing) for tag in range(2))
-        return control, progress, first, second
-    both_hops = DeviceExchange(process_group(on_device.name), on_device.device)
-    both_hops.meet(time.monotonic() + timeout.total_seconds())
-    return control, progress, both_hops, both_hops
+        return [InProcessExchange.connect(1)[0] for _ in range(4)]
+
+    def process_group(backend: str | SharedGloo) -> dist.ProcessGroup:
+        return _process_group(layout.shard_groups(), backend, 2 * timeout)
+
+    both_ways = process_group(gloo)
+    control = DirectExchange(both_ways, both_ways)
+    progress = DirectExchange(both_ways, both_ways, tag=1)
+    if on_device is not None:
+        both_hops = DeviceExchange(process_group(on_device.name), on_device.device)
+        both_hops.meet(time.monotonic() + timeout.total_seconds())
+        return [control, progress, both_hops, both_hops]
+    before = Connection.of_process()
+    up = process_group(gloo)
+    down = process_group(gloo)
+    opened = Connection.of_process() - before
+    if len(opened) != 2 * (layout.worker_groups - 1):
+        # They are not only gloo's, or gloo connects later: TCP then sends without a pace.
+        opened = set()
+    pacing = Pacing(opened)
+    # The second hop uses the connections of the first: a connection is fastest just after a
+    # message.
+    hops = [DirectExchange(up, down, tag, pacing) for tag in range(2)]
+    return [control, progress, *hops]
 
 
-def _own(
-    rank: int, all_ranks: list[list[int]], backend: str | SharedGloo | None, timeout: timedelta
+def _process_group(
+    all_ranks: list[list[int]], backend: str | SharedGloo | None, timeout: timedelta
 ) -> dist.ProcessGroup:
     """Makes a process group of every list of ranks, as all ranks must, and returns the one of this
     rank.
     """
-
-    def made(ranks: list[int]) -> Any:
-        if isinstance(backend, SharedGloo):
-            return backend.process_group(ranks, timeout)
-        return dist.new_group(ranks, timeout=timeout, backend=backend)
-
-    is_gloo = (
-        backend == "gloo"
-        or isinstance(backend, SharedGloo)
-        or (backend is None and world().is_on_host)
-    )
-    with _unbound() if is_gloo else nullcontext():
-        groups = list(map(made, all_ranks))
-    return next(group for group, ranks in zip(groups, all_ranks, strict=True) if rank in ranks)
+    is_gloo = backend == "gloo" or isinstance(backend, SharedGloo)
+    if backend is None:
+        is_gloo = world().is_on_host
+    group_of_rank: Any = None
+    with _unbound(is_gloo):
+        for ranks in all_ranks:
+            if isinstance(backend, SharedGloo):
+                group = backend.process_group(ranks, timeout)
+            else:
+                group = dist.new_group(ranks, timeout=timeout, backend=backend)
+            if dist.get_rank() in ranks:
+                group_of_rank = group
+    return group_of_rank
 
 
 @contextmanager
-def _unbound() -> Iterator[None]:
-    """Keeps torch from splitting process groups off a default one that is bound to a device: gloo
-    cannot do that.
+def _unbound(is_gloo: bool) -> Iterator[None]:
+    """Keeps torch from splitting process groups of gloo off a default one that is bound to a
+    device, which gloo cannot do.
     """
+    if not is_gloo:
+        yield
+        return
     default: Any = dist.group.WORLD
     bound = default.bound_device_id
     default.bound_device_id = None

@@ -14,28 +14,27 @@ _IN_A_ROW = 3
 
 
 class WorldWatch:
-    """Warns once if user code issues collectives over all ranks in batch after batch, where they
-    are not replaced.
+    """Warns once if user code issues collectives over all ranks, which are not replaced, in batch
+    after batch.
 
     [Note: what waits in every batch] ``torch.distributed.all_gather`` without a group, as in the
     loss of a contrastive model, lets every worker group wait for the slowest one in every batch.
-    Process groups count what is begun in them. Whoever owns a watch begins and ends it where
-    neither the engine nor Lightning issues anything over all ranks, so whatever is counted is the
-    user's: from the last hook before a training step to the first one after it, or from one inner
-    step to the next. Rank 0 watches.
+    Process groups count the collectives that begin in them. The owner of a watch begins and ends it
+    while neither the engine nor Lightning issues anything over all ranks, so all that is counted is
+    the user's: from the last hook before a training step to the first one after it, or from one
+    inner step to the next. Rank 0 watches.
 
     Args:
-        advice: What the warning tells the user to do.
-        unit: What lies between the beginning and the end.
+        advice: The end of the warning: the steps that the user should take.
+        unit: The unit between beginning and end, for the warning.
     """
 
     def __init__(self, advice: str, unit: str = "training batches") -> None:
         self._advice = advice
         self._unit = unit
         self._world = Communicator()
-        self._before: int | None = (
-            None  # What was begun over all ranks when the watch began; None while it rests.
-        )
+        # The collectives over all ranks before the watch began; None while it does not watch.
+        self._before: int | None = None
         self._in_a_row = 0
         self._is_over = False
 
@@ -45,22 +44,25 @@ class WorldWatch:
         self._before = None
 
     def begin(self, topology: Topology) -> None:
-        watches = topology.num_groups > 1 and topology.rank == 0 and not self._is_over
         self._world = topology.world
-        self._before = self._world.begun() if watches else None
+        self._before = None
+        if topology.num_groups > 1 and topology.rank == 0 and not self._is_over:
+            self._before = self._world.begun()
 
     def end(self) -> None:
         before = self._before
         self._before = None
         if before is None:
             return
-        self._in_a_row = self._in_a_row + 1 if self._world.begun() > before else 0
+        if self._world.begun() <= before:
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
         if self._in_a_row == _IN_A_ROW:
             self.stop()
             _log.warning(
-                "torch.distributed was called over all ranks in %d %s in a row: every worker"
-                " group waits for the"
-                " slowest one in every batch. %s Shown once.",
+                "torch.distributed was called over all ranks in %d %s in a row: every worker group"
+                " waits for the slowest one in every batch. %s Shown once.",
                 _IN_A_ROW,
                 self._unit,
                 self._advice,

@@ -1,9 +1,9 @@
 """The interface of a compression: how an outer gradient is written as bytes for the wire."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,13 +11,56 @@ from torch import Tensor
 from lightning_sdiloco.memory import new_vector
 
 
+class State(NamedTuple):
+    """The state of a compression for one shard, from one launch to the next.
+
+    A new one takes effect when the flight lands, if the payload counted in the mean.
+
+    Attributes:
+        memory: The loss of earlier launches, added to the next outer gradient: a float32 tensor of
+            its shape. None: nothing.
+        tuning: Numbers that later launches take over, such as thresholds: a float32 tensor of any
+            length. None: nothing.
+    """
+
+    memory: Tensor | None = None
+    tuning: Tensor | None = None
+
+
+class Traits(NamedTuple):
+    """Properties of a compression that decide what it suits.
+
+    Attributes:
+        share: The share of the values that each group chooses for itself; 1 if all groups send the
+            same ones.
+        suits_sums: True if the mean of several groups can be sent in a payload of the same size.
+            False if every group chooses the values it sends: the mean has more values than fit.
+        counts_senders: True if the mean of a value is over the groups that sent it, as
+            `Compression.places` says, not over all.
+        varies: True if payloads may be shorter than `Compression.wire_bytes` says, which is then
+            the most.
+        remembers: True if the loss is added to the next outer gradient, as `State.memory`.
+        values: The encoding of the values that are sent; None: the compression itself.
+    """
+
+    share: float = 1.0
+    suits_sums: bool = True
+    counts_senders: bool = False
+    varies: bool = False
+    remembers: bool = False
+    values: "Compression | None" = None
+
+
 class Compression(ABC):
     """Turns a flat float32 outer gradient into bytes and back.
 
-    A compression is a choice and holds no memory: instances are immutable, compare by value and
-    contain no tensors. The engine keeps what must be remembered from one launch to the next.
-    Encoding and decoding use only integer operations and correctly rounded ones, so all groups that
-    decode the same bytes get the same bits.
+    A compression is a choice: instances are immutable, compare by value and contain no tensors. The
+    engine keeps their state from one launch to the next. Encoding and decoding use only integer
+    operations and correctly rounded ones, so all groups that decode the same bytes get the same
+    bits.
+
+    `wire_bytes`, `encode` and `decode` make a compression. One that takes something over from one
+    launch to the next also has `encode_launch`, which a `State` passes through.
 
     Examples:
         >>> from lightning_sdiloco.compression import FP4
@@ -31,7 +74,8 @@ class Compression(ABC):
         """Returns the class and its arguments. Ranks compare it to check that they use the same
         compression.
         """
-        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in vars(self).items())})"
+        arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({arguments})"
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:
@@ -66,11 +110,11 @@ class Compression(ABC):
         By default the only stretch is the whole.
 
         Args:
-            payload: What `encode` returned.
+            payload: The payload that `encode` returned.
             numel: Number of values.
 
         Yields:
-            Where a stretch lies, and its values, which you may overwrite. The next stretch may
+            The slice of a stretch, and its values, which you may overwrite. The next stretch may
             reuse their memory.
         """
         values = new_vector(numel, payload.device)
@@ -78,11 +122,11 @@ class Compression(ABC):
         yield slice(0, numel), values
 
     def mean(self, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
-        """Takes the mean of what several payloads decode to, each times its factor, added up in
-        their order.
+        """Takes the mean of several decoded payloads, each times its factor, added up in their
+        order.
 
         By default this happens in `stretches`, so decoding takes the memory of one. If
-        `counts_senders`, the mean of a value is taken over the groups that have sent it, and is 0
+        `Traits.counts_senders`, the mean of a value is taken over the groups that have sent it, and is 0
         if none has.
 
         Args:
@@ -91,164 +135,70 @@ class Compression(ABC):
         """
         out.zero_()
         for payload, factor in sent:
-            for where, values in self.stretches(payload, out.numel()):
-                # Two roundings, one after the other: whether there is a fused multiply-add depends
-                # on the processor.
-                out[where] += values if factor == 1 else values.mul_(factor)
-        if self.counts_senders():
-            senders = torch.zeros_like(out)
-            places = torch.empty_like(out)
-            for payload, _ in sent:
-                self.places(payload, places)
-                senders += places
-            out.div_(senders.clamp_(min=1))
-        else:
+            for stretch, values in self.stretches(payload, out.numel()):
+                # Two roundings, one after the other: only some processors have a fused
+                # multiply-add.
+                if factor != 1:
+                    values.mul_(factor)
+                out[stretch] += values
+        if not self.traits.counts_senders:
             divide(out, len(sent))
+            return
+        senders = torch.zeros_like(out)
+        places = torch.empty_like(out)
+        for payload, _ in sent:
+            self.places(payload, places)
+            senders += places
+        out.div_(senders.clamp_(min=1))
 
-    def at(self, step: int) -> "Compression":
-        """Returns the compression for the launch after an inner step: itself, unless it picks
-        values at random.
-        """
-        return self
-
-    def with_names(self, resolve: Callable[["str | Compression"], "Compression"]) -> "Compression":
-        """Returns the compression with names in it replaced by compressions.
+    def places(self, payload: Tensor, out: Tensor) -> None:
+        """Marks the values that a payload has.
 
         Args:
-            resolve: Returns the compression of a name.
+            payload: The payload that `encode` returned.
+            out: Contiguous float32 tensor of shape ``(numel,)``. It becomes 1 for values that were
+                sent, and 0 elsewhere.
+        """
+        out.fill_(1.0)
+
+    @property
+    def traits(self) -> Traits:
+        """Its properties: by default those of one that sends all values."""
+        return Traits()
+
+    def encode_launch(self, gradient: Tensor, state: State, mixing: float) -> tuple[Tensor, State]:
+        """Encodes the outer gradient of a launch; by default there is no state.
+
+        Args:
+            gradient: The outer gradient, as for `encode`.
+            state: The new state of the last launch of this shard that counted. Its tensors must not
+                be written to.
+            mixing: Share of the local parameters that is kept on landing. They keep as much of what
+                is not sent, which the next outer gradient therefore contains.
+
+        Returns:
+            The payload, and the new state.
+        """
+        return self.encode(gradient), State()
+
+    def at(self, step: int, choice: int | None = None) -> "Compression":
+        """Returns the compression for a launch: itself, unless chance or its sender decides.
+
+        Args:
+            step: The inner step of the launch.
+            choice: The code that the sender chose, as `choice` returned it; None if it is unknown.
         """
         return self
 
     def choice(self, numel: int, bytes_per_s: float, overlap_s: float) -> int:
-        """Returns which of its codes a sender uses for a launch, for `chosen`; 0 if there is only
-        one.
+        """Returns which of its codes a sender uses for a launch; 0 if there is only one.
 
         Args:
             numel: Number of values.
-            bytes_per_s: What the link of the sender carries to each receiver; 0 if unknown.
+            bytes_per_s: The bandwidth of the sender's link to each receiver; 0 if unknown.
             overlap_s: Seconds from the launch to the landing; NaN if unknown.
         """
         return 0
-
-    def choice_bytes(self, numel: int, choice: int) -> int:
-        """Returns the bytes of the payload of ``numel`` values in the code of a `choice`: the
-        most, where they vary.
-        """
-        return self.wire_bytes(numel)
-
-    def chosen(self, choice: int) -> "Compression":
-        """Returns the compression that encodes as `choice` said, and decodes whatever a sender
-        chose.
-        """
-        return self
-
-    def dense(self) -> "Compression":
-        """Returns how the values that it does send are encoded."""
-        return self
-
-    def suits_sums(self) -> bool:
-        """Returns whether the mean of several groups can be sent in a payload of the same size.
-
-        False if every group chooses the values it sends: the mean has more values than fit into a
-        payload.
-        """
-        return True
-
-    def chosen_share(self) -> float:
-        """Returns the share of the values that each group chooses for itself; 1 if all groups send
-        the same ones.
-        """
-        return 1.0
-
-    def counts_senders(self) -> bool:
-        """Returns whether the mean of a value is over the groups that sent it, as `places` says,
-        not over all.
-        """
-        return False
-
-    def places(self, payload: Tensor, out: Tensor) -> None:
-        """Finds which values a payload has.
-
-        Args:
-            payload: What `encode` returned.
-            out: Contiguous float32 tensor of shape ``(numel,)``. It becomes 1 where there is a
-                value, and 0 elsewhere.
-        """
-        out.fill_(1.0)
-
-    def varies(self) -> bool:
-        """Returns whether payloads may be shorter than `wire_bytes` says, which is then the
-        most.
-        """
-        return False
-
-    def tuning(self, values: Tensor, before: Tensor | None) -> Tensor | None:
-        """Returns what a launch takes over from earlier ones of this shard besides `remembered`;
-        None for nothing.
-
-        It takes effect for the next launch when the flight lands, if the payload counted in the
-        mean.
-
-        Args:
-            values: What is about to be encoded.
-            before: What the last launch that counted returned.
-
-        Returns:
-            A new float32 tensor.
-        """
-        return None
-
-    def tuned(self, tuning: Tensor | None) -> "Compression":
-        """Returns the compression for a launch with what `tuning` returned: itself, if that is
-        None.
-        """
-        return self
-
-    def remembers(self) -> bool:
-        """Returns whether what is not sent waits for the next launch, as `remembered` says."""
-        return False
-
-    def residual(
-        self, values: Tensor, memory: Tensor | None, payload: Tensor, mixing: float
-    ) -> Tensor:
-        """Returns what encoding lost, to be added to the next values.
-
-        The local parameters keep the share ``mixing`` of what was not sent. It is left out here,
-        since the next outer gradient contains it.
-
-        Args:
-            values: What was to be sent, float32.
-            memory: The residual of earlier launches that was added to the values before they were
-                encoded, if any.
-            payload: The encoded sum.
-            mixing: Share of the local parameters that is kept on landing.
-
-        Returns:
-            A new float32 tensor of the shape of ``values``.
-        """
-        decoded = new_vector(values.numel(), values.device)
-        self.decode(payload, decoded)
-        lost = torch.sub(values, decoded, out=decoded).mul_(1 - mixing)
-        return lost if memory is None else lost.add_(memory)
-
-    def remembered(
-        self, gradient: Tensor, memory: Tensor | None, payload: Tensor, mixing: float
-    ) -> Tensor | None:
-        """Returns what the engine adds to the next outer gradient of this shard, or None to
-        remember nothing.
-
-        It takes effect when the flight lands, if the payload counted in the mean.
-
-        Args:
-            gradient: The outer gradient, float32.
-            memory: What was added to the gradient before it was encoded, if anything.
-            payload: The encoded sum.
-            mixing: Share of the local parameters that is kept on landing.
-
-        Returns:
-            A new float32 tensor of the shape of the gradient, or None.
-        """
-        return None
 
 
 def weighted_mean(
@@ -265,32 +215,47 @@ def weighted_mean(
     total = torch.zeros_like(like)
     count = 0
     for values, factor in parts:
-        total += values if factor == 1 else values.mul_(factor)
+        if factor != 1:
+            values.mul_(factor)
+        total += values
         count += 1
-    return divide(total, count) if senders is None else total.div_(senders.clamp(min=1))
+    if senders is not None:
+        return total.div_(senders.clamp(min=1))
+    return divide(total, count)
 
 
 def divide(total: Tensor, groups: int) -> Tensor:
     """Divides a sum by how many groups are in it, if there are any, and returns it."""
-    return total.div_(total.new_full((), groups)) if groups else total
+    if groups == 0:
+        return total
+    return total.div_(total.new_full((), groups))
 
 
 def chunk_length(device: torch.device) -> int:
     """Returns how many values to handle at a time: on a CPU as many as stay in its cache."""
-    return 1 << 17 if device.type == "cpu" else 1 << 23
+    if device.type == "cpu":
+        return 1 << 17
+    return 1 << 23
+
+
+def is_number(number: Any) -> bool:
+    return isinstance(number, (int, float)) and not isinstance(number, bool)
+
+
+def is_positive_int(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number > 0
 
 
 def forwarded(to: str, *names: str) -> Any:
-    """Makes methods that call the methods of the same names of what an attribute holds."""
-
-    def made(name: str) -> Any:
-        return documented(name, lambda self, *args: getattr(getattr(self, to), name)(*args))
-
-    return map(made, names)
-
-
-def documented(name: str, method: Callable[..., Any]) -> Any:
-    """Gives a method the name, signature and documentation of `Compression`'s; it is not
-    abstract.
+    """Makes methods that call the methods of the same names of the object that an attribute
+    holds.
     """
-    return wraps(getattr(Compression, name), updated=())(method)
+    return [_forwarding(to, name) for name in names]
+
+
+def _forwarding(to: str, name: str) -> Any:
+    @wraps(getattr(Compression, name), updated=())  # the original is marked as abstract
+    def method(self: Any, *args: Any) -> Any:
+        return getattr(getattr(self, to), name)(*args)
+
+    return method

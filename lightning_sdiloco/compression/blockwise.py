@@ -2,8 +2,8 @@
 
 A payload of ``numel`` values is the scales of ``ceil(numel / block)`` blocks, then the codes,
 ``bits`` for each value. Payloads are not padded to whole blocks, and blocks are independent of each
-other. A long vector is encoded and decoded one chunk of blocks after the other, so that what is
-computed on the way stays in the cache of a processor.
+other. A long vector is encoded and decoded one chunk of blocks after the other, so that
+intermediate values stay in the cache of a processor.
 
 Bits are compared as whole numbers, and products and quotients are correctly rounded, so that every
 processor gives the same codes. `fp4` has its own file, as it is written in C too.
@@ -95,60 +95,60 @@ class Blockwise(Compression):
         blocks are untouched.
         """
         numel = values.numel()
-        head = self._scale_bytes(values.numel())
         payload = new_vector(self.wire_bytes(numel), values.device, torch.uint8)
-        scales = payload[:head].view(self.scale)
-        codes = payload[head:]
-        for where in chunks(values):
-            own, one_each = self.encode_blocks(self.pad(values[where]).view(-1, self.block))
-            scales[where.start // self.block :][: len(own)] = own
-            target = codes[where.start * self.bits // 8 : -(-where.stop * self.bits // 8)]
-            target.copy_(_packed(one_each.to(torch.uint8).view(-1), self.bits)[: len(target)])
+        scales, codes = payload.tensor_split([self._scale_bytes(numel)])
+        scales = scales.view(self.scale)
+        for chunk in chunks(numel, values.device):
+            blocks = self.pad(values[chunk]).view(-1, self.block)
+            new_scales, new_codes = self.encode_blocks(blocks)
+            scales[self._blocks(chunk)] = new_scales
+            packed = codes[self._code_bytes(chunk)]
+            packed.copy_(_packed(new_codes.to(torch.uint8).view(-1), self.bits)[: len(packed)])
         return payload
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        for where, values in self.stretches(payload, out.numel()):
-            out[where] = values
+        for chunk, values in self.stretches(payload, out.numel()):
+            out[chunk] = values
 
     @override
     def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
         assert payload.numel() == self.wire_bytes(numel), (
             "the payload belongs to a vector of another size"
         )
-        head = self._scale_bytes(numel)
-        # A payload may start at an odd address of a gathered buffer, where wider types cannot be
-        # viewed.
-        scales = payload[:head].clone().view(self.scale)
-        codes = payload[head:]
-        for start in range(0, numel, chunk_length(payload.device)):
-            stop = min(start + chunk_length(payload.device), numel)
-            own = scales[start // self.block : -(-stop // self.block)]
-            packed = _padded(
-                codes[start * self.bits // 8 : -(-stop * self.bits // 8)],
-                self.block * self.bits // 8,
-            )
-            yield (
-                slice(start, stop),
-                self.decode_blocks(own, packed.view(len(own), -1)).view(-1)[: stop - start],
-            )
+        scales, codes = payload.tensor_split([self._scale_bytes(numel)])
+        # A payload may start at an odd address of a gathered buffer, which wider types cannot view.
+        scales = scales.clone().view(self.scale)
+        for chunk in chunks(numel, payload.device):
+            chunk_scales = scales[self._blocks(chunk)]
+            packed = _padded(codes[self._code_bytes(chunk)], self.block * self.bits // 8)
+            blocks = self.decode_blocks(chunk_scales, packed.view(len(chunk_scales), -1))
+            yield chunk, blocks.view(-1)[: chunk.stop - chunk.start]
 
     def _scale_bytes(self, numel: int) -> int:
         return self.scale.itemsize * -(-numel // self.block)
 
+    def _blocks(self, chunk: slice) -> slice:
+        """Returns the blocks of some values, which begin with a whole block."""
+        return slice(chunk.start // self.block, -(-chunk.stop // self.block))
+
+    def _code_bytes(self, chunk: slice) -> slice:
+        """Returns the bytes with the codes of some values, which begin with a whole byte."""
+        return slice(chunk.start * self.bits // 8, -(-chunk.stop * self.bits // 8))
+
 
 class Leveled(Blockwise):
-    """Has the same levels in all blocks, times what the scale of the block stands for.
+    """Has the same levels in all blocks, times the step of the block, which its scale encodes.
 
     Attributes:
-        levels: What each code stands for under a scale of 1: ``2 ** bits`` numbers.
+        levels: The value of each code under a scale of 1: ``2 ** bits`` numbers.
     """
 
     levels: ClassVar[tuple[float, ...]]
 
     @abstractmethod
     def steps(self, scales: Tensor) -> Tensor:
-        """Returns, as float32, by what the levels of each block are multiplied."""
+        """Returns, as float32, the factors of the levels of each block."""
 
     @override
     def decode_blocks(self, scales: Tensor, codes: Tensor) -> Tensor:
@@ -174,13 +174,13 @@ class _Integers(Leveled):
         tops = (magnitude_bits(values).amax(1) + 0x8000 >> 16).clamp_(0x0400, 0x7F7F)
         # Not largest / tops: torch would take the reciprocal of the tops, which may be a subnormal
         # number.
-        per_unit = torch.full_like(tops, self.largest, dtype=torch.float32).div_(
-            from_bfloat16_bits(tops)
-        )
-        numbers = (
-            (values * per_unit[:, None]).round_().clamp_(-self.largest, self.largest).to(torch.int8)
-        )
-        return tops.to(torch.int16), numbers.bitwise_and_(2**self.bits - 1 if self.bits < 8 else -1)
+        per_unit = torch.full_like(tops, self.largest, dtype=torch.float32)
+        per_unit.div_(from_bfloat16_bits(tops))
+        numbers = (values * per_unit[:, None]).round_().clamp_(-self.largest, self.largest)
+        codes = numbers.to(torch.int8)
+        if self.bits < 8:
+            codes.bitwise_and_(2**self.bits - 1)
+        return tops.to(torch.int16), codes
 
     @override
     def steps(self, scales: Tensor) -> Tensor:
@@ -350,8 +350,10 @@ class Int2(Blockwise):
     def pad(self, values: Tensor) -> Tensor:
         """Pads the last block by repeating its own values: zeros would pull the magnitudes down."""
         missing = -len(values) % self.block
+        if not missing:
+            return values
         last = values[len(values) // self.block * self.block :]
-        return torch.cat((values, last.repeat(self.block)[:missing])) if missing else values
+        return torch.cat((values, last.repeat(self.block)[:missing]))
 
     @override
     def decode_blocks(self, scales: Tensor, codes: Tensor) -> Tensor:
@@ -368,28 +370,28 @@ def _two_means(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
     """
     doubles = magnitudes.view(torch.float32).to(torch.float64)
     mean = doubles.mean(1)
+    # The least float32 that is at or above the mean.
     least = mean.to(torch.float32)
     least = torch.where(least < mean, (least.view(torch.int32) + 1).view(torch.float32), least)
-    below = (magnitudes - least.view(torch.int32)[:, None]).bitwise_right_shift_(
-        31
-    )  # -1 for each that is
-    count = below.sum(1, dtype=torch.int32).neg_()
-    # Not as the difference from the sum of all, in which small values beside great ones would be
-    # lost.
-    lower = below.bitwise_and_(magnitudes)
-    low = doubles.copy_(lower.view(torch.float32)).sum(1) / count.clamp(min=1)
-    above = doubles.copy_(lower.bitwise_xor_(magnitudes).view(torch.float32)).sum(1)
+    # -1 for each magnitude below it, 0 for the others.
+    is_below = (magnitudes - least.view(torch.int32)[:, None]).bitwise_right_shift_(31)
+    number_below = is_below.sum(1, dtype=torch.int32).neg_()
+    number_above = (magnitudes.size(1) - number_below).clamp_(min=1)
+    # Both are summed: in the difference from the sum of all, small values beside great ones would
+    # be lost.
+    below = is_below.bitwise_and_(magnitudes)
+    low = doubles.copy_(below.view(torch.float32)).sum(1) / number_below.clamp(min=1)
+    above = below.bitwise_xor_(magnitudes)
+    high = doubles.copy_(above.view(torch.float32)).sum(1) / number_above
     low[magnitudes.amin(1) == 0] = 0
-    return low.to(torch.float32), (above / (magnitudes.size(1) - count).clamp_(min=1)).to(
-        torch.float32
-    )
+    return low.to(torch.float32), high.to(torch.float32)
 
 
-def chunks(values: Tensor) -> Iterator[slice]:
-    """Yields where the chunks of a vector lie."""
-    numel = values.numel()
-    length = chunk_length(values.device)
-    return (slice(start, min(start + length, numel)) for start in range(0, numel, length))
+def chunks(numel: int, device: torch.device) -> Iterator[slice]:
+    """Yields the chunks of a vector, which are whole blocks except for the last one."""
+    length = chunk_length(device)
+    for start in range(0, numel, length):
+        yield slice(start, min(start + length, numel))
 
 
 def from_bfloat16_bits(bits: Tensor) -> Tensor:
@@ -410,9 +412,9 @@ def magnitude_bits(values: Tensor) -> Tensor:
 
 
 def look_up(codes: Tensor, levels: tuple[float, ...]) -> Tensor:
-    """Returns the float32 values for which bytes stand, a row for each row of bytes."""
-    found = table(levels, codes.device).index_select(0, codes.reshape(-1).to(torch.int32))
-    return found.view(torch.float32).view(len(codes), -1)
+    """Returns the float32 values of bytes of codes, a row for each row of bytes."""
+    words = table(levels, codes.device).index_select(0, codes.reshape(-1).to(torch.int32))
+    return words.view(torch.float32).view(len(codes), -1)
 
 
 @cache
@@ -430,15 +432,21 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
     """Packs codes, given one to a byte. Whole words are much faster than every other byte."""
     if bits == 8:
         return codes
-    words = codes.view(torch.int16 if bits == 4 else torch.int32)
-    # A code of 2 bits in the next byte is 8 - 2 bits too far up; what lies above the lowest byte is
+    # A code of 2 bits in the next byte is 8 - 2 bits too far up; bits above the lowest byte are
     # dropped.
-    words = words | words >> 8 - bits
-    return (words if bits == 4 else words | words >> 12).to(torch.uint8)
+    if bits == 4:
+        words = codes.view(torch.int16)
+        return (words | words >> 4).to(torch.uint8)
+    words = codes.view(torch.int32)
+    words = words | words >> 6
+    return (words | words >> 12).to(torch.uint8)
 
 
 def _padded(values: Tensor, block: int) -> Tensor:
-    return values if len(values) % block == 0 else F.pad(values, (0, -len(values) % block))
+    missing = -len(values) % block
+    if not missing:
+        return values
+    return F.pad(values, (0, missing))
 
 
 def _exponent_of(largest: Tensor, below: int, lowest: int) -> Tensor:

@@ -21,12 +21,11 @@ class _Cast(Compression):
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        # A payload may start at an odd address inside a gathered buffer, where wider types cannot
-        # be viewed.
-        aligned = (
-            payload if payload.storage_offset() % self.dtype.itemsize == 0 else payload.clone()
-        )
-        out.copy_(aligned.view(self.dtype))
+        # A payload may start at an odd address inside a gathered buffer, which wider types cannot
+        # view.
+        if payload.storage_offset() % self.dtype.itemsize:
+            payload = payload.clone()
+        out.copy_(payload.view(self.dtype))
 
     @override
     def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
@@ -35,8 +34,9 @@ class _Cast(Compression):
         scratch = new_vector(min(length, numel), payload.device)
         for start in range(0, numel, length):
             stop = min(start + length, numel)
-            self.decode(payload[size * start : size * stop], scratch[: stop - start])
-            yield slice(start, stop), scratch[: stop - start]
+            values = scratch[: stop - start]
+            self.decode(payload[size * start : size * stop], values)
+            yield slice(start, stop), values
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,8 @@ class Float32(_Cast):
 
     @override
     def encode(self, values: Tensor) -> Tensor:
-        return new_vector(self.wire_bytes(values.numel()), values.device, torch.uint8).copy_(
-            values.view(torch.uint8)
-        )
+        payload = new_vector(self.wire_bytes(values.numel()), values.device, torch.uint8)
+        return payload.copy_(values.view(torch.uint8))
 
 
 @dataclass(frozen=True)

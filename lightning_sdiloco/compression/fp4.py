@@ -74,8 +74,9 @@ class FP4(Leveled):
     block: ClassVar[int] = BLOCK
     bits: ClassVar[int] = 4
     scale: ClassVar[torch.dtype] = torch.int16
-    levels: ClassVar[tuple[float, ...]] = tuple(
-        s * v for s in (1.0, -1.0) for v in (0.0, *(2.0**-k for k in range(6, -1, -1)))
+    levels: ClassVar[tuple[float, ...]] = (
+        *(0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0),
+        *(-0.0, -1 / 64, -1 / 32, -1 / 16, -1 / 8, -1 / 4, -1 / 2, -1.0),
     )
 
     @override
@@ -116,8 +117,8 @@ class FP4(Leveled):
         # have the mantissa of 0.75 * top, and one subtraction of float32 bits compares with all of
         # them. Both products are exact.
         thresholds = (from_bfloat16_bits(tops) * 0.75).view(torch.int32) - (7 << _EXPONENT)
-        passed = magnitude.sub_(thresholds[:, None]).bitwise_right_shift_(_EXPONENT).clamp_min_(0)
-        return tops.to(torch.int16), passed.bitwise_or_(sign_bits(values, 3))
+        levels = magnitude.sub_(thresholds[:, None]).bitwise_right_shift_(_EXPONENT).clamp_min_(0)
+        return tops.to(torch.int16), levels.bitwise_or_(sign_bits(values, 3))
 
     @override
     def steps(self, scales: Tensor) -> Tensor:
@@ -138,7 +139,7 @@ def _check(payloads: Sequence[Tensor], out: Tensor) -> None:
 
 
 class Passes(NamedTuple):
-    """The same in one pass each, on one type of device; what they write to is there."""
+    """The same in one pass each, on one type of device; they write to the last argument."""
 
     encode: Callable[[Tensor, Tensor], None]
     decode: Callable[[Tensor, Tensor], None]
@@ -147,8 +148,8 @@ class Passes(NamedTuple):
 
 def _passes_for(*tensors: Tensor) -> Passes | None:
     device = tensors[0].device
-    for each in tensors:
-        if type(each) is not Tensor or each.device != device or not each.is_contiguous():
+    for tensor in tensors:
+        if type(tensor) is not Tensor or tensor.device != device or not tensor.is_contiguous():
             return None
     return passes_on(device.type)
 
@@ -167,9 +168,8 @@ def passes_on(device: str) -> Passes | None:
         if _is_proven(passes, torch.device(device)):
             return passes
         reason = "it gives other bits"
-    except (
-        Exception
-    ) as error:  # Triton, and the compilers that it calls, end with errors of many kinds
+    except Exception as error:
+        # Triton, and the compilers that it calls, raise errors of many kinds.
         reason = f"{type(error).__name__}: {error}"
     _log.info("%s is not used: %s. torch does the same, more slowly.", name, reason)
     return None
@@ -193,7 +193,8 @@ def _in_c() -> Passes:
     library.fp4_encode.argtypes = (pointer, size, pointer)
     library.fp4_decode.argtypes = (pointer, size, pointer, pointer)
     library.fp4_mean.argtypes = (pointer, pointer, size, size, pointer, pointer)
-    levels = table(FP4.levels, torch.device("cpu"))  # kept by what reads it
+    # The passes keep this table alive, to which C has only a pointer.
+    levels = table(FP4.levels, torch.device("cpu"))
     return Passes(
         partial(_encode, library),
         partial(_decode, library, levels),
@@ -226,26 +227,36 @@ class _Eager(FP4):
 
 
 def _is_proven(passes: Passes, device: torch.device) -> bool:
-    """Returns whether they give the bits of the operations of torch, a block that is not whole
-    included.
-    """
-    generator = torch.Generator().manual_seed(0)
-    one, other = torch.randn(2, 20_001, generator=generator, device="cpu", dtype=torch.float32)
-    values = (one * other.mul(8).exp()).nan_to_num(0.0)
-    values[::17], values[5::19] = 0.0, -0.0
-    # Whole blocks of zeros, and of values at both ends of the range.
-    values[1024:1536], values[2048:2560] = 0.0, values[2048:2560] * 1e-38
-    values[3072:3584] = one[3072:3584].clamp(-3, 3) * 1e38
-    values = values.to(device)
+    """Returns whether the passes are bit-identical to the operations of torch on a sample."""
+    values = _sample().to(device)
     eager = _Eager()
     payload = torch.empty(_size(len(values)), device=device, dtype=torch.uint8)
     passes.encode(values, payload)
     sent = [(payload, 1.0), (eager.encode(values.flip(0)), 0.3), (payload, 1.7)]
-    found, expected = torch.empty(2, 2, len(values), device=device, dtype=torch.float32)
-    passes.decode(payload, found[0])
+    # A decoded payload and a mean each.
+    results = torch.empty(2, len(values), device=device, dtype=torch.float32)
+    expected = torch.empty_like(results)
+    passes.decode(payload, results[0])
     eager.decode(payload, expected[0])
-    passes.mean(sent, found[1])
+    passes.mean(sent, results[1])
     eager.mean(sent, expected[1])
-    return torch.equal(payload, eager.encode(values)) and torch.equal(
-        found.view(torch.int32), expected.view(torch.int32)
+    if not torch.equal(payload, eager.encode(values)):
+        return False
+    return torch.equal(results.view(torch.int32), expected.view(torch.int32))
+
+
+def _sample() -> Tensor:
+    """Returns values of many magnitudes: zeros of both signs, whole blocks of zeros and of values
+    at both ends of the range, and a last block that is not whole.
+    """
+    generator = torch.Generator().manual_seed(0)
+    normal, exponents = torch.randn(
+        2, 20_001, generator=generator, device="cpu", dtype=torch.float32
     )
+    values = (normal * exponents.mul(8).exp()).nan_to_num(0.0)
+    values[::17] = 0.0
+    values[5::19] = -0.0
+    values[1024:1536] = 0.0
+    values[2048:2560] *= 1e-38
+    values[3072:3584] = normal[3072:3584].clamp(-3, 3) * 1e38
+    return values

@@ -16,7 +16,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_sdiloco.compression.base import Compression, chunk_length, forwarded
+from lightning_sdiloco.compression.base import (
+    Compression,
+    State,
+    Traits,
+    chunk_length,
+    is_number,
+    is_positive_int,
+)
 from lightning_sdiloco.memory import new_vector
 
 Self = TypeVar("Self", bound="_Chance")
@@ -39,8 +46,8 @@ class TopK(Compression):
     Args:
         share: The share of the values that is sent, above 0 and at most 1.
         values: How the values that are sent are encoded.
-        over: What the sum of a value is divided by: the number of ``"groups"`` that count, or of
-            the ``"senders"`` among them that sent this value, as in SparseLoCo's code (arXiv
+        over: The divisor of the sum of a value: the number of ``"groups"`` that count, or of the
+            ``"senders"`` among them that sent this value, as in SparseLoCo's code (arXiv
             2508.15706). ``"senders"`` needs a smaller outer learning rate, and does not work with
             two shots.
 
@@ -63,11 +70,7 @@ class TopK(Compression):
     over: str = field(default="groups", kw_only=True)
 
     def __post_init__(self) -> None:
-        if (
-            isinstance(self.share, bool)
-            or not isinstance(self.share, (int, float))
-            or not 0 < self.share <= 1
-        ):
+        if not is_number(self.share) or not 0 < self.share <= 1:
             raise ValueError(
                 f"share={self.share!r} is out of range: it must be above 0 and at most 1. 0.02"
                 " sends 2 %."
@@ -82,25 +85,19 @@ class TopK(Compression):
 
     @override
     def __repr__(self) -> str:
-        given = {own.name: getattr(self, own.name) for own in fields(self) if own.repr}
-        texts = [
-            f"{own.name}={given[own.name]!r}"
-            for own in fields(self)
-            if own.repr and given[own.name] != own.default
-        ]
-        return f"{type(self).__name__}({', '.join(texts)})"
+        arguments = list[str]()
+        for argument in fields(self):
+            value = getattr(self, argument.name)
+            if argument.repr and value != argument.default:
+                arguments.append(f"{argument.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
+    @property
     @override
-    def suits_sums(self) -> bool:
-        return False
-
-    @override
-    def chosen_share(self) -> float:
-        return float(self.share)
-
-    @override
-    def counts_senders(self) -> bool:
-        return self.over == "senders"
+    def traits(self) -> Traits:
+        return Traits(
+            share=float(self.share), suits_sums=False, counts_senders=self.over == "senders"
+        )
 
     @override
     def places(self, payload: Tensor, out: Tensor) -> None:
@@ -108,22 +105,23 @@ class TopK(Compression):
 
     @override
     def wire_bytes(self, numel: int) -> int:
-        return _packed_bytes(self._count(numel)) + self.values.wire_bytes(self._count(numel))
+        count = self._count(numel)
+        return _packed_bytes(count) + self.values.wire_bytes(count)
 
     @override
     def encode(self, values: Tensor) -> Tensor:
         count = self._count(values.numel())
-        done = 0
         chosen = values.new_empty(count)
-        positions = values.new_empty(_packed_bytes(count), dtype=torch.uint8)
+        packed = values.new_empty(_packed_bytes(count), dtype=torch.uint8)
+        start = 0
         for blocks in _blocks(values):
-            found = _largest(blocks.abs(), self._kept(blocks.size(1))).sort(dim=1).values
-            chosen[done:][: found.numel()] = self.sent(blocks.gather(1, found), blocks).view(-1)
-            positions[_packed_bytes(done) :][: _packed_bytes(found.numel())] = _packed(
-                found.view(-1)
-            )
-            done += found.numel()
-        return torch.cat((positions, self.values.encode(chosen)))
+            positions = _largest(blocks.abs(), self._number_sent(blocks.size(1)))
+            positions = positions.sort(dim=1).values
+            end = start + positions.numel()
+            chosen[start:end] = self.sent(blocks.gather(1, positions), blocks).view(-1)
+            packed[_packed_bytes(start) : _packed_bytes(end)] = _packed(positions.view(-1))
+            start = end
+        return torch.cat((packed, self.values.encode(chosen)))
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
@@ -132,14 +130,14 @@ class TopK(Compression):
     @override
     def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
         chosen = self._chosen(payload, numel)
-        done = 0
+        start = 0
         scratch = new_vector(min(numel, chunk_length(payload.device)), payload.device)
-        for where in _stretches(numel, payload.device):
-            values = scratch[: where.stop - where.start]
-            count = self._count(len(values))
-            self._put(payload[_packed_bytes(done) :], chosen[done:][:count], values)
-            done += count
-            yield where, values
+        for stretch in _stretches(numel, payload.device):
+            values = scratch[: stretch.stop - stretch.start]
+            end = start + self._count(len(values))
+            self._put(payload[_packed_bytes(start) :], chosen[start:end], values)
+            start = end
+            yield stretch, values
 
     def _chosen(self, payload: Tensor, numel: int) -> Tensor:
         """Decodes the values that were sent."""
@@ -152,30 +150,36 @@ class TopK(Compression):
         return chosen
 
     def sent(self, chosen: Tensor, blocks: Tensor) -> Tensor:
-        """Returns what is sent of the values that were chosen in each block."""
+        """Returns the values that are sent, given those that were chosen in each block."""
         return chosen
 
     def _put(self, payload: Tensor, chosen: Tensor, out: Tensor) -> None:
-        done = 0
+        """Writes the chosen values to their positions, and zero elsewhere."""
         out.zero_()
+        start = 0
         for blocks in _blocks(out):
-            shape = len(blocks), self._kept(blocks.size(1))
-            sent = shape[0] * shape[1]
-            positions = _unpacked(payload[_packed_bytes(done) :][: _packed_bytes(sent)], sent)
-            blocks.scatter_(1, positions.view(shape), chosen[done:][:sent].view(shape))
-            done += sent
+            shape = (len(blocks), self._number_sent(blocks.size(1)))
+            count = shape[0] * shape[1]
+            end = start + count
+            packed = payload[_packed_bytes(start) : _packed_bytes(end)]
+            positions = _unpacked(packed, count).view(shape)
+            blocks.scatter_(1, positions, chosen[start:end].view(shape))
+            start = end
 
-    def _kept(self, size: int) -> int:
+    def _number_sent(self, size: int) -> int:
         """Returns how many values of a block are sent: an even number, so that the next block
         starts at a byte.
         """
         # The share is taken as it is written: 0.03 as a float is not exactly 3 %.
-        kept = -(-Fraction(str(self.share)) * size // 1)
-        return min(int(kept + kept % 2), size)
+        number = -(-Fraction(str(self.share)) * size // 1)
+        return min(int(number + number % 2), size)
 
     def _count(self, numel: int) -> int:
-        last = numel % BLOCK
-        return numel // BLOCK * self._kept(BLOCK) + (self._kept(last) if last else 0)
+        """Returns how many values of a vector are sent."""
+        count = numel // BLOCK * self._number_sent(BLOCK)
+        if numel % BLOCK:
+            count += self._number_sent(numel % BLOCK)
+        return count
 
 
 @dataclass(frozen=True, repr=False)
@@ -213,14 +217,13 @@ class Threshold(TopK):
         [0.0, -2.0, 0.0, 0.0]
         >>> first, later = torch.tensor([1.0, -2.0, 0.5, 1.5]), torch.tensor([1.0, -1.75, 0.5, 0.25])
         >>> kept = Threshold(0.5, Float32(), every=10)
-        >>> tuned = kept.tuned(kept.tuning(first, None))
-        >>> len(tuned.encode(first)), len(tuned.encode(later))
+        >>> payload, state = kept.encode_launch(first, State(), mixing=0.0)
+        >>> len(payload), len(kept.encode_launch(later, state, mixing=0.0)[0])
         (13, 8)
     """
 
     least: float | None = None
     every: int | None = None
-    thresholds: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     @override
     def __post_init__(self) -> None:
@@ -228,107 +231,103 @@ class Threshold(TopK):
         if (self.least is None) == (self.every is None):
             raise ValueError(
                 f"Threshold(least={self.least!r}, every={self.every!r}) needs exactly one of the"
-                " two. Give least=3.0 to"
-                " send what exceeds three times the mean of its block, or every=10 to keep the"
-                " threshold of a top-k for"
-                " ten launches."
+                " two. Give least=3.0 to send what exceeds three times the mean of its block, or"
+                " every=10 to keep the threshold of a top-k for ten launches."
             )
-        least = self.least
-        every = self.every
-        if least is not None and (
-            isinstance(least, bool) or not isinstance(least, (int, float)) or not least >= 0
-        ):
+        if self.least is not None and not (is_number(self.least) and self.least >= 0):
             raise ValueError(
-                f"least={least!r} is out of range: it must not be negative. 3.0 is three times"
+                f"least={self.least!r} is out of range: it must not be negative. 3.0 is three times"
                 " the mean."
             )
-        if every is not None and (
-            isinstance(every, bool) or not isinstance(every, int) or every < 1
-        ):
+        if self.every is not None and not is_positive_int(self.every):
             raise ValueError(
-                f"every={every!r} is out of range: it must be a whole number of at least 1. 10"
-                " keeps a threshold for"
-                " ten launches."
+                f"every={self.every!r} is out of range: it must be a whole number of at least 1. 10"
+                " keeps a threshold for ten launches."
             )
 
+    @property
     @override
-    def varies(self) -> bool:
-        return self.every is not None
+    def traits(self) -> Traits:
+        return super().traits._replace(varies=self.every is not None)
 
     @override
     def wire_bytes(self, numel: int) -> int:
-        return super().wire_bytes(numel) + (_count_bytes(numel) if self.varies() else 0)
+        size = super().wire_bytes(numel)
+        if self.every is not None:
+            size += _count_bytes(numel)
+        return size
 
     @override
-    def tuning(self, values: Tensor, before: Tensor | None) -> Tensor | None:
+    def encode_launch(self, gradient: Tensor, state: State, mixing: float) -> tuple[Tensor, State]:
         if self.every is None:
-            return None
-        if before is not None and before[0] < self.every:
-            kept = before.clone()
-            kept[0] += 1
-            return kept
-        made = [values.new_ones(1)]
+            return self.encode(gradient), State()
+        tuning = state.tuning
+        if tuning is None or tuning[0] >= self.every:
+            tuning = self._first_tuning(gradient)
+        else:
+            tuning = tuning.clone()
+            tuning[0] += 1
+        return self._encode_above(gradient, tuning[1:]), State(tuning=tuning)
+
+    def _first_tuning(self, values: Tensor) -> Tensor:
+        """Returns the number of launches with these thresholds, then the threshold of each
+        block.
+        """
+        parts = [values.new_ones(1)]
         for blocks in _blocks(values):
             magnitudes = blocks.abs()
-            made.append(
-                magnitudes.gather(1, _largest(magnitudes, self._kept(blocks.size(1)))).amin(1)
-            )
-        return torch.cat(made)
-
-    @override
-    def tuned(self, tuning: Tensor | None) -> "Threshold":
-        if tuning is None:
-            return self
-        tuned = copy.copy(self)
-        object.__setattr__(tuned, "thresholds", tuning[1:])
-        return tuned
+            positions = _largest(magnitudes, self._number_sent(blocks.size(1)))
+            parts.append(magnitudes.gather(1, positions).amin(1))
+        return torch.cat(parts)
 
     @override
     def encode(self, values: Tensor) -> Tensor:
-        if not self.varies():
+        if self.every is None:
             return super().encode(values)
-        thresholds = self.thresholds
-        done = 0
-        if thresholds is None:
-            return self.tuned(self.tuning(values, None)).encode(values)
-        counts = []
-        positions = []
-        chosen = []
+        return self._encode_above(values, self._first_tuning(values)[1:])
+
+    def _encode_above(self, values: Tensor, thresholds: Tensor) -> Tensor:
+        """Encodes the values that reach the threshold of their block."""
+        counts = list[Tensor]()
+        positions = list[Tensor]()
+        chosen = list[Tensor]()
+        start = 0
         for blocks in _blocks(values):
-            above = self._above(blocks.abs(), thresholds[done : done + len(blocks), None])
-            counts.append(above.sum(1))
-            positions.append(above.nonzero()[:, 1])
-            chosen.append(blocks[above])
-            done += len(blocks)
-        lengths = torch.cat(counts)
+            end = start + len(blocks)
+            is_sent = self._reach(blocks.abs(), thresholds[start:end, None])
+            counts.append(is_sent.sum(1))
+            positions.append(is_sent.nonzero()[:, 1])
+            chosen.append(blocks[is_sent])
+            start = end
+        numbers = torch.cat(counts)
+        head = torch.stack((numbers & 255, numbers >> 8), dim=1).to(torch.uint8).view(-1)
+        parts = [head, _packed(torch.cat(positions))]
         sent = torch.cat(chosen)
-        head = torch.stack((lengths & 255, lengths >> 8), dim=1).to(torch.uint8).view(-1)
         # A compression has no payload of no values.
-        tail = [self.values.encode(sent)] if len(sent) else []
-        return torch.cat((head, _packed(torch.cat(positions)), *tail))
+        if len(sent):
+            parts.append(self.values.encode(sent))
+        return torch.cat(parts)
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        if not self.varies():
+        if self.every is None:
             super().decode(payload, out)
             return
-        places, rest = _places(payload, out)
-        chosen = out.new_empty(len(places))
+        places, encoded = _places(payload, out)
+        sent = out.new_empty(len(places))
         if len(places):
-            self.values.decode(rest[: self.values.wire_bytes(len(places))], chosen)
-        out.zero_()[places] = chosen
+            self.values.decode(encoded[: self.values.wire_bytes(len(places))], sent)
+        out.zero_()[places] = sent
 
     @override
     def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
-        return (
-            Compression.stretches(self, payload, numel)
-            if self.varies()
-            else super().stretches(payload, numel)
-        )
+        if self.every is not None:
+            return Compression.stretches(self, payload, numel)
+        return super().stretches(payload, numel)
 
     @override
     def places(self, payload: Tensor, out: Tensor) -> None:
-        if self.varies():
+        if self.every is not None:
             places, _ = _places(payload, out)
             out.zero_()[places] = 1.0
         else:
@@ -337,52 +336,53 @@ class Threshold(TopK):
 
     @override
     def sent(self, chosen: Tensor, blocks: Tensor) -> Tensor:
-        assert self.least is not None, "what is kept encodes by itself"
+        assert self.least is not None, "a kept threshold has its own payload"
         means = blocks.abs().mean(1, keepdim=True, dtype=torch.float64)
         return chosen.where(chosen.abs() >= means * self.least, 0)
 
-    def _above(self, magnitudes: Tensor, thresholds: Tensor) -> Tensor:
-        """Returns which values of each block are sent: what reaches its threshold, but no more
+    def _reach(self, magnitudes: Tensor, thresholds: Tensor) -> Tensor:
+        """Returns which values of each block are sent: those that reach its threshold, but no more
         than the largest.
         """
-        above = (magnitudes >= thresholds) & (magnitudes > 0)
-        most = self._kept(magnitudes.size(1))
-        if bool((above.sum(1) > most).any()):
-            above &= torch.zeros_like(above).scatter_(1, _largest(magnitudes, most), True)
-        return above
+        is_sent = (magnitudes >= thresholds) & (magnitudes > 0)
+        most = self._number_sent(magnitudes.size(1))
+        if bool((is_sent.sum(1) > most).any()):
+            is_sent &= torch.zeros_like(is_sent).scatter_(1, _largest(magnitudes, most), True)
+        return is_sent
 
 
 def _blocks(values: Tensor) -> Iterator[Tensor]:
-    """Yields views of the values, a block to a row: stretches of whole blocks, then the rest as
-    one short block.
+    """Yields views of the values, a block to a row: stretches of whole blocks, then the remainder
+    as one short block.
     """
-    for where in _stretches(values.numel(), values.device):
-        is_whole = (where.stop - where.start) % BLOCK == 0
-        yield values[where].view(-1, BLOCK) if is_whole else values[where].view(1, -1)
+    for stretch in _stretches(values.numel(), values.device):
+        size = min(BLOCK, stretch.stop - stretch.start)
+        yield values[stretch].view(-1, size)
 
 
 def _stretches(numel: int, device: torch.device) -> Iterator[slice]:
-    """Yields stretches of whole blocks, then the rest, which is one short block."""
-    whole = numel // BLOCK * BLOCK
-    for start in range(0, whole, chunk_length(device)):
-        yield slice(start, min(start + chunk_length(device), whole))
-    if whole < numel:
-        yield slice(whole, numel)
+    """Yields stretches of whole blocks, then the remainder, which is one short block."""
+    end_of_blocks = numel // BLOCK * BLOCK
+    for start in range(0, end_of_blocks, chunk_length(device)):
+        yield slice(start, min(start + chunk_length(device), end_of_blocks))
+    if end_of_blocks < numel:
+        yield slice(end_of_blocks, numel)
 
 
-def _largest(magnitudes: Tensor, kept: int) -> Tensor:
+def _largest(magnitudes: Tensor, number: int) -> Tensor:
     """Returns the positions of the largest magnitudes of every row."""
     size = magnitudes.size(1)
-    groups = magnitudes.size(1) // _GROUP
-    if size % _GROUP or kept * 2 > groups:
-        return magnitudes.topk(kept, dim=1, sorted=False).indices
+    groups = size // _GROUP
+    if size % _GROUP or number * 2 > groups:
+        return magnitudes.topk(number, dim=1, sorted=False).indices
     # They all lie in the groups with the largest maxima, and these groups are found among far fewer
     # numbers.
-    chosen = magnitudes.view(-1, _GROUP, groups).amax(1).topk(kept, dim=1, sorted=False).indices
+    maxima = magnitudes.view(-1, _GROUP, groups).amax(1)
+    chosen_groups = maxima.topk(number, dim=1, sorted=False).indices
     members = torch.arange(0, size, groups, device=magnitudes.device)
-    positions = (chosen[:, None] + members[:, None]).view(len(magnitudes), -1)
-    among = magnitudes.gather(1, positions).topk(kept, dim=1, sorted=False).indices
-    return positions.gather(1, among)
+    candidates = (chosen_groups[:, None] + members[:, None]).view(len(magnitudes), -1)
+    best = magnitudes.gather(1, candidates).topk(number, dim=1, sorted=False).indices
+    return candidates.gather(1, best)
 
 
 def _packed_bytes(count: int) -> int:
@@ -394,15 +394,14 @@ def _packed(positions: Tensor) -> Tensor:
     """Writes positions in a block, two in three bytes."""
     pairs = F.pad(positions, (0, len(positions) % 2)).to(torch.int32).view(-1, 2)
     pairs = pairs[:, 0] | pairs[:, 1] << 12
-    packed = (
-        torch.stack((pairs & 255, pairs >> 8 & 255, pairs >> 16), dim=1).to(torch.uint8).view(-1)
-    )
-    return packed[: _packed_bytes(len(positions))]
+    triples = torch.stack((pairs & 255, pairs >> 8 & 255, pairs >> 16), dim=1)
+    return triples.to(torch.uint8).view(-1)[: _packed_bytes(len(positions))]
 
 
 def _unpacked(packed: Tensor, count: int) -> Tensor:
     """Reads back that many positions."""
-    low, middle, high = F.pad(packed, (0, -len(packed) % 3)).to(torch.int64).view(-1, 3).unbind(1)
+    triples = F.pad(packed, (0, -len(packed) % 3)).to(torch.int64).view(-1, 3)
+    low, middle, high = triples.unbind(1)
     pairs = low | middle << 8 | high << 16
     return torch.stack((pairs & 4095, pairs >> 12), dim=1).view(-1)[:count]
 
@@ -412,29 +411,28 @@ def _count_bytes(numel: int) -> int:
 
 
 def _places(payload: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns where the values of a payload belong, and what follows their positions."""
-    head, rest = payload.tensor_split([_count_bytes(out.numel())])
+    """Returns the positions of the values of a payload, and the encoded values."""
+    head, tail = payload.tensor_split([_count_bytes(out.numel())])
     low, high = head.view(-1, 2).to(torch.int64).unbind(1)
     blocks = torch.arange(len(low), device=out.device).repeat_interleave(low | high << 8)
-    positions, rest = rest.tensor_split([_packed_bytes(len(blocks))])
-    return blocks * BLOCK + _unpacked(positions, len(blocks)), rest
+    packed, encoded = tail.tensor_split([_packed_bytes(len(blocks))])
+    return blocks * BLOCK + _unpacked(packed, len(blocks)), encoded
 
 
 def _check_values(values: object, why_not: str) -> None:
     if not isinstance(values, Compression):
         raise ValueError(
-            f"values={values!r} is not a compression. Pass an instance of one, such as Int2(),"
-            " to encode the values"
-            " that are sent."
+            f"values={values!r} is not a compression. Pass an instance of one, such as Int2(), to"
+            " encode the values that are sent."
         )
-    if values.varies():
+    if values.traits.varies:
         raise ValueError(
             f"values={values!r} {why_not}. Pass a compression that sends all values, such as"
             " Int2()."
         )
 
 
-# What chance picks
+# Random places
 
 
 @dataclass(frozen=True)
@@ -444,7 +442,7 @@ class _Chance(Compression):
     step: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+        if not is_positive_int(self.every):
             raise ValueError(
                 f"every={self.every!r} is out of range: it must be a whole number of at least 1."
                 " 32 sends 3 %."
@@ -455,25 +453,31 @@ class _Chance(Compression):
         )
 
     @override
-    def at(self: Self, step: int) -> Self:
+    def at(self: Self, step: int, choice: int | None = None) -> Self:
         picked = copy.copy(self)
         object.__setattr__(picked, "step", step)
         return picked
 
-    # What all groups pick alike has what the compression of the values has.
-    dense, suits_sums, chosen_share, counts_senders = forwarded(
-        "values", "dense", "suits_sums", "chosen_share", "counts_senders"
-    )
+    @property
+    @override
+    def traits(self) -> Traits:
+        # All groups pick the same values, so the others hold as for the compression of the values.
+        traits = self.values.traits
+        return traits._replace(varies=False, remembers=False, values=traits.values or self.values)
+
+    def _count(self, numel: int) -> int:
+        """Returns how many values of a vector are sent."""
+        return -(-numel // self.every)
 
     @override
     def places(self, payload: Tensor, out: Tensor) -> None:
-        sent = out.new_empty(-(-out.numel() // self.every))
+        sent = out.new_empty(self._count(out.numel()))
         self.values.places(payload, sent)
         self.put(sent, out.zero_())
 
     @override
     def wire_bytes(self, numel: int) -> int:
-        return self.values.wire_bytes(-(-numel // self.every))
+        return self.values.wire_bytes(self._count(numel))
 
     @override
     def encode(self, values: Tensor) -> Tensor:
@@ -481,13 +485,13 @@ class _Chance(Compression):
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        sent = out.new_empty(-(-out.numel() // self.every))
+        sent = out.new_empty(self._count(out.numel()))
         self.values.decode(payload, sent)
         self.put(sent, out.zero_())
 
     @override
     def mean(self, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
-        mean = new_vector(-(-out.numel() // self.every), out.device)
+        mean = new_vector(self._count(out.numel()), out.device)
         self.values.mean(sent, mean)
         self.put(mean, out.zero_())
 
@@ -524,32 +528,32 @@ class RandomK(_Chance):
 
     @override
     def picked(self, values: Tensor) -> Tensor:
-        return torch.cat(
-            [cells.gather(1, offsets).view(-1) for cells, offsets in self._cells(values)]
-        )
+        picked = [cells.gather(1, offsets).view(-1) for cells, offsets in self._cells(values)]
+        return torch.cat(picked)
 
     @override
     def put(self, sent: Tensor, out: Tensor) -> None:
-        done = 0
+        start = 0
         for cells, offsets in self._cells(out):
-            cells.scatter_(1, offsets, sent[done:][: len(cells)].view(-1, 1))
-            done += len(cells)
+            end = start + len(cells)
+            cells.scatter_(1, offsets, sent[start:end].view(-1, 1))
+            start = end
 
     def _cells(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields views of the values, a cell to a row, and the position picked in each; the last
         cell may be short.
         """
-        whole = len(values) // self.every
+        full_cells = len(values) // self.every
         length = max(chunk_length(values.device) // self.every, 1)
-        for start in range(0, whole, length):
-            end = min(start + length, whole)
+        for start in range(0, full_cells, length):
+            end = min(start + length, full_cells)
             cells = values[start * self.every : end * self.every].view(-1, self.every)
             numbers = torch.arange(start, end, device=values.device)
             yield cells, _hashed(numbers, self.step).remainder_(self.every)[:, None]
-        rest = values[whole * self.every :]
-        if len(rest) > 0:
-            numbers = torch.tensor([whole], device=values.device)
-            yield rest.view(1, -1), _hashed(numbers, self.step).remainder_(len(rest))[:, None]
+        short = values[full_cells * self.every :]
+        if len(short):
+            numbers = torch.tensor([full_cells], device=values.device)
+            yield short.view(1, -1), _hashed(numbers, self.step).remainder_(len(short))[:, None]
 
 
 @dataclass(frozen=True)

@@ -461,9 +461,7 @@ def write_own(
         **others,
     }
     rank_state = with_entries(rank_state, tree, topology)
-    return write_ranks(
-        path, topology, rank_state, _layout(topology), settings.fixed_by_a_checkpoint()
-    )
+    return write_ranks(path, topology, rank_state, _layout(topology), settings.saved())
 
 
 def save(
@@ -571,8 +569,7 @@ def _read_matching(
         raise ValueError(
             f"{path} was saved with {header['layout']}, now there are {_layout(topology)}. {_SAME}"
         )
-    current_settings = settings.taken_from(header["settings"]).fixed_by_a_checkpoint()
-    differences = settings.differences(header["settings"], current_settings)
+    differences = settings.taken_from(header["settings"]).differences(header["settings"])
     if differences:
         raise ValueError(
             f"{path} cannot be resumed exactly with other settings: {'; '.join(differences)}."

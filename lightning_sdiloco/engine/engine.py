@@ -716,7 +716,7 @@ class StreamingDiLoCo:
             "requests": self.rounds.requests,
             **self._absences.state_dict(),
             "rank": place_of(self.topology),
-            "settings": self.settings.fixed_by_a_checkpoint(),
+            "settings": self.settings.saved(),
             "extra_state": extra_state(self.model),
             **self.rounds.copies.state_dict(),
             **self.loop.state_dict(),

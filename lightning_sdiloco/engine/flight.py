@@ -109,11 +109,11 @@ class Synchronizer:
         self.rounded = all_reduce_for(round_exchange, groups, codec, kept_share)
         self.exact = all_reduce_for(settings.exchange, groups, resolve("fp32"), kept_share)
         self.exchange: Exchange[Any] = topology.exchange
-        if codec.varies():
+        if codec.traits.varies:
             self.exchange = VaryingExchange(topology.control, topology.exchange)
         # Words always travel ahead if messages wait until all groups are known to have launched,
         # or if their lengths travel ahead.
-        self._may_send_words_along = topology.exchange.learns_sizes and not codec.varies()
+        self._may_send_words_along = topology.exchange.learns_sizes and not codec.traits.varies
         self._flight_numbers = itertools.count()
         has_untrained = any(fragment.untrained.outer for fragment in fragments)
         has_second_hop = self.rounded.hops > 1 or self.exact.hops > 1 or has_untrained
@@ -122,7 +122,7 @@ class Synchronizer:
         # and no link is measured by when messages are waited for: handing over to another thread
         # takes as long as both. It does so, too, if both hops have one exchange, which only one
         # thread may use.
-        self._hands_over = codec.varies() or (has_second_hop and has_own_exchange)
+        self._hands_over = codec.traits.varies or (has_second_hop and has_own_exchange)
 
     def fly(self, launch: Launch) -> Work[Arrival]:
         """Flies a fragment, in up to three stages. In-group collective, in the order of the

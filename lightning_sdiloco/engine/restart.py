@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.as_data import as_text, describes
+from lightning_sdiloco.algorithm.config import Settings, read_settings
 from lightning_sdiloco.algorithm.reduce import TwoShot, all_reduce_for
 from lightning_sdiloco.algorithm.weighting import Control, Count, Weighed
 from lightning_sdiloco.engine.flight import norm_squared
@@ -107,12 +108,13 @@ def _weighed(state: State, groups: int, settings: Settings | None) -> Weighed:
     """Returns the state of the weighing, or the initial one if the settings weigh in another way,
     which cannot read it.
     """
-    weighing = state["settings"].get("weighing", repr(None))
+    weighing = read_settings(state["settings"]).get("weighing")
     states = {tuple(fragment["names"]): fragment["norms"] for fragment in state["fragments"]}
-    if settings is not None and weighing != repr(settings.weighing):
-        weighing = repr(settings.weighing)
+    if settings is None:
+        return Weighed(as_text(weighing), groups, states)
+    if not describes(weighing, settings.weighing):
         states = {names: settings.aggregation.start(groups) for names in states}
-    return Weighed(weighing, groups, states)
+    return Weighed(settings.weighing_text, groups, states)
 
 
 def _mean_of(states: Sequence[State]) -> State:
@@ -204,7 +206,7 @@ class _SavedFlights:
         self._direction = settings.outer.map
         # The parts of two shots stay as they were when the flights were launched, because the
         # losses of the second rounding are saved part by part.
-        exchange = TwoShot.read(groups[0][0]["settings"]["exchange"], "gloo")
+        exchange = TwoShot.read(read_settings(groups[0][0]["settings"])["exchange"], "gloo")
         self._all_reduce = all_reduce_for(
             exchange, len(groups), settings.codec, settings.landing.kept
         )

@@ -210,7 +210,7 @@ class Rounds:
         """Begins the rounds from other outer state, by name. In-group collective."""
         start_from(self.fragments, outer, self._topology.in_group)
         weighing = self.settings.aggregation
-        text = repr(self.settings.weighing)
+        text = self.settings.weighing_text
         groups = self._topology.num_groups
         for fragment in self.fragments:
             fragment.weighing = weighed.state_for(fragment.layout.names, weighing, text, groups)
@@ -219,7 +219,7 @@ class Rounds:
     def weighed(self) -> Weighed:
         """Returns what is known of all groups, for rounds that begin again."""
         states = {tuple(fragment.layout.names): fragment.weighing for fragment in self.fragments}
-        return Weighed(repr(self.settings.weighing), self._topology.num_groups, states)
+        return Weighed(self.settings.weighing_text, self._topology.num_groups, states)
 
     def cut_again(self, recut: Recut, settings: Settings, step: int) -> None:
         """Cuts the model as it is now, with the outer state that remains; nothing is in flight.

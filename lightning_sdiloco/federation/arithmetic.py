@@ -196,7 +196,7 @@ class SiteArithmetic:
         digests = digests_of([values, outer.values], [fragment.layout.start] * 2, self._site)
         return Stepped(digests[0], digests[1], moved, arrival)
 
-    def _at(self, fragment: int, round: int, choice: int = 0) -> AllReduce:
+    def _at(self, fragment: int, round: int, choice: int | None = None) -> AllReduce:
         return self._all_reduce.at(self._schedule.launch_of(fragment, round), choice)
 
     def _received(self, record: Record, blobs: Mapping[str, Bytes]) -> list[_Site]:
@@ -247,7 +247,9 @@ class SiteArithmetic:
             self._stretch(layout, site, code.decode, like)
             for site, code in zip(sites, codes, strict=True)
         ]
-        senders = torch.zeros_like(like) if any(code.counts_senders() for code in codes) else None
+        senders = (
+            torch.zeros_like(like) if any(code.traits.counts_senders for code in codes) else None
+        )
         if senders is not None:
             for index in count.factors:
                 senders += self._stretch(layout, sites[index], codes[index].places, like)

@@ -1,4 +1,4 @@
-"""What happens before there are process groups, and when they fail: rendezvous, interfaces,
+"""Steps before there are process groups, and after they fail: rendezvous, interfaces,
 reachability, failures.
 
 In come the environment of the process and the address of rank 0; out come a rendezvous, the

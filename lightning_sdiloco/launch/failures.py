@@ -1,5 +1,5 @@
-"""Which rank failed first: a rank that fails leaves word, and one that has lost contact reports the
-word it finds.
+"""The first failure: a rank that fails leaves a word, and one that has lost contact reports the
+first word.
 
 [Note: word of a failure] When a process ends, those that wait for it learn only that a connection
 broke. So a rank that fails writes its number and its error into the store of the default process
@@ -12,6 +12,8 @@ import logging
 import threading
 import time
 from typing import Any
+
+from typing_extensions import override
 
 from lightning_sdiloco.errors import ExchangeError
 
@@ -33,7 +35,7 @@ class Failures:
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self._who = f"Rank {rank} (worker group {group})"
+        self._name = f"Rank {rank} (worker group {group})"
         self._key = f"streaming_diloco/failure/{next(_runs)}"
 
     def leave(self, exception: BaseException) -> None:
@@ -42,62 +44,86 @@ class Failures:
         """
         if self._store is None:
             return
-        lost = _lost_contact(exception)
-        readers = f"{self._key}/readers"
+        has_lost_contact = _has_lost_contact(exception)
         error = f"{type(exception).__name__}: {exception}".removesuffix(": ")
-        word = f"{self._who} {'lost contact' if lost else 'failed'} first: {error}"
-        words: list[
-            str
-        ] = []  # The first that any rank left, which is this rank's own if there was none.
-        looked = threading.Event()
-        deadline = time.monotonic() + _SECONDS + _READING_SECONDS
-
-        def look() -> None:
-            try:
-                words.append(self._store.compare_set(self._key, "", word).decode())
-                self._store.add(readers, 1)
-                looked.set()
-                # Until all ranks have looked into the store, which often ends with rank 0.
-                while lost and self._rank == 0 and words != [word] and time.monotonic() < deadline:
-                    if self._store.add(readers, 0) >= self._world_size:
-                        break
-                    time.sleep(0.05)
-            except Exception as error:
-                # The store ends with the process that keeps it.
-                _log.debug("The store of the default process group did not answer: %s", error)
-            finally:
-                looked.set()
-
-        thread = threading.Thread(target=look, name="sdiloco-failure", daemon=True)
-        thread.start()
-        looked.wait(_SECONDS)
-        if isinstance(exception, KeyboardInterrupt) or not lost:
+        kind = "lost contact" if has_lost_contact else "failed"
+        look = _Look(
+            self._store,
+            self._key,
+            word=f"{self._name} {kind} first: {error}",
+            # The store often ends with rank 0.
+            readers=self._world_size if has_lost_contact and self._rank == 0 else 0,
+        )
+        look.start()
+        look.done.wait(_SECONDS)
+        if isinstance(exception, KeyboardInterrupt) or not has_lost_contact:
             return
-        if words == [word]:
-            told = (
-                f"{self._who} has lost contact with another rank, but none has reported a"
-                " failure: a process was"
-                " killed, or a machine or the network failed."
+        report = look.first_word
+        if report == look.word:
+            report = (
+                f"{self._name} has lost contact with another rank, but none has reported a failure:"
+                " a process was killed, or a machine or the network failed."
             )
-        elif not words and self._rank != 0:
-            told = "Rank 0, which records which rank failed first, has ended. Its output names the cause."
-        else:
-            told = "".join(words)
-        if told:
-            _log.error(told)
+        elif report is None and self._rank != 0:
+            report = (
+                "Rank 0, which records which rank failed first, has ended. Its output names the"
+                " cause."
+            )
+        if report:
+            _log.error(report)
             if hasattr(exception, "add_note"):
-                exception.add_note(told)
-        if words:
-            thread.join(_READING_SECONDS)
+                exception.add_note(report)
+        if look.first_word is not None:
+            look.join(_READING_SECONDS)
 
 
-def _lost_contact(error: BaseException | None) -> bool:
+class _Look(threading.Thread):
+    """Looks into the store, which may not answer, for the word of the rank that failed first.
+
+    Attributes:
+        word: The word of this rank, which it leaves if it is the first.
+        first_word: The first that any rank left; None while the store has not answered.
+        done: Set once the store has answered or failed.
+    """
+
+    def __init__(self, store: Any, key: str, word: str, readers: int) -> None:
+        super().__init__(name="sdiloco-failure", daemon=True)
+        self.word = word
+        self.first_word: str | None = None
+        self.done = threading.Event()
+        self._store = store
+        self._key = key
+        # How many ranks must have looked before the thread ends.
+        self._readers = readers
+        self._deadline = time.monotonic() + _SECONDS + _READING_SECONDS
+
+    @override
+    def run(self) -> None:
+        readers = f"{self._key}/readers"
+        try:
+            self.first_word = self._store.compare_set(self._key, "", self.word).decode()
+            self._store.add(readers, 1)
+            self.done.set()
+            if self.first_word == self.word:
+                return
+            while self._readers and time.monotonic() < self._deadline:
+                if self._store.add(readers, 0) >= self._readers:
+                    break
+                time.sleep(0.05)
+        except Exception as error:
+            # The store ends with the process that keeps it.
+            _log.debug("The store of the default process group did not answer: %s", error)
+        finally:
+            self.done.set()
+
+
+def _has_lost_contact(error: BaseException | None) -> bool:
     """Returns whether an error says no more than that another rank is gone or late."""
+    texts = ("gloo", "NCCL", "Connection", "connection", "Timed out", "timed out")
     while error is not None:
-        texts = ("gloo", "NCCL", "Connection", "connection", "Timed out", "timed out")
-        if isinstance(error, ExchangeError) or (
-            isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
-        ):
+        if isinstance(error, ExchangeError):
+            return True
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in texts):
             return True
         error = error.__cause__
     return False

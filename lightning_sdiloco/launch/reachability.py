@@ -1,7 +1,8 @@
-"""On which address a rank listens, and whether all others reach it, before process groups are made.
+"""The addresses on which a rank listens, and a test that all others reach it, before process groups
+are made.
 
 gloo takes the interface that ``GLOO_SOCKET_IFNAME`` names, and otherwise the address of the host
-name. Where the network inside a worker group is faster than the one between groups,
+name. If the network inside a worker group is faster than the one between groups,
 ``SDILOCO_EXCHANGE_INTERFACE`` names the interface for the process groups that join worker groups.
 It differs between machines, so it is no argument of the strategy.
 
@@ -22,7 +23,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any, NamedTuple
 
@@ -42,28 +44,27 @@ def group_address() -> str:
     """Returns the address on which gloo listens for ranks of the same worker group."""
     if os.environ.get(GLOO):
         return _chosen(GLOO)[1]
-    # What gloo chooses: the first address of the host name that this machine has, otherwise the
-    # loopback.
+    # gloo chooses the first address of the host name that this machine has, otherwise the loopback.
     try:
-        known = socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)
     except OSError:
-        known = []
-    for family, kind, protocol, _, place in known:
-        with suppress(OSError), socket.socket(family, kind, protocol) as trying:
-            trying.bind(place)
-            return str(place[0])
+        addresses = []
+    for family, kind, protocol, _, address in addresses:
+        with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return str(address[0])
     return "127.0.0.1"
 
 
 def exchange_address() -> str:
     """Returns the address on which gloo listens for ranks of other worker groups."""
-    return _chosen(EXCHANGE)[1] if has_exchange_interface() else group_address()
+    if has_exchange_interface():
+        return _chosen(EXCHANGE)[1]
+    return group_address()
 
 
 def has_exchange_interface() -> bool:
-    """Returns whether ``SDILOCO_EXCHANGE_INTERFACE`` names an interface for what joins worker
-    groups.
-    """
+    """Returns whether ``SDILOCO_EXCHANGE_INTERFACE`` names an interface between worker groups."""
     return bool(os.environ.get(EXCHANGE))
 
 
@@ -90,34 +91,39 @@ def _chosen(variable: str) -> tuple[str, str]:
     """Returns name and address of the interface that a variable chooses; the exchange's may give
     the address.
     """
-    given = os.environ[variable]
+    choice = os.environ[variable]
     if sys.platform != "linux":
         raise ValueError(
-            f"{variable}={given!r}: interfaces can be chosen only on Linux. Leave {variable} out."
+            f"{variable}={choice!r}: interfaces can be chosen only on Linux. Leave {variable} out."
         )
-    import fcntl  # it does not exist on every system
-
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has no IPv4 address
-                continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    for name, address in found.items():
+    interfaces = _interfaces()
+    for name, address in interfaces.items():
         # gloo takes a list of interfaces, and every connection uses one of them.
-        if name == given.partition(",")[0] or (variable == EXCHANGE and address == given):
+        if name == choice.partition(",")[0] or (variable == EXCHANGE and address == choice):
             return name, address
-    known = ", ".join(f"{name} ({address})" for name, address in found.items())
+    shown = ", ".join(f"{name} ({address})" for name, address in interfaces.items())
     raise ValueError(
-        f"{variable}={given!r} is not an interface with an IPv4 address on"
-        f" {socket.gethostname()}, which has {known}."
-        f" Set {variable} to one of these on this machine."
+        f"{variable}={choice!r} is not an interface with an IPv4 address on"
+        f" {socket.gethostname()}, which has {shown}. Set {variable} to one of these on this"
+        " machine."
     )
 
 
-# Whether all ranks reach each other
+def _interfaces() -> dict[str, str]:
+    """Returns the interfaces of this machine, on Linux, with their IPv4 addresses."""
+    import fcntl  # it does not exist on every system
+
+    addresses = dict[str, str]()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with suppress(OSError):  # it has no IPv4 address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+                addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
+
+
+# Connections between all ranks
 
 # How long it may take to connect to one rank, and for each send or receive after that.
 SECONDS = 10.0
@@ -156,7 +162,8 @@ class Listener(ThreadingTCPServer):
     request_queue_size = _CONNECTIONS
 
     def __init__(self, address: str, serve: Callable[[socket.socket], None]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        if ":" in address:
+            self.address_family = socket.AF_INET6
         super().__init__((address, 0), BaseRequestHandler)
         self._serve = serve
         self.port = int(self.server_address[1])
@@ -183,7 +190,7 @@ def require_reachable(
     """Raises an error if ranks cannot reach each other. All ranks must call it.
 
     Args:
-        rendezvous: Where all ranks meet.
+        rendezvous: The rendezvous of all ranks.
         group: The worker group of this rank.
         exchange: Chooses the address on which it listens for ranks of other groups.
         inside: Chooses that for ranks of its own group.
@@ -192,17 +199,20 @@ def require_reachable(
     if not broken:
         return
     names = [
-        f"rank {rank} (worker group {own.group}, {own.host})" for rank, own in enumerate(endpoints)
+        f"rank {rank} (worker group {endpoint.group}, {endpoint.host})"
+        for rank, endpoint in enumerate(endpoints)
     ]
-    pairs = {(one.source, one.target) for one in broken}
+    pairs = {(connection.source, connection.target) for connection in broken}
     lines = [
         f"{len(broken)} of {len(names) * (len(names) - 1)} connections between ranks cannot be"
         " made:"
     ]
-    for one in broken[:_SHOWN]:
-        back = "fails too" if (one.target, one.source) in pairs else "works"
-        way = f"{names[one.source]} -> {names[one.target]} at {one.address}"
-        lines.append(f"  {way}: {one.why}; the other direction {back}")
+    for source, target, address, why in broken[:_SHOWN]:
+        back = "works"
+        if (target, source) in pairs:
+            back = "fails too"
+        way = f"{names[source]} -> {names[target]} at {address}"
+        lines.append(f"  {way}: {why}; the other direction {back}")
     if len(broken) > _SHOWN:
         lines.append(f"  and {len(broken) - _SHOWN} more")
     raise ValueError("\n".join([*lines, advice(broken)]))
@@ -212,76 +222,79 @@ def find_broken_connections(
     rendezvous: Rendezvous, group: int, exchange: Callable[[], str], inside: Callable[[], str]
 ) -> tuple[list[Endpoints], list[BrokenConnection]]:
     """Tries all connections; see `require_reachable`. All ranks must call it."""
-    host = socket.gethostname()
     token = secrets.token_hex(_TOKEN_BYTES)
-    listeners: list[Listener] = []
+    with ExitStack() as listeners:
 
-    def listen(address: str) -> tuple[str, int]:
-        listeners.append(Listener(address, lambda connection: connection.sendall(token.encode())))
-        return address, listeners[-1].port
+        def listen(address: str) -> tuple[str, int]:
+            listener = Listener(address, lambda connection: connection.sendall(token.encode()))
+            listeners.callback(listener.close)
+            return address, listener.port
 
-    try:
+        endpoint = Endpoints(socket.gethostname(), group, token, ("", 0), ("", 0))
         try:
-            own = Endpoints(host, group, token, listen(exchange()), listen(inside()))
+            endpoint = endpoint._replace(exchange=listen(exchange()), inside=listen(inside()))
         except (ValueError, OSError) as error:
-            own = Endpoints(host, group, token, ("", 0), ("", 0), str(error))
-        endpoints = [Endpoints(*told) for told in rendezvous.all_gather("endpoints", own)]
-        errors = [
-            f"rank {rank} on {one.host}: {one.error}"
-            for rank, one in enumerate(endpoints)
-            if one.error
-        ]
-        if errors:
-            raise ValueError(
-                f"{len(errors)} ranks cannot listen for others: {'; '.join(errors[:_SHOWN])}"
-            )
+            endpoint = endpoint._replace(error=str(error))
+        endpoints = [Endpoints(*fields) for fields in rendezvous.all_gather("endpoints", endpoint)]
+        _require_listening(endpoints)
+        targets = [rank for rank in range(len(endpoints)) if rank != rendezvous.rank]
         with ThreadPoolExecutor(_CONNECTIONS) as pool:
-            others = [other for other in range(len(endpoints)) if other != rendezvous.rank]
-            tried = pool.map(lambda other: _try(rendezvous.rank, other, endpoints), others)
-            broken = [one for one in tried if one is not None]
-        told = rendezvous.all_gather("unreached", broken)
-        return endpoints, [BrokenConnection(*one) for of_rank in told for one in of_rank]
-    finally:
-        for listener in listeners:
-            listener.close()
+            tried = pool.map(lambda target: _try(rendezvous.rank, target, endpoints), targets)
+            broken = [connection for connection in tried if connection is not None]
+        by_rank = rendezvous.all_gather("unreached", broken)
+        return endpoints, [BrokenConnection(*fields) for fields in chain.from_iterable(by_rank)]
+
+
+def _require_listening(endpoints: Sequence[Endpoints]) -> None:
+    errors = [
+        f"rank {rank} on {endpoint.host}: {endpoint.error}"
+        for rank, endpoint in enumerate(endpoints)
+        if endpoint.error
+    ]
+    if errors:
+        raise ValueError(
+            f"{len(errors)} ranks cannot listen for others: {'; '.join(errors[:_SHOWN])}"
+        )
 
 
 def _try(source: int, target: int, endpoints: Sequence[Endpoints]) -> BrokenConnection | None:
-    """Connects to another rank, and returns what is broken, if anything."""
-    own = endpoints[source]
-    other = endpoints[target]
-    host, port = other.inside if own.group == other.group else other.exchange
+    """Connects to another rank; returns the connection if it is broken."""
+    endpoint = endpoints[target]
+    host, port = endpoint.exchange
+    if endpoint.group == endpoints[source].group:
+        host, port = endpoint.inside
     answer = bytearray()
 
     def read(connection: socket.socket) -> None:
-        while len(answer) < len(other.token) and (part := connection.recv(len(other.token))):
+        while len(answer) < len(endpoint.token):
+            part = connection.recv(len(endpoint.token))
+            if not part:
+                break
             answer.extend(part)
 
     error = try_to_connect(host, port, SECONDS, read)
-    if error is None and bytes(answer) == other.token.encode():
+    if error is None and bytes(answer) == endpoint.token.encode():
         return None
-    why = "something else answers there" if error is None else reason(error)
-    why = f"no answer within {SECONDS:g} s" if why == "no answer" else why
-    return BrokenConnection(
-        source, target, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", why
-    )
+    why = "something else answers there"
+    if error is not None:
+        why = reason(error)
+    if why == "no answer":
+        why = f"no answer within {SECONDS:g} s"
+    if ":" in host:
+        host = f"[{host}]"
+    return BrokenConnection(source, target, f"{host}:{port}", why)
 
 
 def advice(broken: Sequence[BrokenConnection]) -> str:
     """Returns what to do about connections that cannot be made."""
-    hosts = [one.address.rpartition(":")[0].strip("[]") for one in broken]
-    loopback = [
-        one
-        for one, host in zip(broken, hosts, strict=True)
-        if ipaddress.ip_address(host).is_loopback
-    ]
-    if loopback:
-        return (
-            f"Rank {loopback[0].target} listens on a loopback address, which only its own"
-            " machine reaches: its host"
-            " name stands for that address there. Set GLOO_SOCKET_IFNAME to the interface that"
-            " the others reach."
-        )
+    for connection in broken:
+        host = connection.address.rpartition(":")[0].strip("[]")
+        if ipaddress.ip_address(host).is_loopback:
+            return (
+                f"Rank {connection.target} listens on a loopback address, which only its own"
+                " machine reaches: its host name stands for that address there. Set"
+                " GLOO_SOCKET_IFNAME to the interface that the others reach."
+            )
     return (
         "Open all TCP ports between these machines in both directions: gloo listens on any port"
         " the system gives it. If"

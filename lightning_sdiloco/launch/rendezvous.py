@@ -1,5 +1,5 @@
-"""Where ranks meet before there are process groups: a store through which they exchange small
-values.
+"""The rendezvous of ranks before there are process groups: a store through which they exchange
+small values.
 
 [Note: torchrun's store] torchrun keeps the store at which ranks meet in its own agent, not in rank
 0, and lends it to its processes. Restarted processes find in it the addresses on which those before
@@ -19,7 +19,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -48,13 +48,17 @@ _GREETING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + _PING
 
 _SHOWN_BYTES = 48
 
+_SHOWN_RANKS = 8
+
+_SHOWN_RANKS = 8
+
 _AGENT_KEEPS_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun sets it
 
 _CHOOSE = "Choose another MASTER_PORT, the same for all ranks."
 
 _OTHER_RANK = "If this is not the first node, give it another NODE_RANK."
 
-# Keys of the store: the token of the process that keeps it, and who else takes itself for rank 0.
+# Keys of the store: the token of the process that keeps it, and a message of another rank 0.
 _KEEPER = "sdiloco/keeper"
 _SECOND = "sdiloco/second"
 
@@ -63,8 +67,7 @@ def say_node_rank(node_rank: int) -> str:
     """Returns what a user must have set who starts every node by hand."""
     return (
         f" This node was started as node {node_rank}. On every node set NODE_RANK to its number,"
-        " from 0, and"
-        " MASTER_ADDR and MASTER_PORT to those of node 0."
+        " from 0, and MASTER_ADDR and MASTER_PORT to those of node 0."
     )
 
 
@@ -83,39 +86,39 @@ class Rendezvous:
         self.address = address
         self._store = store
         self._timeout = timeout
-        self._advice = (
-            advice  # What else rank 0 says while it waits for ranks that have never been here.
-        )
+        # The end of messages of rank 0 while it waits for ranks that have never been here.
+        self._advice = advice
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
         """Returns the values of all ranks, in the order of the ranks. All ranks must call it."""
         prefix = f"sdiloco/{name}/"
         sent = json.dumps(value).encode()
-        every = range(self.world_size)
+        received = self._gathered(name, prefix, sent)
+        self._advice = ""
+        return [json.loads(value) for value in received]
+
+    def _gathered(self, name: str, prefix: str, sent: bytes) -> list[bytes]:
+        keys = [f"{prefix}{rank}" for rank in range(self.world_size)]
         deadline = time.monotonic() + self._timeout.total_seconds()
         patience = _SECONDS_TO_FIRST_WARNING
         while True:
             left = deadline - time.monotonic()
             seconds = min(max(left, 0.0), patience)
             patience = _SECONDS_BETWEEN_WARNINGS
-            try:
-                told = synchronize(self._store, sent, self.rank, self.world_size, prefix, seconds)
-                break
-            except DistStoreError:
-                absent = [str(rank) for rank in every if not self._store.check([f"{prefix}{rank}"])]
+            with suppress(DistStoreError):
+                return list(
+                    synchronize(self._store, sent, self.rank, self.world_size, prefix, seconds)
+                )
+            absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             if not absent:  # one came and went without having read
-                told = self._store.multi_get([f"{prefix}{rank}" for rank in every])
-                break
-            ranks = "Ranks" if len(absent) > 1 else "Rank"
-            dots = ", ..." if len(absent) > 8 else ""
-            missing = f"{ranks} {', '.join(absent[:8])}{dots}"
+                return list(self._store.multi_get(keys))
+            missing = _named(absent)
             if left <= seconds:
                 raise ValueError(
                     f"{missing} did not come to {self.address} within"
-                    f" {self._timeout.total_seconds():g} s ({name})."
-                    f" {self.world_size} ranks are expected. Start that number, give all of them"
-                    " the same address and"
-                    f" port, and see in their output why they ended.{self._second()}{self._advice}"
+                    f" {self._timeout.total_seconds():g} s ({name}). {self.world_size} ranks are"
+                    " expected. Start that number, give all of them the same address and port, and"
+                    f" see in their output why they ended.{self._second()}{self._advice}"
                 )
             if self.rank == 0:
                 _log.warning(
@@ -126,14 +129,23 @@ class Rendezvous:
                     self._second(),
                     self._advice,
                 )
-        self._advice = ""
-        return [json.loads(value) for value in told]
 
     def _second(self) -> str:
-        """Returns what another process has said that takes itself for rank 0; nothing if there is
+        """Returns the message of another process that takes itself for rank 0; nothing if there is
         none.
         """
-        return self._store.get(_SECOND).decode() if self._store.check([_SECOND]) else ""
+        if not self._store.check([_SECOND]):
+            return ""
+        return self._store.get(_SECOND).decode()
+
+
+def _named(ranks: Sequence[int]) -> str:
+    names = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
+    if len(ranks) > _SHOWN_RANKS:
+        names += ", ..."
+    if len(ranks) > 1:
+        return f"Ranks {names}"
+    return f"Rank {names}"
 
 
 def rendezvous_at(
@@ -142,75 +154,82 @@ def rendezvous_at(
     """Meets the other ranks at an address, where the default process group will be made.
 
     Args:
-        host: Where rank 0 keeps the store.
+        host: The machine on which rank 0 keeps the store.
         port: Its port there.
         rank: The rank of this process.
         world_size: How many ranks there are.
         timeout: How long they may take to come.
-        advice: What warnings while a rank waits say about the numbers and addresses that it was
+        advice: The end of warnings while a rank waits, about the numbers and addresses that it was
             given.
     """
-    store = None
-    if rank == 0 and os.environ.get(_AGENT_KEEPS_STORE) != "True":
-        # The given address may be another machine's, where torch would wait for an answer.
-        own = "127.0.0.1"
-        try:
-            store = TCPStore(
-                own,
-                port,
-                is_master=True,
-                timeout=timeout,
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-        except RuntimeError as error:
-            answer = _greet(own, port, _SECONDS_PER_ATTEMPT)
-            if isinstance(answer, OSError):
-                why = f"{error}. {_CHOOSE}"
-            elif answer == _PING:
-                why = f"{host}:{port} is taken by another training, whose torch TCPStore answers there. {_CHOOSE}"
-                why = f"{why} {_OTHER_RANK}"
-            else:
-                why = _no_store(host, port, answer)
-            here = socket.gethostname()
-            raise ValueError(
-                f"Rank 0 on {here} cannot keep the store where ranks meet: {why}"
-            ) from error
-    # Rank 0 looks too: if it does not find its own store there soon, the others will not either.
+    address = f"{host}:{port}"
+    if rank != 0 or os.environ.get(_AGENT_KEEPS_STORE) == "True":
+        wait_for_store(host, port, rank, timeout, advice=advice)
+        # It waits for no workers, and the default process group, which is made at the same address,
+        # shares it.
+        store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        return Rendezvous(store, rank, world_size, address, timeout, advice)
+    store = _keep_store(host, port, timeout)
+    # Rank 0 looks, too: if it does not find its own store there soon, the others will not either.
     soon = min(timeout, timedelta(seconds=SECONDS_UNREACHABLE))
-    wait_for_store(host, port, rank, timeout if store is None else soon, advice=advice)
-    # It waits for no workers, and the default process group, which is made at the same address,
-    # shares it.
-    found = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    if store is not None:
-        _require_same_store(store, found, f"{host}:{port}")
-    return Rendezvous(store or found, rank, world_size, f"{host}:{port}", timeout, advice)
+    wait_for_store(host, port, rank, soon, advice=advice)
+    at_address = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    _require_same_store(store, at_address, address)
+    return Rendezvous(store, rank, world_size, address, timeout, advice)
 
 
-def _require_same_store(kept: Store, found: Store, address: str) -> None:
+def _keep_store(host: str, port: int, timeout: timedelta) -> TCPStore:
+    """Starts the store in this process, on rank 0."""
+    # The given address may be another machine's, where torch would wait for an answer.
+    loopback = "127.0.0.1"
+    try:
+        return TCPStore(
+            loopback,
+            port,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        answer = _greet(loopback, port, _SECONDS_PER_ATTEMPT)
+        if isinstance(answer, OSError):
+            why = f"{error}. {_CHOOSE}"
+        elif answer == _PING:
+            why = (
+                f"{host}:{port} is taken by another training, whose torch TCPStore answers there."
+                f" {_CHOOSE} {_OTHER_RANK}"
+            )
+        else:
+            why = _no_store(host, port, answer)
+        machine = socket.gethostname()
+        raise ValueError(
+            f"Rank 0 on {machine} cannot keep the store where ranks meet: {why}"
+        ) from error
+
+
+def _require_same_store(store: Store, at_address: Store, address: str) -> None:
     """Refuses a rank 0 that finds another one's store where all ranks meet; see [Note: two ranks
     0].
     """
     token = secrets.token_hex(8)
-    here = socket.gethostname()
-    kept.set(_KEEPER, token)
-    kept.get(
-        _KEEPER
-    )  # A store does not acknowledge what it is given, so the other connection might be faster.
-    if found.check([_KEEPER]) and found.get(_KEEPER).decode() == token:
-        kept.delete_key(_SECOND)
+    machine = socket.gethostname()
+    store.set(_KEEPER, token)
+    # A store does not acknowledge `set`, so the other connection might be faster.
+    store.get(_KEEPER)
+    if at_address.check([_KEEPER]) and at_address.get(_KEEPER).decode() == token:
+        store.delete_key(_SECOND)
         return
-    found.set(
+    at_address.set(
         _SECOND,
-        f" A process on {here} started as rank 0, too, and has ended: two nodes have one"
+        f" A process on {machine} started as rank 0, too, and has ended: two nodes have one"
         " NODE_RANK.",
     )
     raise ValueError(
-        f"There are two ranks 0: this process on {here}, and the one that keeps the store at"
-        f" {address}. Only one node"
-        " may have NODE_RANK=0, which is the default: set NODE_RANK to the number of this node,"
-        " and MASTER_ADDR to an"
-        f" address of node 0. If the other process belongs to another training: {_CHOOSE}"
+        f"There are two ranks 0: this process on {machine}, and the one that keeps the store at"
+        f" {address}. Only one node may have NODE_RANK=0, which is the default: set NODE_RANK to"
+        " the number of this node, and MASTER_ADDR to an address of node 0. If the other process"
+        f" belongs to another training: {_CHOOSE}"
     )
 
 
@@ -222,40 +241,59 @@ def wait_for_store(
     patience: float = SECONDS_UNREACHABLE,
     advice: str = "",
 ) -> None:
-    who = f"Rank {rank} on {socket.gethostname()} cannot reach rank 0 at {host}:{port}"
-    other_rank = "" if rank else f" {_OTHER_RANK}"
+    """Waits until the store of rank 0 answers at an address.
+
+    Args:
+        host: The machine on which rank 0 keeps the store.
+        port: Its port there.
+        rank: The rank of this process.
+        timeout: How long nothing may listen there.
+        patience: Seconds without any answer, or a refusal.
+        advice: The end of warnings.
+
+    Raises:
+        ValueError: If there is none within these times, or another program answers.
+    """
+    failure = f"Rank {rank} on {socket.gethostname()} cannot reach rank 0 at {host}:{port}"
+    other_rank = ""
+    if rank == 0:
+        other_rank = f" {_OTHER_RANK}"
     started = time.monotonic()
     unanswered_since = started
     warns_at = started + _SECONDS_TO_FIRST_WARNING
-    while (answer := _greet(host, port, patience)) != _PING:
+    while True:
+        answer = _greet(host, port, patience)
+        if answer == _PING:
+            return
         now = time.monotonic()
         if isinstance(answer, ConnectionRefusedError):
             unanswered_since = now
             if now - started > timeout.total_seconds():
                 raise ValueError(
-                    f"{who}: nothing listened there within {timeout.total_seconds():g} s. Start"
-                    f" rank 0 on {host}, and"
-                    f" give all ranks its address and port (MASTER_ADDR, MASTER_PORT).{other_rank}"
+                    f"{failure}: nothing listened there within {timeout.total_seconds():g} s."
+                    f" Start rank 0 on {host}, and give all ranks its address and port"
+                    f" (MASTER_ADDR, MASTER_PORT).{other_rank}"
                 ) from answer
-        elif isinstance(answer, bytes) and (answer or now - unanswered_since > patience):
-            raise ValueError(f"{who}: {_no_store(host, port, answer)}")
-        elif isinstance(answer, OSError) and now - unanswered_since > patience:
+        is_late = now - unanswered_since > patience
+        if isinstance(answer, bytes) and (answer or is_late):
+            raise ValueError(f"{failure}: {_no_store(host, port, answer)}")
+        if isinstance(answer, OSError) and is_late:
             raise ValueError(
-                f"{who}: {reason(answer)}. The way from this machine to {host} is closed, or the"
-                " address is wrong. Set"
-                " MASTER_ADDR to an address of rank 0's machine that all others reach, and open"
-                " the TCP port."
-                f"{other_rank}"
+                f"{failure}: {reason(answer)}. The way from this machine to {host} is closed, or"
+                " the address is wrong. Set MASTER_ADDR to an address of rank 0's machine that all"
+                f" others reach, and open the TCP port.{other_rank}"
             ) from answer
         if now > warns_at:
             warns_at = now + _SECONDS_BETWEEN_WARNINGS
-            why = reason(answer) if isinstance(answer, OSError) else "no answer"
-            _log.warning("%s yet: %s. Still trying.%s", who, why, advice)
+            why = "no answer"
+            if isinstance(answer, OSError):
+                why = reason(answer)
+            _log.warning("%s yet: %s. Still trying.%s", failure, why, advice)
         time.sleep(0.2)
 
 
 def _greet(host: str, port: int, seconds: float) -> bytes | OSError:
-    """Returns what an address answers to a greeting: nothing if it is silent; an error if it
+    """Returns the answer of an address to a greeting: nothing if it is silent; an error if it
     cannot be reached.
     """
     answer = bytearray()
@@ -265,19 +303,24 @@ def _greet(host: str, port: int, seconds: float) -> bytes | OSError:
         # It may close the connection, too.
         with suppress(OSError):
             connection.sendall(_GREETING)
-            while len(answer) < len(_PING) and (part := connection.recv(_SHOWN_BYTES)):
+            while len(answer) < len(_PING):
+                part = connection.recv(_SHOWN_BYTES)
+                if not part:
+                    break
                 answer.extend(part)
 
     return try_to_connect(host, port, min(seconds, _SECONDS_PER_ATTEMPT), talk) or bytes(answer)
 
 
 def _no_store(host: str, port: int, answer: bytes) -> str:
-    said = (
-        f"it says {answer.splitlines()[0].decode(errors='replace')!r}"
-        if answer
-        else "it says nothing"
+    shown = "it says nothing"
+    if answer:
+        first_line = answer.splitlines()[0].decode(errors="replace")
+        shown = f"it says {first_line!r}"
+    return (
+        f"{host}:{port} answers, but is not a torch TCPStore ({shown}): another program listens"
+        f" there. {_CHOOSE}"
     )
-    return f"{host}:{port} answers, but is not a torch TCPStore ({said}): another program listens there. {_CHOOSE}"
 
 
 def try_to_connect(
@@ -322,5 +365,7 @@ def launched_processes() -> int:
     """Returns how many processes a launcher started with this one, by ``WORLD_SIZE``; 1 if none
     says so.
     """
-    told = os.environ.get("WORLD_SIZE", "")
-    return int(told) if told.isdecimal() else 1
+    number = os.environ.get("WORLD_SIZE", "")
+    if not number.isdecimal():
+        return 1
+    return int(number)

@@ -55,7 +55,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_sdiloco.algorithm.config import AUTO, Settings
+from lightning_sdiloco.algorithm.config import Settings, read_settings
 from lightning_sdiloco.engine import checkpoint as files
 from lightning_sdiloco.engine.checkpoint import (
     own_state,
@@ -187,7 +187,7 @@ class Checkpointer:
     def _require_the_settings_of(self, header: dict[str, Any]) -> None:
         saved = header["settings"]
         self._options.restore(saved)
-        other = Settings.differences(saved, self._settings())
+        other = self._chosen().differences(saved, self._options.open)
         if other:
             raise ValueError(
                 "The checkpoint cannot be resumed exactly with other settings:"
@@ -216,9 +216,8 @@ class Checkpointer:
                 return None
             # Flights land as they would have landed.
             before = settings.taken_from(header["settings"])
-            same_optimizer = (
-                header["settings"].get("outer_optimizer") == before.described()["outer_optimizer"]
-            )
+            optimizer = read_settings(header["settings"]).get("outer_optimizer")
+            same_optimizer = optimizer == before.outer.described()["outer_optimizer"]
             return restart_from(files.read_groups(path, header), before if same_optimizer else None)
 
         first = topology.world.attempt(read)[0]
@@ -271,7 +270,7 @@ class Checkpointer:
                 self._layout(),
                 "".join(
                     f"; {other}"
-                    for other in Settings.differences(header["settings"], self._settings())
+                    for other in self._chosen().differences(header["settings"], self._options.open)
                 ),
                 self._restart.counts["flights_dropped"],
                 ", ".join(map(str, fresh)) or "none",
@@ -434,12 +433,14 @@ class Checkpointer:
 
     # What is compared
 
-    def _settings(self) -> dict[str, str]:
-        is_open = self._options.open
+    def _settings(self) -> dict[str, Any]:
+        return self._chosen().saved(self._options.open)
+
+    def _chosen(self) -> Settings:
         settings = self._options.settings
         # What suits the rounds is known once these are chosen.
-        chosen = settings if is_open else settings.chosen_for(self._groups.topology.num_groups)
-        return {**chosen.fixed_by_a_checkpoint(), **dict.fromkeys(is_open, repr(AUTO))}
+        is_open = self._options.open
+        return settings if is_open else settings.chosen_for(self._groups.topology.num_groups)
 
     def _layout(self) -> dict[str, int]:
         topology = self._groups.topology

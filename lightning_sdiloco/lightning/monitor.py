@@ -875,7 +875,7 @@ class Announcement:
             f"Streaming DiLoCo: {groups} of {ranks}, {fragments},"
             f" sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps},"
             f" {numbers}; each rank sends"
-            f" {f'at most {most}' if settings.codec.varies() else sent} a fragment; the first"
+            f" {f'at most {most}' if settings.codec.traits.varies else sent} a fragment; the first"
             " launch follows inner step"
             f" {engine.inner_steps - engine.steps_in_rounds + first}."
         )

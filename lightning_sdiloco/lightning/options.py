@@ -9,7 +9,6 @@ them from there. A dense beginning is chosen in the same way, before its own fir
 due: its rounds are as short as the link allows without making training wait.
 """
 
-import ast
 import logging
 import math
 import time
@@ -22,7 +21,14 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm.config import AUTO, Settings, dense_for, overlap_for
+from lightning_sdiloco.algorithm.as_data import as_data, as_text
+from lightning_sdiloco.algorithm.config import (
+    AUTO,
+    Settings,
+    dense_for,
+    overlap_for,
+    read_settings,
+)
 from lightning_sdiloco.algorithm.reduce import TwoShot, kind_and_backend
 from lightning_sdiloco.algorithm.schedule import DenseBeginning
 from lightning_sdiloco.comm.topology import Topology, checked_worker_groups
@@ -323,8 +329,8 @@ class Options:
             if self.measured is None or is_hidden(method, self.measured.link):
                 hidden.append(dense)
         # The clock of each rank says something else.
-        text = topology.world.all_gather_object(repr(hidden[0] if hidden else None))[0]
-        chosen = DenseBeginning.read(text)
+        dense = topology.world.all_gather_object(as_data(hidden[0] if hidden else None))[0]
+        chosen = DenseBeginning.read(dense)
         self.settings = replace(self.settings, dense_beginning=chosen)
         if topology.rank == 0:
             sent = Streaming(described, self.settings, groups).dense_bytes
@@ -367,37 +373,36 @@ class Options:
 
     # What the planner chooses
 
-    def restore(self, saved: Mapping[str, str]) -> None:
+    def restore(self, saved: Mapping[str, Any]) -> None:
         """Takes what suits from a checkpoint, and the planner's choice if it was saved after
         that.
         """
+        saved = read_settings(saved)
         self.settings = self.settings.taken_from(saved)
         if self.chooses_dense:
-            dense = saved.get("dense_beginning", repr(None))
-            self.chooses_dense = dense == repr(AUTO)
+            dense = saved.get("dense_beginning")
+            self.chooses_dense = dense == AUTO
             if not self.chooses_dense:
                 self.settings = replace(self.settings, dense_beginning=DenseBeginning.read(dense))
         # Runs of old say how many blocks the default was.
         cut = self.settings.fragments
-        before = saved.get("fragments", "").strip("'")
-        if isinstance(cut, str) and before.startswith(f"{cut}:"):
+        before = saved.get("fragments")
+        if isinstance(cut, str) and isinstance(before, str) and before.startswith(f"{cut}:"):
             self.settings = replace(self.settings, fragments=before)
-        if not self.auto or any(saved.get(name) in (None, repr(AUTO)) for name in self.auto):
+        if not self.auto or any(saved.get(name) in (None, AUTO) for name in self.auto):
             return
         chosen: dict[str, Any] = {}
         for name in self.auto:
-            try:
-                chosen[name] = (
-                    TwoShot.read(saved[name], kind_and_backend(self.settings.exchange)[1])
-                    if name == "exchange"
-                    else ast.literal_eval(saved[name])
-                )
-            except (ValueError, SyntaxError):
+            chosen[name] = saved[name]
+            if name == "exchange":
+                backend = kind_and_backend(self.settings.exchange)[1]
+                chosen[name] = TwoShot.read(saved[name], backend)
+            elif isinstance(saved[name], dict):
                 raise ValueError(
-                    f"{name}='auto' was given, but the checkpoint has {name}={saved[name]},"
-                    " which cannot be read from"
-                    f" its text. Give the same {name} as then."
-                ) from None
+                    f"{name}='auto' was given, but the checkpoint has"
+                    f" {name}={as_text(saved[name])}, which cannot be read from its text. Give the"
+                    f" same {name} as then."
+                )
         if self.overlap_gives_way and "sync_every" in chosen:
             chosen["overlap_steps"] = overlap_for(chosen["sync_every"], None)
         self.auto = ()

@@ -125,9 +125,9 @@ class GroupStrategy:
                 inner steps.
         weighing: How much each group counts in a mean: a ``Weighing``. None: by the inner steps it
             trained.
-        route: Whom each group exchanges with in a round: a ``Route`` such as ``RandomPairs()``,
-            ``FastestPairs()`` or ``Ring()``. With these, groups hold their own outer parameters;
-            validation and checkpoints use their mean. None: all groups.
+        route: Whom each group exchanges with in a round: a ``Route`` such as ``RandomPairs()`` or
+            ``Ring()``. With these, groups hold their own outer parameters; validation and
+            checkpoints use their mean. None: all groups.
         untrained: What becomes of buffers and frozen parameters, by patterns of their names, as in
             ``{"*.queue": "own"}``: ``"mean"`` of the groups, those of the ``"first"`` group, or
             each group's ``"own"``. None: statistics of norms are averaged, other buffers are those

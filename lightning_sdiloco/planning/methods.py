@@ -182,7 +182,7 @@ class Streaming:
             shard, bytes_per_s, self.settings.overlap_steps * self.groups.step_time
         )
         most = self._messages[fragment] - codec.wire_bytes(shard)
-        return most + codec.choice_bytes(shard, choice)
+        return most + codec.at(0, choice).wire_bytes(shard)
 
     def busy(self, fragment: int, lines: Sequence[Line], are_known: bool) -> "list[Busy]":
         """Returns how long each group's link is busy with a flight of a fragment, in both hops and

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdiloco import OuterOptimizer, SimulatedGroups, TwoShot
+from lightning_sdiloco.algorithm.as_data import as_data
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.reduce import AllReduce, TwoShotAllReduce, all_reduce_for
 from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES, Count
@@ -112,7 +113,9 @@ def test_the_bytes_of_two_shots_are_those_of_the_parts_and_of_no_values_those_of
     for compression in (*COMPRESSIONS, ByLink()):
         codec: Any = resolve(compression)
         for exchange in (
-            ("auto",) if codec.varies() or codec.counts_senders() else ("gather", "two_shot")
+            ("auto",)
+            if codec.traits.varies or codec.traits.counts_senders
+            else ("gather", "two_shot")
         ):
             choices: dict[str, Any] = {
                 "sync_every": 2,
@@ -124,7 +127,7 @@ def test_the_bytes_of_two_shots_are_those_of_the_parts_and_of_no_values_those_of
             for engine in run.engines:
                 engine.diagnose()
             landings = [landing for landing in run.until(8) if landing.fragment == 0]
-            words = CONTROL_BYTES + (LENGTH_BYTES if codec.varies() else 0)
+            words = CONTROL_BYTES + (LENGTH_BYTES if codec.traits.varies else 0)
             assert [landing.bytes_sent for landing in landings] == [2 * words] * 3, compression
             run.groups.finish()
 
@@ -334,8 +337,8 @@ def test_by_itself_more_than_two_groups_take_two_shots_what_is_none_is_refused_a
         uneven,
         TwoShot((0.5, 0.5), backend="nccl"),
     ):
-        assert TwoShot.read(repr(exchange), exchange.backend) == exchange
-    assert TwoShot.read("'gather'", "nccl") == "gather:nccl"
+        assert TwoShot.read(as_data(exchange), exchange.backend) == exchange
+    assert TwoShot.read("gather", "nccl") == "gather:nccl"
     assert TwoShot().over([0.98, 1, 0.4999]).links == (1, 1, 0.5)
 
 

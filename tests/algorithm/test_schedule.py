@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sdiloco import DenseBeginning, Schedule
+from lightning_sdiloco.algorithm.as_data import as_data
 
 
 class Event(NamedTuple):
@@ -143,7 +144,7 @@ def test_rounds_that_restart_have_what_is_left(dense: DenseBeginning, step: int)
     assert 0 <= dense.steps - step - steps < dense.sync_every or (
         step >= dense.steps and steps == 0
     )
-    assert DenseBeginning.read(repr(left)) == left
+    assert DenseBeginning.read(as_data(left)) == left
 
 
 @pytest.mark.parametrize(

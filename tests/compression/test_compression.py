@@ -33,12 +33,13 @@ from lightning_sdiloco.compression import (
     resolve,
     sparse,
 )
-from lightning_sdiloco.compression.base import weighted_mean
+from lightning_sdiloco.compression.base import State, weighted_mean
 from lightning_sdiloco.compression.blockwise import FP8, MXFP4, Blockwise, Int2, Int4, Int8
+from lightning_sdiloco.compression.by_link import ByLink
 from lightning_sdiloco.compression.casts import BFloat16, Float32
+from lightning_sdiloco.compression.feedback import ErrorFeedback
 from lightning_sdiloco.compression.fp4 import BLOCK
 from lightning_sdiloco.compression.sparse import RandomBlock, RandomK, Threshold, TopK
-from lightning_sdiloco.compression.wrapped import ByLink, ErrorFeedback
 from tests.bits import SPECIAL, same_bits, vector
 from tests.engine.groups import Groups, outer_state, unlike
 from tests.training import LAYERS
@@ -99,7 +100,7 @@ MIXED = {
     "kept threshold": Threshold(1 / 8, Int4(), every=4),
     "random top-k": RandomK(3, TopK(1 / 16, Int2())),
     "random integers": RandomK(5, Int4()),
-    "by link": ByLink(("fp4", TopK(1 / 16, Int2()))).with_names(resolve).chosen(1),
+    "by link": ByLink(("fp4", TopK(1 / 16, Int2()))).at(0, choice=1),
 }
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -148,7 +149,7 @@ def test_what_a_payload_is_what_comes_back_and_what_is_remembered(
         for given_values in (values, wild):
             payload = one.encode(given_values)
             most = one.wire_bytes(given_values.numel())
-            assert payload.numel() <= most if one.varies() else payload.numel() == most, name
+            assert payload.numel() <= most if one.traits.varies else payload.numel() == most, name
             assert (payload.dtype, payload.dim(), payload.is_contiguous()) == (
                 torch.uint8,
                 1,
@@ -179,16 +180,17 @@ def test_what_a_payload_is_what_comes_back_and_what_is_remembered(
         # What is remembered is what was lost.
         inner = one.compression if isinstance(one, ErrorFeedback) else one
         remembering = ErrorFeedback(inner, decay=0.5)
-        payload = remembering.encode(small)
-        memory = torch.ones_like(small)
+        payload, state = remembering.encode_launch(small, State(), mixing=0.0)
+        assert torch.equal(payload, remembering.encode(small)), name
         lost = small - round_trip(remembering, small)
-        assert torch.equal(remembering.remembered(small, None, payload, mixing=0.0), lost * 0.5), (
-            name
-        )
-        assert torch.equal(
-            remembering.remembered(small, memory, payload, mixing=0.25), (lost * 0.75 + 1) * 0.5
-        ), name
-        assert inner.remembered(small, memory, payload, mixing=0.0) is None, name
+        assert torch.equal(state.memory, lost * 0.5), name
+        memory = torch.ones_like(small)
+        payload, state = remembering.encode_launch(small, State(memory), mixing=0.25)
+        assert torch.equal(payload, remembering.encode(small + memory)), name
+        lost = small - round_trip(remembering, small + memory)
+        assert torch.equal(state.memory, (lost * 0.75 + 1) * 0.5), name
+        _, state = inner.encode_launch(small, State(memory), mixing=0.0)
+        assert state.memory is None, name
 
 
 def test_the_mean_is_that_of_what_is_decoded_also_in_stretches(
@@ -257,8 +259,8 @@ def test_laws(name: str) -> None:
     for bad in (math.nan, math.inf, -math.inf):
         values[unit + 3] = bad
         decoded = round_trip(one, values)
-        assert one.varies() or same_bits(decoded[:unit], expected[:unit])
-        assert one.varies() or same_bits(decoded[2 * unit :], expected[2 * unit :])
+        assert one.traits.varies or same_bits(decoded[:unit], expected[:unit])
+        assert one.traits.varies or same_bits(decoded[2 * unit :], expected[2 * unit :])
     # A long vector decodes like its pieces, unless chance picks values of the whole.
     for numel in () if name.startswith("random") else (CHUNK - 1, CHUNK, 2 * CHUNK + BLOCK + 3):
         values = heavy_tailed(numel)
@@ -656,12 +658,11 @@ def plain_loops(launches: list[list[float]], share: float, every: int) -> list[l
 
 def launched(compression: Compression, launches: list[Tensor]) -> tuple[list[Tensor], list[int]]:
     """What all groups decode of each launch, and the bytes of the payloads."""
-    tuning = None
+    state = State()
     decoded = []
     sizes = []
     for values in launches:
-        tuning = compression.tuning(values, tuning)
-        payload = compression.tuned(tuning).encode(values)
+        payload, state = compression.encode_launch(values, state, mixing=0.0)
         out = torch.empty_like(values)
         # In a federation buffers lie behind the payload.
         compression.decode(torch.cat((payload, torch.full((5,), 255, dtype=torch.uint8))), out)
@@ -709,7 +710,7 @@ def test_who_sent_a_value_is_read_from_the_payload() -> None:
         for compression in (
             one,
             ErrorFeedback(one),
-            *([] if one.varies() else [RandomK(3, one), RandomBlock(3, one)]),
+            *([] if one.traits.varies else [RandomK(3, one), RandomBlock(3, one)]),
         ):
             payload = compression.encode(values)
             places = torch.empty_like(values)

@@ -242,19 +242,16 @@ def test_routes_and_ranks_that_disagree_are_refused() -> None:
 
 
 def test_a_run_goes_on_with_the_direction_that_it_began_with() -> None:
-    saved = Settings(outer_optimizer=EQUALISED).chosen_for(2).fixed_by_a_checkpoint()
+    saved = Settings(outer_optimizer=EQUALISED).chosen_for(2).saved()
     assert Settings().taken_from(saved).outer.direction == "equalised"
-    earlier = (
-        Settings(outer_optimizer=OuterOptimizer(direction="elementwise"))
-        .chosen_for(2)
-        .fixed_by_a_checkpoint()
-    )
+    elementwise = OuterOptimizer(direction="elementwise")
+    earlier = Settings(outer_optimizer=elementwise).chosen_for(2).saved()
     del earlier["outer_optimizer.direction"]
     taken = Settings().taken_from(earlier)
     assert taken.outer.direction == "elementwise", "it was saved before there were directions"
-    assert Settings.differences(earlier, taken.fixed_by_a_checkpoint()) == []
+    assert taken.differences(earlier) == []
     asked = Settings(outer_optimizer=EQUALISED).taken_from(earlier)
-    told = Settings.differences(earlier, asked.fixed_by_a_checkpoint())
+    told = asked.differences(earlier)
     assert told == ["outer_optimizer.direction was elementwise, now it is equalised"]
 
 

@@ -20,6 +20,7 @@ from lightning_sdiloco.compression import (
     ErrorFeedback,
     Int2,
     Int8,
+    State,
     resolve,
 )
 from lightning_sdiloco.compression.casts import Float32
@@ -70,11 +71,11 @@ def test_the_first_code_that_arrives_in_time_is_chosen_and_the_mean_is_that_of_p
         code.decode(code.encode(row), decoded)
         total += decoded * factors[group]
         payload = (
-            all_reduce_for("gather", 3, by_overlap.chosen(group), 0.0).encode(row, None).payloads[0]
+            all_reduce_for("gather", 3, by_overlap.at(0, group), 0.0).encode(row, None).payloads[0]
         )
         assert len(payload) == 8 + code.wire_bytes(9001)
     assert torch.equal(
-        mean_of(rows, factors, [by_overlap.chosen(group) for group in range(3)]), total / 3
+        mean_of(rows, factors, [by_overlap.at(0, group) for group in range(3)]), total / 3
     )
 
 
@@ -93,7 +94,7 @@ def test_what_was_not_sent_waits_whatever_is_sent_in_next() -> None:
             move = torch.randn(5000, generator=generator)
             local = local - move
             moved = moved + move
-            encoded = all_reduce_for("gather", 1, by_link.chosen(choice), mixing).encode(
+            encoded = all_reduce_for("gather", 1, by_link.at(0, choice), mixing).encode(
                 outer - local, memory
             )
             decoded = torch.empty(5000)
@@ -106,8 +107,7 @@ def test_what_was_not_sent_waits_whatever_is_sent_in_next() -> None:
             torch.testing.assert_close(sent + (outer - local) + memory, moved, atol=2e-5, rtol=0)
         # Who never sends in a code with a memory has none.
         assert (
-            all_reduce_for("gather", 1, by_link.chosen(0), mixing).encode(local, None).memory
-            is None
+            all_reduce_for("gather", 1, by_link.at(0, 0), mixing).encode(local, None).memory is None
         )
 
 
@@ -176,7 +176,7 @@ def test_bytes_fall_while_groups_move_little_and_those_told_are_those_sent() -> 
     moves = torch.randn(90, 100, generator=torch.Generator().manual_seed(0))
     told = []
     expected = []
-    tuning = None
+    state = State()
     for scale in (1.0, 1.0, 0.5, 0.1, 0.1):
         before = models[0].weight.detach().clone()
         for model in models:
@@ -185,9 +185,9 @@ def test_bytes_fall_while_groups_move_little_and_those_told_are_those_sent() -> 
         told += [landing.bytes_sent for landing in run.step()[0]]
         for model in models:
             model.load_state_dict(run.outer_state_dict())
-        tuning = kept.tuning(gradient, tuning)
+        payload, state = kept.encode_launch(gradient, state, mixing=0.0)
         # Of each message, eight bytes that tell how long it is.
-        expected.append(CONTROL_BYTES + 8 + len(kept.tuned(tuning).encode(gradient)))
+        expected.append(CONTROL_BYTES + 8 + len(payload))
     assert told == expected
     assert told[0] == told[1] == told[4] == CONTROL_BYTES + 8 + kept.wire_bytes(9000)
     assert told[3] == CONTROL_BYTES + 8 + 2 * 3 < told[2] < told[1] / 4
@@ -212,7 +212,7 @@ def test_every_rank_sends_its_share_of_the_fragments_and_holds_its_share_of_the_
         shards = world_size // 2
         wrong = dict[str, Any]()
         for name, codec in COMPRESSIONS.items():
-            if codec.varies():
+            if codec.traits.varies:
                 continue
             choices = {**CHOICES, "fragments": [["1.*"], ["0.*", "2.*"]], "compression": name}
             engine = StreamingDiLoCo(net(rank), worker_groups=2, **choices)

@@ -316,7 +316,7 @@ def test_a_bfloat16_transformer_with_muon_resumes_through_a_link_to_the_newest_f
     assert names_in(folder) == ["manifest.json", *(f"rank_{i:05d}.pt" for i in range(4))]
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["layout"] == {"worker_groups": 2, "group_size": 2}
-    assert manifest["settings"]["sync_every"] == "4"
+    assert manifest["settings"]["sync_every"] == 4
 
 
 @in_ranks(3)

@@ -17,7 +17,6 @@ from lightning_sdiloco import (
     Carry,
     DenseBeginning,
     DropCompute,
-    FastestPairs,
     OuterOptimizer,
     RandomPairs,
     Ring,
@@ -35,7 +34,7 @@ from tests.engine.groups import Groups, regression
 from tests.fits import said_by, whole
 from tests.lightning.test_checkpoint import assert_resumed, saving, unequal
 from tests.lightning.test_fabric import fabric_of, train
-from tests.methods import ByMedian, ByNorm, DelayedNesterov, Paced, ZScore
+from tests.methods import ByMedian, ByNorm, DelayedNesterov, FastestPairs, Paced, ZScore
 from tests.ranks import agreed, in_ranks, run_processes
 from tests.training import inner_optimizer, mlp
 

@@ -138,11 +138,6 @@ OF_ANOTHER_TYPE: Table = [
         {"timeout": 30},
         "Choose another timeout; datetime.timedelta(seconds=30) is that number of seconds.",
     ),
-    (
-        {"warmup_steps": 10},
-        "^warmup_steps=10 is no longer an argument: a dense beginning takes its place ..."
-        " DenseBeginning(rounds=",
-    ),
     ({"dense_beginning": 3}, "^dense_beginning=3 is not a DenseBeginning. Give one, such as"),
     (
         {"dense_beginning": DenseBeginning(3), "sync_every": 7},
@@ -220,8 +215,6 @@ OF_A_TRAINER: Table = [
         {"resume": "anyhow"},
         "resume='anyhow' is unknown ... 'exact' ... 'restart' ... Choose one of them",
     ),
-    ({"on_resume": "restart"}, "on_resume='restart' is called resume: give resume='restart'."),
-    ({"resumable_checkpoints": "newest"}, "give resume='exact:newest' or 'restart:newest'"),
     (
         {"sync_every": 8, "overlap_steps": "auto"},
         "sync_every=8 leaves no time for overlap_steps='auto'",
@@ -282,23 +275,18 @@ WERE: Table = [
         "layers_per_fragment=2 is part of fragments: give fragments='strided:2' or",
     ),
     (
-        {"outer_lr_schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=3)},
+        {"lr_schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=3)},
         "OuterOptimizer(lr_schedule=...)",
     ),
     (
-        {"outer_clip_norm": 1.0},
-        "outer_clip_norm=1.0 belongs to outer_optimizer: give OuterOptimizer(clip_norm=1.0)",
+        {"clip_norm": 1.0},
+        "clip_norm=1.0 belongs to outer_optimizer: give OuterOptimizer(clip_norm=1.0)",
     ),
     ({"outlier_guard": 5.0}, "give OuterOptimizer(outlier_guard=5.0)"),
     ({"offload": False}, "give OuterOptimizer(offload=False)"),
     (
-        {"final_sync": False},
-        "final_sync=False is not an argument: training always ends with the plain mean",
-    ),
-    ({"exchange_backend": "nccl"}, "give exchange='auto:nccl', 'gather:nccl' or 'two_shot:nccl'"),
-    (
-        {"exchange_backend": None, "outer_clip_norm": None},
-        "outer_clip_norm=None is not an argument: leave it out.",
+        {"offload": None, "clip_norm": None},
+        "clip_norm=None is not an argument: leave it out.",
     ),
     ({"H": 50}, "H=50 is called sync_every here."),
     ({"tau": 5}, "tau=5 is called overlap_steps here."),

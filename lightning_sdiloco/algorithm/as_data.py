@@ -1,0 +1,134 @@
+"""Settings as data: how a checkpoint holds them, and how those of older checkpoints are read.
+
+Numbers, texts and None are themselves; lists and maps hold data. A policy or a compression is
+``{"kind": name, "fields": {...}}`` without the fields that have their default, so a checkpoint
+still describes it after a field with a default was added.
+"""
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from numbers import Number
+from typing import Any
+
+from lightning_sdiloco.compression import Compression
+
+
+def as_data(value: Any) -> Any:
+    """Returns a setting as data that JSON can hold.
+
+    Examples:
+        >>> from lightning_sdiloco.algorithm.schedule import Selective
+        >>> as_data(Selective(threshold=0.4))
+        {'kind': 'Selective', 'fields': {'threshold': 0.4}}
+        >>> as_data(["strided", None, 4])
+        ['strided', None, 4]
+    """
+    if isinstance(value, Number) and hasattr(value, "item"):
+        # A scalar of numpy.
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): as_data(part) for name, part in value.items()}
+    if isinstance(value, Sequence):
+        return [as_data(part) for part in value]
+    if _has_fields(value):
+        chosen = {name: part for name, part, default in _fields(value) if part != default}
+        return _object(type(value).__qualname__, as_data(chosen))
+    return repr(value)
+
+
+def describes(data: Any, value: Any) -> bool:
+    """Returns whether data are those of a setting; fields that they lack have their default.
+
+    Examples:
+        >>> from lightning_sdiloco.algorithm.schedule import Selective
+        >>> describes(as_data(Selective()), Selective()), describes(as_data(Selective()), Selective(0.4))
+        (True, False)
+    """
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        is_as_long = isinstance(data, list) and len(data) == len(value)
+        return is_as_long and all(map(describes, data, value))
+    if not _has_fields(value):
+        return bool(data == as_data(value))
+    if not _is_object(data):
+        # The text of an older checkpoint, which could not be read.
+        return bool(data == repr(value))
+    saved = dict(data["fields"])
+    for name, part, default in _fields(value):
+        if name not in saved and part != default:
+            return False
+        if name in saved and not describes(saved.pop(name), part):
+            return False
+    return data["kind"] == type(value).__qualname__ and not saved
+
+
+def as_text(data: Any) -> str:
+    """Returns data as a user would write them in Python.
+
+    Examples:
+        >>> as_text({"kind": "Selective", "fields": {"threshold": 0.4}})
+        'Selective(threshold=0.4)'
+    """
+    if _is_object(data):
+        arguments = ", ".join(f"{name}={as_text(part)}" for name, part in data["fields"].items())
+        return f"{data['kind']}({arguments})"
+    if isinstance(data, list):
+        return f"[{', '.join(map(as_text, data))}]"
+    return repr(data)
+
+
+def read_text(text: str) -> Any:
+    """Returns the data of a setting from its ``repr``, as older checkpoints have it.
+
+    Examples:
+        >>> read_text("Selective(threshold=0.3, most=4)")
+        {'kind': 'Selective', 'fields': {'threshold': 0.3, 'most': 4}}
+        >>> read_text("'fp4'"), read_text("SGD")
+        ('fp4', 'SGD')
+    """
+    try:
+        return _read(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError):
+        return text
+
+
+def _read(node: ast.expr) -> Any:
+    if isinstance(node, ast.Call):
+        arguments = {str(argument.arg): _read(argument.value) for argument in node.keywords}
+        return _object(ast.unparse(node.func), arguments)
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_read(element) for element in node.elts]
+    if isinstance(node, ast.Name) and node.id in ("inf", "nan"):
+        return float(node.id)
+    return ast.literal_eval(node)
+
+
+def _object(kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"kind": kind, "fields": arguments}
+
+
+def _is_object(data: Any) -> bool:
+    return isinstance(data, dict) and data.keys() == {"kind", "fields"}
+
+
+def _has_fields(value: Any) -> bool:
+    return is_dataclass(value) or isinstance(value, Compression)
+
+
+def _fields(value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the name, the value and the default of each field that a ``repr`` shows."""
+    if not is_dataclass(value):
+        for name, part in vars(value).items():
+            yield name, part, MISSING
+        return
+    for field in fields(value):
+        if field.repr:
+            yield field.name, getattr(value, field.name), _default(field)
+
+
+def _default(field: Field[Any]) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return field.default
