@@ -178,7 +178,7 @@ def _function(name: str, function: str) -> Callable[..., str]:
 
 @cache
 def _summary(name: str, function: str) -> str:
-    """Returns the first line of a function's docstring, without importing it."""
+    """Returns the first paragraph of a function's docstring, without importing it."""
     source = (
         Path(__file__)
         .parent.joinpath(f"{COMMANDS[name][0].replace('.', '/')}.py")
@@ -189,7 +189,8 @@ def _summary(name: str, function: str) -> str:
         for node in ast.parse(source).body
         if isinstance(node, ast.FunctionDef) and node.name == function
     )
-    return (ast.get_docstring(found) or "").partition("\n")[0]
+    summary = (ast.get_docstring(found) or "").partition("\n\n")[0]
+    return " ".join(summary.split())
 
 
 def _add_arguments(parser: "_Parser", command: Callable[..., str]) -> None:
@@ -197,7 +198,17 @@ def _add_arguments(parser: "_Parser", command: Callable[..., str]) -> None:
     parser.add_function_arguments(command, as_group=False, as_positional=True, skip=set(shared))
     for options in shared.values():
         parser.add_class_arguments(options, as_group=False, instantiate=False)
-    parser.examples = re.findall(r"^ *\$ (.*)$", command.__doc__ or "", flags=re.MULTILINE)
+    parser.examples = examples_of(command.__doc__ or "")
+
+
+def examples_of(docstring: str) -> list[str]:
+    r"""Returns the commands behind a $; one that is too long for a line goes on in the next.
+
+    >>> examples_of("$ sdiloco plan --params 1B --picture\n  plan.svg\n  $ sdiloco demo\n\n  >>> 1")
+    ['sdiloco plan --params 1B --picture plan.svg', 'sdiloco demo']
+    """
+    commands = re.findall(r"^ *\$ (.*(?:\n(?! *\$| *\n).+)*)", docstring, flags=re.MULTILINE)
+    return [" ".join(command.split()) for command in commands]
 
 
 def _shared_options(command: Callable[..., str]) -> dict[str, Any]:
