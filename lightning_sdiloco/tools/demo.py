@@ -1,5 +1,5 @@
-"""Runs ``sdiloco demo``: trains the example once per setting on two CPU processes, and says what
-each costs.
+"""Runs ``sdiloco demo``: trains the example once per setting on two CPU processes, and compares
+their costs.
 
 All settings share model, seed, data and tokens (``examples/configs/base.yaml``). Each is a run of
 ``pretrain_text.py`` that you can start by hand; its command is printed. Losses are measured. Times
@@ -106,7 +106,7 @@ def training_command(setting: str, steps: int, result: Path) -> list[str]:
 
 
 def train(setting: str, steps: int, console: Console) -> dict[str, Any]:
-    """Trains one setting with a progress bar on the terminal, and returns what it wrote down."""
+    """Trains one setting with a progress bar on the terminal, and returns its numbers."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / f"{setting}.json"
         command = training_command(setting, steps, result)
@@ -117,7 +117,7 @@ def train(setting: str, steps: int, console: Console) -> dict[str, Any]:
             highlight=False,
             markup=False,
         )
-        said: list[str] = []
+        output: list[str] = []
         with (
             Progress(*Progress.get_default_columns(), console=console) as progress,
             subprocess.Popen(
@@ -127,13 +127,13 @@ def train(setting: str, steps: int, console: Console) -> dict[str, Any]:
             bar = progress.add_task(SETTINGS[setting], total=steps)
             assert process.stdout is not None
             for line in process.stdout:
-                made = re.fullmatch(r"step (\d+)\n", line)
-                if made:
-                    progress.update(bar, completed=int(made[1]))
+                step = re.fullmatch(r"step (\d+)\n", line)
+                if step:
+                    progress.update(bar, completed=int(step[1]))
                 else:
-                    said.append(line)
+                    output.append(line)
         if process.returncode != 0:
-            console.print("".join(said[-60:]), highlight=False, markup=False)
+            console.print("".join(output[-60:]), highlight=False, markup=False)
             raise SystemExit(
                 f"The setting {setting!r} ended with exit code {process.returncode}; its error"
                 " is above."
@@ -194,7 +194,7 @@ def time_on_link(row: dict[str, Any]) -> str:
 
 
 def sentences(ddp: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """Returns what Streaming DiLoCo cost in loss, and how long both runs take on the slow link."""
+    """Returns the cost of Streaming DiLoCo in loss, and the time of both runs on the slow link."""
     nats = ours["val_loss"] - ddp["val_loss"]
     loss = 100 * abs(nats) / ddp["val_loss"]
     perplexity = 100 * abs(math.expm1(nats))
@@ -212,9 +212,7 @@ def sentences(ddp: dict[str, Any], ours: dict[str, Any]) -> list[str]:
 
 
 def tell(results: dict[str, dict[str, Any]], folder: Path, console: Console) -> str:
-    """Prints what was found, writes numbers and pictures into a folder, and returns their paths as
-    a line.
-    """
+    """Prints the results, writes numbers and pictures into a folder, and returns their paths."""
     add_times(results)
     console.print(results_table(results))
     if {"ddp", "streaming_fp4"} <= results.keys():
@@ -222,11 +220,10 @@ def tell(results: dict[str, dict[str, Any]], folder: Path, console: Console) -> 
             console.print(sentence, highlight=False)
     folder.mkdir(parents=True, exist_ok=True)
     numbers = folder / "demo.json"
-    kept = {
-        setting: {key: row[key] for key in row if key != "shapes"}
-        for setting, row in results.items()
-    }
-    numbers.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    rows = {setting: dict(row) for setting, row in results.items()}
+    for row in rows.values():
+        row.pop("shapes", None)
+    numbers.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     pictures = draw(folder, results) if find_spec("matplotlib") else []
     return " ".join(["Saved:", *map(str, (numbers, *pictures))])
 
@@ -238,7 +235,7 @@ def seconds_on_link(result: dict[str, Any], configuration: Path) -> dict[str, fl
     """Returns when a run on the link would be where it was validated here: seconds since its start,
     by step.
 
-    What the run wrote down has ``link_step_seconds``: how long a step takes without an exchange.
+    The run's numbers have ``link_step_seconds``: how long a step takes without an exchange.
     """
     strategy = yaml.safe_load(configuration.read_text(encoding="utf-8"))["trainer"]["strategy"]
     model = Model.of_parameters(
@@ -246,8 +243,8 @@ def seconds_on_link(result: dict[str, Any], configuration: Path) -> dict[str, fl
     )
     groups = Groups(result["link_step_seconds"], result["ranks"], memory_rate=MEMORY_RATE)
     if strategy == "ddp":
-        each = groups.step_time / DataParallel(model, groups).utilisation(LINK)
-        return {step: int(step) * each for step in result["val_losses"]}
+        step_seconds = groups.step_time / DataParallel(model, groups).utilisation(LINK)
+        return {step: int(step) * step_seconds for step in result["val_losses"]}
     method = Streaming(model, Settings.among(strategy["init_args"]), groups)
     times = play(method, LINK, result["steps"], speeds=[1.0] * result["ranks"])[0]
     # The last validation comes after the final exchange.
@@ -267,7 +264,7 @@ def draw(folder: Path, results: dict[str, dict[str, Any]]) -> list[Path]:
         axes = figure.subplots()
         for setting, result in results.items():
             losses = list(result["val_losses"].values())
-            minutes = [at / 60 for at in result["link_seconds"].values()]
+            minutes = [seconds / 60 for seconds in result["link_seconds"].values()]
             label = f"{SETTINGS[setting]}: loss {losses[-1]:.3f} after {short(60 * minutes[-1])}"
             axes.plot(minutes, losses, "o-", color=COLORS[setting], markersize=4, label=label)
         axes.set_xlabel(f"minutes on a link of {LINK_NAME}, computed")
