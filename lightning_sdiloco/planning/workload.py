@@ -16,7 +16,7 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Model:
-    """What a plan needs to know of a model: its trainable parameters."""
+    """The part of a model that a plan needs: its trainable parameters."""
 
     parameters: tuple[Parameter, ...]
     numels: tuple[int, ...]
