@@ -204,10 +204,8 @@ def sentences(ddp: dict[str, Any], ours: dict[str, Any]) -> list[str]:
         f" byte {above} that of DDP: "
         f"{loss:.1f} % {more} loss, {perplexity:.1f} % {more} perplexity; one seed each.",
         f"What it saved: on a link of {LINK_NAME} the same run takes DDP {time_on_link(ddp)} and"
-        f" {OURS} "
-        f"{time_on_link(ours)}; computed from the {1000 * ours['link_step_seconds']:.3g} ms that"
-        " a step took here, not "
-        "measured on a link.",
+        f" {OURS} {time_on_link(ours)}; computed from the {1000 * ours['link_step_seconds']:.3g} ms"
+        " that a step took here, not measured on a link.",
     ]
 
 

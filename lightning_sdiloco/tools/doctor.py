@@ -415,9 +415,8 @@ def _check_direction(link: MeasuredLink, back: float) -> Finding:
         "slow",
         check,
         f"{rate}, and {readable_rate(back / 1e9)} in the other direction",
-        f"Look for other traffic from worker group {link.source} to {link.target}, and"
-        " at the congestion"
-        " control there: training goes at the pace of the slower direction.",
+        f"Look for other traffic from worker group {link.source} to {link.target}, and at the"
+        " congestion control there: training goes at the pace of the slower direction.",
     )
 
 
@@ -586,8 +585,7 @@ def _check_path(
                 "reachability",
                 f"{host}:{port}: {reason(error)}",
                 "Start the hub, on an address that can be reached from here (--listen"
-                f" 0.0.0.0:{port}), and open that"
-                " port on its machine. Sites need no open port.",
+                f" 0.0.0.0:{port}), and open that port on its machine. Sites need no open port.",
             )
     for number, (host, port) in enumerate(addresses, start=1):
         checks = list(_check_hub(replace(options, hub=f"{host}:{port}"), seconds, numbers))
@@ -660,10 +658,9 @@ def _fix_of(refusal: Exception, insecure: bool) -> str:
                 " Give --keys FILE."
             )
         return (
-            "Something listens there, but hub and keys do not match: another authority,"
-            " another run, or a hub"
-            " without TLS. Get keys from where the hub's are made: sdiloco keys add FOLDER"
-            " NAME."
+            "Something listens there, but hub and keys do not match: another authority, another"
+            " run, or a hub without TLS. Get keys from where the hub's are made: sdiloco keys add"
+            " FOLDER NAME."
         )
     if insecure:
         return "Give the name of the run that this hub serves: --run NAME."
@@ -705,11 +702,8 @@ def _described(run_config: dict[str, Any]) -> str:
     settings = ", ".join(f"{name}={value}" for name, value in run_config["settings"].items())
     return (
         f"{run_config['parameters']} tensors in {run_config['fragments']} fragments,"
-        f" sync_every={terms['sync_every']},"
-        f" overlap_steps={terms['overlap_steps']}, grace={terms['grace']:g},"
-        f" lease={terms['lease']:g},"
-        f" quorum={quorum}, {end};"
-        f" {settings}"
+        f" sync_every={terms['sync_every']}, overlap_steps={terms['overlap_steps']},"
+        f" grace={terms['grace']:g}, lease={terms['lease']:g}, quorum={quorum}, {end}; {settings}"
     )
 
 

@@ -245,9 +245,8 @@ def rollback(round: int, options: HubOptions) -> str:
     """
     records = options.ask("operator", "rollback", round=round)["records"]
     return (
-        f"{records} records are left. Sites that have applied more are refused: restart them"
-        " from an earlier"
-        " checkpoint, or without one."
+        f"{records} records are left. Sites that have applied more are refused: restart them from"
+        " an earlier checkpoint, or without one."
     )
 
 
@@ -421,7 +420,6 @@ def _client(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ValueError(
-            "Metrics need prometheus_client, which is not installed. Install all that a"
-            " federation needs (pip install"
-            " 'lightning-sdiloco[federated]'), or leave out --metrics."
+            "Metrics need prometheus_client, which is not installed. Install all that a federation"
+            " needs (pip install 'lightning-sdiloco[federated]'), or leave out --metrics."
         ) from error

@@ -218,8 +218,7 @@ def _links(path: str | None, bandwidth: float | None) -> dict[str, float]:
     if not are_numbers or len(links) < 2:
         raise ValueError(
             f"--links {path} holds {content!r}. Give a list of at least two numbers, the Gbit/s of"
-            " each group's link, or a"
-            " mapping from names to them."
+            " each group's link, or a mapping from names to them."
         )
     return {
         f"group {name}" if isinstance(name, int) else str(name): link
@@ -241,10 +240,8 @@ def _described(
     if missing:
         raise ValueError(
             f"{', '.join(missing)} must be given. A plan needs a model (--model, or --params and"
-            " --layers), the time of"
-            " an inner step and the bandwidth between groups, such as: --params 1e9 --layers 24"
-            " --step-time 0.1"
-            " --bandwidth 1Gbit"
+            " --layers), the time of an inner step and the bandwidth between groups, such as:"
+            " --params 1e9 --layers 24 --step-time 0.1 --bandwidth 1Gbit"
         )
     if model is not None:
         if params is not None or layers is not None:
@@ -276,8 +273,7 @@ def _module(make: MakeModel) -> nn.Module:
         except Exception as error:
             raise ValueError(
                 f"The model could not be made: {type(error).__name__}: {error}. Correct its"
-                " arguments (--model.NAME),"
-                " or give --params and --layers instead."
+                " arguments (--model.NAME), or give --params and --layers instead."
             ) from error
 
 
@@ -298,9 +294,8 @@ def _quorum(
         return None
     if hub is None:
         raise ValueError(
-            f"--quorum {quorum} is about the sites of a federation: worker groups that are"
-            " launched together wait for"
-            " all. Give the federation's --hub-bandwidth too."
+            f"--quorum {quorum} is about the sites of a federation: worker groups that are launched"
+            " together wait for all. Give the federation's --hub-bandwidth too."
         )
     if isinstance(quorum, int):
         require(quorum >= 1, "quorum", quorum, "at least 1")
@@ -319,8 +314,7 @@ def _ways(
     if len(late) != len(of_sites) or not all(delay >= 0 for delay in late):
         raise ValueError(
             f"--delays {delays} must be {len(of_sites)} numbers of seconds, at least 0. Give one"
-            " for each site, as"
-            " 0,0,12."
+            " for each site, as 0,0,12."
         )
     ways = {}
     for (site, gbit_s), delay in zip(of_sites.items(), late, strict=True):
@@ -394,9 +388,8 @@ def _plan_as_text(numbers: Mapping[str, Any]) -> str:
         "",
         f"  {_fragments(recommended)}, compute utilisation {percent(recommended['utilisation'])}"
         f" ({percent(reached)} at {readable_rate(planner.MARGIN * link.gbit_s)})",
-        f"  {readable(recommended['bytes_per_step'])} per step,"
-        f" {readable(recommended['bytes'])} in all,"
-        f" peak {readable_rate(recommended['peak_gbit_s'])}",
+        f"  {readable(recommended['bytes_per_step'])} per step, {readable(recommended['bytes'])} in"
+        f" all, peak {readable_rate(recommended['peak_gbit_s'])}",
         f"  {_memory(recommended['memory'])}",
     ]
     return "\n".join(lines)

@@ -362,9 +362,8 @@ def _agreement(run: Run) -> list[str]:
         cosine = sum(last) / len(last)
         unrelated = (1 / len(last)) ** 0.5
         sentences.append(
-            f"In the last round the groups' outer gradients had a cosine of {cosine:.2f} with"
-            " their mean, on average;"
-            f" unrelated directions have {unrelated:.2f}, equal ones 1."
+            f"In the last round the groups' outer gradients had a cosine of {cosine:.2f} with their"
+            f" mean, on average; unrelated directions have {unrelated:.2f}, equal ones 1."
         )
     return sentences
 
@@ -776,9 +775,8 @@ PICTURES: Mapping[str, Picture] = {
     "losses": Picture(
         draw_losses,
         "Losses",
-        "Training loss of each group, on its own batches and its local parameters: pale as it"
-        " was, strong smoothed."
-        " Dots are validations.",
+        "Training loss of each group, on its own batches and its local parameters: pale as it was,"
+        " strong smoothed. Dots are validations.",
     ),
     "utilisation": Picture(
         draw_utilisation,
@@ -790,35 +788,29 @@ PICTURES: Mapping[str, Picture] = {
         draw_bandwidth,
         "Bandwidth between groups",
         "What each group sent, in every quarter of a round, spread evenly from a launch to the"
-        " arrival of all messages."
-        " The dashed line is what a ring all-reduce of all gradients at every step would have"
-        " needed, at the same"
-        " speed.",
+        " arrival of all messages. The dashed line is what a ring all-reduce of all gradients at"
+        " every step would have needed, at the same speed.",
     ),
     "flights": Picture(
         draw_flights,
         "Fragments in flight, at the end of the run",
         "The first groups, at most four. First row of a group: its inner steps, and where it"
-        " waited. Below, each flight"
-        " of its fragments from launch to result: strong while on the link, the second hop"
-        " included; weaker while it is"
-        " encoded, decoded or stepped; pale while it waits for its turn. Each rank goes by its"
-        " own clock.",
+        " waited. Below, each flight of its fragments from launch to result: strong while on the"
+        " link, the second hop included; weaker while it is encoded, decoded or stepped; pale while"
+        " it waits for its turn. Each rank goes by its own clock.",
     ),
     "agreement": Picture(
         draw_agreement,
         "Agreement of the groups",
         "Cosine of each group's outer gradient with the mean, averaged over the fragments of a"
-        " round; and the norm of"
-        " the outer gradient of all fragments. A curve far from the others is a group that"
-        " trains on something else.",
+        " round; and the norm of the outer gradient of all fragments. A curve far from the others"
+        " is a group that trains on something else.",
     ),
     "sites": Picture(
         draw_sites,
         "Sites that come and go",
-        "As this site saw it: a mark for each round of a fragment in which a site counted, when"
-        " it landed here. A site"
-        " without marks has died, left, or been late.",
+        "As this site saw it: a mark for each round of a fragment in which a site counted, when it"
+        " landed here. A site without marks has died, left, or been late.",
     ),
 }
 """The pictures, by the names of their files."""
@@ -890,11 +882,9 @@ def _described(run: Run) -> str:
         ranks = f"{first.name}: {about['shards']} ranks"
     return (
         f"{sum(numel for numel, _ in first.parameters.values()):,} parameters in"
-        f" {len(first.fragments)} fragments ·"
-        f" {ranks} · sync_every={settings['sync_every']},"
-        f" overlap_steps={settings['overlap_steps']},"
-        f" mixing={settings['mixing']}, compression={settings['compression'] or 'custom'},"
-        f" exchange={exchange_of(run) or '-'}"
+        f" {len(first.fragments)} fragments · {ranks} · sync_every={settings['sync_every']},"
+        f" overlap_steps={settings['overlap_steps']}, mixing={settings['mixing']},"
+        f" compression={settings['compression'] or 'custom'}, exchange={exchange_of(run) or '-'}"
     )
 
 

@@ -250,8 +250,7 @@ def _methods_of(file: str, groups: int) -> list[Planned]:
             if argument not in arguments:
                 raise ValueError(
                     f"The method {name!r} in {file} has the argument {argument!r}, which is"
-                    " unknown. Choose among"
-                    f" {', '.join(arguments)}."
+                    f" unknown. Choose among {', '.join(arguments)}."
                 )
         runs.append(_planned({_METHOD: str(name)}, choices or {}, groups))
     return runs
@@ -271,9 +270,8 @@ def _seeds(seeds: str | None) -> list[int]:
         )
     if seeds is not None and not 2 <= len(texts) <= max(STUDENT_T):
         raise ValueError(
-            f"seeds={seeds!r} are {len(texts)}: a comparison takes 2 to {max(STUDENT_T)}. For"
-            " one, give --set"
-            " seed_everything=0."
+            f"seeds={seeds!r} are {len(texts)}: a comparison takes 2 to {max(STUDENT_T)}. For one,"
+            " give --set seed_everything=0."
         )
     return [int(text) for text in texts]
 
@@ -528,8 +526,7 @@ def run_as_text(outcome: Outcome, places: Places) -> str:
         columns["predicted\nwait"] = waits
     parts = [
         f"{len(run.groups)} worker group{'s' if len(run.groups) > 1 else ''},"
-        f" {outcome.inner_steps:,} inner steps each,"
-        f" {_settings(run)}",
+        f" {outcome.inner_steps:,} inner steps each, {_settings(run)}",
         table(columns, width=_WIDTH),
     ]
     if run.outer_loss:
@@ -546,8 +543,7 @@ def _prediction_as_text(prediction: Prediction, timeout: timedelta, places: Plac
     text = (
         f"Predicted on {_described(places.link)}, {prediction.step_time:.3g} s per inner"
         f" step{measured}:\n"
-        f"  {_duration(prediction.seconds)}, compute utilisation"
-        f" {percent(prediction.utilisation)};"
+        f"  {_duration(prediction.seconds)}, compute utilisation {percent(prediction.utilisation)};"
         f" DDP over all groups {_duration(prediction.ddp_seconds)}"
     )
     if prediction.longest_flight > timeout.total_seconds():
@@ -668,10 +664,9 @@ def _settings(run: Run) -> str:
     mixing = numbers.pop("mixing")
     policies = "".join(f", {name}={value}" for name, value in numbers.items())
     return (
-        f"{run.model.numel:,} parameters in {len(run.model.fragments(settings))} fragments\n"
-        f"sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps},"
-        f" mixing={mixing},"
-        f" compression={settings.compression!r}{policies}"
+        f"{run.model.numel:,} parameters in {len(run.model.fragments(settings))}"
+        f" fragments\nsync_every={settings.sync_every}, overlap_steps={settings.overlap_steps},"
+        f" mixing={mixing}, compression={settings.compression!r}{policies}"
     )
 
 

@@ -456,17 +456,15 @@ def _arguments_of(trainer: Any, choices: Mapping[str, Any], rank: SimulatedRank)
         if arguments.get(name) == "auto":
             raise ValueError(
                 f"{name}='auto' cannot be simulated: it is chosen from a real link. Vary {name}"
-                " with --sweep, or"
-                " take what sdiloco plan recommends."
+                " with --sweep, or take what sdiloco plan recommends."
             )
     federation = arguments.get("federation")
     if rank.site is not None:
         arguments["federation"] = _federation_in_memory(federation or {}, rank.site)
     elif federation is not None:
         raise ValueError(
-            "The configuration is for a site of a federation. Give --sites instead of --groups:"
-            " the number of such"
-            " sites."
+            "The configuration is for a site of a federation. Give --sites instead of --groups: the"
+            " number of such sites."
         )
     return {**arguments, "worker_groups": rank.topology.num_groups, "start_method": "popen"}
 
@@ -490,10 +488,9 @@ def _configured_arguments(trainer: Any) -> dict[str, Any]:
     groups = _number(arguments["worker_groups"])
     if 0 < groups < processes:
         raise ValueError(
-            f"The configuration has {groups} worker groups for {processes} processes."
-            " A simulated group is"
-            " one rank. Give it the batch size of a whole group, and as many trainer.devices"
-            " as groups, with --set."
+            f"The configuration has {groups} worker groups for {processes} processes. A simulated"
+            " group is one rank. Give it the batch size of a whole group, and as many"
+            " trainer.devices as groups, with --set."
         )
     return arguments
 

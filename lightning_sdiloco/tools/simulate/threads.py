@@ -121,9 +121,8 @@ class Turns(Generic[Result]):
             self._fail(
                 RuntimeError(
                     "Worker groups wait for groups that wait for something else or have ended:"
-                    f" {', '.join(map(str, waiting))}. The groups do not make the same steps."
-                    " Real processes would wait"
-                    " until the timeout."
+                    f" {', '.join(map(str, waiting))}. The groups do not make the same steps. Real"
+                    " processes would wait until the timeout."
                 )
             )
         with self._changed:
@@ -200,8 +199,7 @@ class SimulatedWorld(Communicator):
             points = ", ".join(f"group {rank}: {name}" for rank, name in enumerate(operations))
             raise RuntimeError(
                 f"The worker groups are at different points of the program ({points}). Real"
-                " processes would wait for"
-                " each other until the timeout."
+                " processes would wait for each other until the timeout."
             )
         meeting.left += 1
         if meeting.left == self.size:
