@@ -103,6 +103,7 @@ class Line(NamedTuple):
 
 
 def require(holds: bool, name: str, value: float, rule: str) -> None:
+    """Raises a ValueError that names a value out of its range, and the rule."""
     if not holds:
         raise ValueError(
             f"{name}={value!r} is out of range: it must be {rule}. Choose another {name}."

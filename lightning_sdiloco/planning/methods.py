@@ -120,10 +120,14 @@ class Streaming:
         exact_bytes = 0
         for numel in self.numels:
             shard = -(-numel // groups.group_size)
-            message = CONTROL_BYTES + all_reduce.payload_bytes(shard)
-            second_hop = all_reduce.second_hop_bytes(shard)
-            part = all_reduce.part_numel(shard)
-            self._fragments.append(_Fragment(numel, shard, part, message, second_hop))
+            fragment = _Fragment(
+                numel,
+                shard,
+                part=all_reduce.part_numel(shard),
+                message=CONTROL_BYTES + all_reduce.payload_bytes(shard),
+                second_hop=all_reduce.second_hop_bytes(shard),
+            )
+            self._fragments.append(fragment)
             exact_bytes += CONTROL_BYTES + exact.payload_bytes(shard)
             exact_bytes += exact.second_hop_bytes(shard)
         self._exact = groups.connections * exact_bytes
@@ -181,6 +185,7 @@ class Streaming:
         return trained / (played.landed[_ROUNDS - 1] - played.landed[_ROUNDS // 2 - 1])
 
     def costs(self, fragment: int, link: Link) -> "Costs":
+        """Returns the seconds of a flight of a fragment, stage by stage, over a link."""
         per_value = 1 / self.groups.memory_rate
         numel, shard, part, message, second_hop = self._fragments[fragment]
         connections = max(1, round(self._connections))
@@ -217,32 +222,33 @@ class Streaming:
         shard = self._fragments[fragment].shard
         exchange = self.settings.exchange
         all_reduce = all_reduce_for(exchange, groups.groups, self.settings.codec, 0.0).at(0)
-        to_group = []
+        # Bytes of a message to each group, in both hops, and by how many one from it is shorter.
+        to = []
         again = []
-        # By how much a message over each link is shorter than the longest one.
         spared = []
         for group, line in enumerate(lines):
-            to_group.append(CONTROL_BYTES + all_reduce.payload_bytes(shard, group))
+            to.append(CONTROL_BYTES + all_reduce.payload_bytes(shard, group))
             again.append(all_reduce.second_hop_bytes(shard, group))
-            rate = 0.0
-            if are_known:
-                rate = line.up.gbit_s_of(groups.connections) * 1e9 / 8 / groups.connections
-            spared.append(self._fragments[fragment].message - self.message_bytes(fragment, rate))
-        busy = []
-        for group, line in enumerate(lines):
-            sent = sum(to_group) - to_group[group] - groups.others * spared[group]
-            received = groups.others * to_group[group] - (sum(spared) - spared[group])
-            sent_again = groups.others * again[group]
-            received_again = sum(again) - again[group]
-            busy.append(
-                Busy(
-                    up=_seconds(line.up, sent, groups),
-                    down=_seconds(line.down, received, groups),
-                    up_again=_seconds(line.up, sent_again, groups),
-                    down_again=_seconds(line.down, received_again, groups),
-                )
+            spared.append(self._spared_bytes(fragment, line.up if are_known else None))
+        return [
+            Busy(
+                up=_seconds(line.up, sum(to) - to[group] - groups.others * spared[group], groups),
+                down=_seconds(
+                    line.down, groups.others * to[group] - (sum(spared) - spared[group]), groups
+                ),
+                up_again=_seconds(line.up, groups.others * again[group], groups),
+                down_again=_seconds(line.down, sum(again) - again[group], groups),
             )
-        return busy
+            for group, line in enumerate(lines)
+        ]
+
+    def _spared_bytes(self, fragment: int, link: Link | None) -> int:
+        """Returns by how much a message over a link is shorter than the longest one."""
+        rate = 0.0
+        if link is not None:
+            connections = self.groups.connections
+            rate = link.gbit_s_of(connections) * 1e9 / 8 / connections
+        return self._fragments[fragment].message - self.message_bytes(fragment, rate)
 
     @cached_property
     def memory(self) -> Memory:
@@ -398,6 +404,8 @@ class Absence:
 
 
 class Times(NamedTuple):
+    """When a group had done each inner step, and how long it waited."""
+
     steps: list[float]
     end: float
     waited: float
@@ -443,25 +451,30 @@ def play(
     groups = method.groups.groups
     absences = sorted(absences)
     idle = idle or [()] * groups
-    lines = [Line.of(group_link) for group_link in links or [link] * groups]
-    for name, sequence in (("speeds", speeds), ("lists of idle steps", idle), ("links", lines)):
+    lines = [Line.of(way) for way in links or [link] * groups]
+    _require_one_each(groups, {"speeds": speeds, "lists of idle steps": idle, "links": lines})
+    for speed in speeds:
+        require(speed > 0, "speed", speed, "positive: 0.5 is half as fast as the others")
+    for absence in absences:
+        group = absence.group
+        require(0 <= group < groups, "group", group, "the number of a group, from 0")
+    events = _timetable(method.schedule, steps)
+    if launches is not None:
+        events = _timetable_of(launches, method.schedule, steps)
+    lines_differ = bool(links) and method.settings.shares
+    played = _Play(method, lines, speeds, absences, idle, lines_differ)
+    played.follow(events)
+    return played.ended(steps)
+
+
+def _require_one_each(groups: int, sequences: Mapping[str, Sequence[object]]) -> None:
+    """Raises a ValueError if a sequence does not have one element for each group."""
+    for name, sequence in sequences.items():
         if len(sequence) != groups:
             raise ValueError(
                 f"There are {len(sequence)} {name} for {groups} worker groups. Give one for each"
                 " group."
             )
-    for speed in speeds:
-        require(speed > 0, "speed", speed, "positive: 0.5 is half as fast as the others")
-    for absence in absences:
-        is_group = 0 <= absence.group < groups
-        require(is_group, "group", absence.group, "the number of a group, from 0")
-    events = _timetable(method.schedule, steps)
-    if launches is not None:
-        events = _timetable_of(launches, method.schedule, steps)
-    differ = bool(links) and method.settings.shares
-    played = _Play(method, lines, speeds, absences, idle, differ)
-    played.follow(events)
-    return played.ended(steps)
 
 
 def step_end(begins: float, step_time: float, absences: Iterable[Absence]) -> float:
@@ -501,6 +514,7 @@ class _Group:
         self.steps: list[float] = []
 
     def train(self, until: int) -> None:
+        """Makes inner steps until a number is done, skipping idle ones and pausing in absences."""
         first = len(self.steps) + 1
         if until >= first > 1:
             self.steps[-1] = self.clock
@@ -589,6 +603,7 @@ class _Play:
         ]
 
     def _launch(self, fragment: int) -> None:
+        """Launches a fragment in all groups: reads it, encodes it, and sends it on its way."""
         cost = self._costs[fragment]
         launched = list[float]()
         for group in self._groups:
@@ -603,6 +618,7 @@ class _Play:
         self._flights[fragment] += 1
 
     def _land(self, fragment: int) -> None:
+        """Lands the oldest flight in all groups, each of which waits until it has arrived."""
         for group in self._groups:
             arrived = group.landings.pop(0)
             group.waited += max(0.0, arrived - group.clock)

@@ -37,6 +37,8 @@ class PaperModel(NamedTuple):
 
 
 class Entry(NamedTuple):
+    """A number of Table 4: from the closed form, and as the paper prints it."""
+
     model: str
     method: str
     target: float

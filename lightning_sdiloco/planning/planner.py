@@ -33,6 +33,8 @@ _HUB_ROUND_TRIPS = 2
 
 
 class Prediction(NamedTuple):
+    """The needs of a method on a link, and the bandwidth for each of the target utilisations."""
+
     utilisation: float
     bytes_per_step: float
     bytes: float
@@ -41,6 +43,7 @@ class Prediction(NamedTuple):
 
 
 def predict(method: Method, link: Link, steps: int) -> Prediction:
+    """Predicts utilisation, bytes and bandwidth of a run with a number of inner steps."""
     return Prediction(
         utilisation=method.utilisation(link),
         bytes_per_step=method.bytes_per_step,
@@ -134,6 +137,8 @@ class Enough(NamedTuple):
 
 
 class HubLoad(NamedTuple):
+    """The bytes and seconds of a federation's rounds at its hub, and settings that are enough."""
+
     gbit_s: float
     sites: int
     bytes_in: int
@@ -168,10 +173,6 @@ def through_hub(
     # From when all sites launch until each has the payloads of all.
     flight = groups.groups * max(payloads) * 8e-9 / way.gbit_s + _HUB_ROUND_TRIPS * way.round_trip
     steps = max(1, math.ceil(flight / groups.step_time))
-    enough = None
-    for sync_every in reversed(SYNC_EVERY):
-        if busy <= MARGIN * sync_every * groups.step_time and steps < sync_every:
-            enough = Enough(sync_every, steps)
     return HubLoad(
         gbit_s=gbit_s,
         sites=groups.groups,
@@ -181,8 +182,16 @@ def through_hub(
         share=busy / (settings.sync_every * groups.step_time),
         flight_seconds=flight,
         flight_steps=steps,
-        enough=enough,
+        enough=_enough(busy, steps, groups.step_time),
     )
+
+
+def _enough(busy: float, steps: int, step_time: float) -> Enough | None:
+    """Finds the least ``sync_every`` that leaves the hub a margin, and every flight its time."""
+    for sync_every in SYNC_EVERY:
+        if busy <= MARGIN * sync_every * step_time and steps < sync_every:
+            return Enough(sync_every, steps)
+    return None
 
 
 def hub_link(link: Link, sites: int, gbit_s: float) -> Link:

@@ -30,6 +30,7 @@ def readable_rate(gbit_s: float) -> str:
 
 
 def _scaled(number: float, units: Sequence[str]) -> str:
+    """Divides a number by 1000 until it suits its unit."""
     power = 0
     while float(f"{number:.3g}") >= 1000 and power < len(units) - 1:
         number = number / 1000

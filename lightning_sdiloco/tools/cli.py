@@ -108,6 +108,7 @@ def without_units(args: Sequence[str]) -> list[str]:
 
 
 def _without_unit(option: str, text: str) -> str:
+    """Converts the number of an option from its unit; text that is no number is left to the parser."""
     number = re.fullmatch(r"([+-]?[\d.]+(?:e[+-]?\d+)?) ?([A-Za-z/]*)", text)
     if number is None:  # The parser says what it takes.
         return text
@@ -176,6 +177,7 @@ def parser_of(names: Container[str]) -> ArgumentParser:
 
 
 def _function(name: str, function: str) -> Callable[..., str]:
+    """Imports the function of a subcommand."""
     command: Callable[..., str] = getattr(
         import_module(f"lightning_sdiloco.tools.{COMMANDS[name][0]}"), function
     )
@@ -195,6 +197,7 @@ def _summary(name: str, function: str) -> str:
 
 
 def _add_arguments(parser: "_Parser", command: Callable[..., str]) -> None:
+    """Adds a function's parameters to its parser, and its examples to the help."""
     shared = _shared_options(command)
     parser.add_function_arguments(command, as_group=False, as_positional=True, skip=set(shared))
     for options in shared.values():
@@ -220,6 +223,7 @@ def _shared_options(command: Callable[..., str]) -> dict[str, Any]:
 
 
 def _called(command: Callable[..., str], options: Any) -> str:
+    """Calls a subcommand's function with the parsed options, and returns the text to print."""
     # jsonargparse puts a space without width before names that are methods of its namespaces, such
     # as keys.
     arguments = {name.lstrip("\u200b"): value for name, value in vars(options).items()}
@@ -251,6 +255,7 @@ class _Parser(ArgumentParser):
         return "\n  ".join([f"{text}\nexamples:", *self.examples]) + "\n" if self.examples else text
 
     def add_argument(self, *args: str, **kwargs: Any) -> Any:
+        """Adds an option in both spellings, a flag, or a list, as their types ask for."""
         if not args[0].startswith("--"):
             # By itself jsonargparse takes a list as one word of JSON.
             if args[0] != "-h" and "action" in kwargs:

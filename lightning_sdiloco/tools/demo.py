@@ -91,8 +91,8 @@ def demo(
     return tell(results, Path(out), console)
 
 
-def training_command(setting: str, steps: int, result: Path) -> list[str]:
-    """Returns the command that trains one setting and writes its numbers to ``result``."""
+def training_command(setting: str, steps: int, output: Path) -> list[str]:
+    """Returns the command that trains one setting and writes its numbers to a file."""
     command = [sys.executable, str(EXAMPLES / "pretrain_text.py"), "fit"]
     for name in ("base", setting):
         command += ["--config", str(CONFIGURATIONS / f"{name}.yaml")]
@@ -102,14 +102,14 @@ def training_command(setting: str, steps: int, result: Path) -> list[str]:
     ]
     command += ["--trainer.enable_checkpointing=false", "--trainer.enable_model_summary=false"]
     command += ["--trainer.enable_progress_bar=false", "--trainer.callbacks=__main__.StepCount"]
-    return [*command, f"--result={result}"]
+    return [*command, f"--result={output}"]
 
 
 def train(setting: str, steps: int, console: Console) -> dict[str, Any]:
     """Trains one setting with a progress bar on the terminal, and returns its numbers."""
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / f"{setting}.json"
-        command = training_command(setting, steps, result)
+        numbers = Path(folder) / f"{setting}.json"
+        command = training_command(setting, steps, numbers)
         console.print(
             f"$ {shlex.join(['python', *command[1:]])}",
             style="dim",
@@ -138,7 +138,7 @@ def train(setting: str, steps: int, console: Console) -> dict[str, Any]:
                 f"The setting {setting!r} ended with exit code {process.returncode}; its error"
                 " is above."
             )
-        return json.loads(result.read_text(encoding="utf-8"))
+        return json.loads(numbers.read_text(encoding="utf-8"))
 
 
 def add_times(results: dict[str, dict[str, Any]]) -> None:
@@ -146,10 +146,10 @@ def add_times(results: dict[str, dict[str, Any]]) -> None:
     by step.
     """
     # The least of them, because the steps of DDP hold an exchange over this machine.
-    step_seconds = min(result["step_seconds"] for result in results.values())
-    for setting, result in results.items():
-        result["link_step_seconds"] = step_seconds
-        result["link_seconds"] = seconds_on_link(result, CONFIGURATIONS / f"{setting}.yaml")
+    step_seconds = min(run["step_seconds"] for run in results.values())
+    for setting, run in results.items():
+        run["link_step_seconds"] = step_seconds
+        run["link_seconds"] = seconds_on_link(run, CONFIGURATIONS / f"{setting}.yaml")
 
 
 def results_table(results: dict[str, dict[str, Any]]) -> Table:
@@ -229,25 +229,24 @@ def tell(results: dict[str, dict[str, Any]], folder: Path, console: Console) -> 
 # The slow link
 
 
-def seconds_on_link(result: dict[str, Any], configuration: Path) -> dict[str, float]:
+def seconds_on_link(run: dict[str, Any], configuration: Path) -> dict[str, float]:
     """Returns when a run on the link would be where it was validated here: seconds since its start,
     by step.
 
     The run's numbers have ``link_step_seconds``: how long a step takes without an exchange.
     """
     strategy = yaml.safe_load(configuration.read_text(encoding="utf-8"))["trainer"]["strategy"]
-    model = Model.of_parameters(
-        {name: torch.empty(shape, device="meta") for name, shape in result["shapes"].items()}
-    )
-    groups = Groups(result["link_step_seconds"], result["ranks"], memory_rate=MEMORY_RATE)
+    parameters = {name: torch.empty(shape, device="meta") for name, shape in run["shapes"].items()}
+    model = Model.of_parameters(parameters)
+    groups = Groups(run["link_step_seconds"], run["ranks"], memory_rate=MEMORY_RATE)
     if strategy == "ddp":
         step_seconds = groups.step_time / DataParallel(model, groups).utilisation(LINK)
-        return {step: int(step) * step_seconds for step in result["val_losses"]}
+        return {step: int(step) * step_seconds for step in run["val_losses"]}
     method = Streaming(model, Settings.among(strategy["init_args"]), groups)
-    times = play(method, LINK, result["steps"], speeds=[1.0] * result["ranks"])[0]
+    times = play(method, LINK, run["steps"], speeds=[1.0] * run["ranks"])[0]
     # The last validation comes after the final exchange.
     done = [*times.steps[:-1], times.end]
-    return {step: done[int(step) - 1] for step in result["val_losses"]}
+    return {step: done[int(step) - 1] for step in run["val_losses"]}
 
 
 def short(seconds: float) -> str:
@@ -260,9 +259,9 @@ def draw(folder: Path, results: dict[str, dict[str, Any]]) -> list[Path]:
 
     def drawn(figure: Any) -> None:
         axes = figure.subplots()
-        for setting, result in results.items():
-            losses = list(result["val_losses"].values())
-            minutes = [seconds / 60 for seconds in result["link_seconds"].values()]
+        for setting, run in results.items():
+            losses = list(run["val_losses"].values())
+            minutes = [seconds / 60 for seconds in run["link_seconds"].values()]
             label = f"{SETTINGS[setting]}: loss {losses[-1]:.3f} after {short(60 * minutes[-1])}"
             axes.plot(minutes, losses, "o-", color=COLORS[setting], markersize=4, label=label)
         axes.set_xlabel(f"minutes on a link of {LINK_NAME}, computed")

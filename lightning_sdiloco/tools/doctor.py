@@ -20,6 +20,7 @@ from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -72,6 +73,8 @@ _STYLES = {"ok": "green", "slow": "yellow", "wrong": "bold red"}
 
 
 class Finding(NamedTuple):
+    """The outcome of one check: its state, the observation, and the fix if there is one."""
+
     state: Literal["ok", "slow", "wrong"]
     check: str
     found: str
@@ -113,17 +116,12 @@ def doctor(
         examined = _examined(worker_groups, num_nodes, seconds, wait)
         if examined is None:
             return ""
-        ranks = []
-        for rank, endpoints in enumerate(examined.endpoints):
-            place = {
-                "rank": rank,
-                "host": endpoints.host,
-                "worker_group": endpoints.group,
-                "exchange": endpoints.exchange[0],
-            }
-            ranks.append(place | examined.machines[rank])
         checks = findings(examined)
-        details = {"ranks": ranks, "unreachable": examined.broken, "links": examined.links}
+        details = {
+            "ranks": _described_ranks(examined),
+            "unreachable": examined.broken,
+            "links": examined.links,
+        }
     is_wrong = any(finding.state == "wrong" for finding in checks)
     if json:
         text = codec.dumps(plain({"ok": not is_wrong, "findings": checks, **details}), indent=2)
@@ -135,7 +133,22 @@ def doctor(
     return text
 
 
+def _described_ranks(examined: "Examined") -> list[dict[str, Any]]:
+    """Returns place and machine of every rank, for JSON."""
+    ranks = []
+    for rank, endpoints in enumerate(examined.endpoints):
+        place = {
+            "rank": rank,
+            "host": endpoints.host,
+            "worker_group": endpoints.group,
+            "exchange": endpoints.exchange[0],
+        }
+        ranks.append(place | examined.machines[rank])
+    return ranks
+
+
 def _as_table(checks: Sequence[Finding]) -> str:
+    """Formats findings as a table, one row for each, with colors on a terminal."""
     table = Table(title="sdiloco doctor", title_justify="left")
     for name in ("", "what", "found", "what to do"):
         table.add_column(name, overflow="fold")
@@ -153,6 +166,8 @@ def _as_table(checks: Sequence[Finding]) -> str:
 
 
 class MeasuredLink(NamedTuple):
+    """The link between two worker groups in one direction; ``error`` tells why it has no numbers."""
+
     source: int
     target: int
     round_trip: float = 0.0
@@ -161,6 +176,8 @@ class MeasuredLink(NamedTuple):
 
 
 class Examined(NamedTuple):
+    """Everything that rank 0 learns about the ranks, their machines and the links between groups."""
+
     groups: int
     endpoints: Sequence[Endpoints]
     machines: Sequence[dict[str, Any]]
@@ -180,7 +197,7 @@ def _examined(
     group = layout.group_of(launch.rank)
     is_first = layout.group_rank_of(launch.rank) == 0
     timeout = datetime.timedelta(seconds=wait)
-    progress = _progress if launch.rank == 0 else lambda text: None
+    progress = _progress if launch.rank == 0 else _no_progress
     progress(
         f"Waiting at {launch.host}:{launch.port} for {launch.world_size} processes, for at most"
         f" {wait:g} s"
@@ -191,12 +208,16 @@ def _examined(
     endpoints, broken = find_broken_connections(rendezvous, group, exchange_address, group_address)
     links = []
     if not broken:
-        address = exchange_address()
-        links = measure(rendezvous, groups, group, is_first, address, seconds, progress)
+        links = measure(rendezvous, groups, group, is_first, exchange_address(), seconds, progress)
     return Examined(groups, endpoints, machines, broken, links) if launch.rank == 0 else None
 
 
+def _no_progress(text: str) -> None: ...
+
+
 class Launch(NamedTuple):
+    """The place of this process in the launch, and the address at which all ranks meet."""
+
     rank: int
     world_size: int
     nodes: int
@@ -297,6 +318,7 @@ def findings(examined: Examined) -> list[Finding]:
 
 
 def _check_ranks(examined: Examined) -> Iterator[Finding]:
+    """Counts ranks and hosts, and compares the versions of packages between ranks."""
     ranks = len(examined.endpoints)
     hosts = list(dict.fromkeys(endpoints.host for endpoints in examined.endpoints))
     places = f"{ranks} on {len(hosts)} host{'s' if len(hosts) > 1 else ''} ({_some(hosts)})"
@@ -332,6 +354,7 @@ def _rank(rank: int, examined: Examined) -> str:
 
 
 def _check_machines(examined: Examined) -> Iterator[Finding]:
+    """Looks for machines with too few files, too many threads, or a slow debug setting."""
     # Of each kind only the worst or first is shown: the others have the same remedy.
     needed = _FILES_PER_RANK * len(examined.endpoints) + _FILES
     files = [machine["files"] for machine in examined.machines]
@@ -353,6 +376,7 @@ def _check_machines(examined: Examined) -> Iterator[Finding]:
 
 
 def _crowded_hosts(examined: Examined) -> Iterator[Finding]:
+    """Yields a finding for each rank on a host whose threads outnumber its cores."""
     hosts = [endpoints.host for endpoints in examined.endpoints]
     for host, machine in zip(hosts, examined.machines, strict=True):
         ranks = hosts.count(host)
@@ -365,6 +389,7 @@ def _crowded_hosts(examined: Examined) -> Iterator[Finding]:
 
 
 def _check_links(examined: Examined) -> Iterator[Finding]:
+    """Reports unreachable ranks, and round trip, bandwidth, buffers and slow start of each link."""
     if not examined.broken:
         pairs = len(examined.endpoints) * (len(examined.endpoints) - 1)
         yield Finding("ok", "reachability", f"all {pairs} connections between ranks can be made")
@@ -407,6 +432,7 @@ def _check_links(examined: Examined) -> Iterator[Finding]:
 
 
 def _check_direction(link: MeasuredLink, back: float) -> Finding:
+    """Compares the bandwidth of a link with that of the opposite direction."""
     check = f"bandwidth {link.source} -> {link.target}"
     rate = readable_rate(link.bits_per_second / 1e9)
     if link.bits_per_second * _UNEQUAL >= back:
@@ -457,13 +483,13 @@ def measure(
     """
     listener = Listener(address, lambda connection: _serve(connection, seconds))
     try:
-        entry = [group, address, listener.port] if is_first else None
-        entries = [entry for entry in rendezvous.all_gather("links", entry) if entry is not None]
-        endpoints = {peer: (str(host), int(port)) for peer, host, port in entries}
+        port = listener.port
+        endpoints = _endpoints(rendezvous, [group, address, port] if is_first else None)
         round_trips = {}
         if is_first:
-            peers = [peer for peer in endpoints if peer != group]
-            round_trips = {peer: _round_trip(endpoints[peer]) for peer in peers}
+            for peer, endpoint in endpoints.items():
+                if peer != group:
+                    round_trips[peer] = _round_trip(endpoint)
         rendezvous.all_gather("round trips", None)
         links = []
         for step in range(1, groups):
@@ -474,10 +500,16 @@ def measure(
             if is_first:
                 links.append(_link(group, peer, endpoints[peer], round_trips[peer], seconds))
             rendezvous.all_gather(f"round {step}", None)
-        links_by_rank = rendezvous.all_gather("measured", links)
-        return [MeasuredLink(*link) for links in links_by_rank for link in links]
+        all_links = chain.from_iterable(rendezvous.all_gather("measured", links))
+        return [MeasuredLink(*link) for link in all_links]
     finally:
         listener.close()
+
+
+def _endpoints(rendezvous: Rendezvous, entry: list[Any] | None) -> dict[int, tuple[str, int]]:
+    """Gathers the listeners of the first ranks, by group; all other ranks enter none."""
+    entries = [e for e in rendezvous.all_gather("links", entry) if e is not None]
+    return {group: (str(host), int(port)) for group, host, port in entries}
 
 
 def _round_trip(address: tuple[str, int]) -> float | str:
@@ -499,6 +531,7 @@ def _round_trip(address: tuple[str, int]) -> float | str:
 def _link(
     group: int, peer: int, address: tuple[str, int], round_trip: float | str, seconds: float
 ) -> MeasuredLink:
+    """Sends to another group for some seconds, and returns the rate that it has received."""
     if isinstance(round_trip, str):
         return MeasuredLink(group, peer, error=round_trip)
     rates: list[float] = []
@@ -543,6 +576,7 @@ def _serve(connection: socket.socket, seconds: float) -> None:
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:
+    """Reads an exact number of bytes from a connection."""
     received = b""
     while len(received) < count:
         part = connection.recv(count - len(received))
@@ -576,6 +610,7 @@ def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], dic
 def _check_path(
     options: HubOptions, addresses: list[tuple[str, int]], seconds: float, numbers: dict[str, Any]
 ) -> Iterator[Finding]:
+    """Yields the checks in the order in which they depend on each other: keys, addresses, hub."""
     yield _check_keys(options)
     errors = [try_to_connect(host, port, 5.0) for host, port in addresses]
     for (host, port), error in zip(addresses, errors, strict=True):
@@ -595,6 +630,7 @@ def _check_path(
 
 
 def _check_keys(options: HubOptions) -> Finding:
+    """Loads the bundle, and reports its holder, run and validity."""
     if options.keys is None:
         insecure = "none: anyone on the way can read and change everything (--insecure)"
         return Finding("ok", "keys", insecure)
@@ -610,6 +646,7 @@ def _check_keys(options: HubOptions) -> Finding:
 
 
 def _check_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Iterator[Finding]:
+    """Checks one address of the hub: the connection first, then the run behind it."""
     try:
         mailbox = options.mailbox("reader", HUB_CONNECTIONS)
     except ValueError as refusal:
@@ -627,6 +664,9 @@ def _check_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> 
 def _check_connection(
     mailbox: HubClient, seconds: float, numbers: dict[str, Any]
 ) -> Iterator[Finding]:
+    """Measures round trip, clock and bandwidth, and stores them and the run's status in
+    ``numbers``.
+    """
     numbers["round_trip"] = mailbox.round_trip()
     identity = mailbox.identity
     yield Finding("ok", "hub", f"it answers, and knows {identity.role} {identity.name}")
@@ -651,6 +691,7 @@ def _check_connection(
 
 
 def _fix_of(refusal: Exception, insecure: bool) -> str:
+    """Returns the advice for a hub that refuses a call or does not answer it."""
     if isinstance(refusal, HubUnreachable):
         if insecure:
             return (
@@ -668,6 +709,7 @@ def _fix_of(refusal: Exception, insecure: bool) -> str:
 
 
 def _check_run(status: dict[str, Any]) -> Iterator[Finding]:
+    """Reports the state of the run, the hub's disk, and whether the versions here may join."""
     if not status["founded"]:
         sites = ", ".join(status["here"]) or "none"
         missing = f"{status['missing']} more sites are needed; here: {sites}"
@@ -694,6 +736,7 @@ def _check_run(status: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _described(run_config: dict[str, Any]) -> str:
+    """Formats the run config in one line: model, terms and settings."""
     terms = run_config["terms"]
     end = "without an end" if terms["rounds"] is None else f"{terms['rounds']} rounds"
     quorum = terms["quorum"]
@@ -708,6 +751,7 @@ def _described(run_config: dict[str, Any]) -> str:
 
 
 def _check_version(name: str, required: str) -> Finding:
+    """Compares an installed version with that of the run config; only the patch may differ."""
     installed = (_installed_version(name) or "none").split("+")[0]
     if installed == required.split("+")[0]:
         return Finding("ok", name, installed)

@@ -90,22 +90,28 @@ def hub(
             raise
     # The service ends first: until it has, /healthz answers that it does not serve.
     with nullcontext() if server is None else closing(server), closing(service):
-        over = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: over.set())
-        service.start()
-        status = service.coordinator.status()
-        state = f"it waits for {status['missing']} sites that found the run"
-        if status["founded"]:
-            state = f"it goes on after {status['records']} records"
-        print(f"The hub of run {run} listens on port {service.port}: {state}.", flush=True)
-        if server is not None:
-            print(
-                f"Metrics for Prometheus are on port {server.port}, open to anyone who reaches it.",
-                flush=True,
-            )
-        over.wait()
+        _serve(run, service, server)
     return f"The hub has ended. Everything is in {ledger}: start it again with the same command."
+
+
+def _serve(run: str, service: HubService, server: "MetricsServer | None") -> None:
+    """Serves until a signal comes, and prints where."""
+    over = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: over.set())
+    service.start()
+    status = service.coordinator.status()
+    if status["founded"]:
+        state = f"it goes on after {status['records']} records"
+    else:
+        state = f"it waits for {status['missing']} sites that found the run"
+    print(f"The hub of run {run} listens on port {service.port}: {state}.", flush=True)
+    if server is not None:
+        print(
+            f"Metrics for Prometheus are on port {server.port}, open to anyone who reaches it.",
+            flush=True,
+        )
+    over.wait()
 
 
 # Requests to a hub
@@ -128,6 +134,7 @@ class HubOptions:
     insecure: bool = False
 
     def mailbox(self, role: Role, channels: int = 1) -> HubClient:
+        """Connects to the hub; the bundle names the caller, and the run unless ``run`` does."""
         if self.hub is None:
             raise ValueError("Say where the hub is: --hub ADDRESS:PORT.")
         name = str(role)
@@ -357,6 +364,7 @@ class MetricsServer:
         return []
 
     def collect(self) -> Iterator[Any]:
+        """Yields all metrics from a status that is at most a second old."""
         with self._lock:
             if time.monotonic() >= self._until:
                 self._last = self._status()
@@ -382,6 +390,7 @@ Samples = list[tuple[list[str], Any]]
 def _family(
     core: Any, run: str, name: str, text: str, samples: Samples, *labels: str, kind: str = "gauge"
 ) -> Any:
+    """Makes a family of metrics whose samples all carry the name of the run."""
     cls = core.CounterMetricFamily if kind == "counter" else core.GaugeMetricFamily
     family = cls(f"sdiloco_{name}", text, labels=["run", *labels])
     for values, number in samples:
@@ -390,6 +399,7 @@ def _family(
 
 
 def _site_families(family: Callable[..., Any], sites: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields the metrics of the sites; one that is None for a site has no sample."""
     states: Samples = []
     for name, site in sites.items():
         for state in STATES:
@@ -404,6 +414,7 @@ def _site_families(family: Callable[..., Any], sites: Mapping[str, Any]) -> Iter
 def _fragment_families(
     family: Callable[..., Any], fragments: list[Mapping[str, Any]]
 ) -> Iterator[Any]:
+    """Yields the closed rounds, and the sites that open rounds wait for."""
     rounds: Samples = []
     missing: Samples = []
     for number, fragment in enumerate(fragments):
@@ -416,6 +427,7 @@ def _fragment_families(
 
 
 def _client(module: str) -> Any:
+    """Imports a module of prometheus_client, which is an optional dependency."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -63,6 +63,8 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Theme:
+    """The colors of a page, light or dark."""
+
     ink: str
     quiet: str
     grid: str
@@ -124,6 +126,7 @@ DARK = Theme(
 
 
 def require_drawable(path: str) -> None:
+    """Refuses a file that is neither SVG nor PNG, or any if matplotlib is missing."""
     if Path(path).suffix not in (".svg", ".png"):
         raise ValueError(
             f"picture={path!r} does not end with .svg or .png. Give a file with one of these"

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -122,8 +122,7 @@ def plan(
     rule = _quorum(quorum, grace, delays, hub)
     waits = None
     if rule is not None and hub is not None:
-        of_sites = of_links or {f"site {number}": bandwidth for number in range(groups)}
-        ways = _ways(of_sites, delays, link, hub)
+        ways = _ways(of_links, delays, link, hub)
         grace = LONGEST_GRACE if grace is None else grace
         payload = hub.largest_payload
         waits = waiting.waits(rule, grace, ways, payload, sync_every, step_time)
@@ -135,9 +134,7 @@ def plan(
     if picture is not None:
         _draw_methods(picture, methods, numbers)
     if format == "json":
-        parts = {"hub": hub, "waits": waits, "links": shared}
-        numbers |= {name: part for name, part in parts.items() if part is not None}
-        return json.dumps(plain(numbers), indent=2)
+        return _plan_as_json(numbers, hub=hub, waits=waits, links=shared)
     texts = [_plan_as_text(numbers)]
     if hub is not None:
         texts.append(_hub_as_text(hub, settings))
@@ -191,6 +188,12 @@ def _draw_methods(path: str, methods: Mapping[str, Method], numbers: Mapping[str
     _draw(path, {title: curves}, first, last, mark=link.gbit_s)
 
 
+def _plan_as_json(numbers: Mapping[str, Any], **parts: Any) -> str:
+    """Formats a plan as JSON, with those of its parts that were asked for."""
+    asked_for = {name: part for name, part in parts.items() if part is not None}
+    return json.dumps(plain({**numbers, **asked_for}), indent=2)
+
+
 def _at(utilisation: Callable[[Link], float], link: Link, gbit_s: float) -> float:
     return utilisation(replace(link, gbit_s=gbit_s))
 
@@ -233,6 +236,7 @@ def _described(
     step_time: float | None,
     bandwidth: float | None,
 ) -> Model:
+    """Returns the model to plan for, after a check that no required option is missing."""
     options = {"--step-time": step_time, "--bandwidth": bandwidth}
     if not model:
         options = {"--params": params, "--layers": layers, **options}
@@ -258,6 +262,8 @@ def _described(
 
 
 def _module(make: MakeModel) -> nn.Module:
+    """Makes the module, on the meta device if it can be made there."""
+
     def configured() -> nn.Module:
         module = make()
         # The hook in which a LightningModule may make its layers.
@@ -304,9 +310,10 @@ def _quorum(
 
 
 def _ways(
-    of_sites: Mapping[str, float], delays: str | None, link: Link, hub: planner.HubLoad
+    of_links: Mapping[str, float], delays: str | None, link: Link, hub: planner.HubLoad
 ) -> dict[str, Way]:
-    """Returns the way of each site to its hub, from the Gbit/s of each."""
+    """Returns the way of each site to its hub, from the Gbit/s of each, or from one link for all."""
+    of_sites = of_links or {f"site {number}": link.gbit_s for number in range(hub.sites)}
     try:
         late = [float(number) for number in delays.split(",")] if delays else [0.0] * len(of_sites)
     except ValueError:
@@ -324,6 +331,7 @@ def _ways(
 
 
 def _settings(method: Streaming) -> dict[str, Any]:
+    """Returns the settings of a method as JSON names them, with the numbers that ``auto`` means."""
     names = ("sync_every", "overlap_steps", "fragments", "compression")
     settings = method.settings
     numbers = settings.chosen_for(method.groups.groups).numbers
@@ -348,6 +356,7 @@ NAMES: Mapping[str, str] = {
 
 
 def _plan_as_text(numbers: Mapping[str, Any]) -> str:
+    """Formats the numbers of a plan: the setup, both tables, and the recommendation."""
     settings = numbers["settings"]
     recommended = numbers["recommendation"]
     link = numbers["link"]
@@ -401,6 +410,7 @@ def _fragments(settings: Mapping[str, Any]) -> str:
 
 
 def _predictions(rows: Mapping[str, planner.Prediction], kind: str) -> str:
+    """Formats a table with one row for each method or compression."""
     columns = {
         kind: [NAMES.get(name, name) for name in rows],
         "compute\nutilisation": [percent(row.utilisation) for row in rows.values()],
@@ -421,6 +431,7 @@ def _memory(memory: Memory) -> str:
 
 
 def _hub_as_text(hub: planner.HubLoad, settings: Settings) -> str:
+    """Formats the load of the hub, and the settings that are enough for it."""
     busy = f"{hub.share:.3g} times what it can"
     if hub.share <= 1:
         busy = f"{percent(hub.share)} of what it can"
@@ -448,6 +459,8 @@ def _hub_as_text(hub: planner.HubLoad, settings: Settings) -> str:
 
 
 def _waits_as_text(waits: Waits, step_time: float) -> str:
+    """Formats when rounds close under the quorum, and which sites they count."""
+
     def described(round: Round) -> str:
         steps = max(1, math.ceil(round.seconds / step_time))
         arrival = f"is there after {round.seconds:.3g} s, {steps} inner steps"
@@ -458,10 +471,7 @@ def _waits_as_text(waits: Waits, step_time: float) -> str:
         "at the hub\nafter, s": [f"{seconds:.3g}" for seconds in waits.arrives.values()],
         "counts": ["yes" if site in waits.usual.counted else "late" for site in waits.arrives],
     }
-    lines = [
-        "With that quorum a round of the largest fragment",
-        f"  {described(waits.usual)}",
-    ]
+    lines = ["With that quorum a round of the largest fragment", f"  {described(waits.usual)}"]
     if waits.longest != waits.usual:
         lines.append(f"  at times it {described(waits.longest)}")
     lines += [f"  if it waited for all: {described(waits.all)}", "", table(sites)]
@@ -469,6 +479,7 @@ def _waits_as_text(waits: Waits, step_time: float) -> str:
 
 
 def _links_as_text(shared: planner.SharedOut, names: list[str], settings: Settings) -> str:
+    """Formats each link's share, and the gain over equal shares."""
     columns = {
         "link": names,
         "Gbit/s": map(short, shared.links),
@@ -494,6 +505,7 @@ def _links_as_text(shared: planner.SharedOut, names: list[str], settings: Settin
 
 
 def _paper(picture: str | None, format: str) -> str:
+    """Returns Table 4 as text or JSON, and draws its curves if asked for a picture."""
     entries = list(paper.table_4())
     if picture is not None:
         panels = {}
@@ -504,10 +516,7 @@ def _paper(picture: str | None, format: str) -> str:
     if format == "json":
         return json.dumps(plain(entries), indent=2)
     rows = entries[:: len(paper.TARGETS)]
-    columns = {
-        "model": [row.model for row in rows],
-        "method": [NAMES[row.method] for row in rows],
-    }
+    columns = {"model": [row.model for row in rows], "method": [NAMES[row.method] for row in rows]}
     for target in paper.TARGETS:
         columns[percent(target)] = [_entry(e) for e in entries if e.target == target]
     title = "Gbit/s for a compute utilisation; in brackets what the paper has instead"
@@ -545,20 +554,24 @@ def _draw(
     def draw(figure: Any) -> None:
         all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
         for axes, (title, curves) in zip(all_axes, panels.items(), strict=True):
-            for name, curve in curves.items():
-                label, color, line = _LINES[name]
-                shares = list(map(curve, points))
-                axes.plot(points, shares, color=color, linestyle=line, label=label)
-            if mark is not None:
-                axes.axvline(mark, color="C9", linestyle=":", label=f"this link: {mark:g} Gbit/s")
+            _draw_curves(axes, curves, points, mark)
             axes.set(title=title, xlabel="Gbit/s between groups")
-            axes.set(xscale="log", xlim=(points[0], points[-1]))
-            axes.set_ylim(0, 1.02)
-            axes.set_yticks([0, 0.25, 0.5, 0.75, 0.95], ["0 %", "25 %", "50 %", "75 %", "95 %"])
-            axes.xaxis.set_major_formatter(lambda gbit_s, _: f"{gbit_s:g}")
             axes.tick_params(labelleft=axes is all_axes[0])
         all_axes[0].set_ylabel("compute utilisation")
         handles, labels = all_axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=10)
 
     save_picture(path, draw, size=(8.4, 4.1))
+
+
+def _draw_curves(axes: Any, curves: Curves, points: Sequence[float], mark: float | None) -> None:
+    """Draws curves over a logarithmic axis, and a vertical line at a marked bandwidth."""
+    for name, curve in curves.items():
+        label, color, line = _LINES[name]
+        axes.plot(points, list(map(curve, points)), color=color, linestyle=line, label=label)
+    if mark is not None:
+        axes.axvline(mark, color="C9", linestyle=":", label=f"this link: {mark:g} Gbit/s")
+    axes.set(xscale="log", xlim=(points[0], points[-1]))
+    axes.set_ylim(0, 1.02)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 0.95], ["0 %", "25 %", "50 %", "75 %", "95 %"])
+    axes.xaxis.set_major_formatter(lambda gbit_s, _: f"{gbit_s:g}")

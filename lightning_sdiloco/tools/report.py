@@ -37,10 +37,7 @@ from lightning_sdiloco.planning.workload import Groups, Model
 from lightning_sdiloco.tools.output import DARK, LIGHT, Theme, drawn, require_matplotlib
 
 
-def report(
-    run: str,
-    output: str | None = None,
-) -> str:
+def report(run: str, output: str | None = None) -> str:
     """Write what a run did: a page (report.html), its pictures (.png), and a trace of all ranks
     (timeline.json).
 
@@ -99,12 +96,16 @@ class Causes(NamedTuple):
 
 
 class Advice(NamedTuple):
+    """Settings to change, and the utilisation that the planner expects now and then."""
+
     changes: dict[str, object]
     now: float
     then: float
 
 
 class Verdict(NamedTuple):
+    """The limit of a run, the numbers behind it, and both in sentences."""
+
     limit: str
     utilisation: float
     causes: Causes
@@ -114,6 +115,7 @@ class Verdict(NamedTuple):
 
 
 def judge(run: Run) -> Verdict:
+    """Finds what limited a run, and advises on settings where settings could help."""
     share = mean(map(utilisation, run.ranks))
     causes, link = waited_for(run)
     seconds = causes._asdict()
@@ -150,16 +152,15 @@ def waited_for(run: Run) -> tuple[Causes, Link | None]:
         waited += ended - began
         for_groups += overlap((began, ended), (began, all_launched))
         after_launches = max(began, all_launched), ended
-        if after_launches[1] > after_launches[0]:
-            on_link += sum(overlap(after_launches, hop) for hop in on_the_link(landing))
+        on_link += sum(overlap(after_launches, hop) for hop in on_the_link(landing))
         in_hops = _seconds_in_hops(landing, partners)
         if landing.link_gbit_s is not None and landing.bytes_sent and in_hops > 0:
             bits += 8 * landing.bytes_sent
             seconds += in_hops
-    causes = Causes(on_link, for_groups, waited - for_groups - on_link)
-    if not seconds:
-        return causes, None
-    return causes, Link(gbit_s=bits / seconds / 1e9 * run.ranks[0].about["shards"])
+    link = None
+    if seconds:
+        link = Link(gbit_s=bits / seconds / 1e9 * run.ranks[0].about["shards"])
+    return Causes(on_link, for_groups, waited - for_groups - on_link), link
 
 
 def _landings_with_partners(run: Run) -> Iterator[tuple[LandingRecord, list[LandingRecord]]]:
@@ -190,9 +191,7 @@ def advise(run: Run, link: Link) -> Advice | None:
     settings = _settings(run)
     if settings is None:
         return None
-    sizes = run.ranks[0].parameters
-    parameters = tuple(Parameter(name, nbytes) for name, (_, nbytes) in sizes.items())
-    model = Model(parameters, tuple(numel for numel, _ in sizes.values()))
+    model = _model(run)
     groups = _groups(run, model, settings)
     recommended = recommend(model, groups, link).settings
     candidates = [settings, *_with_one_change(settings), recommended]
@@ -204,6 +203,13 @@ def advise(run: Run, link: Link) -> Advice | None:
     }
     now = Streaming(model, settings, groups).utilisation(with_margin(link))
     return Advice(changes, now, best.utilisation(with_margin(link)))
+
+
+def _model(run: Run) -> Model:
+    """Returns the planner's model with the parameters that the first rank recorded."""
+    sizes = run.ranks[0].parameters
+    parameters = tuple(Parameter(name, nbytes) for name, (_, nbytes) in sizes.items())
+    return Model(parameters, tuple(numel for numel, _ in sizes.values()))
 
 
 def _with_one_change(settings: Settings) -> list[Settings]:
@@ -249,7 +255,7 @@ def _groups(run: Run, model: Model, settings: Settings) -> Groups:
     # At one byte a second the seconds are bytes.
     method = Streaming(model, settings, groups)
     any_link = Link(gbit_s=1.0)
-    landings = [landing for rank in run.ranks for landing in landings_in_training(rank)]
+    landings = list(chain.from_iterable(map(landings_in_training, run.ranks)))
     nbytes = sum(method.costs(landing.fragment, any_link).background for landing in landings)
     spans = chain.from_iterable(map(in_background, landings))
     seconds = sum(ended - began for began, ended in spans)
@@ -283,6 +289,7 @@ def _what_limited(
 
 
 def _counted_rounds(head: Rank) -> str:
+    """Describes a site of a federation: its restarts, and the rounds in which each site counted."""
     landings = landings_in_training(head)
     rounds = Counter(chain.from_iterable(landing.sites for landing in landings))
     counted = ", ".join(f"{site} in {rounds[site]}" for site in sorted(rounds)) or "none"
@@ -298,6 +305,7 @@ def _counted_rounds(head: Rank) -> str:
 
 
 def _shares_of_wait(causes: Causes) -> str:
+    """Formats the causes for which training waited, the longest first."""
     words = {
         "link": "for the link",
         "groups": "for a slower group",
@@ -310,6 +318,7 @@ def _shares_of_wait(causes: Causes) -> str:
 
 
 def _slower_group(run: Run, computed: str, waited: str) -> list[str]:
+    """Describes a run that waited for its slowest group, which no setting changes."""
     steps = {rank.group: step_seconds(rank) for rank in run.heads}
     slow = max(steps, key=lambda group: steps[group])
     fast = min(steps, key=lambda group: steps[group])
@@ -324,6 +333,7 @@ def _slower_group(run: Run, computed: str, waited: str) -> list[str]:
 
 
 def _what_to_change(advice: Advice | None, link: Link | None) -> str:
+    """Formats the advice, or why there is none."""
     if link is None:
         return (
             "The link's speed is unknown: all messages were there before a rank began to wait"
@@ -348,6 +358,7 @@ def _what_to_change(advice: Advice | None, link: Link | None) -> str:
 
 
 def _agreement(run: Run) -> list[str]:
+    """Describes the outer gradients that were left out, and how well the last ones agreed."""
     landings = landings_in_training(run.heads[0])
     sentences = []
     left_out = sum(len(landing.left_out) for landing in landings)
@@ -445,6 +456,7 @@ def exchange_of(run: Run) -> str | None:
 
 
 def in_background(landing: LandingRecord) -> list[Span]:
+    """Returns when the background worked on a fragment: encoding, decoding and outer step."""
     spans = landing.spans
     parts = [spans[name] for name in ("encode", "decode", "outer_step") if name in spans]
     if "relay" in spans:
@@ -458,26 +470,25 @@ def gbit_s_over_time(ranks: Sequence[Rank], zero: float) -> Curve:
     landings = [landing for rank in ranks for landing in rank.landings if landing.bytes_sent]
     if not landings:
         return []
-    launches = [landing.spans["flight"][0] for landing in landings]
-    arrivals = [on_the_link(landing)[-1][1] for landing in landings]
-    # Evenly from a launch to the arrival, which takes some time.
-    transfers = [
-        (launch, max(arrival, launch + 1e-9))
-        for launch, arrival in zip(launches, arrivals, strict=True)
-    ]
     began, until = trained(ranks[0])
     sync_every = ranks[0].about["settings"]["sync_every"]
     quarter = (until - began) * sync_every / len(ranks[0].steps) / 4
     width = max(quarter, (until - began) / _BARS)
-    bars = math.ceil((max(until, *arrivals) - began) / width)
+    ended = max(until, *(on_the_link(landing)[-1][1] for landing in landings))
+    bars = math.ceil((ended - began) / width)
     curve = []
     for bar in pairwise(began + number * width for number in range(bars + 1)):
-        bits = sum(
-            8 * landing.bytes_sent * overlap((launch, arrival), bar) / (arrival - launch)
-            for landing, (launch, arrival) in zip(landings, transfers, strict=True)
-        )
-        curve.append((bar[0] - zero, bits / width / 1e9))
+        gbit_s = sum(_bits_within(bar, landing) for landing in landings) / width / 1e9
+        curve.append((bar[0] - zero, gbit_s))
     return curve
+
+
+def _bits_within(bar: Span, landing: LandingRecord) -> float:
+    """Returns the bits that a flight sent in a span, if it sent evenly from launch to arrival."""
+    launch = landing.spans["flight"][0]
+    # An arrival takes some time, even if the clock did not tell.
+    arrival = max(on_the_link(landing)[-1][1], launch + 1e-9)
+    return 8 * landing.bytes_sent * overlap((launch, arrival), bar) / (arrival - launch)
 
 
 def ddp_bytes_per_step(run: Run) -> float:
@@ -571,6 +582,7 @@ def _axes(figure: Any, x: str, y: str, place: int = 111) -> Any:
 
 
 def _line(axes: Any, points: Curve, **style: Any) -> None:
+    """Draws a curve; one with many points is averaged first, and a single point is a dot."""
     if not points:
         return
     x, y = zip(*averaged(points, -(-len(points) // _POINTS)), strict=True)
@@ -599,6 +611,7 @@ def _smoothed(points: Curve) -> Curve:
 
 
 def draw_losses(run: Run, theme: Theme, figure: Any) -> None:
+    """Draws each group's training losses, and validation losses as dots."""
     axes = _axes(figure, "inner step", "loss")
     for head in run.heads:
         color = color_of(head.group, theme)
@@ -617,6 +630,7 @@ def draw_losses(run: Run, theme: Theme, figure: Any) -> None:
 
 
 def draw_utilisation(run: Run, theme: Theme, figure: Any) -> None:
+    """Draws each group's compute utilisation over time, round by round."""
     axes = _axes(figure, "seconds since the first inner step", "compute utilisation")
     for head in run.heads:
         curve = utilisation_over_time(head, run.began)
@@ -631,26 +645,33 @@ def draw_bandwidth(run: Run, theme: Theme, figure: Any) -> None:
     needed = 8 * ddp_bytes_per_step(run) / max(map(step_seconds, run.heads)) / 1e9
     unit, name = (1.0, "Gbit/s") if needed >= 1 else (1000.0, "Mbit/s")
     axes = _axes(figure, "seconds since the first inner step", name)
-    rates: list[float] = []
-    for head in run.heads:
-        curve = gbit_s_over_time([r for r in run.ranks if r.group == head.group], run.began)
-        if curve:
-            seconds, group_gbit_s = zip(*curve, strict=True)
-            group_rates = [unit * gbit_s for gbit_s in group_gbit_s]
-            style = {"color": color_of(head.group, theme), "linewidth": 1.5, "label": head.name}
-            axes.step(seconds, group_rates, where="post", **style)
-            rates += group_rates
+    rates = _draw_rates(axes, run, theme, unit)
     if any(rates):
         if needed:
             label = f"DDP at this speed: {unit * needed:.3g} {name}"
             axes.axhline(unit * needed, color=theme.ink, linewidth=1.6, linestyle="--", label=label)
         # Zero has no logarithm: the axis ends at a thousandth of the highest rate.
         axes.set_yscale("log")
-        lowest = max(max(rates) / 1000, min(rate for rate in rates if rate))
+        lowest = max(max(rates) / 1000, min(filter(None, rates)))
         axes.set_ylim(lowest / 2, 3 * max([unit * needed, *rates]))
         axes.yaxis.set_major_formatter(lambda rate, _: f"{rate:g}")
         axes.minorticks_off()
     _legend(axes)
+
+
+def _draw_rates(axes: Any, run: Run, theme: Theme, unit: float) -> list[float]:
+    """Draws the rate of every group over time, in a unit, and returns all rates."""
+    rates: list[float] = []
+    for head in run.heads:
+        ranks = [rank for rank in run.ranks if rank.group == head.group]
+        curve = gbit_s_over_time(ranks, run.began)
+        if curve:
+            seconds = [moment for moment, _ in curve]
+            group_rates = [unit * gbit_s for _, gbit_s in curve]
+            style = {"color": color_of(head.group, theme), "linewidth": 1.5, "label": head.name}
+            axes.step(seconds, group_rates, where="post", **style)
+            rates += group_rates
+    return rates
 
 
 _SHADES: Mapping[str, tuple[float, Callable[[LandingRecord], Sequence[Span]]]] = {
@@ -662,6 +683,8 @@ _SHADES: Mapping[str, tuple[float, Callable[[LandingRecord], Sequence[Span]]]] =
 
 
 class _Bars(NamedTuple):
+    """Spans of one row that are drawn alike."""
+
     spans: Sequence[Span]
     color: str
     alpha: float
@@ -679,23 +702,30 @@ def draw_flights(run: Run, theme: Theme, figure: Any) -> None:
     rows = [row for head in run.heads[:_GROUPS] for row in _rows_of(head, theme, gap)]
     figure.set_size_inches(_SIZE[0], 1.2 + 0.2 * len(rows))
     for row, (_, layers) in enumerate(rows):
-        for spans, color, alpha, height in layers:
-            visible = [
-                (began - run.began, ended - began)
-                for began, ended in spans
-                if ended > first and began < last
-            ]
-            place = row - height / 2, height
-            axes.broken_barh(visible, place, color=color, alpha=alpha, linewidth=0)
+        for bars in layers:
+            _draw_bars(axes, row, bars, (first, last), run.began)
     axes.set_xlim(first - run.began, last - run.began)
     axes.set_ylim(len(rows) - 0.5, -0.8)
     axes.set_yticks(range(len(rows)), [label for label, _ in rows])
     axes.grid(visible=False, axis="y")
+    _draw_legend_of_flights(axes, theme)
+    figure.legend(loc="outside lower center", ncols=6)
+
+
+def _draw_bars(axes: Any, row: int, bars: _Bars, shown: Span, zero: float) -> None:
+    """Draws the spans that lie in the shown one, in seconds since ``zero``."""
+    visible = [span for span in bars.spans if span[1] > shown[0] and span[0] < shown[1]]
+    widths = [(began - zero, ended - began) for began, ended in visible]
+    place = row - bars.height / 2, bars.height
+    axes.broken_barh(widths, place, color=bars.color, alpha=bars.alpha, linewidth=0)
+
+
+def _draw_legend_of_flights(axes: Any, theme: Theme) -> None:
+    """Draws a bar without width for each entry of the legend."""
     axes.barh([0], [0], color=theme.quiet, alpha=1.0, label="inner step")
     axes.barh([0], [0], color=theme.line(1), alpha=1.0, label="waits")
     for name, (alpha, _) in _SHADES.items():
         axes.barh([0], [0], color=theme.quiet, alpha=alpha, label=name)
-    figure.legend(loc="outside lower center", ncols=6)
 
 
 def _last_rounds(run: Run) -> Span:
@@ -755,10 +785,11 @@ def draw_sites(run: Run, theme: Theme, figure: Any) -> None:
         moments = [landing.spans["land"][1] - run.began for landing in landings]
         style = {"color": color_of(row, theme), "markersize": 12, "markeredgewidth": 1.6}
         axes.plot(moments, [row] * len(moments), "|", **style)
-    for number, (moment, _) in enumerate(head.starts):
-        label = None if number else f"{head.name} starts"
+    label: str | None = f"{head.name} starts"
+    for moment, _ in head.starts:
         style = {"color": theme.ink, "linewidth": 1.4, "linestyle": "--", "label": label}
         axes.axvline(moment - run.began, **style)
+        label = None
     axes.set_yticks(range(len(sites)), sites)
     axes.set_ylim(len(sites) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
@@ -850,6 +881,7 @@ th:first-child, td:first-child { text-align: left; } th { color: var(--quiet); f
 def page(
     title: str, run: Run, verdict: Verdict, pictures: Mapping[str, Mapping[str, bytes]]
 ) -> str:
+    """Returns the report as one HTML page, with style and pictures inside."""
     tiles = [
         f'<div class="tile"><b>{escape(number)}</b><span>{escape(label)}</span></div>'
         for number, label in _tiles(run, verdict)
@@ -874,6 +906,7 @@ def page(
 
 
 def _described(run: Run) -> str:
+    """Describes model, groups and settings in one line."""
     first = run.ranks[0]
     about = first.about
     settings = about["settings"]
@@ -906,6 +939,7 @@ def _tiles(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
 
 
 def _table_of_ranks(run: Run) -> str:
+    """Formats one row for each rank, below a row of headers."""
     names = ("rank", "group", "host", "inner step", "waited", "utilisation", "sent")
     rows = [f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"]
     for rank in run.ranks:
@@ -924,6 +958,7 @@ def _table_of_ranks(run: Run) -> str:
 
 
 def _figure(picture: Picture, themes: Mapping[str, bytes]) -> str:
+    """Embeds a picture for light and dark pages, below its title and caption."""
     urls = {
         theme: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
         for theme, svg in themes.items()

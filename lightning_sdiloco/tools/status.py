@@ -45,6 +45,7 @@ def status(options: HubOptions, json: bool = False) -> str:
 
 
 def as_table(status: dict[str, Any]) -> Group:
+    """Shows the run in two tables, or the sites still missing if it is not founded."""
     if not status["founded"]:
         sites = ", ".join(status["here"]) or "none"
         missing = f"{status['missing']} more sites are needed; here: {sites}"
@@ -104,6 +105,7 @@ def _table_of_fragments(fragments: list[dict[str, Any]]) -> Table:
 
 
 def printed(status: dict[str, Any]) -> str:
+    """Renders the tables as text, for output that is no terminal."""
     text = io.StringIO()
     Console(file=text, width=120, highlight=False).print(as_table(status))
     return text.getvalue().rstrip("\n")

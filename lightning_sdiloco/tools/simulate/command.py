@@ -131,16 +131,11 @@ def simulate(
         raise ValueError("--sweep and --methods both say what varies. Give one of them.")
     else:
         runs = _methods_of(methods, groups)
-    numbers = _seeds(seeds)
-    if numbers and len(runs) < 2:
-        raise ValueError(
-            "--seeds compares runs, but there is only one. Say with --sweep or --methods what"
-            " varies."
-        )
-    return _worker_groups(configuration, runs, numbers, places, picture, json)
+    return _worker_groups(configuration, runs, _seeds(seeds, len(runs)), places, picture, json)
 
 
 def _imported(name: str, path: str) -> type:
+    """Imports the class of an option, and names the option in the error."""
     try:
         return class_at(path)
     except ValueError as error:
@@ -152,6 +147,7 @@ def _imported(name: str, path: str) -> type:
 def _refuse_without_link(
     round_trip: float, loss: float, step_time: float | None, speeds: str | None, absence: list[str]
 ) -> None:
+    """Refuses options that only matter on a link, if there is none."""
     options = {
         "--round-trip": round_trip,
         "--loss": loss,
@@ -215,6 +211,7 @@ def combinations(sweeps: Sequence[str], groups: int) -> list[Planned]:
 
 
 def _values_of(sweep: str, name: str, text: str) -> list[Any]:
+    """Reads the values that a sweep gives to one argument."""
     values = [yaml.safe_load(part) for part in text.split(",") if part]
     if not values:
         raise ValueError(f"sweep={sweep!r} has no values. Give them after the name: {name}=10,20")
@@ -262,7 +259,8 @@ def _arguments() -> list[str]:
     return [_GROUPS, *(name for name in arguments if name not in ("worker_groups", "of_format"))]
 
 
-def _seeds(seeds: str | None) -> list[int]:
+def _seeds(seeds: str | None, runs: int) -> list[int]:
+    """Reads the seeds, and refuses those that cannot be compared."""
     texts = [] if seeds is None else seeds.split(",")
     if not all(text.strip().isdecimal() for text in texts) or len({*texts}) < len(texts):
         raise ValueError(
@@ -273,7 +271,12 @@ def _seeds(seeds: str | None) -> list[int]:
             f"seeds={seeds!r} are {len(texts)}: a comparison takes 2 to {max(STUDENT_T)}. For one,"
             " give --set seed_everything=0."
         )
-    return [int(text) for text in texts]
+    if texts and runs < 2:
+        raise ValueError(
+            "--seeds compares runs, but there is only one. Say with --sweep or --methods what"
+            " varies."
+        )
+    return list(map(int, texts))
 
 
 def _numbers(text: str | None, name: str) -> tuple[float, ...] | None:
@@ -281,6 +284,7 @@ def _numbers(text: str | None, name: str) -> tuple[float, ...] | None:
 
 
 def _absence(text: str) -> Absence:
+    """Reads an absence from its group and seconds, such as 1:30-90."""
     group, _, span = text.partition(":")
     start, _, end = span.partition("-")
     first, last, number = (_number(part, "absence", "1:30-90") for part in (start, end, group))
@@ -381,6 +385,7 @@ def _worker_groups(
     picture: str | None,
     json: str | None,
 ) -> str:
+    """Checks all runs before it simulates the first, and returns the text for their outcomes."""
     for planned in runs:
         check(configuration, planned.groups, planned.choices)
         if planned.groups > 1:
@@ -406,6 +411,7 @@ def _worker_groups(
 def _simulated(
     configuration: Configuration, planned: Planned, seed: int | None, places: Places, begin: Begin
 ) -> Outcome:
+    """Simulates one run with one seed, and predicts its time on the link."""
     if seed is not None:
         arguments = (*configuration.arguments, f"seed_everything={seed}")
         configuration = replace(configuration, arguments=arguments)
@@ -417,6 +423,7 @@ def _simulated(
 def _federation(
     configuration: Configuration, count: int, places: Places, picture: str | None, json: str | None
 ) -> str:
+    """Simulates the sites of a federation, and returns the text for them."""
     if places.step_time is None:
         raise ValueError(
             "--sites needs --step-time: which sites are late depends on the time of an inner step."
@@ -468,6 +475,7 @@ def _write(path: str, numbers: dict[str, Any]) -> None:
 
 
 def _as_json(outcome: Outcome) -> dict[str, Any]:
+    """Returns the numbers of a run, as the JSON file names them."""
     planned, seed, run, prediction = outcome
     numbers = {
         "name": planned.varied.get(_METHOD, ""),
@@ -497,6 +505,7 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def _site_as_json(site: Site) -> dict[str, Any]:
+    """Returns the numbers of a site, as the JSON file names them."""
     return {
         "losses": site.group.losses,
         "outer_loss": site.group.outer_loss,
@@ -518,6 +527,7 @@ _LAST = f"loss, last\n{LAST} batches"
 
 
 def run_as_text(outcome: Outcome, places: Places) -> str:
+    """Formats a single run: a row for each group, its validations, and the prediction."""
     run = outcome.run
     columns = {"group": range(len(run.groups)), **_loss_columns(run.groups)}
     columns["bytes\nsent"] = [readable(group.bytes_sent) for group in run.groups]
@@ -538,6 +548,7 @@ def run_as_text(outcome: Outcome, places: Places) -> str:
 
 
 def _prediction_as_text(prediction: Prediction, timeout: timedelta, places: Places) -> str:
+    """Formats the predicted time, and warns of flights longer than the timeout."""
     assert places.link is not None
     measured = "" if places.step_time else ", as measured here"
     text = (
@@ -556,6 +567,7 @@ def _prediction_as_text(prediction: Prediction, timeout: timedelta, places: Plac
 
 
 def sites_as_text(run: FederatedRun, places: Places) -> str:
+    """Formats a federation: a row for each site, and the validations of the first."""
     sites = run.sites
     columns = {
         "site": range(len(sites)),
@@ -586,6 +598,7 @@ def _loss_columns(groups: Sequence[Group]) -> dict[str, list[str]]:
 
 
 def sweep_as_text(outcomes: Sequence[Outcome], places: Places) -> str:
+    """Formats one row for each run of a sweep or a file of methods."""
     runs = [outcome.run for outcome in outcomes]
     last = [run.validations[-1].metrics if run.validations else {} for run in runs]
     columns = {
@@ -595,15 +608,12 @@ def sweep_as_text(outcomes: Sequence[Outcome], places: Places) -> str:
     for name in last[0]:
         columns[name] = [_loss(metrics.get(name)) for metrics in last]
     columns["bytes sent\nper group"] = [readable(run.groups[0].bytes_sent) for run in runs]
-    if any(outcome.prediction for outcome in outcomes):
-        times = []
-        utilisations = []
-        for outcome in outcomes:
-            prediction = outcome.prediction
-            times.append("-" if prediction is None else _duration(prediction.seconds))
-            utilisations.append("-" if prediction is None else percent(prediction.utilisation))
-        columns["predicted\ntime"] = times
-        columns["compute\nutilisation"] = utilisations
+    predictions = [outcome.prediction for outcome in outcomes]
+    if any(predictions):
+        columns["predicted\ntime"] = [_duration(p.seconds) if p else "-" for p in predictions]
+        columns["compute\nutilisation"] = [
+            percent(p.utilisation) if p else "-" for p in predictions
+        ]
     return _by_choices([outcome.planned for outcome in outcomes], columns, "", places)
 
 
@@ -659,6 +669,7 @@ def _by_choices(
 
 
 def _settings(run: Run) -> str:
+    """Describes the model and the settings of a run."""
     settings = run.settings
     numbers = settings.numbers_and_policies
     mixing = numbers.pop("mixing")
@@ -671,11 +682,12 @@ def _settings(run: Run) -> str:
 
 
 def _validations(run: Run) -> list[str]:
+    """Formats the validations as a table of at most ten rows, or returns nothing."""
     if not run.validations:
         return []
     # The last is shown in any case.
-    every = -(-len(run.validations) // _MOST_VALIDATIONS)
-    shown = run.validations[::-every][::-1]
+    interval = -(-len(run.validations) // _MOST_VALIDATIONS)
+    shown = run.validations[::-interval][::-1]
     columns: dict[str, list[Any]] = {"after inner step": [v.step for v in shown]}
     for name in run.validations[-1].metrics:
         columns[name] = [_loss(v.metrics.get(name)) for v in shown]
@@ -721,17 +733,25 @@ def draw(outcomes: Sequence[Outcome], figure: Any) -> None:
         if name in colors:
             curve_label = "_another seed of it"  # an underscore keeps it out of the legend
         color = colors.setdefault(name, f"C{len(colors) % 10}")
-        steps, losses = _mean_curve(outcome)
-        left.plot(steps, losses, color=color, label=curve_label)
-        right.plot([spent[math.ceil(step) - 1] for step in steps], losses, color=color)
-        dots = {"color": color, "markersize": 5, "mec": figure.get_facecolor()}
-        validations = [v for v in outcome.run.validations if v.loss is not None]
-        for validation in validations:
-            left.plot(validation.step, validation.loss, "o", **dots)
-            right.plot(spent[max(0, validation.step - 1)], validation.loss, "o", **dots)
-        if validations and outcome is outcomes[0]:
+        has_validations = _draw_outcome(left, right, outcome, spent, color, curve_label)
+        if has_validations and outcome is outcomes[0]:
             left.plot([], [], "o", color="C9", markersize=5, label="outer model, validation")
     _finish(figure, left, right, label)
+
+
+def _draw_outcome(
+    left: Any, right: Any, outcome: Outcome, spent: list[float], color: str, label: str
+) -> bool:
+    """Draws a run's losses over inner steps and over their costs; returns whether it validated."""
+    steps, losses = _mean_curve(outcome)
+    left.plot(steps, losses, color=color, label=label)
+    right.plot([spent[math.ceil(step) - 1] for step in steps], losses, color=color)
+    dots = {"color": color, "markersize": 5, "mec": left.figure.get_facecolor()}
+    validations = [v for v in outcome.run.validations if v.loss is not None]
+    for validation in validations:
+        left.plot(validation.step, validation.loss, "o", **dots)
+        right.plot(spent[max(0, validation.step - 1)], validation.loss, "o", **dots)
+    return bool(validations)
 
 
 def _costs_in_time(predictions: Sequence[Prediction]) -> tuple[list[list[float]], str]:
@@ -777,6 +797,7 @@ def draw_sites(run: FederatedRun, figure: Any) -> None:
 
 
 def _finish(figure: Any, left: Any, right: Any, label: str) -> None:
+    """Labels both axes of a picture, which share their losses, and adds the legend."""
     left.set_xlabel("inner steps")
     right.set_xlabel(label)
     left.set_ylabel("loss")

@@ -196,6 +196,8 @@ evaluated."""
 
 
 class Validation(NamedTuple):
+    """The metrics of one validation, and the inner step after which it came."""
+
     step: int
     metrics: dict[str, float]
 
@@ -246,6 +248,7 @@ class RecorderMixin(_Callback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
+        """Announces a new inner step before its first batch, and not before each batch."""
         if self._begun <= self.group.inner_steps:
             self._begun = self.group.inner_steps + 1
             self._rank.begins()
@@ -253,6 +256,7 @@ class RecorderMixin(_Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        """Records the loss, and the inner step if the batch completed one."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self.group.losses.append(float(loss))
@@ -325,6 +329,8 @@ _OURS = {
 
 
 class SimulatedClasses(NamedTuple):
+    """The classes for one distribution of Lightning."""
+
     strategy: Any
     recorder: Any
     cli: Any
@@ -350,6 +356,8 @@ def simulated_classes(distribution: str) -> SimulatedClasses:
 
 @dataclass(frozen=True)
 class Configuration:
+    """The configuration files of a training, and the classes that its script would pass."""
+
     files: tuple[str, ...]
     arguments: tuple[str, ...] = ()
     cli: type | None = None
@@ -421,11 +429,18 @@ class Configuration:
                 if callback is not None:
                     super()._run_subcommand(subcommand)
 
-        classes = {"model_class": self.model, "datamodule_class": self.data}
-        own_classes = {name: cls for name, cls in classes.items() if cls is not None}
+        return SimulatedCLI(**self._cli_arguments(), save_config_callback=None)
+
+    def _cli_arguments(self) -> dict[str, Any]:
+        """Returns the arguments of the LightningCLI: the command line, and classes that are given."""
         files = [f"--config={file}" for file in self.files]
-        args = ["fit", *files, *(f"--{argument}" for argument in self.arguments)]
-        return SimulatedCLI(**own_classes, args=args, save_config_callback=None)
+        options = [f"--{argument}" for argument in self.arguments]
+        arguments: dict[str, Any] = {"args": ["fit", *files, *options]}
+        if self.model is not None:
+            arguments["model_class"] = self.model
+        if self.data is not None:
+            arguments["datamodule_class"] = self.data
+        return arguments
 
 
 _ONE_DEVICE = {
@@ -525,6 +540,7 @@ def class_at(path: str) -> type:
 
 
 def _class_named(path: Any) -> type | None:
+    """Imports a class; returns None if there is none of that path."""
     try:
         return class_at(path) if path else None
     except ValueError:
@@ -539,6 +555,8 @@ _LOGGERS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "light
 
 @dataclass(frozen=True)
 class Run:
+    """The outcome of a run: its groups, and the outer model that they share."""
+
     groups: list[Group]
     validations: list[Validation]
     outer: dict[str, Tensor]

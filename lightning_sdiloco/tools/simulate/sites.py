@@ -85,6 +85,8 @@ class Site:
 
 @dataclass(frozen=True)
 class FederatedRun:
+    """The outcome of a federation: its sites, the first one's run, and the ledger's records."""
+
     sites: Sequence[Site]
     first: Run
     records: Sequence[Record]
@@ -103,21 +105,30 @@ def play_sites(
     time = VirtualTime(count, turns.until)
     hub = InProcessHub("simulated", places.founders(count), clock=lambda: time.now)
     incarnations = [_Incarnation(places, count, hub, time, turns, site) for site in range(count)]
-    lives = [partial(inc.live, configuration, choices, stepped) for inc in incarnations]
     with quiet():
-        outcomes = turns.run(lives)
+        outcomes = turns.run(
+            [
+                partial(incarnation.live, configuration, choices, stepped)
+                for incarnation in incarnations
+            ]
+        )
     first = outcomes[0][1]
     assert first is not None
     records = [Record.from_bytes(encoded) for _, encoded in hub.journal.read()]
-    terms = hub.coordinator.ledger.terms
-    described = f"grace={terms.grace:g} s, lease={terms.lease:g} s, quorum={terms.quorum}"
     sites = []
     for incarnation, (group, _) in zip(incarnations, outcomes, strict=True):
         sites.append(incarnation.course(group, records))
-    return FederatedRun(sites, first, records, described)
+    return FederatedRun(sites, first, records, _terms_of(hub))
+
+
+def _terms_of(hub: InProcessHub) -> str:
+    terms = hub.coordinator.ledger.terms
+    return f"grace={terms.grace:g} s, lease={terms.lease:g} s, quorum={terms.quorum}"
 
 
 class _Incarnation:
+    """A site's thread, its connection to the hub in memory, and its clock."""
+
     def __init__(
         self,
         places: Places,
@@ -164,6 +175,7 @@ class _Incarnation:
     def live(
         self, configuration: Configuration, choices: Mapping[str, Any], stepped: Callable[[], None]
     ) -> tuple[Group, Run | None]:
+        """Runs the site from when it joins until it ends, in its thread."""
         time = self._time
 
         def done() -> None:
@@ -188,6 +200,9 @@ class _Incarnation:
         return [round or 0 for round in self._rank.connection.applied]
 
     def course(self, group: Group, records: Sequence[Record]) -> Site:
+        """Returns the site's course from the ledger: rounds that counted, were late, or were
+        missed.
+        """
         applied = self._applied()
         missed = 0
         weights: dict[int, list[int]] = {}

@@ -95,6 +95,7 @@ class Turns(Generic[Result]):
         return time.perf_counter() - self._away[self._local.seat]
 
     def _live(self, seat: int, function: Callable[[], Result], state: _State) -> None:
+        """Runs a function in its thread, from its first turn until its end."""
         self._local.seat = seat
         started = time.perf_counter()
         try:
@@ -108,6 +109,7 @@ class Turns(Generic[Result]):
         self._pass_on(seat)
 
     def _wait_for(self, seat: int) -> None:
+        """Blocks this thread until it has its turn, or another one has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._turn == seat or self._failure is not None)
         self._go_on()
@@ -171,6 +173,8 @@ class _Meeting:
 
 
 class SimulatedWorld(Communicator):
+    """The communicator of all groups: each operation is a meeting, in the order of the program."""
+
     def __init__(self, rank: int, size: int, meetings: dict[int, _Meeting], until: Until) -> None:
         super().__init__()
         self.size = size
@@ -191,6 +195,9 @@ class SimulatedWorld(Communicator):
         tensor.copy_(parts[source])
 
     def _meet(self, operation: str, value: Any) -> list[Any]:
+        """Waits until all groups have brought a value, and returns the values in the order of
+        ranks.
+        """
         meeting = self._meetings[self._number]
         meeting.brought[self._rank] = operation, value
         self._until(lambda: len(meeting.brought) == self.size)
