@@ -114,7 +114,8 @@ class Streaming:
         mixing = settings.chosen_for(groups.groups).landing.kept
         in_rounds = exchange if settings.shares else "gather"
         all_reduce = all_reduce_for(in_rounds, groups.groups, settings.codec, mixing).at(0)
-        # What replaces parameters without a round that could make up for a loss.
+        # The final exchange is in float32: it replaces parameters, and no later round could make up
+        # for a loss.
         exact = all_reduce_for(exchange, groups.groups, resolve("fp32"), mixing)
         self._fragments: list[_Fragment] = []
         exact_bytes = 0
@@ -544,8 +545,8 @@ class _Play:
     ) -> None:
         self._lines = lines
         self._link = _slowest(lines)
-        # Where links differ and all groups wait for all, both directions of each are busy with what
-        # it carries.
+        # If links differ and all groups wait for all, each direction of a link is busy for the time
+        # of its own messages.
         self._differ = differ
         self._method = method
         self._costs: list[Costs] = []

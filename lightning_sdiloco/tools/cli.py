@@ -1,12 +1,12 @@
 """The command ``sdiloco``: the parameters of a function are the options of a subcommand.
 
-A subcommand is added by writing a file with a function of its name that returns the text to print,
-and naming it in `COMMANDS`. jsonargparse reads its type hints and its docstring, which are the
-help; its lines behind a $ are the examples. A parameter without a default is positional, one of
-type bool is a flag, and one that is a list can be given several times. One that is a dataclass
-stands for its fields: options that several subcommands share. What a user can get wrong is a
-``ValueError``: its message goes to stderr, and the command ends with exit code 2. A subcommand is
-imported when it is asked for: some need no torch.
+To add a subcommand, write a file with a function of its name that returns the text to print, and
+name it in `COMMANDS`. jsonargparse reads its type hints and its docstring: the first paragraph is
+the summary, and the lines behind a $ are the examples of its help. A parameter without a default is
+positional, one of type bool is a flag, and one that is a list can be given several times. A
+parameter that is a dataclass stands for its fields, options that several subcommands share. An
+error that a user can make is a ``ValueError``: its message goes to stderr, and the command ends
+with exit code 2. A subcommand is imported only when it runs, because some need no torch.
 """
 
 import ast
@@ -84,7 +84,7 @@ def main(args: list[str] | None = None) -> None:
         text = _called(_function(name, function), arguments)
     except ValueError as error:
         _Parser(prog=prog).error(str(error))
-    # Ranks but the first have nothing to say.
+    # All ranks but the first return an empty text.
     if text:
         print(text)
 
@@ -110,7 +110,7 @@ def without_units(args: Sequence[str]) -> list[str]:
 def _without_unit(option: str, text: str) -> str:
     """Converts the number of an option from its unit; text that is no number is left to the parser."""
     number = re.fullmatch(r"([+-]?[\d.]+(?:e[+-]?\d+)?) ?([A-Za-z/]*)", text)
-    if number is None:  # The parser says what it takes.
+    if number is None:  # the parser refuses it, with the option's help
         return text
     value, unit = number.groups()
     units = _UNITS[option]
@@ -270,8 +270,8 @@ class _Parser(ArgumentParser):
                 *spellings, action="append", default=[], help=kwargs["help"]
             )
         option = super().add_argument(*spellings, **kwargs)
-        # Where an option is a class, jsonargparse would list all that are imported: hundreds of
-        # torch's.
+        # For an option that is a class, jsonargparse would list all classes that are imported:
+        # hundreds of torch's.
         option.extra_help = str
         return option
 

@@ -295,7 +295,7 @@ def describe() -> dict[str, Any]:
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "tcp": {
             "congestion_control": tcp("tcp_congestion_control"),
-            # The largest size of a buffer in bytes; 0 if the system does not say.
+            # The largest size of a buffer in bytes; 0 if the system does not publish it.
             "send_buffer": int((tcp("tcp_wmem").split() or ["0"])[-1]),
             "receive_buffer": int((tcp("tcp_rmem").split() or ["0"])[-1]),
             "slow_start_after_idle": tcp("tcp_slow_start_after_idle") == "1",

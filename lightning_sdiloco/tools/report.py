@@ -697,7 +697,7 @@ def draw_flights(run: Run, theme: Theme, figure: Any) -> None:
     """
     axes = _axes(figure, "seconds since the first inner step", "")
     first, last = _last_rounds(run)
-    # A hair apart, so that single steps can be told.
+    # Steps are drawn a hair apart, so that single ones can be seen.
     gap = (last - first) / 1500
     rows = [row for head in run.heads[:_GROUPS] for row in _rows_of(head, theme, gap)]
     figure.set_size_inches(_SIZE[0], 1.2 + 0.2 * len(rows))

@@ -138,7 +138,7 @@ class SimulatedProcessesMixin(_Base):
 
     @override
     def _setup_model(self, model: nn.Module) -> Any:
-        # One rank alone: there is nothing for DistributedDataParallel to reduce.
+        # A group of one rank has nothing for DistributedDataParallel to reduce.
         return model
 
     @override
@@ -655,7 +655,7 @@ def live(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silences what every Trainer says about itself, and restores the environment."""
+    """Silences the messages that every Trainer logs, and restores the environment at the end."""
     levels = {name: logging.getLogger(name).level for name in _LOGGERS}
     environment = dict(os.environ)
     for name in _LOGGERS:
