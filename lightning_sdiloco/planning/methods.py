@@ -452,18 +452,17 @@ def play(
     groups = method.groups.groups
     absences = sorted(absences)
     idle = idle or [()] * groups
-    lines = [Line.of(way) for way in links or [link] * groups]
+    lines = list(map(Line.of, links or [link] * groups))
     _require_one_each(groups, {"speeds": speeds, "lists of idle steps": idle, "links": lines})
     for speed in speeds:
         require(speed > 0, "speed", speed, "positive: 0.5 is half as fast as the others")
     for absence in absences:
-        group = absence.group
-        require(0 <= group < groups, "group", group, "the number of a group, from 0")
+        is_group = 0 <= absence.group < groups
+        require(is_group, "group", absence.group, "the number of a group, from 0")
     events = _timetable(method.schedule, steps)
     if launches is not None:
         events = _timetable_of(launches, method.schedule, steps)
-    lines_differ = bool(links) and method.settings.shares
-    played = _Play(method, lines, speeds, absences, idle, lines_differ)
+    played = _Play(method, lines, speeds, absences, idle, bool(links) and method.settings.shares)
     played.follow(events)
     return played.ended(steps)
 

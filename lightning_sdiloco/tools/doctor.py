@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -196,13 +197,18 @@ def _examined(
     layout = GroupLayout(launch.world_size, groups)
     group = layout.group_of(launch.rank)
     is_first = layout.group_rank_of(launch.rank) == 0
-    timeout = datetime.timedelta(seconds=wait)
     progress = _progress if launch.rank == 0 else _no_progress
     progress(
         f"Waiting at {launch.host}:{launch.port} for {launch.world_size} processes, for at most"
         f" {wait:g} s"
     )
-    rendezvous = rendezvous_at(launch.host, launch.port, launch.rank, launch.world_size, timeout)
+    rendezvous = rendezvous_at(
+        launch.host,
+        launch.port,
+        launch.rank,
+        launch.world_size,
+        datetime.timedelta(seconds=wait),
+    )
     machines = rendezvous.all_gather("machines", describe())
     progress("All are here; connecting each with each")
     endpoints, broken = find_broken_connections(rendezvous, group, exchange_address, group_address)
@@ -481,15 +487,15 @@ def measure(
     """Measures between the first ranks of all worker groups, one link of each at a time. All ranks
     must call it.
     """
-    listener = Listener(address, lambda connection: _serve(connection, seconds))
+    listener = Listener(address, partial(_serve, seconds=seconds))
     try:
-        port = listener.port
-        endpoints = _endpoints(rendezvous, [group, address, port] if is_first else None)
+        entry = [group, address, listener.port] if is_first else None
+        endpoints = _endpoints(rendezvous, entry)
         round_trips = {}
         if is_first:
-            for peer, endpoint in endpoints.items():
+            for peer in endpoints:
                 if peer != group:
-                    round_trips[peer] = _round_trip(endpoint)
+                    round_trips[peer] = _round_trip(endpoints[peer])
         rendezvous.all_gather("round trips", None)
         links = []
         for step in range(1, groups):
@@ -500,8 +506,8 @@ def measure(
             if is_first:
                 links.append(_link(group, peer, endpoints[peer], round_trips[peer], seconds))
             rendezvous.all_gather(f"round {step}", None)
-        all_links = chain.from_iterable(rendezvous.all_gather("measured", links))
-        return [MeasuredLink(*link) for link in all_links]
+        links = list(chain.from_iterable(rendezvous.all_gather("measured", links)))
+        return [MeasuredLink(*link) for link in links]
     finally:
         listener.close()
 

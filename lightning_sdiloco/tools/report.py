@@ -117,7 +117,8 @@ class Verdict(NamedTuple):
 def judge(run: Run) -> Verdict:
     """Finds what limited a run, and advises on settings where settings could help."""
     share = mean(map(utilisation, run.ranks))
-    causes, link = waited_for(run)
+    causes = waited_for(run)
+    link = measured_link(run)
     seconds = causes._asdict()
     if run.ranks[0].about["groups"] == 1:
         limit = "alone"
@@ -135,8 +136,8 @@ def judge(run: Run) -> Verdict:
     return Verdict(limit, share, causes, link, advice, sentences)
 
 
-def waited_for(run: Run) -> tuple[Causes, Link | None]:
-    """Returns the causes for which training waited, and the link, if its speed is known.
+def waited_for(run: Run) -> Causes:
+    """Returns the causes for which training waited.
 
     The time until the last group launched counts for that group, and the rest for the link or the
     group's own background.
@@ -144,23 +145,28 @@ def waited_for(run: Run) -> tuple[Causes, Link | None]:
     on_link = 0.0
     for_groups = 0.0
     waited = 0.0
-    bits = 0.0
-    seconds = 0.0
     for landing, partners in _landings_with_partners(run):
         began, ended = landing.spans["wait"]
         all_launched = max((partner.spans["launch"][1] for partner in partners), default=began)
+        after_launches = max(began, all_launched), ended
         waited += ended - began
         for_groups += overlap((began, ended), (began, all_launched))
-        after_launches = max(began, all_launched), ended
         on_link += sum(overlap(after_launches, hop) for hop in on_the_link(landing))
+    return Causes(on_link, for_groups, waited - for_groups - on_link)
+
+
+def measured_link(run: Run) -> Link | None:
+    """Returns the link at the rate of all messages that ranks waited for; None without such."""
+    bits = 0.0
+    seconds = 0.0
+    for landing, partners in _landings_with_partners(run):
         in_hops = _seconds_in_hops(landing, partners)
         if landing.link_gbit_s is not None and landing.bytes_sent and in_hops > 0:
             bits += 8 * landing.bytes_sent
             seconds += in_hops
-    link = None
-    if seconds:
-        link = Link(gbit_s=bits / seconds / 1e9 * run.ranks[0].about["shards"])
-    return Causes(on_link, for_groups, waited - for_groups - on_link), link
+    if not seconds:
+        return None
+    return Link(gbit_s=bits / seconds / 1e9 * run.ranks[0].about["shards"])
 
 
 def _landings_with_partners(run: Run) -> Iterator[tuple[LandingRecord, list[LandingRecord]]]:
@@ -478,17 +484,20 @@ def gbit_s_over_time(ranks: Sequence[Rank], zero: float) -> Curve:
     bars = math.ceil((ended - began) / width)
     curve = []
     for bar in pairwise(began + number * width for number in range(bars + 1)):
-        gbit_s = sum(_bits_within(bar, landing) for landing in landings) / width / 1e9
-        curve.append((bar[0] - zero, gbit_s))
+        curve.append((bar[0] - zero, _bits_within(bar, landings) / width / 1e9))
     return curve
 
 
-def _bits_within(bar: Span, landing: LandingRecord) -> float:
-    """Returns the bits that a flight sent in a span, if it sent evenly from launch to arrival."""
-    launch = landing.spans["flight"][0]
-    # An arrival takes some time, even if the clock did not tell.
-    arrival = max(on_the_link(landing)[-1][1], launch + 1e-9)
-    return 8 * landing.bytes_sent * overlap((launch, arrival), bar) / (arrival - launch)
+def _bits_within(bar: Span, landings: Sequence[LandingRecord]) -> float:
+    """Returns the bits sent in a span, if each flight sent evenly from its launch to its arrival."""
+    bits = []
+    for landing in landings:
+        launch = landing.spans["flight"][0]
+        # An arrival takes some time, even if the clock shows none.
+        arrival = max(on_the_link(landing)[-1][1], launch + 1e-9)
+        share = 8 * landing.bytes_sent * overlap((launch, arrival), bar) / (arrival - launch)
+        bits.append(share)
+    return sum(bits)
 
 
 def ddp_bytes_per_step(run: Run) -> float:

@@ -114,11 +114,16 @@ def play_sites(
         )
     first = outcomes[0][1]
     assert first is not None
-    records = [Record.from_bytes(encoded) for _, encoded in hub.journal.read()]
-    sites = []
-    for incarnation, (group, _) in zip(incarnations, outcomes, strict=True):
-        sites.append(incarnation.course(group, records))
-    return FederatedRun(sites, first, records, _terms_of(hub))
+    records = _records_of(hub)
+    courses = [
+        incarnation.course(outcome[0], records)
+        for incarnation, outcome in zip(incarnations, outcomes, strict=True)
+    ]
+    return FederatedRun(courses, first, records, _terms_of(hub))
+
+
+def _records_of(hub: InProcessHub) -> list[Record]:
+    return [Record.from_bytes(encoded) for _, encoded in hub.journal.read()]
 
 
 def _terms_of(hub: InProcessHub) -> str:
