@@ -89,8 +89,10 @@ class _Fragment(NamedTuple):
         in which others are decoded and added up, and with two shots the mean of the whole shard
         and what the second rounding has lost now.
         """
-        first_hop = self.message + 2 * FLOAT32 * self.part
-        return first_hop + FLOAT32 * self.shard + self.error if self.error else first_hop
+        nbytes = self.message + 2 * FLOAT32 * self.part
+        if self.error:
+            nbytes += FLOAT32 * self.shard + self.error
+        return nbytes
 
 
 class Streaming:
@@ -179,7 +181,7 @@ class Streaming:
 
     def utilisation(self, link: Link) -> float:
         """Returns the share of the wall time in which training does not wait, in the long run."""
-        played = _Play(self, [Line.of(link)], [1.0])
+        played = _Play(self, [Line.of(link)], [1.0], idle=[()])
         schedule = replace(self.schedule, dense=None)
         played.follow(_timetable(schedule, _ROUNDS * schedule.sync_every + schedule.overlap_steps))
         trained = (_ROUNDS - _ROUNDS // 2) * schedule.sync_every * self.groups.step_time
@@ -306,7 +308,9 @@ def _partners(settings: Settings, groups: Groups) -> float:
     """
     if settings.shares:
         return groups.others
-    return 1 if groups.groups % 2 == 0 else (groups.groups + 3) / groups.groups
+    if groups.groups % 2 == 0:
+        return 1
+    return (groups.groups + 3) / groups.groups
 
 
 def _seconds(link: Link, nbytes: int, groups: Groups) -> float:
@@ -462,7 +466,7 @@ def play(
     events = _timetable(method.schedule, steps)
     if launches is not None:
         events = _timetable_of(launches, method.schedule, steps)
-    played = _Play(method, lines, speeds, absences, idle, bool(links) and method.settings.shares)
+    played = _Play(method, lines, speeds, idle, absences, bool(links) and method.settings.shares)
     played.follow(events)
     return played.ended(steps)
 
@@ -538,8 +542,8 @@ class _Play:
         method: Streaming,
         lines: Sequence[Line],
         speeds: Sequence[float],
+        idle: Sequence[Collection[int]],
         absences: Sequence[Absence] = (),
-        idle: Sequence[Collection[int]] = (),
         differ: bool = False,
     ) -> None:
         self._lines = lines
@@ -556,8 +560,7 @@ class _Play:
         self._groups = []
         for group, speed in enumerate(speeds):
             away = [absence for absence in absences if absence.group == group]
-            steps = idle[group] if idle else ()
-            self._groups.append(_Group(method.groups.step_time / speed, away, steps))
+            self._groups.append(_Group(method.groups.step_time / speed, away, idle[group]))
         self._in_flight: list[int] = []
         self.landed: list[float] = []  # when fragment 0 has landed in the first group
 

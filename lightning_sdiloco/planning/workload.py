@@ -54,7 +54,9 @@ class Model:
     def fragments(self, settings: Settings) -> tuple[int, ...]:
         """Returns the number of values in each fragment, as the engine would cut the model."""
         chosen = settings.fragments
-        return _cut(self, chosen if isinstance(chosen, int | str) else tuple(map(tuple, chosen)))
+        if isinstance(chosen, int | str):
+            return _cut(self, chosen)
+        return _cut(self, tuple(map(tuple, chosen)))
 
 
 @lru_cache

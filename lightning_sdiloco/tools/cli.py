@@ -143,8 +143,9 @@ def _search_current_folder(args: Sequence[str]) -> None:
 
 def _modules_named_in(value: str) -> list[str]:
     """Returns the modules with which class paths begin, in a value or in the file that it names."""
-    is_readable = os.path.isfile(value) and os.access(value, os.R_OK)
-    text = Path(value).read_text(errors="replace") if is_readable else value
+    text = value
+    if os.path.isfile(value) and os.access(value, os.R_OK):
+        text = Path(value).read_text(errors="replace")
     return re.findall(r"(?<![\w.])([^\W\d]\w*)\.[^\W\d]", text)
 
 
@@ -157,8 +158,9 @@ def parser_of(names: Container[str]) -> ArgumentParser:
     subcommands = parser.add_subcommands(dest="command")
     for name, (_, functions) in COMMANDS.items():
         has_function = name in functions
-        summaries = [_summary(name, function) for function in functions]
-        summary = _summary(name, name) if has_function else " ".join(summaries)
+        summary = " ".join(_summary(name, function) for function in functions)
+        if has_function:
+            summary = _summary(name, name)
         subparser = _Parser(description=summary)
         subcommands.add_subcommand(name, subparser, help=summary)
         if name not in names:
@@ -252,7 +254,9 @@ class _Parser(ArgumentParser):
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         text = super().format_help(*args, **kwargs)
-        return "\n  ".join([f"{text}\nexamples:", *self.examples]) + "\n" if self.examples else text
+        if not self.examples:
+            return text
+        return "\n  ".join([f"{text}\nexamples:", *self.examples]) + "\n"
 
     def add_argument(self, *args: str, **kwargs: Any) -> Any:
         """Adds an option in both spellings, a flag, or a list, as their types ask for."""

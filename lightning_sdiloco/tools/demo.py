@@ -222,8 +222,10 @@ def tell(results: dict[str, dict[str, Any]], folder: Path, console: Console) -> 
     for row in rows.values():
         row.pop("shapes", None)
     numbers.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    pictures = draw(folder, results) if find_spec("matplotlib") else []
-    return " ".join(["Saved:", *map(str, (numbers, *pictures))])
+    files = [numbers]
+    if find_spec("matplotlib"):
+        files += draw(folder, results)
+    return " ".join(["Saved:", *map(str, files)])
 
 
 # The slow link

@@ -46,7 +46,7 @@ from lightning_sdiloco.launch.reachability import (
 )
 from lightning_sdiloco.launch.rendezvous import Rendezvous, reason, rendezvous_at, try_to_connect
 from lightning_sdiloco.planning.planner import HUB_CONNECTIONS
-from lightning_sdiloco.planning.units import readable, readable_rate
+from lightning_sdiloco.planning.units import counted, readable, readable_rate
 from lightning_sdiloco.tools.hub import HubOptions
 from lightning_sdiloco.tools.output import plain
 
@@ -215,7 +215,9 @@ def _examined(
     links = []
     if not broken:
         links = measure(rendezvous, groups, group, is_first, exchange_address(), seconds, progress)
-    return Examined(groups, endpoints, machines, broken, links) if launch.rank == 0 else None
+    if launch.rank != 0:
+        return None
+    return Examined(groups, endpoints, machines, broken, links)
 
 
 def _no_progress(text: str) -> None: ...
@@ -327,7 +329,7 @@ def _check_ranks(examined: Examined) -> Iterator[Finding]:
     """Counts ranks and hosts, and compares the versions of packages between ranks."""
     ranks = len(examined.endpoints)
     hosts = list(dict.fromkeys(endpoints.host for endpoints in examined.endpoints))
-    places = f"{ranks} on {len(hosts)} host{'s' if len(hosts) > 1 else ''} ({_some(hosts)})"
+    places = f"{ranks} on {counted(len(hosts), 'host')} ({_some(hosts)})"
     size = ranks // examined.groups
     yield Finding("ok", "ranks", f"{places}, in {examined.groups} worker groups of {size}")
     devices = _by_value([machine["device"] for machine in examined.machines])
@@ -531,7 +533,9 @@ def _round_trip(address: tuple[str, int]) -> float | str:
             seconds.append(time.monotonic() - start)
 
     error = try_to_connect(*address, 10.0, ping)
-    return statistics.median(seconds) if error is None else reason(error)
+    if error is not None:
+        return reason(error)
+    return statistics.median(seconds)
 
 
 def _link(
@@ -576,7 +580,9 @@ def _serve(connection: socket.socket, seconds: float) -> None:
                 received += count
             elif last - start > seconds / 2:
                 middle = last
-        rate = 8 * received / (last - middle) if middle is not None and last > middle else 0.0
+        rate = 0.0
+        if middle is not None and last > middle:
+            rate = 8 * received / (last - middle)
         connection.sendall(_RATE.pack(rate))
         return
 

@@ -22,7 +22,7 @@ from lightning_sdiloco.federation.waiting import Round, Waits, Way
 from lightning_sdiloco.planning import paper, planner
 from lightning_sdiloco.planning.link import Link, require
 from lightning_sdiloco.planning.methods import Memory, Method, Streaming
-from lightning_sdiloco.planning.units import readable, readable_rate, short
+from lightning_sdiloco.planning.units import counted, readable, readable_rate, short
 from lightning_sdiloco.planning.workload import Groups, Model
 from lightning_sdiloco.tools.output import percent, plain, require_drawable, save_picture, table
 
@@ -360,7 +360,9 @@ def _plan_as_text(numbers: Mapping[str, Any]) -> str:
     settings = numbers["settings"]
     recommended = numbers["recommendation"]
     link = numbers["link"]
-    ranks = "1 rank" if numbers["group_size"] == 1 else f"{numbers['group_size']} ranks"
+    ranks = counted(numbers["group_size"], "rank")
+    fragments = counted(settings["number_of_fragments"], "fragment")
+    recommended_fragments = counted(recommended["number_of_fragments"], "fragment")
     loss = f"{link.loss:.3g} of the packets lost" if link.loss else "no loss"
     overlap = f"overlap_steps={settings['overlap_steps']}"
     reached = recommended["utilisation_with_margin"]
@@ -371,7 +373,7 @@ def _plan_as_text(numbers: Mapping[str, Any]) -> str:
         f"{name}={recommended[name]:g}" for name in ("outer_lr", "outer_momentum", "mixing")
     )
     lines = [
-        f"{numbers['parameters']:,} parameters in {_fragments(settings)},"
+        f"{numbers['parameters']:,} parameters in {fragments},"
         f" {numbers['groups']} groups of {ranks}",
         f"{numbers['steps']:,} inner steps of {numbers['step_time']:g} s",
         f"{readable_rate(link.gbit_s)} in each direction, {link.round_trip * 1000:g} ms round"
@@ -395,18 +397,13 @@ def _plan_as_text(numbers: Mapping[str, Any]) -> str:
         f" fragments={recommended['fragments']!r}, compression={recommended['compression']!r}",
         f"  for which 'auto' means {automatic}",
         "",
-        f"  {_fragments(recommended)}, compute utilisation {percent(recommended['utilisation'])}"
+        f"  {recommended_fragments}, compute utilisation {percent(recommended['utilisation'])}"
         f" ({percent(reached)} at {readable_rate(planner.MARGIN * link.gbit_s)})",
         f"  {readable(recommended['bytes_per_step'])} per step, {readable(recommended['bytes'])} in"
         f" all, peak {readable_rate(recommended['peak_gbit_s'])}",
         f"  {_memory(recommended['memory'])}",
     ]
     return "\n".join(lines)
-
-
-def _fragments(settings: Mapping[str, Any]) -> str:
-    count = settings["number_of_fragments"]
-    return f"{count} fragment{'s' if count > 1 else ''}"
 
 
 def _predictions(rows: Mapping[str, planner.Prediction], kind: str) -> str:

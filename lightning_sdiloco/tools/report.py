@@ -54,8 +54,11 @@ def report(run: str, output: str | None = None) -> str:
         records = records_in(run)
         recorded_run = read_run(run)
         verdict = judge(recorded_run)
-        beside = records if records == Path(run) else records.parent
-        folder = beside / "report" if output is None else Path(output)
+        folder = records / "report"
+        if records != Path(run):
+            folder = records.parent / "report"
+        if output is not None:
+            folder = Path(output)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             pictures = _write_pictures(recorded_run, folder, progress)
@@ -248,7 +251,9 @@ def _settings(run: Run) -> Settings | None:
     as_ran = replace(automatic, exchange=exchange)
     groups = about["groups"]
     auto_is_two_shot = is_two_shot(automatic.exchange, groups, automatic.codec)
-    return automatic if auto_is_two_shot == is_two_shot(exchange, groups, as_ran.codec) else as_ran
+    if auto_is_two_shot == is_two_shot(exchange, groups, as_ran.codec):
+        return automatic
+    return as_ran
 
 
 def _groups(run: Run, model: Model, settings: Settings) -> Groups:
@@ -431,7 +436,9 @@ def utilisation(rank: Rank) -> float:
     """Returns the share of the time in which training did not wait for a fragment."""
     began, ended = trained(rank)
     waited = sum(landing.seconds("wait") for landing in landings_in_training(rank))
-    return 1 - waited / (ended - began) if ended > began else 1.0
+    if ended <= began:
+        return 1.0
+    return 1 - waited / (ended - began)
 
 
 def utilisation_over_time(rank: Rank, zero: float) -> Curve:

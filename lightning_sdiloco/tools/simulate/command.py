@@ -25,7 +25,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_sdiloco.lightning.strategy import GroupStrategy
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Absence, DataParallel, Streaming, Times, play
-from lightning_sdiloco.planning.units import STUDENT_T, half_width, readable, readable_rate
+from lightning_sdiloco.planning.units import (
+    STUDENT_T,
+    counted,
+    half_width,
+    readable,
+    readable_rate,
+)
 from lightning_sdiloco.planning.workload import Groups
 from lightning_sdiloco.tools.output import percent, plain, require_drawable, save_picture, table
 from lightning_sdiloco.tools.simulate.groups import (
@@ -261,17 +267,19 @@ def _arguments() -> list[str]:
 
 def _seeds(seeds: str | None, runs: int) -> list[int]:
     """Reads the seeds, and refuses those that cannot be compared."""
-    texts = [] if seeds is None else seeds.split(",")
+    if seeds is None:
+        return []
+    texts = seeds.split(",")
     if not all(text.strip().isdecimal() for text in texts) or len({*texts}) < len(texts):
         raise ValueError(
             f"seeds={seeds!r} are not different whole numbers of at least 0. Give them as 0,1,2."
         )
-    if seeds is not None and not 2 <= len(texts) <= max(STUDENT_T):
+    if not 2 <= len(texts) <= max(STUDENT_T):
         raise ValueError(
             f"seeds={seeds!r} are {len(texts)}: a comparison takes 2 to {max(STUDENT_T)}. For one,"
             " give --set seed_everything=0."
         )
-    if texts and runs < 2:
+    if runs < 2:
         raise ValueError(
             "--seeds compares runs, but there is only one. Say with --sweep or --methods what"
             " varies."
@@ -280,7 +288,9 @@ def _seeds(seeds: str | None, runs: int) -> list[int]:
 
 
 def _numbers(text: str | None, name: str) -> tuple[float, ...] | None:
-    return tuple(_number(number, name, "1,1,0.5") for number in text.split(",")) if text else None
+    if not text:
+        return None
+    return tuple(_number(number, name, "1,1,0.5") for number in text.split(","))
 
 
 def _absence(text: str) -> Absence:
@@ -365,7 +375,9 @@ class Outcome(NamedTuple):
         last batches.
         """
         losses = [v.loss for v in self.run.validations if v.loss is not None]
-        return losses[-1] if losses else self.run.outer_loss
+        if losses:
+            return losses[-1]
+        return self.run.outer_loss
 
     @property
     def inner_steps(self) -> int:
@@ -535,7 +547,7 @@ def run_as_text(outcome: Outcome, places: Places) -> str:
         waits = [_duration(times.waited) for times in outcome.prediction.times]
         columns["predicted\nwait"] = waits
     parts = [
-        f"{len(run.groups)} worker group{'s' if len(run.groups) > 1 else ''},"
+        f"{counted(len(run.groups), 'worker group')},"
         f" {outcome.inner_steps:,} inner steps each, {_settings(run)}",
         table(columns, width=_WIDTH),
     ]
@@ -579,9 +591,11 @@ def sites_as_text(run: FederatedRun, places: Places) -> str:
         "bytes\nsent": [readable(site.group.bytes_sent) for site in sites],
         "ended\nafter": [_duration(site.ended) for site in sites],
     }
-    link = f"{_described(places.link)}, " if places.link else ""
+    link = ""
+    if places.link is not None:
+        link = f"{_described(places.link)}, "
     parts = [
-        f"{len(sites)} site{'s' if len(sites) > 1 else ''}, {_settings(run.first)}\n{run.terms}",
+        f"{counted(len(sites), 'site')}, {_settings(run.first)}\n{run.terms}",
         table(columns, width=_WIDTH),
         *_validations(run.first),
         f"In virtual time, {link}{places.step_time:g} s per inner step.",
@@ -608,13 +622,23 @@ def sweep_as_text(outcomes: Sequence[Outcome], places: Places) -> str:
     for name in last[0]:
         columns[name] = [_loss(metrics.get(name)) for metrics in last]
     columns["bytes sent\nper group"] = [readable(run.groups[0].bytes_sent) for run in runs]
-    predictions = [outcome.prediction for outcome in outcomes]
-    if any(predictions):
-        columns["predicted\ntime"] = [_duration(p.seconds) if p else "-" for p in predictions]
-        columns["compute\nutilisation"] = [
-            percent(p.utilisation) if p else "-" for p in predictions
-        ]
+    if any(outcome.prediction for outcome in outcomes):
+        columns |= _prediction_columns(outcomes)
     return _by_choices([outcome.planned for outcome in outcomes], columns, "", places)
+
+
+def _prediction_columns(outcomes: Sequence[Outcome]) -> dict[str, list[str]]:
+    """Formats predicted time and utilisation; a run of one group has none."""
+    seconds = []
+    utilisations = []
+    for outcome in outcomes:
+        if outcome.prediction is None:
+            seconds.append("-")
+            utilisations.append("-")
+        else:
+            seconds.append(_duration(outcome.prediction.seconds))
+            utilisations.append(percent(outcome.prediction.utilisation))
+    return {"predicted\ntime": seconds, "compute\nutilisation": utilisations}
 
 
 def compared_as_text(rows: Sequence[Sequence[Outcome]], places: Places) -> str:

@@ -582,7 +582,9 @@ class Run:
             steps = [later - earlier for earlier, later in pairwise(group.times)]
             if steps:
                 medians.append(median(steps))
-        return sorted(medians)[len(medians) // 2] if medians else None
+        if not medians:
+            return None
+        return sorted(medians)[len(medians) // 2]
 
 
 def run(
@@ -672,4 +674,6 @@ def quiet() -> Iterator[None]:
 
 
 def _mean(numbers: list[float]) -> float | None:
-    return sum(numbers) / len(numbers) if numbers else None
+    if not numbers:
+        return None
+    return sum(numbers) / len(numbers)
