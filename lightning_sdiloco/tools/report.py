@@ -130,12 +130,12 @@ def judge(run: Run) -> Verdict:
     else:
         limit = max(seconds, key=lambda cause: seconds[cause])
     advice = None
-    sentences = _what_limited(run, limit, share, causes, link)
+    sentences = _limit_as_text(run, limit, share, causes, link)
     if limit in ("link", "background"):
         if link is not None:
             advice = advise(run, link)
-        sentences.append(_what_to_change(advice, link))
-    sentences += _agreement(run)
+        sentences.append(_advice_as_text(advice, link))
+    sentences += _agreement_as_text(run)
     return Verdict(limit, share, causes, link, advice, sentences)
 
 
@@ -276,13 +276,14 @@ def _groups(run: Run, model: Model, settings: Settings) -> Groups:
 # In words
 
 
-def _what_limited(
+def _limit_as_text(
     run: Run, limit: str, share: float, causes: Causes, link: Link | None
 ) -> list[str]:
+    """Describes the limit of the run, and the rate of its link."""
     head = run.heads[0]
     computed = f"Training kept computing for {share:.1%} of the time."
     if limit == "alone" and head.about.get("site") is not None:
-        return [f"{computed} {_counted_rounds(head)}"]
+        return [f"{computed} {_site_as_text(head)}"]
     if limit == "alone":
         return ["There is one worker group, so nothing travelled and training waited for nothing."]
     rate = ""
@@ -290,16 +291,16 @@ def _what_limited(
         rate = f" The link carried {readable_rate(link.gbit_s)} while fragments were on it."
     if limit == "nothing":
         return [f"{computed} No setting would change that much.{rate}"]
-    waited = _shares_of_wait(causes)
+    waited = _waits_as_text(causes)
     if limit == "groups":
-        return _slower_group(run, computed, waited)
+        return _slow_group_as_text(run, computed, waited)
     part = "Encoding, decoding and the outer step, in the background,"
     if limit == "link":
         part = "The link"
     return [f"{computed} {part} limited this run. {waited}{rate}"]
 
 
-def _counted_rounds(head: Rank) -> str:
+def _site_as_text(head: Rank) -> str:
     """Describes a site of a federation: its restarts, and the rounds in which each site counted."""
     landings = landings_in_training(head)
     rounds = Counter(chain.from_iterable(landing.sites for landing in landings))
@@ -315,7 +316,7 @@ def _counted_rounds(head: Rank) -> str:
     )
 
 
-def _shares_of_wait(causes: Causes) -> str:
+def _waits_as_text(causes: Causes) -> str:
     """Formats the causes for which training waited, the longest first."""
     words = {
         "link": "for the link",
@@ -328,7 +329,7 @@ def _shares_of_wait(causes: Causes) -> str:
     return f"Of the time it waited, {', '.join(shares)}."
 
 
-def _slower_group(run: Run, computed: str, waited: str) -> list[str]:
+def _slow_group_as_text(run: Run, computed: str, waited: str) -> list[str]:
     """Describes a run that waited for its slowest group, which no setting changes."""
     steps = {rank.group: step_seconds(rank) for rank in run.heads}
     slow = max(steps, key=lambda group: steps[group])
@@ -343,7 +344,7 @@ def _slower_group(run: Run, computed: str, waited: str) -> list[str]:
     ]
 
 
-def _what_to_change(advice: Advice | None, link: Link | None) -> str:
+def _advice_as_text(advice: Advice | None, link: Link | None) -> str:
     """Formats the advice, or why there is none."""
     if link is None:
         return (
@@ -368,7 +369,7 @@ def _what_to_change(advice: Advice | None, link: Link | None) -> str:
     )
 
 
-def _agreement(run: Run) -> list[str]:
+def _agreement_as_text(run: Run) -> list[str]:
     """Describes the outer gradients that were left out, and how well the last ones agreed."""
     landings = landings_in_training(run.heads[0])
     sentences = []

@@ -147,22 +147,24 @@ Until = Callable[[Callable[[], bool]], None]
 def simulated_topologies(groups: int, until: Until) -> list[Topology]:
     """Makes the topologies of worker groups of one rank each, whose threads take turns."""
     meetings: dict[int, _Meeting] = defaultdict(_Meeting)
-    exchanges = ("control", "progress", "exchange", "second_hop")
-    # How many messages each group has posted, by exchange and engine.
-    posted: dict[str, dict[int, list[int]]] = {
-        name: defaultdict(lambda: [0] * groups) for name in exchanges
-    }
+    # How many messages each group has posted on each exchange, by engine.
+    controls, progresses, payloads, second_hops = (
+        defaultdict[int, list[int]](lambda: [0] * groups) for _ in range(4)
+    )
     topologies = []
     for topology in Topology.simulated(groups):
         group = topology.group_index
-        in_turns: dict[str, Any] = {
-            name: TurnTakingExchange(getattr(topology, name), group, posted[name], until)
-            for name in exchanges
-        }
-        # Inline: another group does its part when it has its turn.
-        background = InlineBackground.connect(1)[0]
-        world = SimulatedWorld(group, groups, meetings, until)
-        topologies.append(replace(topology, world=world, background=background, **in_turns))
+        in_turns = replace(
+            topology,
+            world=SimulatedWorld(group, groups, meetings, until),
+            control=TurnTakingExchange(topology.control, group, controls, until),
+            progress=TurnTakingExchange(topology.progress, group, progresses, until),
+            exchange=TurnTakingExchange(topology.exchange, group, payloads, until),
+            second_hop=TurnTakingExchange(topology.second_hop, group, second_hops, until),
+            # Inline: another group does its part when it has its turn.
+            background=InlineBackground.connect(1)[0],
+        )
+        topologies.append(in_turns)
     return topologies
 
 
