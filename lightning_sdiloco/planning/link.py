@@ -63,8 +63,8 @@ class Link:
             return self.gbit_s * (1 - self.loss)
         reno = 1.22 / math.sqrt(self.loss)
         cubic = 1.054 * (self.round_trip / self.loss) ** 0.75
-        each = max(reno, cubic) * _SEGMENT * 8 / self.round_trip / 1e9
-        return min(self.gbit_s * (1 - self.loss), connections * each)
+        of_connection = max(reno, cubic) * _SEGMENT * 8 / self.round_trip / 1e9
+        return min(self.gbit_s * (1 - self.loss), connections * of_connection)
 
     def seconds(self, nbytes: float, connections: int, warm: bool = True) -> float:
         """Returns the time from when all groups start to send until all have received."""
@@ -103,6 +103,7 @@ class Line(NamedTuple):
 
 
 def require(holds: bool, name: str, value: float, rule: str) -> None:
+    """Raises a ValueError that names a value out of its range, and the rule."""
     if not holds:
         raise ValueError(
             f"{name}={value!r} is out of range: it must be {rule}. Choose another {name}."

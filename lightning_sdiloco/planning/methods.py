@@ -1,5 +1,5 @@
-"""Predicts what a method sends between groups, how long training waits for it, and what memory it
-takes; plays a run.
+"""Predicts the bytes that a method sends between groups, the time that training waits for them, and
+the memory; plays a run.
 
 Wire bytes, messages, fragments and schedule are the engine's own; only time is a model. It follows
 the engine: a fragment is read after an inner step, flights pass through the stages of the
@@ -60,10 +60,39 @@ class DataParallel:
 
     def utilisation(self, link: Link) -> float:
         on_link = self.bytes_per_step * 8 / (link.gbit_s_of(self.groups.group_size) * 1e9)
-        each = on_link / self._buckets + self.groups.others * link.round_trip
+        bucket_time = on_link / self._buckets + self.groups.others * link.round_trip
         step_time = self.groups.step_time
         backward_after_the_first = (1 - 1 / self._buckets) * step_time * 2 / 3
-        return step_time / (step_time + max(each, self._buckets * each - backward_after_the_first))
+        not_hidden = self._buckets * bucket_time - backward_after_the_first
+        return step_time / (step_time + max(bucket_time, not_hidden))
+
+
+class _Fragment(NamedTuple):
+    """The sizes of a fragment: values in all, on each rank, and in the part of a shard that a rank
+    averages; bytes of a message to another group, first and in a second hop.
+    """
+
+    numel: int
+    shard: int
+    part: int
+    message: int
+    second_hop: int
+
+    @property
+    def error(self) -> int:
+        """The bytes that keep what the second rounding of two shots has lost."""
+        return FLOAT32 * self.part if self.second_hop else 0
+
+    @property
+    def working(self) -> int:
+        """The bytes that the background needs: a payload before it becomes a message, two vectors
+        in which others are decoded and added up, and with two shots the mean of the whole shard
+        and what the second rounding has lost now.
+        """
+        nbytes = self.message + 2 * FLOAT32 * self.part
+        if self.error:
+            nbytes += FLOAT32 * self.shard + self.error
+        return nbytes
 
 
 class Streaming:
@@ -79,48 +108,53 @@ class Streaming:
         self.groups = groups
         self.numels = model.fragments(settings)
         self.schedule = settings.schedule_of(len(self.numels))
-        self._shards = [-(-numel // groups.group_size) for numel in self.numels]
-        mixing = settings.chosen_for(groups.groups).landing.kept
-        # On a route that does not share, a group sends to its partners whole fragments, and its
-        # control vector to all: in a round of pairs to one, and where a group is over that one has
-        # a third.
-        in_pairs = 1 if groups.groups % 2 == 0 else (groups.groups + 3) / groups.groups
-        self._partners = groups.others if settings.shares else in_pairs
+        self._partners = _partners(settings, groups)
         self._connections = self._partners * groups.group_size
-        words = CONTROL_BYTES * (groups.others - self._partners) * groups.group_size
         # Parts that suit the links change what each group sends, and not what all of them send
         # together.
         exchange = "two_shot" if isinstance(settings.exchange, TwoShot) else settings.exchange
+        mixing = settings.chosen_for(groups.groups).landing.kept
         in_rounds = exchange if settings.shares else "gather"
         all_reduce = all_reduce_for(in_rounds, groups.groups, settings.codec, mixing).at(0)
-        self._parts = [all_reduce.part_numel(shard) for shard in self._shards]
-        self._messages = [CONTROL_BYTES + all_reduce.payload_bytes(shard) for shard in self._shards]
-        self._second_hops = [all_reduce.second_hop_bytes(shard) for shard in self._shards]
-        both_hops = zip(self._messages, self._second_hops, strict=True)
-        self._sent = [self._connections * sum(both) + words for both in both_hops]
-        # What replaces parameters without a round that could make up for a loss.
+        # The final exchange is in float32: it replaces parameters, and no later round could make up
+        # for a loss.
         exact = all_reduce_for(exchange, groups.groups, resolve("fp32"), mixing)
-        self._exact = groups.connections * sum(
-            CONTROL_BYTES + exact.payload_bytes(shard) + exact.second_hop_bytes(shard)
-            for shard in self._shards
-        )
+        self._fragments: list[_Fragment] = []
+        exact_bytes = 0
+        for numel in self.numels:
+            shard = -(-numel // groups.group_size)
+            fragment = _Fragment(
+                numel,
+                shard,
+                part=all_reduce.part_numel(shard),
+                message=CONTROL_BYTES + all_reduce.payload_bytes(shard),
+                second_hop=all_reduce.second_hop_bytes(shard),
+            )
+            self._fragments.append(fragment)
+            exact_bytes += CONTROL_BYTES + exact.payload_bytes(shard)
+            exact_bytes += exact.second_hop_bytes(shard)
+        self._exact = groups.connections * exact_bytes
+        # On a route that does not share, the control vector goes to all groups.
+        words = CONTROL_BYTES * (groups.others - self._partners) * groups.group_size
+        self._sent = [
+            self._connections * (fragment.message + fragment.second_hop) + words
+            for fragment in self._fragments
+        ]
         self.bytes_per_step = sum(self._sent) / settings.sync_every
 
     def bytes_in(self, steps: int) -> float:
         """Returns the bytes that a group sends in a run, the final exchange included; exact except
         for buffers.
         """
-        launches = [
-            sum(self.schedule.launches_in(fragment, steps)) for fragment in range(len(self.numels))
-        ]
-        return (
-            sum(count * sent for count, sent in zip(launches, self._sent, strict=True))
-            + self._exact
+        in_rounds = sum(
+            sum(self.schedule.launches_in(fragment, steps)) * sent
+            for fragment, sent in enumerate(self._sent)
         )
+        return in_rounds + self._exact
 
     @property
     def dense_bytes(self) -> float:
-        """What a group sends in the dense beginning."""
+        """The bytes that a group sends in the dense beginning."""
         return self.schedule.dense_rounds * sum(self._sent)
 
     @property
@@ -147,29 +181,29 @@ class Streaming:
 
     def utilisation(self, link: Link) -> float:
         """Returns the share of the wall time in which training does not wait, in the long run."""
-        played = _Play(self, [Line.of(link)], [1.0])
+        played = _Play(self, [Line.of(link)], [1.0], idle=[()])
         schedule = replace(self.schedule, dense=None)
         played.follow(_timetable(schedule, _ROUNDS * schedule.sync_every + schedule.overlap_steps))
         trained = (_ROUNDS - _ROUNDS // 2) * schedule.sync_every * self.groups.step_time
         return trained / (played.landed[_ROUNDS - 1] - played.landed[_ROUNDS // 2 - 1])
 
     def costs(self, fragment: int, link: Link) -> "Costs":
+        """Returns the seconds of a flight of a fragment, stage by stage, over a link."""
         per_value = 1 / self.groups.memory_rate
-        shard = self._shards[fragment]
-        part = self._parts[fragment]
+        numel, shard, part, message, second_hop = self._fragments[fragment]
         connections = max(1, round(self._connections))
-        hops_again = self._second_hops[fragment] > 0
-        first = connections * self._messages[fragment]
-        again = connections * self._second_hops[fragment]
+        first = connections * message
+        again = connections * second_hop
+        two_shots = second_hop > 0
         return Costs(
             launch=_LAUNCH * shard * per_value,
             encode=_ENCODE * shard * per_value,
             warm=link.seconds(first, connections) - link.round_trip,
             cold=link.seconds(first, connections, warm=False) - link.round_trip,
-            average=((self._partners + 1) * _DECODE + hops_again * _ENCODE) * part * per_value,
+            average=((self._partners + 1) * _DECODE + two_shots * _ENCODE) * part * per_value,
             second_hop=link.seconds(again, connections) - link.round_trip,
-            step=(hops_again * _DECODE + _OUTER_STEP) * shard * per_value,
-            land=_LAND * self.numels[fragment] * per_value,
+            step=(two_shots * _DECODE + _OUTER_STEP) * shard * per_value,
+            land=_LAND * numel * per_value,
         )
 
     def message_bytes(self, fragment: int, bytes_per_s: float) -> int:
@@ -177,109 +211,114 @@ class Streaming:
         sender's link.
         """
         codec = self.settings.codec
-        shard = self._shards[fragment]
-        choice = codec.choice(
-            shard, bytes_per_s, self.settings.overlap_steps * self.groups.step_time
-        )
-        most = self._messages[fragment] - codec.wire_bytes(shard)
-        return most + codec.at(0, choice).wire_bytes(shard)
+        shard = self._fragments[fragment].shard
+        seconds = self.settings.overlap_steps * self.groups.step_time
+        choice = codec.choice(shard, bytes_per_s, seconds)
+        longest = self._fragments[fragment].message
+        chosen_bytes = codec.at(0, choice).wire_bytes(shard)
+        return longest - codec.wire_bytes(shard) + chosen_bytes
 
     def busy(self, fragment: int, lines: Sequence[Line], are_known: bool) -> "list[Busy]":
         """Returns how long each group's link is busy with a flight of a fragment, in both hops and
         directions.
         """
         groups = self.groups
-        shard = self._shards[fragment]
-        connections = self.groups.connections
-        all_reduce = all_reduce_for(
-            self.settings.exchange, groups.groups, self.settings.codec, 0.0
-        ).at(0)
-        to = [
-            CONTROL_BYTES + all_reduce.payload_bytes(shard, group) for group in range(groups.groups)
-        ]
-        again = [all_reduce.second_hop_bytes(shard, group) for group in range(groups.groups)]
-        # By how much a message over a link is shorter than the longest one.
-        rates = [
-            are_known * line.up.gbit_s_of(connections) * 1e9 / 8 / connections for line in lines
-        ]
-        spared = [self._messages[fragment] - self.message_bytes(fragment, rate) for rate in rates]
-
-        def seconds(link: Link, nbytes: int) -> float:
-            return (
-                link.seconds(groups.group_size * nbytes, connections) - link.round_trip
-                if nbytes
-                else 0.0
-            )
-
+        shard = self._fragments[fragment].shard
+        exchange = self.settings.exchange
+        all_reduce = all_reduce_for(exchange, groups.groups, self.settings.codec, 0.0).at(0)
+        # Bytes of a message to each group, in both hops, and by how many one from it is shorter.
+        to = []
+        again = []
+        spared = []
+        for group, line in enumerate(lines):
+            to.append(CONTROL_BYTES + all_reduce.payload_bytes(shard, group))
+            again.append(all_reduce.second_hop_bytes(shard, group))
+            spared.append(self._spared_bytes(fragment, line.up if are_known else None))
         return [
             Busy(
-                up=seconds(line.up, sum(to) - to[group] - groups.others * spared[group]),
-                down=seconds(line.down, groups.others * to[group] - (sum(spared) - spared[group])),
-                up_again=seconds(line.up, groups.others * again[group]),
-                down_again=seconds(line.down, sum(again) - again[group]),
+                up=_seconds(line.up, sum(to) - to[group] - groups.others * spared[group], groups),
+                down=_seconds(
+                    line.down, groups.others * to[group] - (sum(spared) - spared[group]), groups
+                ),
+                up_again=_seconds(line.up, groups.others * again[group], groups),
+                down_again=_seconds(line.down, sum(again) - again[group], groups),
             )
             for group, line in enumerate(lines)
         ]
+
+    def _spared_bytes(self, fragment: int, link: Link | None) -> int:
+        """Returns by how much a message over a link is shorter than the longest one."""
+        rate = 0.0
+        if link is not None:
+            connections = self.groups.connections
+            rate = link.gbit_s_of(connections) * 1e9 / 8 / connections
+        return self._fragments[fragment].message - self.message_bytes(fragment, rate)
 
     @cached_property
     def memory(self) -> Memory:
         """The memory it takes; ``offload="auto"`` means the same as on CUDA."""
         gathered = FLOAT32 if self.groups.group_size > 1 else 0
-        offloads = self.settings.outer.offload is not False
-        of_part = [
-            FLOAT32 * part * (again > 0)
-            for part, again in zip(self._parts, self._second_hops, strict=True)
-        ]
-        # Outer parameters, momentum; with two shots what the second rounding has lost; on a route
-        # that does not share the anchor, and the second vector of its momentum.
-        own = (
-            0
-            if self.settings.shares
-            else 1 + bool(self.settings.routing.momentum(self.groups.groups))
-        )
-        held = sum(
-            (2 + own) * FLOAT32 * shard + part
-            for shard, part in zip(self._shards, of_part, strict=True)
-        )
+        outer_vectors = self._outer_vectors
+        outer = sum(f.shard * FLOAT32 * outer_vectors + f.error for f in self._fragments)
         # The outer gradient and both after the outer step; with several ranks also the fragment
         # that they gathered.
-        flying = [
-            3 * FLOAT32 * s + gathered * n for s, n in zip(self._shards, self.numels, strict=True)
-        ]
-        messages = [
-            self.groups.groups * sum(both)
-            for both in zip(self._messages, self._second_hops, strict=True)
-        ]
-        # A fragment that lands after the step of a launch does so behind it.
-        together = list[list[int]]()
+        flying = [3 * FLOAT32 * f.shard + gathered * f.numel for f in self._fragments]
+        messages = [self.groups.groups * (f.message + f.second_hop) for f in self._fragments]
+        shards = [FLOAT32 * f.shard for f in self._fragments]
+        in_flight = self._most_in_flight(
+            [vectors + payloads for vectors, payloads in zip(flying, messages, strict=True)]
+        )
+        on_device = in_flight + max(f.working for f in self._fragments)
+        host = self._most_in_flight(messages)
+        if self.settings.outer.offload is False:
+            on_device += outer
+        else:
+            # Outer parameters come to the device at the launch and one step before, and the
+            # momentum for the outer step; both leave it again before the landing.
+            on_device += 2 * max(shards)
+            host += outer + 2 * self._most_in_flight(shards)
+        evaluation = self.model.nbytes + gathered * max(self.numels)
+        return Memory(on_device, host, evaluation)
+
+    @property
+    def _outer_vectors(self) -> int:
+        """Outer parameters and momentum; on a route that does not share also the anchor, and the
+        second vector of its momentum.
+        """
+        if self.settings.shares:
+            return 2
+        return 3 + bool(self.settings.routing.momentum(self.groups.groups))
+
+    def _most_in_flight(self, nbytes: Sequence[int]) -> int:
+        """Returns the most bytes that are in flight together, given those of each fragment."""
+        sums = []
         for sync_every, overlap_steps in self._phases:
-            together += _launched_together(len(self.numels), sync_every, overlap_steps + 1)
-        most = max(sum(flying[p] + messages[p] for p in fragments) for fragments in together)
-        # A payload before it becomes a message, two vectors in which others are decoded and added
-        # up, and with two shots the mean of the whole shard and what the second rounding has lost
-        # now.
-        working = [
-            message + 2 * FLOAT32 * part + (FLOAT32 * shard + lost if lost else 0)
-            for message, part, shard, lost in zip(
-                self._messages, self._parts, self._shards, of_part, strict=True
-            )
-        ]
-        on_their_way = max(sum(messages[p] for p in fragments) for fragments in together)
-        # Where outer state rests on the host, outer parameters come to the device at the launch and
-        # one step before, and the momentum for the outer step; both leave it again before the
-        # landing.
-        visiting = 2 * FLOAT32 * max(self._shards) if offloads else held
-        resting = held + 2 * FLOAT32 * max(
-            sum(self._shards[p] for p in fragments) for fragments in together
-        )
-        return Memory(
-            device_bytes=visiting + most + max(working),
-            host_bytes=on_their_way + (resting if offloads else 0),
-            evaluation_bytes=self.model.nbytes + gathered * max(self.numels),
-        )
+            # A fragment that lands after the step of a launch does so behind it.
+            for fragments in _launched_together(len(nbytes), sync_every, overlap_steps + 1):
+                sums.append(sum(nbytes[fragment] for fragment in fragments))
+        return max(sums)
 
 
 Method = DataParallel | Streaming
+
+
+def _partners(settings: Settings, groups: Groups) -> float:
+    """Returns to how many groups a group sends whole fragments in a round, on average.
+
+    On a route in pairs that is one; where a group is over, it joins a pair.
+    """
+    if settings.shares:
+        return groups.others
+    if groups.groups % 2 == 0:
+        return 1
+    return (groups.groups + 3) / groups.groups
+
+
+def _seconds(link: Link, nbytes: int, groups: Groups) -> float:
+    """Returns how long a link is busy with the bytes that each rank of a group sends."""
+    if nbytes == 0:
+        return 0.0
+    return link.seconds(groups.group_size * nbytes, groups.connections) - link.round_trip
 
 
 class Costs(NamedTuple):
@@ -314,7 +353,7 @@ class Busy(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _timetable(schedule: Schedule, steps: int) -> list[tuple[int, bool, int]]:
-    """Lists launches and landings in the engine's order: inner step, whether it lands, what."""
+    """Lists launches and landings in the engine's order: inner step, whether it lands, fragment."""
     events = list[tuple[int, bool, int]]()
     for fragment in range(schedule.fragments):
         for number in range(1, 1 + sum(schedule.launches_in(fragment, steps))):
@@ -331,9 +370,27 @@ def _launched_together(fragments: int, sync_every: int, span: int) -> list[list[
     launch.
     """
     offsets = [fragment * sync_every // fragments for fragment in range(fragments)]
+    together = []
+    for last in offsets:
+        launched = [p for p, offset in enumerate(offsets) if (last - offset) % sync_every < span]
+        together.append(launched)
+    return together
+
+
+def _timetable_of(
+    launches: Mapping[int, Sequence[int]], schedule: Schedule, steps: int
+) -> list[tuple[int, bool, int]]:
+    """Lists the same for the fragments that are launched after each inner step."""
+    events = []
+    for step, fragments in launches.items():
+        landing = step + schedule.overlap_of(step)
+        for number, fragment in enumerate(fragments):
+            events.append((step, False, number, fragment))
+            events.append((landing, True, number, fragment))
     return [
-        [p for p, other in enumerate(offsets) if (own - other) % sync_every < span]
-        for own in offsets
+        (step, is_landing, fragment)
+        for step, is_landing, _, fragment in sorted(events)
+        if step <= steps
     ]
 
 
@@ -353,6 +410,8 @@ class Absence:
 
 
 class Times(NamedTuple):
+    """When a group had done each inner step, and how long it waited."""
+
     steps: list[float]
     end: float
     waited: float
@@ -397,41 +456,30 @@ def play(
     """
     groups = method.groups.groups
     absences = sorted(absences)
-    each = [Line.of(one) for one in links or [link] * groups]
-    for name, own in (
-        ("speeds", speeds),
-        ("lists of idle steps", idle or [()] * groups),
-        ("links", each),
-    ):
-        if len(own) != groups:
-            raise ValueError(
-                f"There are {len(own)} {name} for {groups} worker groups. Give one for each group."
-            )
+    idle = idle or [()] * groups
+    lines = list(map(Line.of, links or [link] * groups))
+    _require_one_each(groups, {"speeds": speeds, "lists of idle steps": idle, "links": lines})
     for speed in speeds:
         require(speed > 0, "speed", speed, "positive: 0.5 is half as fast as the others")
     for absence in absences:
-        require(
-            0 <= absence.group < groups, "group", absence.group, "the number of a group, from 0"
-        )
-    played = _Play(
-        method, each, speeds, absences, idle, differ=bool(links) and method.settings.shares
-    )
-    if launches is None:
-        events = _timetable(method.schedule, steps)
-    else:
-        both = [
-            (at + is_landing * method.schedule.overlap_of(at), is_landing, number, fragment)
-            for at, together in launches.items()
-            for number, fragment in enumerate(together)
-            for is_landing in (False, True)
-        ]
-        events = [
-            (at, is_landing, fragment)
-            for at, is_landing, _, fragment in sorted(both)
-            if at <= steps
-        ]
+        is_group = 0 <= absence.group < groups
+        require(is_group, "group", absence.group, "the number of a group, from 0")
+    events = _timetable(method.schedule, steps)
+    if launches is not None:
+        events = _timetable_of(launches, method.schedule, steps)
+    played = _Play(method, lines, speeds, idle, absences, bool(links) and method.settings.shares)
     played.follow(events)
     return played.ended(steps)
+
+
+def _require_one_each(groups: int, sequences: Mapping[str, Sequence[object]]) -> None:
+    """Raises a ValueError if a sequence does not have one element for each group."""
+    for name, sequence in sequences.items():
+        if len(sequence) != groups:
+            raise ValueError(
+                f"There are {len(sequence)} {name} for {groups} worker groups. Give one for each"
+                " group."
+            )
 
 
 def step_end(begins: float, step_time: float, absences: Iterable[Absence]) -> float:
@@ -455,26 +503,31 @@ class _Group:
         self._step_time = step_time
         self._absences = absences
         self._idle = frozenset(idle)
-        self.clock = self.waited = self.longest_flight = 0.0
+        self.clock = 0.0
+        self.waited = 0.0
+        self.longest_flight = 0.0
         # When each stage of the background was done with its last flight.
-        self.encoded = self.averaged = self.stepped = 0.0
+        self.encoded = 0.0
+        self.averaged = 0.0
+        self.stepped = 0.0
         # Until when its link is busy, or each of its directions.
-        self.up = self.down = 0.0
+        self.up = 0.0
+        self.down = 0.0
+        # When each flight can land, and when each inner step was done, with the launches and
+        # landings after it.
         self.landings: list[float] = []
-        self.steps: list[
-            float
-        ] = []  # when each inner step was done, and what launched and landed after it
+        self.steps: list[float] = []
 
     def train(self, until: int) -> None:
+        """Makes inner steps until a number is done, skipping idle ones and pausing in absences."""
         first = len(self.steps) + 1
         if until >= first > 1:
             self.steps[-1] = self.clock
         if not self._idle and not self._absences:
-            begun = self.clock
-            self.clock = self.clock + max(0, until - first + 1) * self._step_time
-            self.steps += [
-                begun + (number + 1) * self._step_time for number in range(until - first + 1)
-            ]
+            began = self.clock
+            steps = until - first + 1
+            self.clock = self.clock + max(0, steps) * self._step_time
+            self.steps += [began + (number + 1) * self._step_time for number in range(steps)]
             return
         for number in range(first, until + 1):
             if number not in self._idle:
@@ -490,44 +543,44 @@ class _Play:
         method: Streaming,
         lines: Sequence[Line],
         speeds: Sequence[float],
+        idle: Sequence[Collection[int]],
         absences: Sequence[Absence] = (),
-        idle: Sequence[Collection[int]] = (),
         differ: bool = False,
     ) -> None:
         self._lines = lines
         self._link = _slowest(lines)
-        # Where links differ and all groups wait for all, both directions of each are busy with what
-        # it carries.
+        # If links differ and all groups wait for all, each direction of a link is busy for the time
+        # of its own messages.
         self._differ = differ
+        self._method = method
+        self._costs: list[Costs] = []
+        # For each fragment the times before and after groups know their links.
+        self._busy: list[tuple[list[Busy], list[Busy]]] = []
         self._use(method)
         self._flights = [0] * len(method.numels)
-        self._groups = [
-            _Group(
-                method.groups.step_time / speed,
-                [absence for absence in absences if absence.group == group],
-                idle[group] if idle else (),
-            )
-            for group, speed in enumerate(speeds)
-        ]
+        self._groups = []
+        for group, speed in enumerate(speeds):
+            away = [absence for absence in absences if absence.group == group]
+            self._groups.append(_Group(method.groups.step_time / speed, away, idle[group]))
         self._in_flight: list[int] = []
         self.landed: list[float] = []  # when fragment 0 has landed in the first group
 
     def _use(self, method: Streaming) -> None:
         """Sets how fragments travel from now on."""
         self._method = method
-        each = range(len(method.numels))
-        self._costs = [method.costs(fragment, self._link) for fragment in each]
+        fragments = range(len(method.numels))
+        self._costs = [method.costs(fragment, self._link) for fragment in fragments]
         if self._differ:
             self._busy = [
-                [method.busy(fragment, self._lines, known) for known in (False, True)]
-                for fragment in each
+                (method.busy(p, self._lines, False), method.busy(p, self._lines, True))
+                for p in fragments
             ]
 
     def follow(self, events: Iterable[tuple[int, bool, int]]) -> None:
-        """Trains, and launches and lands after the inner steps that are told."""
-        for at, is_landing, fragment in events:
+        """Trains, and launches and lands after the inner steps of the events."""
+        for step, is_landing, fragment in events:
             for group in self._groups:
-                group.train(at)
+                group.train(step)
             if is_landing:
                 self._land(self._in_flight.pop(0))
             else:
@@ -542,38 +595,34 @@ class _Play:
         for fragment in self._in_flight:
             self._land(fragment)
         method = self._method
-        self._use(
-            Streaming(method.model, replace(method.settings, compression="fp32"), method.groups)
-        )
-        for move in (self._launch, self._land):
-            for fragment in range(len(method.numels)):
-                move(fragment)
+        exact = replace(method.settings, compression="fp32")
+        self._use(Streaming(method.model, exact, method.groups))
+        for fragment in range(len(method.numels)):
+            self._launch(fragment)
+        for fragment in range(len(method.numels)):
+            self._land(fragment)
         return [
             Times(group.steps, group.clock, group.waited, group.longest_flight)
             for group in self._groups
         ]
 
     def _launch(self, fragment: int) -> None:
+        """Launches a fragment in all groups: reads it, encodes it, and sends it on its way."""
         cost = self._costs[fragment]
         launched = list[float]()
         for group in self._groups:
             launched.append(group.clock)
             group.clock += cost.launch
             group.encoded = max(group.clock, group.encoded) + cost.encode
-        arrived, second_hop, round_trip = (self._over_lines if self._differ else self._over_legs)(
-            fragment
-        )
-        if second_hop:
-            arrived = [
-                max(group.averaged for group in self._groups) + second_hop + round_trip
-            ] * len(arrived)
-        for group, at, there in zip(self._groups, launched, arrived, strict=True):
-            group.longest_flight = max(group.longest_flight, there - at)
-            group.stepped = max(group.stepped, group.averaged, there) + cost.step
+        arrived = self._over_lines(fragment) if self._differ else self._over_legs(fragment)
+        for group, launch, arrival in zip(self._groups, launched, arrived, strict=True):
+            group.longest_flight = max(group.longest_flight, arrival - launch)
+            group.stepped = max(group.stepped, group.averaged, arrival) + cost.step
             group.landings.append(group.stepped)
         self._flights[fragment] += 1
 
     def _land(self, fragment: int) -> None:
+        """Lands the oldest flight in all groups, each of which waits until it has arrived."""
         for group in self._groups:
             arrived = group.landings.pop(0)
             group.waited += max(0.0, arrived - group.clock)
@@ -581,60 +630,65 @@ class _Play:
         if fragment == 0:
             self.landed.append(self._groups[0].clock)
 
-    def _over_legs(self, fragment: int) -> tuple[list[float], float, float]:
-        """Averages all groups; returns when each has the messages, and what a second hop and its
-        way take.
+    def _over_legs(self, fragment: int) -> list[float]:
+        """Averages all groups; returns when each has the last message.
 
         Groups exchange with the partners of their leg, which is all groups but on a route of pairs,
         at the speed of the slowest link among them.
         """
         settings = self._method.settings
-        everyone = tuple(range(len(self._groups)))
-        is_one = settings.shares or len(everyone) == 1
-        legs = (
-            [everyone] if is_one else settings.routing.legs(self._flights[fragment], len(everyone))
-        )
+        count = len(self._groups)
+        legs: Sequence[Sequence[int]] = [range(count)]
+        if not settings.shares and count > 1:
+            legs = settings.routing.legs(self._flights[fragment], count)
         launched = max(group.encoded for group in self._groups)
-        arrived = [0.0] * len(self._groups)
+        arrived = [0.0] * count
         for leg in legs:
-            slowest = _slowest([self._lines[group] for group in leg])
-            together = [self._groups[group] for group in leg]
-            cost = (
-                self._costs[fragment]
-                if slowest == self._link
-                else self._method.costs(fragment, slowest)
-            )
-            posted = max(group.encoded for group in together)
-            before = max(group.up for group in together)
-            warm = slowest.is_warm_after(posted - before - slowest.round_trip)
-            free = max(posted, before) + (cost.warm if warm else cost.cold)
-            for index, group in zip(leg, together, strict=True):
-                group.up, arrived[index] = (
-                    free + cost.second_hop,
-                    max(free, launched) + slowest.round_trip,
-                )
-                group.averaged = max(group.averaged, arrived[index]) + cost.average
-        return arrived, self._costs[fragment].second_hop, self._link.round_trip
+            arrival = self._over_leg(fragment, leg, launched)
+            for group in leg:
+                arrived[group] = arrival
+        second_hop = self._costs[fragment].second_hop
+        if second_hop:
+            averaged = max(group.averaged for group in self._groups)
+            arrived = [averaged + second_hop + self._link.round_trip] * count
+        return arrived
 
-    def _over_lines(self, fragment: int) -> tuple[list[float], float, float]:
-        """Returns the same where links differ."""
+    def _over_leg(self, fragment: int, leg: Sequence[int], launched: float) -> float:
+        """Averages the groups of a leg; returns when they have the messages of the first hop."""
+        link = _slowest([self._lines[group] for group in leg])
+        partners = [self._groups[group] for group in leg]
+        cost = self._costs[fragment]
+        if link != self._link:
+            cost = self._method.costs(fragment, link)
+        posted = max(group.encoded for group in partners)
+        before = max(group.up for group in partners)
+        is_warm = link.is_warm_after(posted - before - link.round_trip)
+        sent = max(posted, before) + (cost.warm if is_warm else cost.cold)
+        arrival = max(sent, launched) + link.round_trip
+        for group in partners:
+            group.up = sent + cost.second_hop
+            group.averaged = max(group.averaged, arrival) + cost.average
+        return arrival
+
+    def _over_lines(self, fragment: int) -> list[float]:
+        """Averages all groups where links differ; returns when each has the last message."""
         # A group learns with the second message what its first one took.
         busy = self._busy[fragment][sum(self._flights) > 1]
         round_trip = max(line.round_trip for line in self._lines)
         posted = max(group.encoded for group in self._groups)
-        for group, one in zip(self._groups, busy, strict=True):
-            group.up = max(posted, group.up) + one.up
-            group.down = max(posted, group.down) + one.down
-        arrived = max(max(group.up, group.down) for group in self._groups) + round_trip
-        for group, one in zip(self._groups, busy, strict=True):
-            group.averaged = max(group.averaged, arrived) + self._costs[fragment].average
-            group.up += one.up_again
-            group.down += one.down_again
-        return (
-            [arrived] * len(busy),
-            max(max(one.up_again, one.down_again) for one in busy),
-            round_trip,
-        )
+        for group, times in zip(self._groups, busy, strict=True):
+            group.up = max(posted, group.up) + times.up
+            group.down = max(posted, group.down) + times.down
+        arrival = max(max(group.up, group.down) for group in self._groups) + round_trip
+        for group, times in zip(self._groups, busy, strict=True):
+            group.averaged = max(group.averaged, arrival) + self._costs[fragment].average
+            group.up += times.up_again
+            group.down += times.down_again
+        second_hop = max(max(times.up_again, times.down_again) for times in busy)
+        if second_hop:
+            averaged = max(group.averaged for group in self._groups)
+            arrival = averaged + second_hop + round_trip
+        return [arrival] * len(busy)
 
 
 def _slowest(lines: Sequence[Line]) -> Link:

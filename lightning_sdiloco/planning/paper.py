@@ -37,6 +37,8 @@ class PaperModel(NamedTuple):
 
 
 class Entry(NamedTuple):
+    """A number of Table 4: from the closed form, and as the paper prints it."""
+
     model: str
     method: str
     target: float
@@ -52,7 +54,7 @@ GRID = tuple(10 ** (-1 + 4 * index / 49) for index in range(50))
 before."""
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
-"""The compute utilisations of Table 4, for which a prediction names the bandwidth too."""
+"""The compute utilisations of Table 4; a prediction also names the bandwidth for each."""
 
 MODELS: Mapping[str, PaperModel] = {
     "1B": PaperModel(1e9, layers=24, step_time=0.1),
@@ -127,7 +129,7 @@ TABLE_4: Mapping[tuple[str, str], tuple[float, ...]] = {
     ("100B", "streaming_overlap"): (1.7, 3.6, 4.3, 5.2, 5.2),
     ("100B", "streaming_overlap_fp4"): (0.5, 0.9, 1.1, 1.1, 1.4),
 }
-"""What the paper prints in Table 4, in Gbit/s, in the order of `TARGETS`."""
+"""Table 4 as the paper prints it, in Gbit/s, in the order of `TARGETS`."""
 
 
 def table_4() -> Iterator[Entry]:

@@ -1,5 +1,5 @@
-"""Predicts what each method needs and gets on a link, recommends settings, and plans hubs and
-links that differ.
+"""Predicts the needs and the speed of each method on a link, recommends settings, and plans hubs
+and links that differ.
 """
 
 import math
@@ -33,6 +33,8 @@ _HUB_ROUND_TRIPS = 2
 
 
 class Prediction(NamedTuple):
+    """The needs of a method on a link, and the bandwidth for each of the target utilisations."""
+
     utilisation: float
     bytes_per_step: float
     bytes: float
@@ -41,6 +43,7 @@ class Prediction(NamedTuple):
 
 
 def predict(method: Method, link: Link, steps: int) -> Prediction:
+    """Predicts utilisation, bytes and bandwidth of a run with a number of inner steps."""
     return Prediction(
         utilisation=method.utilisation(link),
         bytes_per_step=method.bytes_per_step,
@@ -64,7 +67,10 @@ def _least(method: Method, link: Link, target: float) -> float | None:
         return None
     while high - low > 4e-4:
         middle = (low + high) / 2
-        low, high = (low, middle) if reaches(middle) else (middle, high)
+        if reaches(middle):
+            high = middle
+        else:
+            low = middle
     return 10**high
 
 
@@ -131,6 +137,8 @@ class Enough(NamedTuple):
 
 
 class HubLoad(NamedTuple):
+    """The bytes and seconds of a federation's rounds at its hub, and settings that are enough."""
+
     gbit_s: float
     sites: int
     bytes_in: int
@@ -158,26 +166,32 @@ def through_hub(
     all_reduce = all_reduce_for("gather", groups.groups, settings.codec, mixing).at(0)
     payloads = [all_reduce.payload_bytes(numel) for numel in model.fragments(settings)]
     bytes_in = groups.groups * sum(payloads)
-    largest = max(payloads)
     bytes_out = groups.others * bytes_in
     # Seconds for which a round keeps the hub busy, however often there is one.
     busy = bytes_out * 8e-9 / gbit_s
     way = hub_link(link, groups.groups, gbit_s)
     # From when all sites launch until each has the payloads of all.
-    flight = groups.groups * largest * 8e-9 / way.gbit_s + _HUB_ROUND_TRIPS * way.round_trip
+    flight = groups.groups * max(payloads) * 8e-9 / way.gbit_s + _HUB_ROUND_TRIPS * way.round_trip
     steps = max(1, math.ceil(flight / groups.step_time))
-    fitting = [h for h in SYNC_EVERY if busy <= MARGIN * h * groups.step_time and steps < h]
     return HubLoad(
         gbit_s=gbit_s,
         sites=groups.groups,
         bytes_in=bytes_in,
         bytes_out=bytes_out,
-        largest_payload=largest,
+        largest_payload=max(payloads),
         share=busy / (settings.sync_every * groups.step_time),
         flight_seconds=flight,
         flight_steps=steps,
-        enough=Enough(fitting[0], steps) if fitting else None,
+        enough=_enough(busy, steps, groups.step_time),
     )
+
+
+def _enough(busy: float, steps: int, step_time: float) -> Enough | None:
+    """Finds the least ``sync_every`` that leaves the hub a margin, and every flight its time."""
+    for sync_every in SYNC_EVERY:
+        if busy <= MARGIN * sync_every * step_time and steps < sync_every:
+            return Enough(sync_every, steps)
+    return None
 
 
 def hub_link(link: Link, sites: int, gbit_s: float) -> Link:
@@ -215,23 +229,33 @@ def shared_out(
 
     Examples:
         >>> groups = Groups(step_time=1.0, groups=4)
-        >>> told = shared_out(Model.of_size(10**9, layers=24), Settings(), groups, [1, 1, 1, 0.5])
-        >>> round(told.gain, 3), told.shares[3]
+        >>> parts = shared_out(Model.of_size(10**9, layers=24), Settings(), groups, [1, 1, 1, 0.5])
+        >>> round(parts.gain, 3), parts.shares[3]
         (1.5, 0.0)
     """
     for link in links:
         require(link > 0, "links", link, "positive numbers of Gbit/s")
-    shards = [-(-numel // groups.group_size) for numel in model.fragments(settings)]
-
-    def of_each(exchange: str | TwoShot) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        all_reduce = all_reduce_for(exchange, groups.groups, settings.codec, 0.0).at(0)
-        sent = tuple(
-            groups.group_size * sum(all_reduce.bytes_to_others(shard, group) for shard in shards)
-            for group in range(groups.groups)
-        )
-        return sent, tuple(nbytes * 8e-9 / link for nbytes, link in zip(sent, links, strict=True))
-
     exchange = TwoShot("by_bandwidth", links=links)
-    (sent, seconds), (_, equal) = of_each(exchange), of_each("two_shot")
+    sent = _sent_by_group(exchange, model, settings, groups)
+    sent_equally = _sent_by_group("two_shot", model, settings, groups)
+    seconds = _seconds_on(links, sent)
     shares = exchange.shares(groups.groups) or (1 / groups.groups,) * groups.groups
-    return SharedOut(tuple(links), shares, sent, seconds, max(seconds), max(equal))
+    equal_seconds = max(_seconds_on(links, sent_equally))
+    return SharedOut(tuple(links), shares, sent, seconds, max(seconds), equal_seconds)
+
+
+def _sent_by_group(
+    exchange: str | TwoShot, model: Model, settings: Settings, groups: Groups
+) -> tuple[int, ...]:
+    """Returns the bytes that each group sends in a round of all fragments."""
+    all_reduce = all_reduce_for(exchange, groups.groups, settings.codec, 0.0).at(0)
+    sent = [0] * groups.groups
+    for numel in model.fragments(settings):
+        shard = -(-numel // groups.group_size)
+        for group in range(groups.groups):
+            sent[group] += groups.group_size * all_reduce.bytes_to_others(shard, group)
+    return tuple(sent)
+
+
+def _seconds_on(links: Sequence[float], sent: Sequence[int]) -> tuple[float, ...]:
+    return tuple(nbytes * 8e-9 / gbit_s for nbytes, gbit_s in zip(sent, links, strict=True))

@@ -9,6 +9,16 @@ def short(number: float) -> str:
     return f"{float(f'{number:.3g}'):f}".rstrip("0").rstrip(".")
 
 
+def counted(number: int, noun: str) -> str:
+    """Formats a number of things.
+
+    Examples:
+        >>> counted(1, "rank"), counted(2, "rank")
+        ('1 rank', '2 ranks')
+    """
+    return f"{number} {noun}s" if number > 1 else f"{number} {noun}"
+
+
 def readable(size: float) -> str:
     """Formats a number of bytes with three digits and a decimal unit.
 
@@ -30,6 +40,7 @@ def readable_rate(gbit_s: float) -> str:
 
 
 def _scaled(number: float, units: Sequence[str]) -> str:
+    """Divides a number by 1000 until it suits its unit."""
     power = 0
     while float(f"{number:.3g}") >= 1000 and power < len(units) - 1:
         number = number / 1000
@@ -59,6 +70,6 @@ def half_width(values: Sequence[float]) -> float | None:
         >>> round(half_width([1.0, 2.0, 3.0]), 3)
         2.484
     """
-    return (
-        STUDENT_T[len(values)] * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    )
+    if len(values) < 2:
+        return None
+    return STUDENT_T[len(values)] * stdev(values) / math.sqrt(len(values))

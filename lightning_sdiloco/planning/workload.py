@@ -16,7 +16,7 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Model:
-    """What a plan needs to know of a model: its trainable parameters."""
+    """The part of a model that a plan needs: its trainable parameters."""
 
     parameters: tuple[Parameter, ...]
     numels: tuple[int, ...]
@@ -34,8 +34,8 @@ class Model:
         """Describes a model of equal layers of float32 values, and nothing else."""
         require(layers >= 1, "layers", layers, "at least 1")
         require(values >= layers, "params", values, "at least as many as layers")
-        each, left = divmod(values, layers)
-        numels = tuple(each + (layer < left) for layer in range(layers))
+        numel, remainder = divmod(values, layers)
+        numels = tuple(numel + (layer < remainder) for layer in range(layers))
         parameters = (
             Parameter(f"layers.{layer}.weight", FLOAT32 * numel)
             for layer, numel in enumerate(numels)
@@ -54,11 +54,14 @@ class Model:
     def fragments(self, settings: Settings) -> tuple[int, ...]:
         """Returns the number of values in each fragment, as the engine would cut the model."""
         chosen = settings.fragments
-        return _cut(self, chosen if isinstance(chosen, int | str) else tuple(map(tuple, chosen)))
+        if isinstance(chosen, int | str):
+            return _cut(self, chosen)
+        return _cut(self, tuple(map(tuple, chosen)))
 
 
 @lru_cache
 def _cut(model: Model, fragments: int | str | tuple[tuple[str, ...], ...]) -> tuple[int, ...]:
+    """Cuts the model as the engine would; equal requests are computed once."""
     numels = {
         parameter.name: numel
         for parameter, numel in zip(model.parameters, model.numels, strict=True)
@@ -69,6 +72,8 @@ def _cut(model: Model, fragments: int | str | tuple[tuple[str, ...], ...]) -> tu
 
 @dataclass(frozen=True)
 class Groups:
+    """The worker groups that train a model: inner step time, number, ranks, and memory rate."""
+
     step_time: float
     groups: int = 2
     group_size: int = 1

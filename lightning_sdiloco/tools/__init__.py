@@ -1,7 +1,7 @@
-"""Holds what people run: the command ``sdiloco`` with its subcommands, one folder or function for
-each.
+"""Holds the command ``sdiloco`` with its subcommands, one file or folder for each.
 
-In come the options of a command line. Out go text, JSON, pictures and pages, as return values of
-the functions that `cli` turns into subcommands; a `ValueError` is a message for the user. Every
-room below may be used and Lightning and the environment known, but no room may import this one.
+A subcommand is a function: its arguments are the options of the command line, and it returns text,
+after it has written JSON, pictures or pages if asked to. `cli` turns these functions into
+subcommands; a `ValueError` is a message for the user. This room may use every room below it, and
+may know Lightning and the environment, but no room may import it.
 """

@@ -1,12 +1,12 @@
 """The command ``sdiloco``: the parameters of a function are the options of a subcommand.
 
-A subcommand is added by writing a file with a function of its name that returns the text to print,
-and naming it in `COMMANDS`. jsonargparse reads its type hints and its docstring, which are the
-help; its lines behind a $ are the examples. A parameter without a default is positional, one of
-type bool is a flag, and one that is a list can be given several times. One that is a dataclass
-stands for its fields: options that several subcommands share. What a user can get wrong is a
-``ValueError``: its message goes to stderr, and the command ends with exit code 2. A subcommand is
-imported when it is asked for: some need no torch.
+To add a subcommand, write a file with a function of its name that returns the text to print, and
+name it in `COMMANDS`. jsonargparse reads its type hints and its docstring: the first paragraph is
+the summary, and the lines behind a $ are the examples of its help. A parameter without a default is
+positional, one of type bool is a flag, and one that is a list can be given several times. A
+parameter that is a dataclass stands for its fields, options that several subcommands share. An
+error that a user can make is a ``ValueError``: its message goes to stderr, and the command ends
+with exit code 2. A subcommand is imported only when it runs, because some need no torch.
 """
 
 import ast
@@ -19,7 +19,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
@@ -62,28 +62,29 @@ Gbit/s."""
 
 def main(args: list[str] | None = None) -> None:
     """Runs a subcommand and prints what it returns."""
-    given = sys.argv[1:] if args is None else args
-    asked = next((arg for arg in given if not arg.startswith("-")), "")
+    words = sys.argv[1:] if args is None else args
+    command = next((word for word in words if not word.startswith("-")), "")
     try:
-        given = without_units(given)
+        words = without_units(words)
     except ValueError as error:
-        _Parser(prog=f"sdiloco {asked}").error(str(error))
-    _search_current_folder(given)
-    parser = parser_of([asked])
-    chosen = parser.parse_args(given)
+        _Parser(prog=f"sdiloco {command}").error(str(error))
+    _search_current_folder(words)
+    parser = parser_of([command])
+    options = parser.parse_args(words)
     # Objects in place of class paths; the method was renamed in jsonargparse 4.49.
-    chosen = getattr(parser, "instantiate", parser.instantiate_classes)(chosen)
-    name = chosen.command
-    arguments = chosen[chosen.command]
+    options = getattr(parser, "instantiate", parser.instantiate_classes)(options)
+    name = options.command
+    arguments = options[name]
     function = getattr(arguments, "command", None) or name
+    prog = f"sdiloco {name}"
+    if function != name:
+        prog = f"{prog} {function}"
+        arguments = arguments[function]
     try:
-        text = _called(
-            _function(name, function), arguments if function == name else arguments[function]
-        )
+        text = _called(_function(name, function), arguments)
     except ValueError as error:
-        words = ["sdiloco", name] if function == name else ["sdiloco", name, function]
-        _Parser(prog=" ".join(words)).error(str(error))
-    # Ranks but the first have nothing to say.
+        _Parser(prog=prog).error(str(error))
+    # All ranks but the first return an empty text.
     if text:
         print(text)
 
@@ -95,18 +96,21 @@ def without_units(args: Sequence[str]) -> list[str]:
         ValueError: If a unit is unknown, or missing where one is needed.
     """
     plain = list(args)
-    for at, arg in enumerate(args):
-        option, equals, value = arg.partition("=")
-        is_apart = not equals and at + 1 < len(args)
-        if option.replace("_", "-") in _UNITS and (equals or is_apart):
-            text = _without_unit(option.replace("_", "-"), args[at + 1] if is_apart else value)
-            plain[at + is_apart] = text if is_apart else f"{option}={text}"
+    for index, arg in enumerate(args):
+        option, equals, text = arg.partition("=")
+        name = option.replace("_", "-")
+        if name in _UNITS:
+            if equals:
+                plain[index] = f"{option}={_without_unit(name, text)}"
+            elif index + 1 < len(args):
+                plain[index + 1] = _without_unit(name, args[index + 1])
     return plain
 
 
 def _without_unit(option: str, text: str) -> str:
+    """Converts the number of an option from its unit; text that is no number is left to the parser."""
     number = re.fullmatch(r"([+-]?[\d.]+(?:e[+-]?\d+)?) ?([A-Za-z/]*)", text)
-    if number is None:  # The parser says what it takes.
+    if number is None:  # the parser refuses it, with the option's help
         return text
     value, unit = number.groups()
     units = _UNITS[option]
@@ -130,39 +134,44 @@ def _search_current_folder(args: Sequence[str]) -> None:
     for option, following in pairwise([*args, ""]):
         name, _, value = option.partition("=")
         if name.split(".")[0] in _WITH_CLASSES:
-            value = value or following
-            is_readable = os.path.isfile(value) and os.access(value, os.R_OK)
-            text = Path(value).read_text(errors="replace") if is_readable else value
-            for module in re.findall(r"(?<![\w.])([^\W\d]\w*)\.[^\W\d]", text):
+            for module in _modules_named_in(value or following):
                 is_missing = module not in sys.modules and not PathFinder.find_spec(module)
                 if is_missing and PathFinder.find_spec(module, [""]):
                     sys.path.append("")
                     return
 
 
-def parser_of(asked: Container[str]) -> ArgumentParser:
-    """Makes the parser. It imports the subcommands that are asked for, and knows the summaries of
-    all others alone.
+def _modules_named_in(value: str) -> list[str]:
+    """Returns the modules with which class paths begin, in a value or in the file that it names."""
+    text = value
+    if os.path.isfile(value) and os.access(value, os.R_OK):
+        text = Path(value).read_text(errors="replace")
+    return re.findall(r"(?<![\w.])([^\W\d]\w*)\.[^\W\d]", text)
+
+
+def parser_of(names: Container[str]) -> ArgumentParser:
+    """Makes the parser. It imports the subcommands of these names, and only reads the summaries of
+    all others.
     """
     version = import_module("lightning_sdiloco").__version__
     parser = _Parser(prog="sdiloco", description="Tools for Streaming DiLoCo.", version=version)
     subcommands = parser.add_subcommands(dest="command")
     for name, (_, functions) in COMMANDS.items():
-        own = name in functions
-        others = [function for function in functions if function != name]
-        summary = (
-            _summary(name, name)
-            if own
-            else " ".join(_summary(name, function) for function in functions)
-        )
+        has_function = name in functions
+        summary = " ".join(_summary(name, function) for function in functions)
+        if has_function:
+            summary = _summary(name, name)
         subparser = _Parser(description=summary)
         subcommands.add_subcommand(name, subparser, help=summary)
+        if name not in names:
+            continue
         # From the top down: jsonargparse takes no other order.
-        if name in asked and own:
+        if has_function:
             _add_arguments(subparser, _function(name, name))
-        if name in asked and others:
-            inner = subparser.add_subcommands(dest="command", required=not own)
-            for function in others:
+        inner_functions = [function for function in functions if function != name]
+        if inner_functions:
+            inner = subparser.add_subcommands(dest="command", required=not has_function)
+            for function in inner_functions:
                 nested = _Parser(description=_summary(name, function))
                 _add_arguments(nested, _function(name, function))
                 inner.add_subcommand(function, nested, help=_summary(name, function))
@@ -170,34 +179,42 @@ def parser_of(asked: Container[str]) -> ArgumentParser:
 
 
 def _function(name: str, function: str) -> Callable[..., str]:
-    found: Callable[..., str] = getattr(
+    """Imports the function of a subcommand."""
+    command: Callable[..., str] = getattr(
         import_module(f"lightning_sdiloco.tools.{COMMANDS[name][0]}"), function
     )
-    return found
+    return command
 
 
 @cache
 def _summary(name: str, function: str) -> str:
-    """Returns the first line of a function's docstring, without importing it."""
-    source = (
-        Path(__file__)
-        .parent.joinpath(f"{COMMANDS[name][0].replace('.', '/')}.py")
-        .read_text(encoding="utf-8")
+    """Returns the first paragraph of a function's docstring, without importing it."""
+    file = Path(__file__).parent / f"{COMMANDS[name][0].replace('.', '/')}.py"
+    module = ast.parse(file.read_text(encoding="utf-8"))
+    (definition,) = (
+        node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == function
     )
-    (found,) = (
-        node
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and node.name == function
-    )
-    return (ast.get_docstring(found) or "").partition("\n")[0]
+    summary = (ast.get_docstring(definition) or "").partition("\n\n")[0]
+    return " ".join(summary.split())
 
 
 def _add_arguments(parser: "_Parser", command: Callable[..., str]) -> None:
+    """Adds a function's parameters to its parser, and its examples to the help."""
     shared = _shared_options(command)
     parser.add_function_arguments(command, as_group=False, as_positional=True, skip=set(shared))
     for options in shared.values():
         parser.add_class_arguments(options, as_group=False, instantiate=False)
-    parser.examples = re.findall(r"^ *\$ (.*)$", command.__doc__ or "", flags=re.MULTILINE)
+    parser.examples = examples_of(command.__doc__ or "")
+
+
+def examples_of(docstring: str) -> list[str]:
+    r"""Returns the commands behind a $; one that is too long for a line goes on in the next.
+
+    >>> examples_of("$ sdiloco plan --params 1B --picture\n  plan.svg\n  $ sdiloco demo\n\n  >>> 1")
+    ['sdiloco plan --params 1B --picture plan.svg', 'sdiloco demo']
+    """
+    commands = re.findall(r"^ *\$ (.*(?:\n(?! *\$| *\n).+)*)", docstring, flags=re.MULTILINE)
+    return [" ".join(command.split()) for command in commands]
 
 
 def _shared_options(command: Callable[..., str]) -> dict[str, Any]:
@@ -207,14 +224,15 @@ def _shared_options(command: Callable[..., str]) -> dict[str, Any]:
     return {name: hint for name, hint in get_type_hints(command).items() if is_dataclass(hint)}
 
 
-def _called(command: Callable[..., str], chosen: Any) -> str:
+def _called(command: Callable[..., str], options: Any) -> str:
+    """Calls a subcommand's function with the parsed options, and returns the text to print."""
     # jsonargparse puts a space without width before names that are methods of its namespaces, such
     # as keys.
-    named = {name.lstrip("\u200b"): value for name, value in vars(chosen).items()}
-    given = {name: value for name, value in named.items() if name != "command"}
-    for name, options in _shared_options(command).items():
-        given[name] = options(**{field.name: given.pop(field.name) for field in fields(options)})
-    return command(**given)
+    arguments = {name.lstrip("\u200b"): value for name, value in vars(options).items()}
+    arguments.pop("command", None)
+    for name, cls in _shared_options(command).items():
+        arguments[name] = cls(**{field.name: arguments.pop(field.name) for field in fields(cls)})
+    return command(**arguments)
 
 
 _EXPECTED: Mapping[str, str] = {
@@ -224,7 +242,7 @@ _EXPECTED: Mapping[str, str] = {
     r"Expected a dot import path string: .*": "not the path of a class, module.Class",
     r"Unexpected import object .*": "neither a class nor a function",
 }
-"""How jsonargparse tells what is wrong with a value, and how it is said."""
+"""How jsonargparse describes a wrong value, and how we do."""
 
 
 class _Parser(ArgumentParser):
@@ -236,9 +254,12 @@ class _Parser(ArgumentParser):
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         text = super().format_help(*args, **kwargs)
-        return "\n  ".join([f"{text}\nexamples:", *self.examples]) + "\n" if self.examples else text
+        if not self.examples:
+            return text
+        return "\n  ".join([f"{text}\nexamples:", *self.examples]) + "\n"
 
     def add_argument(self, *args: str, **kwargs: Any) -> Any:
+        """Adds an option in both spellings, a flag, or a list, as their types ask for."""
         if not args[0].startswith("--"):
             # By itself jsonargparse takes a list as one word of JSON.
             if args[0] != "-h" and "action" in kwargs:
@@ -253,39 +274,24 @@ class _Parser(ArgumentParser):
                 *spellings, action="append", default=[], help=kwargs["help"]
             )
         option = super().add_argument(*spellings, **kwargs)
-        # Where an option is a class, jsonargparse would list all that are imported: hundreds of
-        # torch's.
+        # For an option that is a class, jsonargparse would list all classes that are imported:
+        # hundreds of torch's.
         option.extra_help = str
         return option
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Prints in few words what is wrong, and what was perhaps meant."""
+        """Prints the error in few words, and the likely meaning."""
         message = self._in_one_line(message)
-        known = [action.dest for action in self._actions]
         unknown = re.match(r"unrecognized arguments: --([\w-]+)(?:[= ](\S+))?", message)
-        # A command that has settings has imported them, and with them torch.
-        if unknown and "fragments" in known:
-            settings = import_module("lightning_sdiloco.algorithm.config")
-            try:
-                settings.refuse_unknown(
-                    self.prog, known, {unknown[1].replace("-", "_"): unknown[2] or "..."}
-                )
-            except ValueError as told:
-                message = f"{message}: {told}"
-            except TypeError:  # it has no other name
-                pass
-        options = [
-            option
-            for action in self._actions
-            for option in action.option_strings
-            if "_" not in option
-        ]
-        wrong, right = (f"--{unknown[1]}", options) if unknown else ("", [])
         command = re.search(r"invalid choice: '([^']+)' \(choose from ([^)]*)\)", message)
+        close: list[str] = []
         if command:
-            wrong = command[1]
-            right = re.findall(r"[\w-]+", command[2])
-        close = get_close_matches(wrong, right, n=1)
+            close = get_close_matches(command[1], re.findall(r"[\w-]+", command[2]), n=1)
+        elif unknown:
+            message += self._refusal_of_setting(unknown[1], unknown[2] or "...")
+            spellings = chain.from_iterable(action.option_strings for action in self._actions)
+            options = [option for option in spellings if "_" not in option]
+            close = get_close_matches(f"--{unknown[1]}", options, n=1)
         if close:
             message = f"{message}\nDid you mean {close[0]}?"
         sys.stderr.write(
@@ -293,31 +299,39 @@ class _Parser(ArgumentParser):
         )
         sys.exit(2)
 
+    def _refusal_of_setting(self, name: str, value: str) -> str:
+        """Returns the reason why a setting is unknown to this command, if settings know one."""
+        names = [action.dest for action in self._actions]
+        # A command that has settings has imported them, and with them torch.
+        if "fragments" not in names:
+            return ""
+        settings = import_module("lightning_sdiloco.algorithm.config")
+        try:
+            settings.refuse_unknown(self.prog, names, {name.replace("-", "_"): value})
+        except ValueError as refusal:
+            return f": {refusal}"
+        except TypeError:  # it has no other name
+            pass
+        return ""
+
     def _in_one_line(self, message: str) -> str:
-        """Says of a value that does not suit its option why, and what the option takes; other
-        messages stay.
-        """
+        """Reduces the error for a wrong value to its reason and the option's help; others stay."""
         refused = re.match(r'Parser key "([\w.]+)":\s*(.*)', message, re.DOTALL)
-        helps = {action.dest: action.help for action in self._actions}
+        helps = {action.dest: action.help or "" for action in self._actions}
         if refused is None or refused[1] not in helps:
             return message
-        # Of a union jsonargparse tells what is wrong for each type, on a line; None stands for an
+        name, details = refused.groups()
+        # For a union jsonargparse gives one reason per type, each on a line; None stands for an
         # option left out.
-        of_types = re.findall(
-            r"^ *- (?!Expected a <class 'NoneType'>)(.*)$", refused[2], re.MULTILINE
-        )
-        given = re.search(r"(?:Given|Got) value: (.*)", refused[2])
-        reason = (
-            (of_types or [refused[2]])[-1]
-            .partition(" Got value: ")[0]
-            .rpartition("callable class: ")[2]
-        )
+        reasons = re.findall(r"^ *- (?!Expected a <class 'NoneType'>)(.*)$", details, re.MULTILINE)
+        reason = reasons[-1] if reasons else details
+        reason = reason.partition(" Got value: ")[0].rpartition("callable class: ")[2]
         for pattern, words in _EXPECTED.items():
             reason = re.sub(pattern, words, reason)
-        option = f"--{refused[1].replace('_', '-')}"
-        accepted = " ".join(str(helps[refused[1]]).split())
-        value = given[1] if given else ""
-        return f"{option} {value}: {reason.strip('. ')}. It takes: {accepted}"
+        value = re.search(r"(?:Given|Got) value: (.*)", details)
+        option = f"--{name.replace('_', '-')}"
+        accepted = " ".join(helps[name].split())
+        return f"{option} {value[1] if value else ''}: {reason.strip('. ')}. It takes: {accepted}"
 
 
 if __name__ == "__main__":

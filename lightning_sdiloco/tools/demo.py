@@ -1,5 +1,5 @@
-"""Runs ``sdiloco demo``: trains the example once per setting on two CPU processes, and says what
-each costs.
+"""Runs ``sdiloco demo``: trains the example once per setting on two CPU processes, and compares
+their costs.
 
 All settings share model, seed, data and tokens (``examples/configs/base.yaml``). Each is a run of
 ``pretrain_text.py`` that you can start by hand; its command is printed. Losses are measured. Times
@@ -91,8 +91,8 @@ def demo(
     return tell(results, Path(out), console)
 
 
-def training_command(setting: str, steps: int, result: Path) -> list[str]:
-    """Returns the command that trains one setting and writes its numbers to ``result``."""
+def training_command(setting: str, steps: int, output: Path) -> list[str]:
+    """Returns the command that trains one setting and writes its numbers to a file."""
     command = [sys.executable, str(EXAMPLES / "pretrain_text.py"), "fit"]
     for name in ("base", setting):
         command += ["--config", str(CONFIGURATIONS / f"{name}.yaml")]
@@ -102,14 +102,14 @@ def training_command(setting: str, steps: int, result: Path) -> list[str]:
     ]
     command += ["--trainer.enable_checkpointing=false", "--trainer.enable_model_summary=false"]
     command += ["--trainer.enable_progress_bar=false", "--trainer.callbacks=__main__.StepCount"]
-    return [*command, f"--result={result}"]
+    return [*command, f"--result={output}"]
 
 
 def train(setting: str, steps: int, console: Console) -> dict[str, Any]:
-    """Trains one setting with a progress bar on the terminal, and returns what it wrote down."""
+    """Trains one setting with a progress bar on the terminal, and returns its numbers."""
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / f"{setting}.json"
-        command = training_command(setting, steps, result)
+        numbers = Path(folder) / f"{setting}.json"
+        command = training_command(setting, steps, numbers)
         console.print(
             f"$ {shlex.join(['python', *command[1:]])}",
             style="dim",
@@ -117,7 +117,7 @@ def train(setting: str, steps: int, console: Console) -> dict[str, Any]:
             highlight=False,
             markup=False,
         )
-        said: list[str] = []
+        output: list[str] = []
         with (
             Progress(*Progress.get_default_columns(), console=console) as progress,
             subprocess.Popen(
@@ -127,18 +127,18 @@ def train(setting: str, steps: int, console: Console) -> dict[str, Any]:
             bar = progress.add_task(SETTINGS[setting], total=steps)
             assert process.stdout is not None
             for line in process.stdout:
-                made = re.fullmatch(r"step (\d+)\n", line)
-                if made:
-                    progress.update(bar, completed=int(made[1]))
+                step = re.fullmatch(r"step (\d+)\n", line)
+                if step:
+                    progress.update(bar, completed=int(step[1]))
                 else:
-                    said.append(line)
+                    output.append(line)
         if process.returncode != 0:
-            console.print("".join(said[-60:]), highlight=False, markup=False)
+            console.print("".join(output[-60:]), highlight=False, markup=False)
             raise SystemExit(
                 f"The setting {setting!r} ended with exit code {process.returncode}; its error"
                 " is above."
             )
-        return json.loads(result.read_text(encoding="utf-8"))
+        return json.loads(numbers.read_text(encoding="utf-8"))
 
 
 def add_times(results: dict[str, dict[str, Any]]) -> None:
@@ -146,10 +146,10 @@ def add_times(results: dict[str, dict[str, Any]]) -> None:
     by step.
     """
     # The least of them, because the steps of DDP hold an exchange over this machine.
-    step_seconds = min(result["step_seconds"] for result in results.values())
-    for setting, result in results.items():
-        result["link_step_seconds"] = step_seconds
-        result["link_seconds"] = seconds_on_link(result, CONFIGURATIONS / f"{setting}.yaml")
+    step_seconds = min(run["step_seconds"] for run in results.values())
+    for setting, run in results.items():
+        run["link_step_seconds"] = step_seconds
+        run["link_seconds"] = seconds_on_link(run, CONFIGURATIONS / f"{setting}.yaml")
 
 
 def results_table(results: dict[str, dict[str, Any]]) -> Table:
@@ -194,7 +194,7 @@ def time_on_link(row: dict[str, Any]) -> str:
 
 
 def sentences(ddp: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """Returns what Streaming DiLoCo cost in loss, and how long both runs take on the slow link."""
+    """Returns the cost of Streaming DiLoCo in loss, and the time of both runs on the slow link."""
     nats = ours["val_loss"] - ddp["val_loss"]
     loss = 100 * abs(nats) / ddp["val_loss"]
     perplexity = 100 * abs(math.expm1(nats))
@@ -204,17 +204,13 @@ def sentences(ddp: dict[str, Any], ours: dict[str, Any]) -> list[str]:
         f" byte {above} that of DDP: "
         f"{loss:.1f} % {more} loss, {perplexity:.1f} % {more} perplexity; one seed each.",
         f"What it saved: on a link of {LINK_NAME} the same run takes DDP {time_on_link(ddp)} and"
-        f" {OURS} "
-        f"{time_on_link(ours)}; computed from the {1000 * ours['link_step_seconds']:.3g} ms that"
-        " a step took here, not "
-        "measured on a link.",
+        f" {OURS} {time_on_link(ours)}; computed from the {1000 * ours['link_step_seconds']:.3g} ms"
+        " that a step took here, not measured on a link.",
     ]
 
 
 def tell(results: dict[str, dict[str, Any]], folder: Path, console: Console) -> str:
-    """Prints what was found, writes numbers and pictures into a folder, and returns their paths as
-    a line.
-    """
+    """Prints the results, writes numbers and pictures into a folder, and returns their paths."""
     add_times(results)
     console.print(results_table(results))
     if {"ddp", "streaming_fp4"} <= results.keys():
@@ -222,37 +218,37 @@ def tell(results: dict[str, dict[str, Any]], folder: Path, console: Console) -> 
             console.print(sentence, highlight=False)
     folder.mkdir(parents=True, exist_ok=True)
     numbers = folder / "demo.json"
-    kept = {
-        setting: {key: row[key] for key in row if key != "shapes"}
-        for setting, row in results.items()
-    }
-    numbers.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    pictures = draw(folder, results) if find_spec("matplotlib") else []
-    return " ".join(["Saved:", *map(str, (numbers, *pictures))])
+    rows = {setting: dict(row) for setting, row in results.items()}
+    for row in rows.values():
+        row.pop("shapes", None)
+    numbers.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    files = [numbers]
+    if find_spec("matplotlib"):
+        files += draw(folder, results)
+    return " ".join(["Saved:", *map(str, files)])
 
 
 # The slow link
 
 
-def seconds_on_link(result: dict[str, Any], configuration: Path) -> dict[str, float]:
+def seconds_on_link(run: dict[str, Any], configuration: Path) -> dict[str, float]:
     """Returns when a run on the link would be where it was validated here: seconds since its start,
     by step.
 
-    What the run wrote down has ``link_step_seconds``: how long a step takes without an exchange.
+    The run's numbers have ``link_step_seconds``: how long a step takes without an exchange.
     """
     strategy = yaml.safe_load(configuration.read_text(encoding="utf-8"))["trainer"]["strategy"]
-    model = Model.of_parameters(
-        {name: torch.empty(shape, device="meta") for name, shape in result["shapes"].items()}
-    )
-    groups = Groups(result["link_step_seconds"], result["ranks"], memory_rate=MEMORY_RATE)
+    parameters = {name: torch.empty(shape, device="meta") for name, shape in run["shapes"].items()}
+    model = Model.of_parameters(parameters)
+    groups = Groups(run["link_step_seconds"], run["ranks"], memory_rate=MEMORY_RATE)
     if strategy == "ddp":
-        each = groups.step_time / DataParallel(model, groups).utilisation(LINK)
-        return {step: int(step) * each for step in result["val_losses"]}
+        step_seconds = groups.step_time / DataParallel(model, groups).utilisation(LINK)
+        return {step: int(step) * step_seconds for step in run["val_losses"]}
     method = Streaming(model, Settings.among(strategy["init_args"]), groups)
-    times = play(method, LINK, result["steps"], speeds=[1.0] * result["ranks"])[0]
+    times = play(method, LINK, run["steps"], speeds=[1.0] * run["ranks"])[0]
     # The last validation comes after the final exchange.
     done = [*times.steps[:-1], times.end]
-    return {step: done[int(step) - 1] for step in result["val_losses"]}
+    return {step: done[int(step) - 1] for step in run["val_losses"]}
 
 
 def short(seconds: float) -> str:
@@ -265,9 +261,9 @@ def draw(folder: Path, results: dict[str, dict[str, Any]]) -> list[Path]:
 
     def drawn(figure: Any) -> None:
         axes = figure.subplots()
-        for setting, result in results.items():
-            losses = list(result["val_losses"].values())
-            minutes = [at / 60 for at in result["link_seconds"].values()]
+        for setting, run in results.items():
+            losses = list(run["val_losses"].values())
+            minutes = [seconds / 60 for seconds in run["link_seconds"].values()]
             label = f"{SETTINGS[setting]}: loss {losses[-1]:.3f} after {short(60 * minutes[-1])}"
             axes.plot(minutes, losses, "o-", color=COLORS[setting], markersize=4, label=label)
         axes.set_xlabel(f"minutes on a link of {LINK_NAME}, computed")

@@ -1,7 +1,6 @@
-"""Runs ``sdiloco doctor``: started for every rank, it reports on rank 0 what is wrong between the
-machines.
+"""Runs ``sdiloco doctor``: started for every rank, it reports on rank 0 the faults it finds.
 
-With ``--hub`` it is started once, at a site, and looks at the way to a hub.
+With ``--hub`` it is started once, at a site, and examines the way to a hub.
 """
 
 import datetime
@@ -18,9 +17,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -30,7 +31,7 @@ from rich.table import Table
 
 from lightning_sdiloco.comm.topology import GroupLayout, checked_worker_groups
 from lightning_sdiloco.errors import Refused
-from lightning_sdiloco.federation.client import hub_addresses
+from lightning_sdiloco.federation.client import HubClient, hub_addresses
 from lightning_sdiloco.federation.keys import load, wall_clock
 from lightning_sdiloco.federation.run_config import ChosenQuorum
 from lightning_sdiloco.federation.wire import HubError, HubUnreachable
@@ -45,7 +46,7 @@ from lightning_sdiloco.launch.reachability import (
 )
 from lightning_sdiloco.launch.rendezvous import Rendezvous, reason, rendezvous_at, try_to_connect
 from lightning_sdiloco.planning.planner import HUB_CONNECTIONS
-from lightning_sdiloco.planning.units import readable, readable_rate
+from lightning_sdiloco.planning.units import counted, readable, readable_rate
 from lightning_sdiloco.tools.hub import HubOptions
 from lightning_sdiloco.tools.output import plain
 
@@ -53,7 +54,7 @@ SECONDS = 3.0
 """How long one direction is measured. The second half counts: a connection starts slowly."""
 
 PACKAGES = ("lightning-sdiloco", "torch", "lightning", "pytorch-lightning")
-# What changes how ranks talk to each other, or how fast they are.
+# These change how ranks reach each other, or how fast they are.
 VARIABLES = (
     "GLOO_SOCKET_IFNAME",
     "SDILOCO_EXCHANGE_INTERFACE",
@@ -63,10 +64,8 @@ VARIABLES = (
 
 _UNEQUAL = 2.0  # a direction that is this many times slower than the other one has a reason
 _LONG_ROUND_TRIP = 0.01  # from here on a slow start costs more than a launch can wait for
-_FILES_PER_RANK, _FILES = (
-    8,
-    256,
-)  # connections of several process groups, and what a Python process has open anyway
+_FILES_PER_RANK = 8  # connections of several process groups
+_FILES = 256  # those that a Python process has open anyway
 _PINGS = 10
 _BLOCK = 1 << 20
 _RATE = struct.Struct(">d")
@@ -75,6 +74,8 @@ _STYLES = {"ok": "green", "slow": "yellow", "wrong": "bold red"}
 
 
 class Finding(NamedTuple):
+    """The outcome of one check: its state, the observation, and the fix if there is one."""
+
     state: Literal["ok", "slow", "wrong"]
     check: str
     found: str
@@ -109,62 +110,65 @@ def doctor(
         $ NODE_RANK=0 MASTER_ADDR=node0 MASTER_PORT=29500 sdiloco doctor --num-nodes 2
         $ sdiloco doctor --hub a.example:29400 --keys site-b.bundle
     """
+    details: dict[str, Any]
     if options.hub is not None:
-        found, seen = examine_hub(options, seconds)
+        checks, details = examine_hub(options, seconds)
     else:
         examined = _examined(worker_groups, num_nodes, seconds, wait)
         if examined is None:
             return ""
-        ranks = [
-            {
-                "rank": rank,
-                "host": one.host,
-                "worker_group": one.group,
-                "exchange": one.exchange[0],
-                **machine,
-            }
-            for rank, (one, machine) in enumerate(
-                zip(examined.endpoints, examined.machines, strict=True)
-            )
-        ]
-        found = findings(examined)
-        seen = {"ranks": ranks, "unreachable": examined.broken, "links": examined.links}
-    wrong = any(finding.state == "wrong" for finding in found)
-    text = (
-        codec.dumps(plain({"ok": not wrong, "findings": found, **seen}), indent=2)
-        if json
-        else _as_table(found)
-    )
-    if wrong:
+        checks = findings(examined)
+        details = {
+            "ranks": _described_ranks(examined),
+            "unreachable": examined.broken,
+            "links": examined.links,
+        }
+    is_wrong = any(finding.state == "wrong" for finding in checks)
+    if json:
+        text = codec.dumps(plain({"ok": not is_wrong, "findings": checks, **details}), indent=2)
+    else:
+        text = _as_table(checks)
+    if is_wrong:
         print(text)
         raise SystemExit(1)
     return text
 
 
-def _as_table(found: Sequence[Finding]) -> str:
+def _described_ranks(examined: "Examined") -> list[dict[str, Any]]:
+    """Returns place and machine of every rank, for JSON."""
+    ranks = []
+    for rank, endpoints in enumerate(examined.endpoints):
+        place = {
+            "rank": rank,
+            "host": endpoints.host,
+            "worker_group": endpoints.group,
+            "exchange": endpoints.exchange[0],
+        }
+        ranks.append(place | examined.machines[rank])
+    return ranks
+
+
+def _as_table(checks: Sequence[Finding]) -> str:
+    """Formats findings as a table, one row for each, with colors on a terminal."""
     table = Table(title="sdiloco doctor", title_justify="left")
     for name in ("", "what", "found", "what to do"):
         table.add_column(name, overflow="fold")
-    for finding in found:
-        table.add_row(
-            f"[{_STYLES[finding.state]}]{finding.state}[/]",
-            finding.check,
-            finding.found,
-            finding.fix,
-        )
-    terminal = sys.stdout.isatty()
-    printed = io.StringIO()
+    for state, check, observation, fix in checks:
+        table.add_row(f"[{_STYLES[state]}]{state}[/]", check, observation, fix)
+    is_terminal = sys.stdout.isatty()
     # Logs of launchers have no width.
-    Console(
-        file=printed, force_terminal=terminal, width=None if terminal else 140, highlight=False
-    ).print(table)
-    return printed.getvalue().rstrip("\n")
+    width = None if is_terminal else 140
+    text = io.StringIO()
+    Console(file=text, force_terminal=is_terminal, width=width, highlight=False).print(table)
+    return text.getvalue().rstrip("\n")
 
 
 # The ranks of a training
 
 
 class MeasuredLink(NamedTuple):
+    """The link between two worker groups in one direction; ``error`` tells why it has no numbers."""
+
     source: int
     target: int
     round_trip: float = 0.0
@@ -173,6 +177,8 @@ class MeasuredLink(NamedTuple):
 
 
 class Examined(NamedTuple):
+    """Everything that rank 0 learns about the ranks, their machines and the links between groups."""
+
     groups: int
     endpoints: Sequence[Endpoints]
     machines: Sequence[dict[str, Any]]
@@ -183,33 +189,43 @@ class Examined(NamedTuple):
 def _examined(
     worker_groups: Any, num_nodes: int | None, seconds: float, wait: float
 ) -> Examined | None:
-    """Looks at all ranks, which must call it together; only rank 0 gets what was seen."""
+    """Examines all ranks, which must call it together; only rank 0 gets the outcome."""
     launch = detect_launch(num_nodes)
     groups = checked_worker_groups(worker_groups)
     if groups == "auto":
         groups = launch.nodes if launch.nodes > 1 else launch.world_size
     layout = GroupLayout(launch.world_size, groups)
     group = layout.group_of(launch.rank)
-    speaks = layout.group_rank_of(launch.rank) == 0
-    timeout = datetime.timedelta(seconds=wait)
-    progress = _progress if launch.rank == 0 else lambda text: None
+    is_first = layout.group_rank_of(launch.rank) == 0
+    progress = _progress if launch.rank == 0 else _no_progress
     progress(
         f"Waiting at {launch.host}:{launch.port} for {launch.world_size} processes, for at most"
         f" {wait:g} s"
     )
-    rendezvous = rendezvous_at(launch.host, launch.port, launch.rank, launch.world_size, timeout)
+    rendezvous = rendezvous_at(
+        launch.host,
+        launch.port,
+        launch.rank,
+        launch.world_size,
+        datetime.timedelta(seconds=wait),
+    )
     machines = rendezvous.all_gather("machines", describe())
     progress("All are here; connecting each with each")
     endpoints, broken = find_broken_connections(rendezvous, group, exchange_address, group_address)
-    measured = (
-        []
-        if broken
-        else measure(rendezvous, groups, group, speaks, exchange_address(), seconds, progress)
-    )
-    return Examined(groups, endpoints, machines, broken, measured) if launch.rank == 0 else None
+    links = []
+    if not broken:
+        links = measure(rendezvous, groups, group, is_first, exchange_address(), seconds, progress)
+    if launch.rank != 0:
+        return None
+    return Examined(groups, endpoints, machines, broken, links)
+
+
+def _no_progress(text: str) -> None: ...
 
 
 class Launch(NamedTuple):
+    """The place of this process in the launch, and the address at which all ranks meet."""
+
     rank: int
     world_size: int
     nodes: int
@@ -221,29 +237,10 @@ def detect_launch(num_nodes: int | None = None) -> Launch:
     """Detects torchrun, srun, or variables that were set by hand, as Lightning does for the
     training.
     """
-    fabric = "lightning.fabric" if find_spec("lightning") is not None else "lightning_fabric"
-    environments = import_module(f"{fabric}.plugins.environments")
-    numbers: tuple[str, ...] = ()
-    if num_nodes is not None:
-        environment = environments.LightningEnvironment()
-        numbers = ("NODE_RANK", "MASTER_PORT")
-    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        environment = environments.TorchElasticEnvironment()
-        numbers = ("RANK", "WORLD_SIZE", "MASTER_PORT")
-    elif "SLURM_NTASKS" in os.environ and environments.SLURMEnvironment.detect():
-        try:
-            environment = environments.SLURMEnvironment()
-        except RuntimeError as error:
-            raise ValueError(f"Lightning would refuse this job: {error}") from error
-    else:
-        raise ValueError(
-            "This process does not know its rank. Start it on every node like the training: with"
-            " srun, with torchrun,"
-            " or by hand with NODE_RANK, MASTER_ADDR and MASTER_PORT set and --num-nodes N."
-        )
+    environment, numbers = _environment(num_nodes)
     for name in numbers:
-        if not os.environ.get(name, "").isdigit():
-            value = os.environ.get(name, "")
+        value = os.environ.get(name, "")
+        if not value.isdigit():
             raise ValueError(
                 f"{name}={value!r} is not a number. Set it on every node, as for the training."
             )
@@ -252,9 +249,9 @@ def detect_launch(num_nodes: int | None = None) -> Launch:
         raise ValueError(
             "MASTER_ADDR is not set. Set it to an address of rank 0's machine on every node."
         )
-    where = str(environment.main_address), environment.main_port
+    meeting_place = str(environment.main_address), environment.main_port
     if num_nodes is not None:
-        return Launch(environment.node_rank(), num_nodes, num_nodes, *where)
+        return Launch(environment.node_rank(), num_nodes, num_nodes, *meeting_place)
     rank = environment.global_rank()
     world_size = environment.world_size()
     if numbers:
@@ -263,7 +260,27 @@ def detect_launch(num_nodes: int | None = None) -> Launch:
         nodes = int(os.environ.get("GROUP_WORLD_SIZE", max(world_size // per_node, 1)))
     else:
         nodes = int(os.environ["SLURM_NNODES"])
-    return Launch(rank, world_size, nodes, *where)
+    return Launch(rank, world_size, nodes, *meeting_place)
+
+
+def _environment(num_nodes: int | None) -> tuple[Any, tuple[str, ...]]:
+    """Returns Lightning's cluster environment, and the variables that must hold numbers for it."""
+    fabric = "lightning.fabric" if find_spec("lightning") is not None else "lightning_fabric"
+    environments = import_module(f"{fabric}.plugins.environments")
+    if num_nodes is not None:
+        return environments.LightningEnvironment(), ("NODE_RANK", "MASTER_PORT")
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return environments.TorchElasticEnvironment(), ("RANK", "WORLD_SIZE", "MASTER_PORT")
+    if "SLURM_NTASKS" in os.environ and environments.SLURMEnvironment.detect():
+        try:
+            return environments.SLURMEnvironment(), ()
+        except RuntimeError as error:
+            raise ValueError(f"Lightning would refuse this job: {error}") from error
+    raise ValueError(
+        "This process does not know its rank. Start it on every node like the training: with"
+        " srun, with torchrun,"
+        " or by hand with NODE_RANK, MASTER_ADDR and MASTER_PORT set and --num-nodes N."
+    )
 
 
 def describe() -> dict[str, Any]:
@@ -286,7 +303,7 @@ def describe() -> dict[str, Any]:
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "tcp": {
             "congestion_control": tcp("tcp_congestion_control"),
-            # The largest size of a buffer in bytes; 0 if the system does not say.
+            # The largest size of a buffer in bytes; 0 if the system does not publish it.
             "send_buffer": int((tcp("tcp_wmem").split() or ["0"])[-1]),
             "receive_buffer": int((tcp("tcp_rmem").split() or ["0"])[-1]),
             "slow_start_after_idle": tcp("tcp_slow_start_after_idle") == "1",
@@ -304,132 +321,156 @@ def _installed_version(package: str) -> str | None:
 # Findings
 
 
-def findings(seen: Examined) -> list[Finding]:
-    return [*_of_ranks(seen), *_of_machines(seen), *_of_links(seen)]
+def findings(examined: Examined) -> list[Finding]:
+    return [*_check_ranks(examined), *_check_machines(examined), *_check_links(examined)]
 
 
-def _of_ranks(seen: Examined) -> Iterator[Finding]:
-    hosts = list(dict.fromkeys(one.host for one in seen.endpoints))
-    told = f"{len(seen.endpoints)} on {len(hosts)} host{'s' if len(hosts) > 1 else ''} ({_some(hosts)})"
-    size = len(seen.endpoints) // seen.groups
-    yield Finding("ok", "ranks", f"{told}, in {seen.groups} worker groups of {size}")
-    yield Finding("ok", "devices", _by_value([machine["device"] for machine in seen.machines])[1])
-    for name in seen.machines[0]["versions"]:
-        equal, told = _by_value([machine["versions"][name] for machine in seen.machines])
-        fix = "" if equal else f"Install the same version of {name} for all ranks."
-        yield Finding("ok" if equal else "wrong", name, told, fix)
+def _check_ranks(examined: Examined) -> Iterator[Finding]:
+    """Counts ranks and hosts, and compares the versions of packages between ranks."""
+    ranks = len(examined.endpoints)
+    hosts = list(dict.fromkeys(endpoints.host for endpoints in examined.endpoints))
+    places = f"{ranks} on {counted(len(hosts), 'host')} ({_some(hosts)})"
+    size = ranks // examined.groups
+    yield Finding("ok", "ranks", f"{places}, in {examined.groups} worker groups of {size}")
+    devices = _by_value([machine["device"] for machine in examined.machines])
+    yield Finding("ok", "devices", devices)
+    for name in examined.machines[0]["versions"]:
+        versions = [machine["versions"][name] for machine in examined.machines]
+        if len(set(versions)) == 1:
+            yield Finding("ok", name, versions[0])
+        else:
+            fix = f"Install the same version of {name} for all ranks."
+            yield Finding("wrong", name, _by_value(versions), fix)
 
 
-def _by_value(values: Sequence[str]) -> tuple[bool, str]:
-    """Returns whether all ranks have the same value, and which ranks have which."""
+def _by_value(values: Sequence[str]) -> str:
+    """Formats the value that all ranks share, or each value with its ranks."""
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(str(rank))
     if len(ranks) == 1:
-        return True, values[0]
-    return False, ", ".join(f"{value} on rank {_some(own)}" for value, own in ranks.items())
+        return values[0]
+    return ", ".join(f"{value} on rank {_some(holders)}" for value, holders in ranks.items())
 
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
-def _rank(rank: int, seen: Examined) -> str:
-    return f"rank {rank} ({seen.endpoints[rank].host})"
+def _rank(rank: int, examined: Examined) -> str:
+    return f"rank {rank} ({examined.endpoints[rank].host})"
 
 
-def _of_machines(seen: Examined) -> Iterator[Finding]:
-    hosts = [one.host for one in seen.endpoints]
-    needed = _FILES_PER_RANK * len(seen.endpoints) + _FILES
+def _check_machines(examined: Examined) -> Iterator[Finding]:
+    """Looks for machines with too few files, too many threads, or a slow debug setting."""
     # Of each kind only the worst or first is shown: the others have the same remedy.
-    few = {
-        rank: machine["files"]
-        for rank, machine in enumerate(seen.machines)
-        if 0 <= machine["files"] < needed
-    }
-    if few:
-        rank = min(few, key=lambda rank: few[rank])
-        told = f"{_rank(rank, seen)} may open {few[rank]}; {needed} may be needed"
+    needed = _FILES_PER_RANK * len(examined.endpoints) + _FILES
+    files = [machine["files"] for machine in examined.machines]
+    few_files = [rank for rank, limit in enumerate(files) if 0 <= limit < needed]
+    if few_files:
+        rank = min(few_files, key=lambda rank: files[rank])
+        limit = f"{_rank(rank, examined)} may open {files[rank]}; {needed} may be needed"
         fix = f"ulimit -n {needed} before the training starts, on every machine."
-        yield Finding("wrong", "open files", told, fix)
-    for rank, machine in enumerate(seen.machines):
-        on_host = hosts.count(hosts[rank])
-        cores = machine["cores"]
-        given = machine["variables"].get("OMP_NUM_THREADS", "")
-        threads = int(given) if given.isdigit() else cores
-        if machine["device"] == "CPU" and on_host > 1 and threads * on_host > cores:
-            told = (
-                f"{on_host} ranks on {hosts[rank]} with {threads} threads each share {cores} cores"
-            )
-            yield Finding("slow", "threads", told, f"OMP_NUM_THREADS={max(cores // on_host, 1)}")
-            break
-    for rank, machine in enumerate(seen.machines):
+        yield Finding("wrong", "open files", limit, fix)
+    yield from list(_crowded_hosts(examined))[:1]
+    for rank, machine in enumerate(examined.machines):
         if machine["variables"].get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
-            told = f"{_rank(rank, seen)} has TORCH_DISTRIBUTED_DEBUG=DETAIL, which compares ranks at every collective"
-            yield Finding("slow", "debugging", told, "Leave it out.")
+            setting = (
+                f"{_rank(rank, examined)} has TORCH_DISTRIBUTED_DEBUG=DETAIL, which compares ranks"
+                " at every collective"
+            )
+            yield Finding("slow", "debugging", setting, "Leave it out.")
             break
 
 
-def _of_links(seen: Examined) -> Iterator[Finding]:
-    if not seen.broken:
-        pairs = len(seen.endpoints) * (len(seen.endpoints) - 1)
+def _crowded_hosts(examined: Examined) -> Iterator[Finding]:
+    """Yields a finding for each rank on a host whose threads outnumber its cores."""
+    hosts = [endpoints.host for endpoints in examined.endpoints]
+    for host, machine in zip(hosts, examined.machines, strict=True):
+        ranks = hosts.count(host)
+        cores = machine["cores"]
+        variable = machine["variables"].get("OMP_NUM_THREADS", "")
+        threads = int(variable) if variable.isdigit() else cores
+        if machine["device"] == "CPU" and ranks > 1 and threads * ranks > cores:
+            load = f"{ranks} ranks on {host} with {threads} threads each share {cores} cores"
+            yield Finding("slow", "threads", load, f"OMP_NUM_THREADS={max(cores // ranks, 1)}")
+
+
+def _check_links(examined: Examined) -> Iterator[Finding]:
+    """Reports unreachable ranks, and round trip, bandwidth, buffers and slow start of each link."""
+    if not examined.broken:
+        pairs = len(examined.endpoints) * (len(examined.endpoints) - 1)
         yield Finding("ok", "reachability", f"all {pairs} connections between ranks can be made")
-    for one in seen.broken:
-        told = f"{_rank(one.source, seen)} -> {_rank(one.target, seen)} at {one.address}: {one.why}"
-        yield Finding("wrong", "reachability", told, advice([one]))
+    for broken in examined.broken:
+        source = _rank(broken.source, examined)
+        target = f"{_rank(broken.target, examined)} at {broken.address}"
+        yield Finding(
+            "wrong", "reachability", f"{source} -> {target}: {broken.why}", advice([broken])
+        )
     rates = {
-        (link.source, link.target): link.bits_per_second for link in seen.links if not link.error
+        (link.source, link.target): link.bits_per_second
+        for link in examined.links
+        if not link.error
     }
-    size = len(seen.endpoints) // seen.groups
-    for link in seen.links:
+    first_of_each_group = slice(None, None, len(examined.endpoints) // examined.groups)
+    tcp = [machine["tcp"] for machine in examined.machines[first_of_each_group]]
+    for link in examined.links:
+        way = f"{link.source} -> {link.target}"
         if link.error:
             fix = "Start the doctor again; if the error stays, look at that machine."
-            yield Finding("wrong", f"round trip {link.source} -> {link.target}", link.error, fix)
+            yield Finding("wrong", f"round trip {way}", link.error, fix)
             continue
-        way = f"{link.source} -> {link.target}"
-        rate = link.bits_per_second
         if link.source < link.target:
             yield Finding("ok", f"round trip {way}", f"{1000 * link.round_trip:.3g} ms")
-        told = readable_rate(rate / 1e9)
-        back = rates.get((link.target, link.source), rate)
-        if rate * _UNEQUAL < back:
-            told += f", and {readable_rate(back / 1e9)} in the other direction"
-            fix = (
-                f"Look for other traffic from worker group {link.source} to {link.target}, and"
-                " at the congestion"
-                " control there: training goes at the pace of the slower direction."
-            )
-            yield Finding("slow", f"bandwidth {way}", told, fix)
-        else:
-            yield Finding("ok", f"bandwidth {way}", told)
-        # A connection carries at most one buffer in each round trip. Linux keeps part of a buffer
-        # for itself.
-        ours, theirs = (seen.machines[group * size]["tcp"] for group in (link.source, link.target))
-        limits = [
-            buffer / 2 for buffer in (ours["send_buffer"], theirs["receive_buffer"]) if buffer
-        ]
-        most = 8 * min(limits) / link.round_trip if limits and link.round_trip > 0 else float("inf")
-        if rate > most / 2:
-            needed = int(4 * rate / 8 * link.round_trip)
-            yield Finding(
-                "slow",
-                f"buffers {way}",
-                f"TCP buffers may hold one connection below {readable_rate(most / 1e9)}"
-                f" at {1000 * link.round_trip:.3g} ms",
-                f'On both sides: sysctl -w net.ipv4.tcp_wmem="4096 16384 {needed}"'
-                f' net.ipv4.tcp_rmem="4096 131072 {needed}"',
-            )
-    slow = [
-        seen.machines[link.source * size]["tcp"]
-        for link in seen.links
-        if link.round_trip > _LONG_ROUND_TRIP
-    ]
-    if any(tcp["slow_start_after_idle"] for tcp in slow):
+        back = rates.get((link.target, link.source), link.bits_per_second)
+        yield _check_direction(link, back)
+        yield from _check_buffers(
+            link, (tcp[link.source]["send_buffer"], tcp[link.target]["receive_buffer"])
+        )
+    if any(
+        link.round_trip > _LONG_ROUND_TRIP and tcp[link.source]["slow_start_after_idle"]
+        for link in examined.links
+    ):
         yield Finding(
             "slow",
             "idle connections",
             "TCP starts slowly again after idling, as it does between two launches",
             "On all machines: sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
+        )
+
+
+def _check_direction(link: MeasuredLink, back: float) -> Finding:
+    """Compares the bandwidth of a link with that of the opposite direction."""
+    check = f"bandwidth {link.source} -> {link.target}"
+    rate = readable_rate(link.bits_per_second / 1e9)
+    if link.bits_per_second * _UNEQUAL >= back:
+        return Finding("ok", check, rate)
+    return Finding(
+        "slow",
+        check,
+        f"{rate}, and {readable_rate(back / 1e9)} in the other direction",
+        f"Look for other traffic from worker group {link.source} to {link.target}, and at the"
+        " congestion control there: training goes at the pace of the slower direction.",
+    )
+
+
+def _check_buffers(link: MeasuredLink, buffers: tuple[int, int]) -> Iterator[Finding]:
+    """Yields a finding where TCP buffers limit a link. A connection carries at most one buffer in
+    each round trip, and Linux keeps half of a buffer for itself.
+    """
+    limits = [buffer / 2 for buffer in buffers if buffer]
+    if not limits or link.round_trip <= 0:
+        return
+    most = 8 * min(limits) / link.round_trip
+    if link.bits_per_second > most / 2:
+        needed = int(4 * link.bits_per_second / 8 * link.round_trip)
+        yield Finding(
+            "slow",
+            f"buffers {link.source} -> {link.target}",
+            f"TCP buffers may hold one connection below {readable_rate(most / 1e9)}"
+            f" at {1000 * link.round_trip:.3g} ms",
+            f'On both sides: sysctl -w net.ipv4.tcp_wmem="4096 16384 {needed}"'
+            f' net.ipv4.tcp_rmem="4096 131072 {needed}"',
         )
 
 
@@ -440,7 +481,7 @@ def measure(
     rendezvous: Rendezvous,
     groups: int,
     group: int,
-    speaks: bool,
+    is_first: bool,
     address: str,
     seconds: float,
     progress: Callable[[str], None],
@@ -448,32 +489,35 @@ def measure(
     """Measures between the first ranks of all worker groups, one link of each at a time. All ranks
     must call it.
     """
-    listener = Listener(address, lambda connection: _serve(connection, seconds))
+    listener = Listener(address, partial(_serve, seconds=seconds))
     try:
-        told = rendezvous.all_gather("links", [group, address, listener.port] if speaks else None)
-        endpoints = {one[0]: (str(one[1]), int(one[2])) for one in told if one is not None}
-        round_trips = (
-            {other: _round_trip(endpoints[other]) for other in endpoints if other != group}
-            if speaks
-            else {}
-        )
+        entry = [group, address, listener.port] if is_first else None
+        endpoints = _endpoints(rendezvous, entry)
+        round_trips = {}
+        if is_first:
+            for peer in endpoints:
+                if peer != group:
+                    round_trips[peer] = _round_trip(endpoints[peer])
         rendezvous.all_gather("round trips", None)
         links = []
         for step in range(1, groups):
-            other = (group + step) % groups
+            peer = (group + step) % groups
             progress(
                 f"Measuring bandwidth, {step} of {groups - 1}: {seconds:g} s in each direction"
             )
-            if speaks:
-                links.append(_link(group, other, endpoints[other], round_trips[other], seconds))
+            if is_first:
+                links.append(_link(group, peer, endpoints[peer], round_trips[peer], seconds))
             rendezvous.all_gather(f"round {step}", None)
-        return [
-            MeasuredLink(*link)
-            for rank in rendezvous.all_gather("measured", links)
-            for link in rank
-        ]
+        links = list(chain.from_iterable(rendezvous.all_gather("measured", links)))
+        return [MeasuredLink(*link) for link in links]
     finally:
         listener.close()
+
+
+def _endpoints(rendezvous: Rendezvous, entry: list[Any] | None) -> dict[int, tuple[str, int]]:
+    """Gathers the listeners of the first ranks, by group; all other ranks enter none."""
+    entries = [e for e in rendezvous.all_gather("links", entry) if e is not None]
+    return {group: (str(host), int(port)) for group, host, port in entries}
 
 
 def _round_trip(address: tuple[str, int]) -> float | str:
@@ -489,14 +533,17 @@ def _round_trip(address: tuple[str, int]) -> float | str:
             seconds.append(time.monotonic() - start)
 
     error = try_to_connect(*address, 10.0, ping)
-    return statistics.median(seconds) if error is None else reason(error)
+    if error is not None:
+        return reason(error)
+    return statistics.median(seconds)
 
 
 def _link(
-    group: int, other: int, address: tuple[str, int], round_trip: float | str, seconds: float
+    group: int, peer: int, address: tuple[str, int], round_trip: float | str, seconds: float
 ) -> MeasuredLink:
+    """Sends to another group for some seconds, and returns the rate that it has received."""
     if isinstance(round_trip, str):
-        return MeasuredLink(group, other, error=round_trip)
+        return MeasuredLink(group, peer, error=round_trip)
     rates: list[float] = []
 
     def send(connection: socket.socket) -> None:
@@ -511,12 +558,12 @@ def _link(
 
     error = try_to_connect(*address, 4 * seconds + 10, send)
     if error is not None:
-        return MeasuredLink(group, other, error=reason(error))
-    return MeasuredLink(group, other, round_trip, rates[0])
+        return MeasuredLink(group, peer, error=reason(error))
+    return MeasuredLink(group, peer, round_trip, rates[0])
 
 
 def _serve(connection: socket.socket, seconds: float) -> None:
-    """Answers pings, and the bits per second that came in the second half of the time."""
+    """Answers pings, and measures the bits per second received in the second half of the time."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     while kind := connection.recv(1):
         if kind == b"p":
@@ -525,20 +572,23 @@ def _serve(connection: socket.socket, seconds: float) -> None:
         block = memoryview(bytearray(_BLOCK))
         start = time.monotonic()
         middle = None
-        counted = 0
+        received = 0
         last = start
         while count := connection.recv_into(block):
             last = time.monotonic()
             if middle is not None:
-                counted += count
+                received += count
             elif last - start > seconds / 2:
                 middle = last
-        rate = 8 * counted / (last - middle) if middle is not None and last > middle else 0.0
+        rate = 0.0
+        if middle is not None and last > middle:
+            rate = 8 * received / (last - middle)
         connection.sendall(_RATE.pack(rate))
         return
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:
+    """Reads an exact number of bytes from a connection."""
     received = b""
     while len(received) < count:
         part = connection.recv(count - len(received))
@@ -554,58 +604,61 @@ _CLOCKS_APART = 60.0  # seconds
 
 
 def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], dict[str, Any]]:
-    """Looks at the way to a hub, until something is in the way: what comes after it would only say
-    the same.
-    """
-    places = hub_addresses(str(options.hub))
+    """Examines the way to a hub up to the first fault: further checks would only repeat it."""
+    addresses = hub_addresses(str(options.hub))
     if (options.keys is None) != options.insecure:
         raise ValueError(
             "Give the keys of a site, or of another role in the run: --keys FILE; or --insecure."
         )
-    found = list[Finding]()
-    numbers = dict[str, Any](hub=options.hub)
-    for finding in _of_way(options, places, seconds, numbers):
-        found.append(finding)
+    checks: list[Finding] = []
+    numbers: dict[str, Any] = {"hub": options.hub}
+    for finding in _check_path(options, addresses, seconds, numbers):
+        checks.append(finding)
         if finding.state == "wrong":
             break
-    return found, numbers
+    return checks, numbers
 
 
-def _of_way(
-    options: HubOptions, places: list[tuple[str, int]], seconds: float, numbers: dict[str, Any]
+def _check_path(
+    options: HubOptions, addresses: list[tuple[str, int]], seconds: float, numbers: dict[str, Any]
 ) -> Iterator[Finding]:
-    told = "none: anyone on the way can read and change everything (--insecure)"
-    if options.keys is not None:
-        try:
-            bundle = load(options.keys)
-        except ValueError as refusal:
-            yield Finding("wrong", "keys", str(refusal))
-            return
-        who = bundle.identity
-        until = bundle.ends
-        days = (until - datetime.datetime.now(datetime.timezone.utc)).days
-        run = f"run {who.run}" if who.run != "-" else "the run of its authority"
-        told = f"{who.role} {who.name} in {run}, valid until {until:%Y-%m-%d}, for {days} days"
-    yield Finding("ok", "keys", told)
-    errors = [try_to_connect(host, port, 5.0) for host, port in places]
-    for (host, port), error in zip(places, errors, strict=True):
+    """Yields the checks in the order in which they depend on each other: keys, addresses, hub."""
+    yield _check_keys(options)
+    errors = [try_to_connect(host, port, 5.0) for host, port in addresses]
+    for (host, port), error in zip(addresses, errors, strict=True):
         if error is not None:
             yield Finding(
                 "wrong" if all(errors) else "slow",  # one of several addresses is enough
                 "reachability",
                 f"{host}:{port}: {reason(error)}",
                 "Start the hub, on an address that can be reached from here (--listen"
-                f" 0.0.0.0:{port}), and open that"
-                " port on its machine. Sites need no open port.",
+                f" 0.0.0.0:{port}), and open that port on its machine. Sites need no open port.",
             )
-    for number, (host, port) in enumerate(places, start=1):
-        findings = list(_of_hub(replace(options, hub=f"{host}:{port}"), seconds, numbers))
-        if number == len(places) or findings[-1].state != "wrong":
-            yield from findings
+    for number, (host, port) in enumerate(addresses, start=1):
+        checks = list(_check_hub(replace(options, hub=f"{host}:{port}"), seconds, numbers))
+        if number == len(addresses) or checks[-1].state != "wrong":
+            yield from checks
             return
 
 
-def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Iterator[Finding]:
+def _check_keys(options: HubOptions) -> Finding:
+    """Loads the bundle, and reports its holder, run and validity."""
+    if options.keys is None:
+        insecure = "none: anyone on the way can read and change everything (--insecure)"
+        return Finding("ok", "keys", insecure)
+    try:
+        bundle = load(options.keys)
+    except ValueError as refusal:
+        return Finding("wrong", "keys", str(refusal))
+    holder = bundle.identity
+    run = f"run {holder.run}" if holder.run != "-" else "the run of its authority"
+    days = (bundle.ends - datetime.datetime.now(datetime.timezone.utc)).days
+    validity = f"valid until {bundle.ends:%Y-%m-%d}, for {days} days"
+    return Finding("ok", "keys", f"{holder.role} {holder.name} in {run}, {validity}")
+
+
+def _check_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Iterator[Finding]:
+    """Checks one address of the hub: the connection first, then the run behind it."""
     try:
         mailbox = options.mailbox("reader", HUB_CONNECTIONS)
     except ValueError as refusal:
@@ -613,96 +666,112 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
         return
     try:
         with closing(mailbox):
-            numbers["round_trip"] = mailbox.round_trip()
-            yield Finding(
-                "ok",
-                "hub",
-                f"it answers, and knows {mailbox.identity.role} {mailbox.identity.name}",
-            )
-            told = f"{1000 * numbers['round_trip']:.3g} ms, by this end's clock alone"
-            yield Finding("ok", "round trip", told)
-            off = (
-                float(mailbox.call("ping", {"clock": True})[0].get("clock", wall_clock()))
-                - wall_clock()
-            )
-            told = f"the hub's clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the one here"
-            fix = "Set the wrong one: certificates are valid by its dates."
-            yield Finding(
-                "slow" if abs(off) > _CLOCKS_APART else "ok",
-                "clock",
-                told,
-                fix * (abs(off) > _CLOCKS_APART),
-            )
-            for up, way in ((True, "to"), (False, "from")):
-                _progress(f"Measuring bandwidth {way} the hub, for {seconds:g} s")
-                numbers[f"bits_per_second_{way}_hub"] = rate = mailbox.bandwidth(up, seconds)
-                told = f"{readable_rate(rate / 1e9)}, over {HUB_CONNECTIONS} connections"
-                yield Finding("ok", f"bandwidth {way} the hub", told)
-            numbers["status"] = status = codec.loads(mailbox.call("status")[1])
+            yield from _check_connection(mailbox, seconds, numbers)
     except (HubError, Refused) as refusal:
-        if options.insecure and isinstance(refusal, HubUnreachable):
-            fix = (
+        yield Finding("wrong", "hub", str(refusal), _fix_of(refusal, options.insecure))
+        return
+    yield from _check_run(numbers["status"])
+
+
+def _check_connection(
+    mailbox: HubClient, seconds: float, numbers: dict[str, Any]
+) -> Iterator[Finding]:
+    """Measures round trip, clock and bandwidth, and stores them and the run's status in
+    ``numbers``.
+    """
+    numbers["round_trip"] = mailbox.round_trip()
+    identity = mailbox.identity
+    yield Finding("ok", "hub", f"it answers, and knows {identity.role} {identity.name}")
+    round_trip = f"{1000 * numbers['round_trip']:.3g} ms, by this end's clock alone"
+    yield Finding("ok", "round trip", round_trip)
+    hub_clock = mailbox.call("ping", {"clock": True})[0].get("clock", wall_clock())
+    ahead = float(hub_clock) - wall_clock()
+    direction = "ahead of" if ahead > 0 else "behind"
+    clock = f"the hub's clock is {abs(ahead):.0f} s {direction} the one here"
+    if abs(ahead) > _CLOCKS_APART:
+        fix = "Set the wrong one: certificates are valid by its dates."
+        yield Finding("slow", "clock", clock, fix)
+    else:
+        yield Finding("ok", "clock", clock)
+    for is_upload, way in ((True, "to"), (False, "from")):
+        _progress(f"Measuring bandwidth {way} the hub, for {seconds:g} s")
+        rate = mailbox.bandwidth(is_upload, seconds)
+        numbers[f"bits_per_second_{way}_hub"] = rate
+        bandwidth = f"{readable_rate(rate / 1e9)}, over {HUB_CONNECTIONS} connections"
+        yield Finding("ok", f"bandwidth {way} the hub", bandwidth)
+    numbers["status"] = codec.loads(mailbox.call("status")[1])
+
+
+def _fix_of(refusal: Exception, insecure: bool) -> str:
+    """Returns the advice for a hub that refuses a call or does not answer it."""
+    if isinstance(refusal, HubUnreachable):
+        if insecure:
+            return (
                 "Something listens there, but does not answer: a hub with keys refuses calls without."
                 " Give --keys FILE."
             )
-        elif isinstance(refusal, HubUnreachable):
-            fix = (
-                "Something listens there, but hub and keys do not match: another authority,"
-                " another run, or a hub"
-                " without TLS. Get keys from where the hub's are made: sdiloco keys add FOLDER"
-                " NAME."
-            )
-        elif options.insecure:
-            fix = "Give the name of the run that this hub serves: --run NAME."
-        else:
-            fix = "Get a bundle for this run from the owner of its folder of keys: sdiloco keys add FOLDER NAME."
-        yield Finding("wrong", "hub", str(refusal), fix)
-        return
-    if not status["founded"]:
-        here = ", ".join(status["here"]) or "none"
-        yield Finding(
-            "ok", "run", f"not founded yet: {status['missing']} more sites are needed; here: {here}"
+        return (
+            "Something listens there, but hub and keys do not match: another authority, another"
+            " run, or a hub without TLS. Get keys from where the hub's are made: sdiloco keys add"
+            " FOLDER NAME."
         )
+    if insecure:
+        return "Give the name of the run that this hub serves: --run NAME."
+    return "Get a bundle for this run from the owner of its folder of keys: sdiloco keys add FOLDER NAME."
+
+
+def _check_run(status: dict[str, Any]) -> Iterator[Finding]:
+    """Reports the state of the run, the hub's disk, and whether the versions here may join."""
+    if not status["founded"]:
+        sites = ", ".join(status["here"]) or "none"
+        missing = f"{status['missing']} more sites are needed; here: {sites}"
+        yield Finding("ok", "run", f"not founded yet: {missing}")
         return
     if status["trouble"]:
         yield Finding("wrong", "run", str(status["trouble"]), "Ask the hub's operator.")
     needs = status["disk"]["still_needs"]
     free = status["disk"]["free"]
     if free is not None:
-        told = f"the hub has {readable(free)} free, but the run will need {readable(needs)} more"
-        fix = ""
+        room = f"the hub has {readable(free)} free, but the run will need {readable(needs)} more"
         if free < needs:
             fix = "Make room, or give the hub another --store: without room no rounds close."
-        yield Finding("slow" if fix else "ok", "disk", told, fix)
-    run_config = status["run_config"]
-    records = status["records"]
-    sites = len(status["sites"])
-    terms = run_config["terms"]
-    ends = "without an end" if terms["rounds"] is None else f"{terms['rounds']} rounds"
-    quorum = (
-        ChosenQuorum(**terms["quorum"]) if isinstance(terms["quorum"], dict) else terms["quorum"]
-    )
-    key = run_config["key"][:8]
-    yield Finding(
-        "ok", "run", f"founded on run config {key}, {records} records; {sites} sites are known"
-    )
-    yield Finding(
-        "ok",
-        "run_config",
-        f"{run_config['parameters']} tensors in {run_config['fragments']} fragments,"
-        f" sync_every={terms['sync_every']},"
-        f" overlap_steps={terms['overlap_steps']}, grace={terms['grace']:g},"
-        f" lease={terms['lease']:g},"
-        f" quorum={quorum}, {ends};"
-        f" {', '.join(f'{k}={v}' for k, v in run_config['settings'].items())}",
-    )
-    for name, there in run_config["versions"].items():
-        here = (_installed_version(name) or "none").split("+")[0]
-        if here == there.split("+")[0]:
-            yield Finding("ok", name, here)
-        elif here.split(".")[:2] == there.split(".")[:2]:
-            told = f"{here} here, {there} in the run config: it may join if both compute the same from known values"
-            yield Finding("ok", name, told)
+            yield Finding("slow", "disk", room, fix)
         else:
-            fix = f"Install {name}=={there} here: a run stays with the versions it was founded on."
-            yield Finding("wrong", name, f"{here} here, but {there} in the run config", fix)
+            yield Finding("ok", "disk", room)
+    run_config = status["run_config"]
+    key = run_config["key"][:8]
+    state = f"{status['records']} records; {len(status['sites'])} sites are known"
+    yield Finding("ok", "run", f"founded on run config {key}, {state}")
+    yield Finding("ok", "run_config", _described(run_config))
+    for name, required in run_config["versions"].items():
+        yield _check_version(name, required)
+
+
+def _described(run_config: dict[str, Any]) -> str:
+    """Formats the run config in one line: model, terms and settings."""
+    terms = run_config["terms"]
+    end = "without an end" if terms["rounds"] is None else f"{terms['rounds']} rounds"
+    quorum = terms["quorum"]
+    if isinstance(quorum, dict):
+        quorum = ChosenQuorum(**quorum)
+    settings = ", ".join(f"{name}={value}" for name, value in run_config["settings"].items())
+    return (
+        f"{run_config['parameters']} tensors in {run_config['fragments']} fragments,"
+        f" sync_every={terms['sync_every']}, overlap_steps={terms['overlap_steps']},"
+        f" grace={terms['grace']:g}, lease={terms['lease']:g}, quorum={quorum}, {end}; {settings}"
+    )
+
+
+def _check_version(name: str, required: str) -> Finding:
+    """Compares an installed version with that of the run config; only the patch may differ."""
+    installed = (_installed_version(name) or "none").split("+")[0]
+    if installed == required.split("+")[0]:
+        return Finding("ok", name, installed)
+    if installed.split(".")[:2] == required.split(".")[:2]:
+        difference = (
+            f"{installed} here, {required} in the run config: it may join if both compute the same"
+            " from known values"
+        )
+        return Finding("ok", name, difference)
+    fix = f"Install {name}=={required} here: a run stays with the versions it was founded on."
+    return Finding("wrong", name, f"{installed} here, but {required} in the run config", fix)

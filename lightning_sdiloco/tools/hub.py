@@ -1,6 +1,4 @@
-"""Runs ``sdiloco hub``: serves a run to its sites, with metrics for Prometheus, and asks a hub
-that serves.
-"""
+"""Runs ``sdiloco hub``: serves a run to its sites, with metrics, and sends requests to a hub."""
 
 import importlib
 import json
@@ -11,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning_sdiloco.federation.client import HubClient
@@ -66,45 +65,56 @@ def hub(
             "A hub serves one run: give its name (--run NAME), and keys for it (--keys FOLDER)."
         )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    more: dict[str, Any] = {"backups": backups, "backups_every": backups_every, "refound": refound}
     try:
         service = HubService(
-            run, ledger, sites, listen, store, keys, insecure, quorum=quorum, **more
+            run,
+            ledger,
+            sites,
+            listen,
+            store,
+            keys,
+            insecure,
+            quorum=quorum,
+            backups=backups,
+            backups_every=backups_every,
+            refound=refound,
         )
     except HubError as error:
         raise ValueError(str(error)) from error
-    try:
-        told = (
-            None
-            if metrics is None
-            else MetricsServer(metrics, service.coordinator.status, service.is_serving)
-        )
-    except ValueError:
-        service.close()
-        raise
+    server = None
+    if metrics is not None:
+        try:
+            server = MetricsServer(metrics, service.coordinator.status, service.is_serving)
+        except ValueError:
+            service.close()
+            raise
     # The service ends first: until it has, /healthz answers that it does not serve.
-    with nullcontext() if told is None else closing(told), closing(service):
-        over = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: over.set())
-        service.start()
-        status = service.coordinator.status()
-        found = (
-            f"it goes on after {status['records']} records"
-            if status["founded"]
-            else f"it waits for {status['missing']} sites that found the run"
-        )
-        print(f"The hub of run {run} listens on port {service.port}: {found}.", flush=True)
-        if told is not None:
-            print(
-                f"Metrics for Prometheus are on port {told.port}, open to anyone who reaches it.",
-                flush=True,
-            )
-        over.wait()
+    with nullcontext() if server is None else closing(server), closing(service):
+        _serve(run, service, server)
     return f"The hub has ended. Everything is in {ledger}: start it again with the same command."
 
 
-# Asking a hub
+def _serve(run: str, service: HubService, server: "MetricsServer | None") -> None:
+    """Serves until a signal comes, and prints where."""
+    over = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: over.set())
+    service.start()
+    status = service.coordinator.status()
+    if status["founded"]:
+        state = f"it goes on after {status['records']} records"
+    else:
+        state = f"it waits for {status['missing']} sites that found the run"
+    print(f"The hub of run {run} listens on port {service.port}: {state}.", flush=True)
+    if server is not None:
+        print(
+            f"Metrics for Prometheus are on port {server.port}, open to anyone who reaches it.",
+            flush=True,
+        )
+    over.wait()
+
+
+# Requests to a hub
 
 
 @dataclass(frozen=True)
@@ -124,29 +134,30 @@ class HubOptions:
     insecure: bool = False
 
     def mailbox(self, role: Role, channels: int = 1) -> HubClient:
+        """Connects to the hub; the bundle names the caller, and the run unless ``run`` does."""
         if self.hub is None:
             raise ValueError("Say where the hub is: --hub ADDRESS:PORT.")
         name = str(role)
         run = self.run
         if self.keys is not None and not self.insecure:
-            who = load(self.keys).identity
-            name = who.name
-            run = run or who.run
+            holder = load(self.keys).identity
+            name = holder.name
+            run = run or holder.run
         if run is None:
             raise ValueError("Say which run it is: --run RUN. A bundle names it too: --keys FILE.")
         return HubClient(
             self.hub, run, name, self.keys, self.insecure, role=role, channels=channels
         )
 
-    def ask(self, role: Role, name: str, **about: Any) -> dict[str, Any]:
+    def ask(self, role: Role, request: str, **arguments: Any) -> dict[str, Any]:
         with closing(self.mailbox(role)) as mailbox:
-            return asked(mailbox, name, **about)[0]
+            return asked(mailbox, request, **arguments)[0]
 
 
-def asked(mailbox: HubClient, name: str, **about: Any) -> tuple[dict[str, Any], bytes]:
-    """Asks a hub over a connection that stays, and returns the answer."""
+def asked(mailbox: HubClient, request: str, **arguments: Any) -> tuple[dict[str, Any], bytes]:
+    """Sends a request over a connection that stays open, and returns the answer."""
     try:
-        return mailbox.call(name, about)
+        return mailbox.call(request, arguments)
     except HubError as error:
         raise ValueError(str(error)) from error
 
@@ -186,8 +197,8 @@ def backup(options: HubOptions) -> str:
     Args:
         options: Which hub to ask, and as whom.
     """
-    told = options.ask("operator", "backup")
-    return f"{told['records']} records are in {told['folder']}, at the hub."
+    copy = options.ask("operator", "backup")
+    return f"{copy['records']} records are in {copy['folder']}, at the hub."
 
 
 def amend(
@@ -211,16 +222,21 @@ def amend(
     Examples:
         $ sdiloco hub amend --rounds 80 --grace 20 --hub a.example:29400 --keys operator.bundle
     """
-    given = {"rounds": rounds, "grace": grace, "lease": lease, "quorum": quorum, "guard": guard}
-    off = {
-        name: value or None if name in ("rounds", "guard") else value
-        for name, value in given.items()
+    terms: dict[str, Any] = {
+        "rounds": rounds,
+        "grace": grace,
+        "lease": lease,
+        "quorum": quorum,
+        "guard": guard,
     }
-    changes = {name: off[name] for name, value in given.items() if value is not None}
+    changes = {name: term for name, term in terms.items() if term is not None}
     if not changes:
-        raise ValueError(f"Give at least one change: {', '.join(f'--{name}' for name in given)}.")
-    terms = options.ask("operator", "amend", terms=changes)["terms"]
-    return f"The run continues with {', '.join(f'{name}={terms[name]}' for name in given)}."
+        raise ValueError(f"Give at least one change: {', '.join(f'--{name}' for name in terms)}.")
+    for name in ("rounds", "guard"):
+        if changes.get(name) == 0:
+            changes[name] = None  # without an end, any length
+    amended = options.ask("operator", "amend", terms=changes)["terms"]
+    return f"The run continues with {', '.join(f'{name}={amended[name]}' for name in terms)}."
 
 
 def rollback(round: int, options: HubOptions) -> str:
@@ -236,9 +252,8 @@ def rollback(round: int, options: HubOptions) -> str:
     """
     records = options.ask("operator", "rollback", round=round)["records"]
     return (
-        f"{records} records are left. Sites that have applied more are refused: restart them"
-        " from an earlier"
-        " checkpoint, or without one."
+        f"{records} records are left. Sites that have applied more are refused: restart them from"
+        " an earlier checkpoint, or without one."
     )
 
 
@@ -330,13 +345,12 @@ class MetricsServer:
         def answer(request: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
             if request.get("PATH_INFO") != "/healthz":
                 return answer_metrics(request, start)
-            status, text = (
-                ("200 OK", b"SERVING\n")
-                if is_serving()
-                else ("503 Service Unavailable", b"NOT_SERVING\n")
-            )
-            start(status, [("Content-Type", "text/plain")])
-            return [text]
+            headers = [("Content-Type", "text/plain")]
+            if is_serving():
+                start("200 OK", headers)
+                return [b"SERVING\n"]
+            start("503 Service Unavailable", headers)
+            return [b"NOT_SERVING\n"]
 
         self._server.set_app(answer)
 
@@ -346,69 +360,78 @@ class MetricsServer:
         self._thread.join()
 
     def describe(self) -> list[Any]:
-        """Names nothing in advance: the status need not be asked for at the registration."""
+        """Names no metrics in advance, so that the registration needs no status."""
         return []
 
     def collect(self) -> Iterator[Any]:
+        """Yields all metrics from a status that is at most a second old."""
         with self._lock:
             if time.monotonic() >= self._until:
                 self._last = self._status()
                 self._until = time.monotonic() + _FRESH
             status = self._last
-        core = _client("prometheus_client.core")
+        family = partial(_family, _client("prometheus_client.core"), status["run"])
+        trouble = "Whether something keeps rounds from closing, such as a full disk."
+        missing = status.get("missing", 0)
+        records = status.get("records", 0)
+        yield family("founded", "Whether the run has been founded.", [([], status["founded"])])
+        yield family("trouble", trouble, [([], bool(status["trouble"]))])
+        yield family("missing_sites", "Sites still needed to found the run.", [([], missing)])
+        yield family("records", "Records of the run.", [([], records)])
+        if status["founded"]:
+            yield from _site_families(family, status["sites"])
+            yield from _fragment_families(family, status["fragments"])
 
-        def family(
-            name: str,
-            text: str,
-            values: Iterable[tuple[list[str], Any]],
-            *more: str,
-            kind: str = "gauge",
-        ) -> Any:
-            made = core.CounterMetricFamily if kind == "counter" else core.GaugeMetricFamily
-            filled = made(f"sdiloco_{name}", text, labels=["run", *more])
-            for labels, value in values:
-                filled.add_metric([status["run"], *labels], float(value))
-            return filled
 
-        for name, text, value in (
-            ("founded", "Whether the run has been founded.", status["founded"]),
-            (
-                "trouble",
-                "Whether something keeps rounds from closing, such as a full disk.",
-                bool(status["trouble"]),
-            ),
-            ("missing_sites", "Sites still needed to found the run.", status.get("missing", 0)),
-            ("records", "Records of the run.", status.get("records", 0)),
-        ):
-            yield family(name, text, [([], value)])
-        if not status["founded"]:
-            return
-        sites = status["sites"]
-        fragments = list(enumerate(status["fragments"]))
-        states = [
-            ([site, state], own["state"] == state)
-            for site, own in sites.items()
-            for state in STATES
-        ]
-        yield family(
-            "site_state", "Whether a site is in a state, 1 in one of them.", states, "site", "state"
-        )
-        for key, (kind, name, text) in SITE_METRICS.items():
-            values = [([site], own[key]) for site, own in sites.items() if own[key] is not None]
-            yield family(f"site_{name}", text, values, "site", kind=kind)
-        rounds = [([str(number)], own["round"]) for number, own in fragments]
-        yield family("fragment_round", "The last closed round of a fragment.", rounds, "fragment")
-        missing = [([str(number), site], 1) for number, own in fragments for site in own["missing"]]
-        text = "1 for every site that the open round of a fragment waits for."
-        yield family("fragment_waits_for", text, missing, "fragment", "site")
+Samples = list[tuple[list[str], Any]]
+"""Numbers, each behind its labels."""
+
+
+def _family(
+    core: Any, run: str, name: str, text: str, samples: Samples, *labels: str, kind: str = "gauge"
+) -> Any:
+    """Makes a family of metrics whose samples all carry the name of the run."""
+    cls = core.CounterMetricFamily if kind == "counter" else core.GaugeMetricFamily
+    family = cls(f"sdiloco_{name}", text, labels=["run", *labels])
+    for values, number in samples:
+        family.add_metric([run, *values], float(number))
+    return family
+
+
+def _site_families(family: Callable[..., Any], sites: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields the metrics of the sites; one that is None for a site has no sample."""
+    states: Samples = []
+    for name, site in sites.items():
+        for state in STATES:
+            states.append(([name, state], site["state"] == state))
+    text = "Whether a site is in a state, 1 in one of them."
+    yield family("site_state", text, states, "site", "state")
+    for key, (kind, metric, text) in SITE_METRICS.items():
+        samples = [([name], site[key]) for name, site in sites.items() if site[key] is not None]
+        yield family(f"site_{metric}", text, samples, "site", kind=kind)
+
+
+def _fragment_families(
+    family: Callable[..., Any], fragments: list[Mapping[str, Any]]
+) -> Iterator[Any]:
+    """Yields the closed rounds, and the sites that open rounds wait for."""
+    rounds: Samples = []
+    missing: Samples = []
+    for number, fragment in enumerate(fragments):
+        rounds.append(([str(number)], fragment["round"]))
+        for site in fragment["missing"]:
+            missing.append(([str(number), site], 1))
+    yield family("fragment_round", "The last closed round of a fragment.", rounds, "fragment")
+    text = "1 for every site that the open round of a fragment waits for."
+    yield family("fragment_waits_for", text, missing, "fragment", "site")
 
 
 def _client(module: str) -> Any:
+    """Imports a module of prometheus_client, which is an optional dependency."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise ValueError(
-            "Metrics need prometheus_client, which is not installed. Install all that a"
-            " federation needs (pip install"
-            " 'lightning-sdiloco[federated]'), or leave out --metrics."
+            "Metrics need prometheus_client, which is not installed. Install all that a federation"
+            " needs (pip install 'lightning-sdiloco[federated]'), or leave out --metrics."
         ) from error

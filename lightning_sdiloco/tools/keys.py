@@ -50,6 +50,7 @@ def revoke(folder: str, names: list[str]) -> str:
         folder: The folder of `sdiloco keys init`.
         names: Names of holders.
     """
-    return "\n".join(
-        f"{name}: revoked {one}" for name in names for one in revoke_keys(folder, name)
-    )
+    lines = []
+    for name in names:
+        lines += [f"{name}: revoked {key}" for key in revoke_keys(folder, name)]
+    return "\n".join(lines)

@@ -1,5 +1,5 @@
-"""What several commands print and draw: tables of a fixed width, and pictures for light and for
-dark pages.
+"""Prints and draws for several commands: tables of a fixed width, pictures for light and dark
+pages.
 """
 
 import io
@@ -27,16 +27,16 @@ def table(
         width: Characters of a line.
         section: Number of rows after which there is a space; 0 for none.
     """
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     for index, header in enumerate(columns):
-        made.add_column(
+        grid.add_column(
             header, justify="left" if index < left else "right", vertical="bottom", no_wrap=True
         )
     for number, row in enumerate(zip(*columns.values(), strict=True), start=1):
-        made.add_row(*map(str, row), end_section=section > 0 and number % section == 0)
+        grid.add_row(*map(str, row), end_section=section > 0 and number % section == 0)
     console = Console(file=io.StringIO(), width=width, color_system=None)
     with console.capture() as capture:
-        console.print(made)
+        console.print(grid)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")
 
 
@@ -46,14 +46,16 @@ def percent(share: float) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Returns dataclasses and named tuples, and what they hold, as values of JSON."""
+    """Returns dataclasses and named tuples, and all that they hold, as values of JSON."""
     if is_dataclass(value):
         return plain(vars(value))
     if hasattr(value, "_asdict"):
         return plain(value._asdict())
     if isinstance(value, Mapping):
-        return {name: plain(own) for name, own in value.items()}
-    return [plain(own) for own in value] if isinstance(value, (list, tuple)) else value
+        return {name: plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return list(map(plain, value))
+    return value
 
 
 # Pictures
@@ -61,6 +63,8 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Theme:
+    """The colors of a page, light or dark."""
+
     ink: str
     quiet: str
     grid: str
@@ -122,6 +126,7 @@ DARK = Theme(
 
 
 def require_drawable(path: str) -> None:
+    """Refuses a file that is neither SVG nor PNG, or any if matplotlib is missing."""
     if Path(path).suffix not in (".svg", ".png"):
         raise ValueError(
             f"picture={path!r} does not end with .svg or .png. Give a file with one of these"
@@ -130,12 +135,12 @@ def require_drawable(path: str) -> None:
     require_matplotlib("A picture", ", or leave out --picture")
 
 
-def require_matplotlib(what: str, instead: str = "") -> None:
+def require_matplotlib(product: str, instead: str = "") -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            f"{what} needs matplotlib, which is not installed. Install it (pip install"
+            f"{product} needs matplotlib, which is not installed. Install it (pip install"
             f" matplotlib){instead}."
         ) from error
 
@@ -147,8 +152,7 @@ def drawn(
     size: tuple[float, float] = (8.4, 4.3),
     dpi: int = 190,
 ) -> bytes:
-    """Draws on a figure of matplotlib, and returns the file: without a date, the same bytes for the
-    same picture.
+    """Draws on a figure of matplotlib, and returns the file; equal pictures are equal bytes.
 
     The theme's lines are C0 to C9 there.
     """
@@ -160,8 +164,8 @@ def drawn(
     with mpl.rc_context({**theme.style, "axes.prop_cycle": cycler(color=theme.lines)}):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)
-        metadata = {"Date": None} if format == "svg" else {"Software": None}
-        figure.savefig(file, format=format, dpi=dpi, metadata=metadata)
+        without_date = {"Date": None} if format == "svg" else {"Software": None}
+        figure.savefig(file, format=format, dpi=dpi, metadata=without_date)
     return file.getvalue()
 
 

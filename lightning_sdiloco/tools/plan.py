@@ -1,10 +1,8 @@
-"""Runs ``sdiloco plan``: hands the options to the planner, and its answer to text, JSON and a
-picture.
-"""
+"""Runs ``sdiloco plan``: shows the planner's answer as text, JSON and a picture."""
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,13 +15,14 @@ from torch import nn
 from lightning_sdiloco.algorithm.config import Settings, overlap_for
 from lightning_sdiloco.compression import COMPRESSIONS
 from lightning_sdiloco.engine.shards import trainable
+from lightning_sdiloco.federation import waiting
 from lightning_sdiloco.federation.quorum import All, Quorum
 from lightning_sdiloco.federation.run_config import LONGEST_GRACE
-from lightning_sdiloco.federation.waiting import Round, Waits, Way, waits
+from lightning_sdiloco.federation.waiting import Round, Waits, Way
 from lightning_sdiloco.planning import paper, planner
 from lightning_sdiloco.planning.link import Link, require
-from lightning_sdiloco.planning.methods import Memory, Streaming
-from lightning_sdiloco.planning.units import readable, readable_rate, short
+from lightning_sdiloco.planning.methods import Memory, Method, Streaming
+from lightning_sdiloco.planning.units import counted, readable, readable_rate, short
 from lightning_sdiloco.planning.workload import Groups, Model
 from lightning_sdiloco.tools.output import percent, plain, require_drawable, save_picture, table
 
@@ -117,67 +116,82 @@ def plan(
     settings = Settings(sync_every, overlap_steps, fragments=fragments, compression=compression)
     workers = Groups(step_time, groups, group_size, memory_rate * 1e9)
     link = Link(bandwidth, round_trip, loss)
-    hub = (
-        None
-        if hub_bandwidth is None
-        else planner.through_hub(described, settings, workers, link, hub_bandwidth)
-    )
-    of_sites = of_links or {f"site {number}": bandwidth for number in range(groups)}
-    waits = _asked_waits(settings, workers, link, hub, quorum, grace, delays, of_sites)
-    shared = (
-        planner.shared_out(described, settings, workers, list(of_links.values()))
-        if of_links
-        else None
-    )
-    own = Streaming(described, settings, workers)
-    chosen = planner.recommend(described, workers, link)
+    hub = None
+    if hub_bandwidth is not None:
+        hub = planner.through_hub(described, settings, workers, link, hub_bandwidth)
+    rule = _quorum(quorum, grace, delays, hub)
+    waits = None
+    if rule is not None and hub is not None:
+        ways = _ways(of_links, delays, link, hub)
+        grace = LONGEST_GRACE if grace is None else grace
+        payload = hub.largest_payload
+        waits = waiting.waits(rule, grace, ways, payload, sync_every, step_time)
+    shared = None
+    if of_links:
+        shared = planner.shared_out(described, settings, workers, list(of_links.values()))
     methods = planner.alternatives(described, settings, workers)
-    compressed = {
-        name: Streaming(described, replace(settings, compression=name), workers)
-        for name in COMPRESSIONS
-    }
-    predicted = {name: planner.predict(method, link, steps) for name, method in methods.items()}
-    told: dict[str, Any] = {
-        "parameters": described.numel,
-        "gradient_bytes": described.nbytes,
-        **vars(workers),
+    numbers = _numbers(methods, Streaming(described, settings, workers), link, steps)
+    if picture is not None:
+        _draw_methods(picture, methods, numbers)
+    if format == "json":
+        return _plan_as_json(numbers, hub=hub, waits=waits, links=shared)
+    texts = [_plan_as_text(numbers)]
+    if hub is not None:
+        texts.append(_hub_as_text(hub, settings))
+    if waits is not None:
+        texts.append(_waits_as_text(waits, step_time))
+    if shared is not None:
+        texts.append(_links_as_text(shared, list(of_links), settings))
+    return "\n\n".join(texts)
+
+
+def _numbers(
+    methods: Mapping[str, Method], streaming: Streaming, link: Link, steps: int
+) -> dict[str, Any]:
+    """Returns the numbers of a plan, as JSON names them; ``streaming`` has the asked settings."""
+    model = streaming.model
+    groups = streaming.groups
+    compressions = {}
+    for name in COMPRESSIONS:
+        settings = replace(streaming.settings, compression=name)
+        compressions[name] = planner.predict(Streaming(model, settings, groups), link, steps)
+    recommended = planner.recommend(model, groups, link)
+    return {
+        "parameters": model.numel,
+        "gradient_bytes": model.nbytes,
+        **vars(groups),
         "link": link,
         "steps": steps,
-        "settings": _settings(own),
-        "methods": predicted,
-        "compressions": {
-            name: planner.predict(method, link, steps) for name, method in compressed.items()
-        },
-        "memory": own.memory,
+        "settings": _settings(streaming),
+        "methods": {name: planner.predict(m, link, steps) for name, m in methods.items()},
+        "compressions": compressions,
+        "memory": streaming.memory,
         "recommendation": {
-            **_settings(chosen),
-            **planner.predict(chosen, link, steps)._asdict(),
-            "utilisation_with_margin": chosen.utilisation(planner.with_margin(link)),
-            "memory": chosen.memory,
+            **_settings(recommended),
+            **planner.predict(recommended, link, steps)._asdict(),
+            "utilisation_with_margin": recommended.utilisation(planner.with_margin(link)),
+            "memory": recommended.memory,
         },
     }
-    if picture is not None:
-        curves = {name: partial(_at, method.utilisation, link) for name, method in methods.items()}
-        # From where nothing works to where DDP does, with the link that was asked about in between.
-        busy = [
-            need
-            for prediction in predicted.values()
-            for need in prediction.gbit_s_for.values()
-            if need
-        ]
-        first, last = (math.log10(bound(bandwidth, *busy)) for bound in (min, max))
-        title = f"{described.numel:,} parameters, {step_time:g} s per inner step"
-        _draw(picture, {title: curves}, math.floor(first) - 1, math.ceil(last), mark=bandwidth)
-    if format == "json":
-        more = {"hub": hub, "waits": waits, "links": shared}
-        return json.dumps(
-            plain(told | {name: one for name, one in more.items() if one is not None}), indent=2
-        )
-    parts = [_plan_as_text(told)]
-    parts += [] if hub is None else [_hub_as_text(hub, settings)]
-    parts += [] if waits is None else [_waits_as_text(waits, step_time)]
-    parts += [] if shared is None else [_links_as_text(shared, list(of_links), settings)]
-    return "\n\n".join(parts)
+
+
+def _draw_methods(path: str, methods: Mapping[str, Method], numbers: Mapping[str, Any]) -> None:
+    """Draws utilisation from where nothing works to where DDP does, and the link in between."""
+    link = numbers["link"]
+    bandwidths = [link.gbit_s]
+    for prediction in numbers["methods"].values():
+        bandwidths += [need for need in prediction.gbit_s_for.values() if need]
+    curves = {name: partial(_at, method.utilisation, link) for name, method in methods.items()}
+    title = f"{numbers['parameters']:,} parameters, {numbers['step_time']:g} s per inner step"
+    first = math.floor(math.log10(min(bandwidths))) - 1
+    last = math.ceil(math.log10(max(bandwidths)))
+    _draw(path, {title: curves}, first, last, mark=link.gbit_s)
+
+
+def _plan_as_json(numbers: Mapping[str, Any], **parts: Any) -> str:
+    """Formats a plan as JSON, with those of its parts that were asked for."""
+    asked_for = {name: part for name, part in parts.items() if part is not None}
+    return json.dumps(plain({**numbers, **asked_for}), indent=2)
 
 
 def _at(utilisation: Callable[[Link], float], link: Link, gbit_s: float) -> float:
@@ -194,21 +208,20 @@ def _links(path: str | None, bandwidth: float | None) -> dict[str, float]:
             " Leave one of them out."
         )
     try:
-        told = yaml.safe_load(Path(path).read_text())
+        content = yaml.safe_load(Path(path).read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ValueError(
             f"--links {path} cannot be read: {error}. Give a YAML file with the Gbit/s of each"
             " link."
         ) from error
-    links = dict(enumerate(told)) if isinstance(told, list) else told
+    links = dict(enumerate(content)) if isinstance(content, list) else content
     are_numbers = isinstance(links, dict) and all(
         type(link) in (int, float) for link in links.values()
     )
     if not are_numbers or len(links) < 2:
         raise ValueError(
-            f"--links {path} holds {told!r}. Give a list of at least two numbers, the Gbit/s of"
-            " each group's link, or a"
-            " mapping from names to them."
+            f"--links {path} holds {content!r}. Give a list of at least two numbers, the Gbit/s of"
+            " each group's link, or a mapping from names to them."
         )
     return {
         f"group {name}" if isinstance(name, int) else str(name): link
@@ -223,16 +236,16 @@ def _described(
     step_time: float | None,
     bandwidth: float | None,
 ) -> Model:
-    size = {} if model else {"--params": params, "--layers": layers}
-    asked = {**size, "--step-time": step_time, "--bandwidth": bandwidth}
-    missing = [name for name, value in asked.items() if value is None]
+    """Returns the model to plan for, after a check that no required option is missing."""
+    options = {"--step-time": step_time, "--bandwidth": bandwidth}
+    if not model:
+        options = {"--params": params, "--layers": layers, **options}
+    missing = [name for name, option in options.items() if option is None]
     if missing:
         raise ValueError(
             f"{', '.join(missing)} must be given. A plan needs a model (--model, or --params and"
-            " --layers), the time of"
-            " an inner step and the bandwidth between groups, such as: --params 1e9 --layers 24"
-            " --step-time 0.1"
-            " --bandwidth 1Gbit"
+            " --layers), the time of an inner step and the bandwidth between groups, such as:"
+            " --params 1e9 --layers 24 --step-time 0.1 --bandwidth 1Gbit"
         )
     if model is not None:
         if params is not None or layers is not None:
@@ -240,7 +253,7 @@ def _described(
                 "--model was given together with --params or --layers. Give either the model or"
                 " its size."
             )
-        return Model.of_parameters(trainable(_made(model)))
+        return Model.of_parameters(trainable(_module(model)))
     assert params is not None
     assert layers is not None
     if params % 1 != 0:
@@ -248,7 +261,9 @@ def _described(
     return Model.of_size(int(params), layers)
 
 
-def _made(make: MakeModel) -> nn.Module:
+def _module(make: MakeModel) -> nn.Module:
+    """Makes the module, on the meta device if it can be made there."""
+
     def configured() -> nn.Module:
         module = make()
         # The hook in which a LightningModule may make its layers.
@@ -264,24 +279,20 @@ def _made(make: MakeModel) -> nn.Module:
         except Exception as error:
             raise ValueError(
                 f"The model could not be made: {type(error).__name__}: {error}. Correct its"
-                " arguments (--model.NAME),"
-                " or give --params and --layers instead."
+                " arguments (--model.NAME), or give --params and --layers instead."
             ) from error
 
 
-def _asked_waits(
-    settings: Settings,
-    groups: Groups,
-    link: Link,
-    hub: planner.HubLoad | None,
+def _quorum(
     quorum: int | Quorum | None,
     grace: float | None,
     delays: str | None,
-    of_sites: Mapping[str, float],
-) -> Waits | None:
+    hub: planner.HubLoad | None,
+) -> Quorum | None:
+    """Returns the quorum by which rounds close at the hub; None without one."""
     if quorum is None:
-        for name, value in (("--grace", grace), ("--delays", delays)):
-            if value is not None:
+        for name, option in (("--grace", grace), ("--delays", delays)):
+            if option is not None:
                 raise ValueError(
                     f"{name} needs a quorum by which rounds close. Give --quorum too, such as"
                     " --quorum 2."
@@ -289,32 +300,38 @@ def _asked_waits(
         return None
     if hub is None:
         raise ValueError(
-            f"--quorum {quorum} is about the sites of a federation: worker groups that are"
-            " launched together wait for"
-            " all. Give the federation's --hub-bandwidth too."
+            f"--quorum {quorum} is about the sites of a federation: worker groups that are launched"
+            " together wait for all. Give the federation's --hub-bandwidth too."
         )
     if isinstance(quorum, int):
         require(quorum >= 1, "quorum", quorum, "at least 1")
+        return All(quorum)
+    return quorum
+
+
+def _ways(
+    of_links: Mapping[str, float], delays: str | None, link: Link, hub: planner.HubLoad
+) -> dict[str, Way]:
+    """Returns the way of each site to its hub, from the Gbit/s of each, or from one link for all."""
+    of_sites = of_links or {f"site {number}": link.gbit_s for number in range(hub.sites)}
     try:
         late = [float(number) for number in delays.split(",")] if delays else [0.0] * len(of_sites)
     except ValueError:
         late = []
-    if len(late) != len(of_sites) or not all(number >= 0 for number in late):
+    if len(late) != len(of_sites) or not all(delay >= 0 for delay in late):
         raise ValueError(
             f"--delays {delays} must be {len(of_sites)} numbers of seconds, at least 0. Give one"
-            " for each site, as"
-            " 0,0,12."
+            " for each site, as 0,0,12."
         )
-    ways = {
-        site: Way(planner.hub_link(replace(link, gbit_s=gbit_s), groups.groups, hub.gbit_s), delay)
-        for (site, gbit_s), delay in zip(of_sites.items(), late, strict=True)
-    }
-    asked = All(quorum) if isinstance(quorum, int) else quorum
-    grace = LONGEST_GRACE if grace is None else grace
-    return waits(asked, grace, ways, hub.largest_payload, settings.sync_every, groups.step_time)
+    ways = {}
+    for (site, gbit_s), delay in zip(of_sites.items(), late, strict=True):
+        site_link = planner.hub_link(replace(link, gbit_s=gbit_s), hub.sites, hub.gbit_s)
+        ways[site] = Way(site_link, delay)
+    return ways
 
 
 def _settings(method: Streaming) -> dict[str, Any]:
+    """Returns the settings of a method as JSON names them, with the numbers that ``auto`` means."""
     names = ("sync_every", "overlap_steps", "fragments", "compression")
     settings = method.settings
     numbers = settings.chosen_for(method.groups.groups).numbers
@@ -338,58 +355,59 @@ NAMES: Mapping[str, str] = {
 """The methods, as the tables call them."""
 
 
-def _plan_as_text(told: Mapping[str, Any]) -> str:
-    settings = told["settings"]
-    chosen = told["recommendation"]
-    link = told["link"]
-    ranks = "1 rank" if told["group_size"] == 1 else f"{told['group_size']} ranks"
+def _plan_as_text(numbers: Mapping[str, Any]) -> str:
+    """Formats the numbers of a plan: the setup, both tables, and the recommendation."""
+    settings = numbers["settings"]
+    recommended = numbers["recommendation"]
+    link = numbers["link"]
+    ranks = counted(numbers["group_size"], "rank")
+    fragments = counted(settings["number_of_fragments"], "fragment")
+    recommended_fragments = counted(recommended["number_of_fragments"], "fragment")
     loss = f"{link.loss:.3g} of the packets lost" if link.loss else "no loss"
     overlap = f"overlap_steps={settings['overlap_steps']}"
-    reached = chosen["utilisation_with_margin"]
-    cut, cut_again = (
-        f"{count} fragment{'s' if count > 1 else ''}"
-        for count in (settings["number_of_fragments"], chosen["number_of_fragments"])
-    )
-    enough = reached >= planner.TARGET
-    numbers = ", ".join(
-        f"{name}={chosen[name]:g}" for name in ("outer_lr", "outer_momentum", "mixing")
+    reached = recommended["utilisation_with_margin"]
+    heading = "Recommended:"
+    if reached < planner.TARGET:
+        heading = f"No settings reach {percent(planner.TARGET)} on this link; closest:"
+    automatic = ", ".join(
+        f"{name}={recommended[name]:g}" for name in ("outer_lr", "outer_momentum", "mixing")
     )
     lines = [
-        f"{told['parameters']:,} parameters in {cut}, {told['groups']} groups of {ranks}",
-        f"{told['steps']:,} inner steps of {told['step_time']:g} s",
+        f"{numbers['parameters']:,} parameters in {fragments},"
+        f" {numbers['groups']} groups of {ranks}",
+        f"{numbers['steps']:,} inner steps of {numbers['step_time']:g} s",
         f"{readable_rate(link.gbit_s)} in each direction, {link.round_trip * 1000:g} ms round"
         f" trip, {loss}",
         "",
         f"With sync_every={settings['sync_every']}, {overlap}, fragments={settings['fragments']!r},"
         f" compression={settings['compression']!r}:",
         "",
-        _predictions(told["methods"], "method"),
+        _predictions(numbers["methods"], "method"),
         "",
         f"Streaming DiLoCo with {overlap}, by compression:",
         "",
-        _predictions(told["compressions"], "compression"),
+        _predictions(numbers["compressions"], "compression"),
         "",
         "Memory in each rank, beside ordinary training:",
-        f"  {_memory(told['memory'])}",
+        f"  {_memory(numbers['memory'])}",
         "",
-        "Recommended:"
-        if enough
-        else f"No settings reach {percent(planner.TARGET)} on this link; closest:",
+        heading,
         "",
-        f"  sync_every={chosen['sync_every']}, overlap_steps={chosen['overlap_steps']},"
-        f" fragments={chosen['fragments']!r}, compression={chosen['compression']!r}",
-        f"  for which 'auto' means {numbers}",
+        f"  sync_every={recommended['sync_every']}, overlap_steps={recommended['overlap_steps']},"
+        f" fragments={recommended['fragments']!r}, compression={recommended['compression']!r}",
+        f"  for which 'auto' means {automatic}",
         "",
-        f"  {cut_again}, compute utilisation {percent(chosen['utilisation'])}"
+        f"  {recommended_fragments}, compute utilisation {percent(recommended['utilisation'])}"
         f" ({percent(reached)} at {readable_rate(planner.MARGIN * link.gbit_s)})",
-        f"  {readable(chosen['bytes_per_step'])} per step, {readable(chosen['bytes'])} in all,"
-        f" peak {readable_rate(chosen['peak_gbit_s'])}",
-        f"  {_memory(chosen['memory'])}",
+        f"  {readable(recommended['bytes_per_step'])} per step, {readable(recommended['bytes'])} in"
+        f" all, peak {readable_rate(recommended['peak_gbit_s'])}",
+        f"  {_memory(recommended['memory'])}",
     ]
     return "\n".join(lines)
 
 
 def _predictions(rows: Mapping[str, planner.Prediction], kind: str) -> str:
+    """Formats a table with one row for each method or compression."""
     columns = {
         kind: [NAMES.get(name, name) for name in rows],
         "compute\nutilisation": [percent(row.utilisation) for row in rows.values()],
@@ -399,9 +417,8 @@ def _predictions(rows: Mapping[str, planner.Prediction], kind: str) -> str:
     }
     for target in ("0.8", "0.95"):
         needs = [row.gbit_s_for[target] for row in rows.values()]
-        columns[f"Gbit/s\nfor {percent(float(target))}"] = [
-            "never" if one is None else short(one) for one in needs
-        ]
+        texts = ["never" if need is None else short(need) for need in needs]
+        columns[f"Gbit/s\nfor {percent(float(target))}"] = texts
     return table(columns)
 
 
@@ -411,12 +428,17 @@ def _memory(memory: Memory) -> str:
 
 
 def _hub_as_text(hub: planner.HubLoad, settings: Settings) -> str:
-    busy = (
-        f"{percent(hub.share)} of what it can"
-        if hub.share <= 1
-        else f"{hub.share:.3g} times what it can"
-    )
-    late = hub.flight_steps > settings.overlap_steps
+    """Formats the load of the hub, and the settings that are enough for it."""
+    busy = f"{hub.share:.3g} times what it can"
+    if hub.share <= 1:
+        busy = f"{percent(hub.share)} of what it can"
+    late = ""
+    if hub.flight_steps > settings.overlap_steps:
+        late = f": later than overlap_steps={settings.overlap_steps}"
+    enough = "No sync_every up to 500 is enough: give the hub more bandwidth, or compress more"
+    if hub.enough:
+        needed = hub.enough
+        enough = f"Enough: sync_every={needed.sync_every}, overlap_steps={needed.overlap_steps}"
     lines = [
         f"Through a hub with {readable_rate(hub.gbit_s)} in each direction, as a federation of"
         f" {hub.sites} sites:",
@@ -426,39 +448,35 @@ def _hub_as_text(hub: planner.HubLoad, settings: Settings) -> str:
         f"  of each fragment a site sends one payload and gets {hub.sites - 1}",
         f"  with sync_every={settings.sync_every} the hub sends {busy}",
         f"  the largest fragment is there after {hub.flight_seconds:.3g} s, {hub.flight_steps}"
-        " inner steps" + (f": later than overlap_steps={settings.overlap_steps}" if late else ""),
+        f" inner steps{late}",
         "",
-        f"  Enough: sync_every={hub.enough.sync_every}, overlap_steps={hub.enough.overlap_steps}"
-        if hub.enough
-        else "  No sync_every up to 500 is enough: give the hub more bandwidth, or compress more",
+        f"  {enough}",
     ]
     return "\n".join(lines)
 
 
 def _waits_as_text(waits: Waits, step_time: float) -> str:
-    def told(round: Round) -> str:
+    """Formats when rounds close under the quorum, and which sites they count."""
+
+    def described(round: Round) -> str:
         steps = max(1, math.ceil(round.seconds / step_time))
-        return f"closes after {round.closes:.3g} s, is there after {round.seconds:.3g} s, {steps} inner steps"
+        arrival = f"is there after {round.seconds:.3g} s, {steps} inner steps"
+        return f"closes after {round.closes:.3g} s, {arrival}"
 
     sites = {
         "site": list(waits.arrives),
         "at the hub\nafter, s": [f"{seconds:.3g}" for seconds in waits.arrives.values()],
         "counts": ["yes" if site in waits.usual.counted else "late" for site in waits.arrives],
     }
-    more = [f"  at times it {told(waits.longest)}"] if waits.longest != waits.usual else []
-    return "\n".join(
-        [
-            "With that quorum a round of the largest fragment",
-            f"  {told(waits.usual)}",
-            *more,
-            f"  if it waited for all: {told(waits.all)}",
-            "",
-            table(sites),
-        ]
-    )
+    lines = ["With that quorum a round of the largest fragment", f"  {described(waits.usual)}"]
+    if waits.longest != waits.usual:
+        lines.append(f"  at times it {described(waits.longest)}")
+    lines += [f"  if it waited for all: {described(waits.all)}", "", table(sites)]
+    return "\n".join(lines)
 
 
 def _links_as_text(shared: planner.SharedOut, names: list[str], settings: Settings) -> str:
+    """Formats each link's share, and the gain over equal shares."""
     columns = {
         "link": names,
         "Gbit/s": map(short, shared.links),
@@ -466,9 +484,9 @@ def _links_as_text(shared: planner.SharedOut, names: list[str], settings: Settin
         "bytes\nin a round": map(readable, shared.bytes),
         "seconds\nin a round": map(short, shared.seconds),
     }
-    given = ", ".join(short(link) for link in shared.links)
+    links = ", ".join(map(short, shared.links))
     lines = [
-        f"Two shots with exchange=TwoShot('by_bandwidth', links=[{given}]),"
+        f"Two shots with exchange=TwoShot('by_bandwidth', links=[{links}]),"
         f" compression={settings.compression!r}:",
         "",
         table(columns),
@@ -484,30 +502,29 @@ def _links_as_text(shared: planner.SharedOut, names: list[str], settings: Settin
 
 
 def _paper(picture: str | None, format: str) -> str:
+    """Returns Table 4 as text or JSON, and draws its curves if asked for a picture."""
     entries = list(paper.table_4())
     if picture is not None:
-        panels = {
-            f"{name} parameters": {
-                method: partial(curve, model) for method, curve in paper.METHODS.items()
-            }
-            for name, model in paper.MODELS.items()
-        }
+        panels = {}
+        for name, model in paper.MODELS.items():
+            curves = {method: partial(curve, model) for method, curve in paper.METHODS.items()}
+            panels[f"{name} parameters"] = curves
         _draw(picture, panels, -1, 3)
     if format == "json":
         return json.dumps(plain(entries), indent=2)
-    # What the closed form gives, followed by the paper's own number where it differs.
-    told = [
-        f"{one.gbit_s}" if one.gbit_s == one.paper else f"{one.gbit_s} ({one.paper})"
-        for one in entries
-    ]
-    count = len(paper.TARGETS)
-    rows = entries[::count]
-    columns = {
-        "model": [row.model for row in rows],
-        "method": [NAMES[row.method] for row in rows],
-    } | {percent(target): told[number::count] for number, target in enumerate(paper.TARGETS)}
+    rows = entries[:: len(paper.TARGETS)]
+    columns = {"model": [row.model for row in rows], "method": [NAMES[row.method] for row in rows]}
+    for target in paper.TARGETS:
+        columns[percent(target)] = [_entry(e) for e in entries if e.target == target]
     title = "Gbit/s for a compute utilisation; in brackets what the paper has instead"
     return f"{title}\n\n{table(columns, left=2, section=len(NAMES))}"
+
+
+def _entry(entry: paper.Entry) -> str:
+    """Formats the number of the closed form, and behind it the paper's where it differs."""
+    if entry.gbit_s == entry.paper:
+        return f"{entry.gbit_s}"
+    return f"{entry.gbit_s} ({entry.paper})"
 
 
 Curves = Mapping[str, Callable[[float], float]]
@@ -528,38 +545,30 @@ def _draw(
     path: str, panels: Mapping[str, Curves], first: int, last: int, mark: float | None = None
 ) -> None:
     """Writes panels by title, each with its curves between two powers of ten, to a file."""
-    points = [
-        10 ** (first + i / _POINTS_PER_DECADE)
-        for i in range((last - first) * _POINTS_PER_DECADE + 1)
-    ]
+    count = (last - first) * _POINTS_PER_DECADE + 1
+    points = [10 ** (first + number / _POINTS_PER_DECADE) for number in range(count)]
 
     def draw(figure: Any) -> None:
-        each = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axes, (title, curves) in zip(each, panels.items(), strict=True):
-            for name, curve in curves.items():
-                label, color, line = _LINES[name]
-                axes.plot(
-                    points,
-                    [curve(point) for point in points],
-                    color=color,
-                    linestyle=line,
-                    label=label,
-                )
-            if mark is not None:
-                axes.axvline(mark, color="C9", linestyle=":", label=f"this link: {mark:g} Gbit/s")
-            axes.set(
-                title=title,
-                xlabel="Gbit/s between groups",
-                xscale="log",
-                xlim=(points[0], points[-1]),
-            )
-            axes.set_ylim(0, 1.02)
-            axes.set_yticks([0, 0.25, 0.5, 0.75, 0.95], ["0 %", "25 %", "50 %", "75 %", "95 %"])
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            axes.tick_params(labelleft=axes is each[0])
-        each[0].set_ylabel("compute utilisation")
-        figure.legend(
-            *each[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=10
-        )
+        all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, (title, curves) in zip(all_axes, panels.items(), strict=True):
+            _draw_curves(axes, curves, points, mark)
+            axes.set(title=title, xlabel="Gbit/s between groups")
+            axes.tick_params(labelleft=axes is all_axes[0])
+        all_axes[0].set_ylabel("compute utilisation")
+        handles, labels = all_axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=10)
 
     save_picture(path, draw, size=(8.4, 4.1))
+
+
+def _draw_curves(axes: Any, curves: Curves, points: Sequence[float], mark: float | None) -> None:
+    """Draws curves over a logarithmic axis, and a vertical line at a marked bandwidth."""
+    for name, curve in curves.items():
+        label, color, line = _LINES[name]
+        axes.plot(points, list(map(curve, points)), color=color, linestyle=line, label=label)
+    if mark is not None:
+        axes.axvline(mark, color="C9", linestyle=":", label=f"this link: {mark:g} Gbit/s")
+    axes.set(xscale="log", xlim=(points[0], points[-1]))
+    axes.set_ylim(0, 1.02)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 0.95], ["0 %", "25 %", "50 %", "75 %", "95 %"])
+    axes.xaxis.set_major_formatter(lambda gbit_s, _: f"{gbit_s:g}")

@@ -1,20 +1,20 @@
-"""Runs ``sdiloco report``: turns the records of a run into a page with pictures, a verdict and a
-timeline.
-"""
+"""Runs ``sdiloco report``: turns records of a run into a page, its pictures and a timeline."""
 
 import base64
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from html import escape
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.status import Status
 
 from lightning_sdiloco.algorithm.config import OVERLAP_STEPS, Settings
 from lightning_sdiloco.algorithm.partition import Parameter
@@ -37,10 +37,7 @@ from lightning_sdiloco.planning.workload import Groups, Model
 from lightning_sdiloco.tools.output import DARK, LIGHT, Theme, drawn, require_matplotlib
 
 
-def report(
-    run: str,
-    output: str | None = None,
-) -> str:
+def report(run: str, output: str | None = None) -> str:
     """Write what a run did: a page (report.html), its pictures (.png), and a trace of all ranks
     (timeline.json).
 
@@ -54,32 +51,21 @@ def report(
     """
     require_matplotlib("A report")
     with Console(stderr=True).status("Reading the records") as progress:
-        place = records_in(run)
-        read = read_run(run)
-        verdict = judge(read)
-        folder = (
-            Path(output)
-            if output is not None
-            else (place if place == Path(run) else place.parent) / "report"
-        )
-        # The page scales its pictures, in SVG: glyphs and lines stay sharp.
-        embedded: dict[str, dict[str, bytes]] = {}
+        records = records_in(run)
+        recorded_run = read_run(run)
+        verdict = judge(recorded_run)
+        folder = records / "report"
+        if records != Path(run):
+            folder = records.parent / "report"
+        if output is not None:
+            folder = Path(output)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name in pictures_of(read):
-                progress.update(f"Drawing {name}")
-                for theme, colors in THEMES.items():
-                    suffix = "" if theme == "light" else f"-{theme}"
-                    made = partial(PICTURES[name].draw, read, colors)
-                    (folder / f"{name}{suffix}.png").write_bytes(
-                        drawn(made, "png", colors, _SIZE, dpi=160)
-                    )
-                    embedded.setdefault(name, {})[theme] = drawn(made, "svg", colors, _SIZE)
+            pictures = _write_pictures(recorded_run, folder, progress)
             progress.update("Writing the timeline")
-            write_timeline(folder / "timeline.json", read)
-            (folder / "report.html").write_text(
-                page(run, read, verdict, embedded), encoding="utf-8"
-            )
+            write_timeline(folder / "timeline.json", recorded_run)
+            html = page(run, recorded_run, verdict, pictures)
+            (folder / "report.html").write_text(html, encoding="utf-8")
         except OSError as error:
             raise ValueError(
                 f"output={str(folder)!r} cannot be written ({error}). Give another folder."
@@ -87,7 +73,21 @@ def report(
         return "\n".join([*verdict.sentences, "", f"{folder / 'report.html'}"])
 
 
-# The verdict: what limited a run, and which setting to change
+def _write_pictures(run: Run, folder: Path, progress: Status) -> dict[str, dict[str, bytes]]:
+    """Writes pictures as PNG, and returns them as SVG by name and theme: the page scales them."""
+    pictures: dict[str, dict[str, bytes]] = defaultdict(dict)
+    for name in pictures_of(run):
+        progress.update(f"Drawing {name}")
+        for theme, colors in THEMES.items():
+            suffix = "" if theme == "light" else f"-{theme}"
+            draw = partial(PICTURES[name].draw, run, colors)
+            png = drawn(draw, "png", colors, _SIZE, dpi=160)
+            (folder / f"{name}{suffix}.png").write_bytes(png)
+            pictures[name][theme] = drawn(draw, "svg", colors, _SIZE)
+    return pictures
+
+
+# The verdict: the limit of a run, and the setting to change
 
 
 class Causes(NamedTuple):
@@ -99,12 +99,16 @@ class Causes(NamedTuple):
 
 
 class Advice(NamedTuple):
+    """Settings to change, and the utilisation that the planner expects now and then."""
+
     changes: dict[str, object]
     now: float
     then: float
 
 
 class Verdict(NamedTuple):
+    """The limit of a run, the numbers behind it, and both in sentences."""
+
     limit: str
     utilisation: float
     causes: Causes
@@ -114,59 +118,79 @@ class Verdict(NamedTuple):
 
 
 def judge(run: Run) -> Verdict:
+    """Finds what limited a run, and advises on settings where settings could help."""
     share = mean(map(utilisation, run.ranks))
-    causes, link = waited_for(run)
+    causes = waited_for(run)
+    link = measured_link(run)
+    seconds = causes._asdict()
     if run.ranks[0].about["groups"] == 1:
         limit = "alone"
     elif share >= TARGET:
         limit = "nothing"
     else:
-        limit = max(causes._asdict().items(), key=lambda cause: cause[1])[0]
-    advice = advise(run, link) if link is not None and limit in ("link", "background") else None
-    sentences = [
-        *_what_limited(run, limit, share, causes, link),
-        *(_what_to_change(advice, link) if limit in ("link", "background") else ()),
-        *_agreement(run),
-    ]
+        limit = max(seconds, key=lambda cause: seconds[cause])
+    advice = None
+    sentences = _limit_as_text(run, limit, share, causes, link)
+    if limit in ("link", "background"):
+        if link is not None:
+            advice = advise(run, link)
+        sentences.append(_advice_as_text(advice, link))
+    sentences += _agreement_as_text(run)
     return Verdict(limit, share, causes, link, advice, sentences)
 
 
-def waited_for(run: Run) -> tuple[Causes, Link | None]:
-    """Returns what training waited for, and the link, if its speed is known.
+def waited_for(run: Run) -> Causes:
+    """Returns the causes for which training waited.
 
     The time until the last group launched counts for that group, and the rest for the link or the
-    own background.
+    group's own background.
     """
-    flights: dict[tuple[int, int, int], list[tuple[Rank, LandingRecord]]] = {}
+    on_link = 0.0
+    for_groups = 0.0
+    waited = 0.0
+    for landing, partners in _landings_with_partners(run):
+        began, ended = landing.spans["wait"]
+        all_launched = max((partner.spans["launch"][1] for partner in partners), default=began)
+        after_launches = max(began, all_launched), ended
+        waited += ended - began
+        for_groups += overlap((began, ended), (began, all_launched))
+        on_link += sum(overlap(after_launches, hop) for hop in on_the_link(landing))
+    return Causes(on_link, for_groups, waited - for_groups - on_link)
+
+
+def measured_link(run: Run) -> Link | None:
+    """Returns the link at the rate of all messages that ranks waited for; None without such."""
+    bits = 0.0
+    seconds = 0.0
+    for landing, partners in _landings_with_partners(run):
+        in_hops = _seconds_in_hops(landing, partners)
+        if landing.link_gbit_s is not None and landing.bytes_sent and in_hops > 0:
+            bits += 8 * landing.bytes_sent
+            seconds += in_hops
+    if not seconds:
+        return None
+    return Link(gbit_s=bits / seconds / 1e9 * run.ranks[0].about["shards"])
+
+
+def _landings_with_partners(run: Run) -> Iterator[tuple[LandingRecord, list[LandingRecord]]]:
+    """Yields each landing in training, with those of the same flight in the other groups."""
+    flights: dict[tuple[int, int, int], list[tuple[Rank, LandingRecord]]] = defaultdict(list)
     for rank in run.ranks:
-        for landed in waits(rank):
-            key = rank.about["shard"], landed.launched_at, landed.fragment
-            flights.setdefault(key, []).append((rank, landed))
-    on_link = for_groups = in_all = bits = seconds = 0.0
-    for together in flights.values():
-        for rank, landed in together:
-            others = [other for of, other in together if of is not rank]
-            began, ended = landed.spans["wait"]
-            all_launched = max((other.spans["launch"][1] for other in others), default=began)
-            in_all += ended - began
-            for_groups += overlap((began, ended), (began, all_launched))
-            rest = max(began, all_launched), ended
-            on_link += (
-                sum(overlap(rest, hop) for hop in on_the_link(landed)) if rest[1] > rest[0] else 0.0
-            )
-            # From when all groups were in a hop.
-            hops = zip(on_the_link(landed), *map(on_the_link, others), strict=False)
-            took = sum(
-                max(0.0, own[1] - max(hop[0] for hop in (own, *theirs))) for own, *theirs in hops
-            )
-            if landed.link_gbit_s is not None and landed.bytes_sent and took > 0:
-                bits = bits + 8 * landed.bytes_sent
-                seconds = seconds + took
-    link = Link(gbit_s=bits / seconds / 1e9 * run.ranks[0].about["shards"]) if seconds else None
-    return Causes(on_link, for_groups, in_all - for_groups - on_link), link
+        for landing in landings_in_training(rank):
+            key = rank.about["shard"], landing.launched_at, landing.fragment
+            flights[key].append((rank, landing))
+    for flight in flights.values():
+        for rank, landing in flight:
+            yield landing, [partner for its_rank, partner in flight if its_rank is not rank]
 
 
-# What to change
+def _seconds_in_hops(landing: LandingRecord, partners: Sequence[LandingRecord]) -> float:
+    """Returns how long a fragment was on the link, each hop from when all groups were in it."""
+    hops = zip(on_the_link(landing), *map(on_the_link, partners), strict=False)
+    return sum(max(0.0, spans[0][1] - max(began for began, _ in spans)) for spans in hops)
+
+
+# Settings to change
 
 
 def advise(run: Run, link: Link) -> Advice | None:
@@ -176,50 +200,60 @@ def advise(run: Run, link: Link) -> Advice | None:
     settings = _settings(run)
     if settings is None:
         return None
+    model = _model(run)
+    groups = _groups(run, model, settings)
+    recommended = recommend(model, groups, link).settings
+    candidates = [settings, *_with_one_change(settings), recommended]
+    best = recommend(model, groups, link, candidates)
+    changes = {
+        name: getattr(best.settings, name)
+        for name in ("overlap_steps", "exchange", "compression", "sync_every", "fragments")
+        if getattr(best.settings, name) != getattr(settings, name)
+    }
+    now = Streaming(model, settings, groups).utilisation(with_margin(link))
+    return Advice(changes, now, best.utilisation(with_margin(link)))
+
+
+def _model(run: Run) -> Model:
+    """Returns the planner's model with the parameters that the first rank recorded."""
     sizes = run.ranks[0].parameters
     parameters = tuple(Parameter(name, nbytes) for name, (_, nbytes) in sizes.items())
-    model = Model(parameters, tuple(numel for numel, _ in sizes.values()))
-    groups = _groups(run, model, settings)
+    return Model(parameters, tuple(numel for numel, _ in sizes.values()))
 
-    # One of them changed, starting with those that change training least.
-    every = settings.sync_every
-    overlap_steps = settings.overlap_steps
-    changed = [
+
+def _with_one_change(settings: Settings) -> list[Settings]:
+    """Returns settings that differ in one of them, starting with those that change training least."""
+    candidates = [
         replace(settings, overlap_steps=more)
         for more in OVERLAP_STEPS
-        if overlap_steps < more < every
+        if settings.overlap_steps < more < settings.sync_every
     ]
     if settings.exchange != "auto":
-        changed.append(replace(settings, exchange="auto"))
+        candidates.append(replace(settings, exchange="auto"))
     if settings.codec.wire_bytes(1 << 20) > COMPRESSIONS["fp4"].wire_bytes(1 << 20):
-        changed.append(replace(settings, compression="fp4"))
-    changed += [replace(settings, sync_every=factor * every) for factor in (2, 3, 5)]
-    best = recommend(
-        model, groups, link, [settings, *changed, recommend(model, groups, link).settings]
-    )
-    now, then = (
-        method.utilisation(with_margin(link))
-        for method in (Streaming(model, settings, groups), best)
-    )
-    names = ("overlap_steps", "exchange", "compression", "sync_every", "fragments")
-    both = ((name, getattr(best.settings, name), getattr(settings, name)) for name in names)
-    return Advice({name: chosen for name, chosen, own in both if chosen != own}, now, then)
+        candidates.append(replace(settings, compression="fp4"))
+    for factor in (2, 3, 5):
+        candidates.append(replace(settings, sync_every=factor * settings.sync_every))
+    return candidates
 
 
 def _settings(run: Run) -> Settings | None:
-    """Returns the settings of a run, with ``exchange="auto"`` where that means the exchange that
-    ran.
-    """
+    """Returns a run's settings, with ``exchange="auto"`` where that means the exchange that ran."""
     about = run.ranks[0].about
-    told = about["settings"]
-    if told["compression"] is None:
+    recorded = about["settings"]
+    if recorded["compression"] is None:
         return None
     names = ("sync_every", "overlap_steps", "fragments", "compression")
-    automatic = Settings(**{name: told[name] for name in names})
+    automatic = Settings(**{name: recorded[name] for name in names})
     exchange = exchange_of(run)
-    ran = automatic if exchange is None else replace(automatic, exchange=exchange)
-    both = (is_two_shot(one.exchange, about["groups"], one.codec) for one in (automatic, ran))
-    return automatic if len(set(both)) == 1 else ran
+    if exchange is None:
+        return automatic
+    as_ran = replace(automatic, exchange=exchange)
+    groups = about["groups"]
+    auto_is_two_shot = is_two_shot(automatic.exchange, groups, automatic.codec)
+    if auto_is_two_shot == is_two_shot(exchange, groups, as_ran.codec):
+        return automatic
+    return as_ran
 
 
 def _groups(run: Run, model: Model, settings: Settings) -> Groups:
@@ -227,133 +261,132 @@ def _groups(run: Run, model: Model, settings: Settings) -> Groups:
     as long as it did.
     """
     about = run.ranks[0].about
-    groups = Groups(
-        max(map(step_seconds, run.ranks)), about["groups"], about["shards"], memory_rate=1.0
-    )
+    step_time = max(map(step_seconds, run.ranks))
+    groups = Groups(step_time, about["groups"], about["shards"], memory_rate=1.0)
     # At one byte a second the seconds are bytes.
     method = Streaming(model, settings, groups)
     any_link = Link(gbit_s=1.0)
-    landings = [landed for rank in run.ranks for landed in waits(rank)]
-    nbytes = sum(method.costs(landed.fragment, any_link).background for landed in landings)
-    seconds = sum(ended - began for landed in landings for began, ended in in_background(landed))
+    landings = list(chain.from_iterable(map(landings_in_training, run.ranks)))
+    nbytes = sum(method.costs(landing.fragment, any_link).background for landing in landings)
+    spans = chain.from_iterable(map(in_background, landings))
+    seconds = sum(ended - began for began, ended in spans)
     return replace(groups, memory_rate=nbytes / seconds if seconds else Groups.memory_rate)
 
 
 # In words
 
 
-def _what_limited(
+def _limit_as_text(
     run: Run, limit: str, share: float, causes: Causes, link: Link | None
 ) -> list[str]:
-    kept = f"Training kept computing for {share:.1%} of the time."
+    """Describes the limit of the run, and the rate of its link."""
     head = run.heads[0]
+    computed = f"Training kept computing for {share:.1%} of the time."
+    if limit == "alone" and head.about.get("site") is not None:
+        return [f"{computed} {_site_as_text(head)}"]
+    if limit == "alone":
+        return ["There is one worker group, so nothing travelled and training waited for nothing."]
+    rate = ""
+    if link is not None:
+        rate = f" The link carried {readable_rate(link.gbit_s)} while fragments were on it."
+    if limit == "nothing":
+        return [f"{computed} No setting would change that much.{rate}"]
+    waited = _waits_as_text(causes)
+    if limit == "groups":
+        return _slow_group_as_text(run, computed, waited)
+    part = "Encoding, decoding and the outer step, in the background,"
+    if limit == "link":
+        part = "The link"
+    return [f"{computed} {part} limited this run. {waited}{rate}"]
+
+
+def _site_as_text(head: Rank) -> str:
+    """Describes a site of a federation: its restarts, and the rounds in which each site counted."""
+    landings = landings_in_training(head)
+    rounds = Counter(chain.from_iterable(landing.sites for landing in landings))
+    counted = ", ".join(f"{site} in {rounds[site]}" for site in sorted(rounds)) or "none"
+    restarts = len(head.starts) - 1
+    restarted = ""
+    if restarts:
+        times = "once" if restarts == 1 else f"{restarts} times"
+        restarted = f" It was started again {times}."
+    return (
+        f"This is {head.name}, one site of a federation, which waits for no other.{restarted}"
+        f" Of the {len(landings)} rounds of fragments that landed here, sites counted: {counted}."
+    )
+
+
+def _waits_as_text(causes: Causes) -> str:
+    """Formats the causes for which training waited, the longest first."""
     words = {
         "link": "for the link",
         "groups": "for a slower group",
         "background": "for work in the background",
     }
-    parts = sorted(causes._asdict().items(), key=lambda cause: -cause[1])
-    shares = ", ".join(
-        f"{seconds / (sum(causes) or 1.0):.0%} was {words[name]}" for name, seconds in parts
-    )
-    waited = f"Of the time it waited, {shares}."
-    rate = (
-        f" The link carried {readable_rate(link.gbit_s)} while fragments were on it."
-        if link is not None
-        else ""
-    )
-    if limit == "alone" and head.about.get("site") is not None:
-        landed = waits(head)
-        again = len(head.starts) - 1
-        sites = sorted({site for one in landed for site in one.sites})
-        counted = (
-            ", ".join(f"{site} in {sum(site in one.sites for one in landed)}" for site in sites)
-            or "none"
-        )
-        started = (
-            ""
-            if not again
-            else f" It was started again {'once' if again == 1 else f'{again} times'}."
-        )
-        return [
-            f"{kept} This is {head.name}, one site of a federation, which waits for no"
-            f" other.{started} Of the"
-            f" {len(landed)} rounds of fragments that landed here, sites counted: {counted}."
-        ]
-    if limit == "alone":
-        return ["There is one worker group, so nothing travelled and training waited for nothing."]
-    if limit == "nothing":
-        return [f"{kept} No setting would change that much.{rate}"]
-    if limit == "groups":
-        steps = {rank.group: step_seconds(rank) for rank in run.heads}
-        slow = max(steps, key=lambda g: steps[g])
-        fast = min(steps, key=lambda g: steps[g])
-        return [
-            f"{kept} A slower group limited this run: an inner step of group {slow} took"
-            f" {seconds_as_text(steps[slow])}, of group {fast} {seconds_as_text(steps[fast])}."
-            f" {waited}",
-            "No setting of the exchange changes that: at every landing the faster groups wait"
-            " for the slowest. Give the"
-            " slower group smaller batches or faster devices. With equal speed training would"
-            " be up to"
-            f" {steps[slow] / steps[fast]:.2f} times as fast.",
-        ]
-    what = (
-        "The link"
-        if limit == "link"
-        else "Encoding, decoding and the outer step, in the background,"
-    )
-    return [f"{kept} {what} limited this run. {waited}{rate}"]
+    total = sum(causes) or 1.0
+    longest_first = sorted(causes._asdict().items(), key=lambda cause: -cause[1])
+    shares = [f"{seconds / total:.0%} was {words[name]}" for name, seconds in longest_first]
+    return f"Of the time it waited, {', '.join(shares)}."
 
 
-def _what_to_change(advice: Advice | None, link: Link | None) -> list[str]:
-    if link is None:
-        return [
-            "The link's speed is unknown: all messages were there before a rank began to wait"
-            " for them, so the planner"
-            " cannot say what to change."
-        ]
-    if advice is None:
-        return ["The planner cannot say what to change: it knows compressions only by name."]
-    if not advice.changes and advice.now >= TARGET:
-        return [
-            "On a steady link of that rate the planner expects a compute utilisation of"
-            f" {advice.now:.1%} with these"
-            " settings: the link or the inner steps were uneven. A larger overlap_steps hides"
-            " more of that."
-        ]
-    if not advice.changes:
-        return ["The planner knows no settings that would gain much: you need a faster link."]
-    changes = " and ".join(f"{name}={value!r}" for name, value in advice.changes.items())
+def _slow_group_as_text(run: Run, computed: str, waited: str) -> list[str]:
+    """Describes a run that waited for its slowest group, which no setting changes."""
+    steps = {rank.group: step_seconds(rank) for rank in run.heads}
+    slow = max(steps, key=lambda group: steps[group])
+    fast = min(steps, key=lambda group: steps[group])
     return [
-        f"Set {changes}. The planner expects a compute utilisation of {advice.then:.1%} with it,"
-        f" and {advice.now:.1%}"
-        f" with the current settings, counting on {MARGIN:.0%} of the measured bandwidth."
+        f"{computed} A slower group limited this run: an inner step of group {slow} took"
+        f" {seconds_as_text(steps[slow])}, of group {fast} {seconds_as_text(steps[fast])}."
+        f" {waited}",
+        "No setting of the exchange changes that: at every landing the faster groups wait"
+        " for the slowest. Give the slower group smaller batches or faster devices. With equal"
+        f" speed training would be up to {steps[slow] / steps[fast]:.2f} times as fast.",
     ]
 
 
-def _agreement(run: Run) -> list[str]:
-    first = run.heads[0]
-    landings = waits(first)
-    sentences = []
-    out = (
-        sum(len(landed.left_out) for landed in landings),
-        sum(len(landed.outlying) for landed in landings),
+def _advice_as_text(advice: Advice | None, link: Link | None) -> str:
+    """Formats the advice, or why there is none."""
+    if link is None:
+        return (
+            "The link's speed is unknown: all messages were there before a rank began to wait"
+            " for them, so the planner cannot say what to change."
+        )
+    if advice is None:
+        return "The planner cannot say what to change: it knows compressions only by name."
+    if not advice.changes and advice.now >= TARGET:
+        return (
+            "On a steady link of that rate the planner expects a compute utilisation of"
+            f" {advice.now:.1%} with these settings: the link or the inner steps were uneven. A"
+            " larger overlap_steps hides more of that."
+        )
+    if not advice.changes:
+        return "The planner knows no settings that would gain much: you need a faster link."
+    changes = " and ".join(f"{name}={value!r}" for name, value in advice.changes.items())
+    return (
+        f"Set {changes}. The planner expects a compute utilisation of {advice.then:.1%} with it,"
+        f" and {advice.now:.1%} with the current settings, counting on {MARGIN:.0%} of the"
+        " measured bandwidth."
     )
-    if any(out):
+
+
+def _agreement_as_text(run: Run) -> list[str]:
+    """Describes the outer gradients that were left out, and how well the last ones agreed."""
+    landings = landings_in_training(run.heads[0])
+    sentences = []
+    left_out = sum(len(landing.left_out) for landing in landings)
+    outlying = sum(len(landing.outlying) for landing in landings)
+    if left_out or outlying:
         sentences.append(
-            f"Of all outer gradients, {out[0]} were left out of a mean because they were not"
-            f" finite, and {out[1]}"
-            " because outlier_guard found them too long."
+            f"Of all outer gradients, {left_out} were left out of a mean because they were not"
+            f" finite, and {outlying} because outlier_guard found them too long."
         )
     last = [curve[-1][1] for curve in cosines_of(run).values()]
     if len(last) > 1:
         cosine = sum(last) / len(last)
-        alone = (1 / len(last)) ** 0.5
+        unrelated = (1 / len(last)) ** 0.5
         sentences.append(
-            f"In the last round the groups' outer gradients had a cosine of {cosine:.2f} with"
-            " their mean, on average;"
-            f" unrelated directions have {alone:.2f}, equal ones 1."
+            f"In the last round the groups' outer gradients had a cosine of {cosine:.2f} with their"
+            f" mean, on average; unrelated directions have {unrelated:.2f}, equal ones 1."
         )
     return sentences
 
@@ -372,13 +405,13 @@ _BARS = 240
 """The most intervals that are drawn."""
 
 
-def overlap(one: Span, other: Span) -> float:
+def overlap(first: Span, second: Span) -> float:
     """Returns how many seconds two spans have in common.
 
     >>> overlap((0, 3), (2, 5)), overlap((0, 1), (2, 3))
     (1, 0.0)
     """
-    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
+    return max(0.0, min(first[1], second[1]) - max(first[0], second[0]))
 
 
 def trained(rank: Rank) -> Span:
@@ -386,13 +419,13 @@ def trained(rank: Rank) -> Span:
     return rank.steps[0].span[0], rank.steps[-1].done
 
 
-def waits(rank: Rank) -> list[LandingRecord]:
-    """Returns the landings in the course of training, each of which training may have waited
-    for.
-    """
+def landings_in_training(rank: Rank) -> list[LandingRecord]:
+    """Returns the landings for which training may have waited: all but those after the last step."""
     until = trained(rank)[1]
     return [
-        landed for landed in rank.landings if not landed.final and landed.spans["wait"][0] <= until
+        landing
+        for landing in rank.landings
+        if not landing.final and landing.spans["wait"][0] <= until
     ]
 
 
@@ -403,20 +436,21 @@ def step_seconds(rank: Rank) -> float:
 def utilisation(rank: Rank) -> float:
     """Returns the share of the time in which training did not wait for a fragment."""
     began, ended = trained(rank)
-    waited = sum(landed.seconds("wait") for landed in waits(rank))
-    return 1 - waited / (ended - began) if ended > began else 1.0
+    waited = sum(landing.seconds("wait") for landing in landings_in_training(rank))
+    if ended <= began:
+        return 1.0
+    return 1 - waited / (ended - began)
 
 
 def utilisation_over_time(rank: Rank, zero: float) -> Curve:
-    """Returns the utilisation of each round, at the end of the round; times are in seconds since
-    ``zero``.
-    """
-    every = int(rank.about["settings"]["sync_every"])
+    """Returns the utilisation of each round at its end, in seconds since ``zero``."""
+    sync_every = int(rank.about["settings"]["sync_every"])
     done = {step.step: step.done for step in rank.steps}
-    ends = [rank.steps[0].span[0], *(done[step] for step in sorted(done) if step % every == 0)]
+    ends = [rank.steps[0].span[0]]
+    ends += [done[step] for step in sorted(done) if step % sync_every == 0]
     waited = [0.0] * (len(ends) + 1)
-    for landed in waits(rank):
-        waited[bisect_left(ends, landed.spans["wait"][1])] += landed.seconds("wait")
+    for landing in landings_in_training(rank):
+        waited[bisect_left(ends, landing.spans["wait"][1])] += landing.seconds("wait")
     return [
         (ended - zero, 1 - waited[number] / (ended - began))
         for number, (began, ended) in enumerate(pairwise(ends), start=1)
@@ -424,52 +458,54 @@ def utilisation_over_time(rank: Rank, zero: float) -> Curve:
     ]
 
 
-def on_the_link(landed: LandingRecord) -> list[Span]:
-    """Returns when a fragment was on the link, as far as this rank knows: in the transfer and the
-    second hop.
-    """
-    hops = [landed.spans[name] for name in ("transfer", "relay") if name in landed.spans]
-    return hops or [landed.spans["flight"]]
+def on_the_link(landing: LandingRecord) -> list[Span]:
+    """Returns when a fragment was on the link, as far as this rank knows: transfer, second hop."""
+    hops = [landing.spans[name] for name in ("transfer", "relay") if name in landing.spans]
+    return hops or [landing.spans["flight"]]
 
 
 def exchange_of(run: Run) -> str | None:
-    return next((landed.exchange for rank in run.ranks for landed in waits(rank)), None)
+    landings = chain.from_iterable(map(landings_in_training, run.ranks))
+    return next((landing.exchange for landing in landings), None)
 
 
-def in_background(landed: LandingRecord) -> list[Span]:
-    spans = landed.spans
+def in_background(landing: LandingRecord) -> list[Span]:
+    """Returns when the background worked on a fragment: encoding, decoding and outer step."""
+    spans = landing.spans
     parts = [spans[name] for name in ("encode", "decode", "outer_step") if name in spans]
-    # What the second hop brought is decoded until the outer step begins.
-    return parts + ([(spans["relay"][1], spans["outer_step"][0])] if "relay" in spans else [])
+    if "relay" in spans:
+        # The payloads of the second hop are decoded until the outer step begins.
+        parts.append((spans["relay"][1], spans["outer_step"][0]))
+    return parts
 
 
 def gbit_s_over_time(ranks: Sequence[Rank], zero: float) -> Curve:
-    """Returns what the ranks of a group sent together, in Gbit/s, in every quarter of a round."""
-    sent = [
-        ((landed.spans["flight"][0], on_the_link(landed)[-1][1]), landed.bytes_sent)
-        for rank in ranks
-        for landed in rank.landings
-        if landed.bytes_sent
-    ]
-    if not sent:
+    """Returns the Gbit/s that the ranks of a group sent together in every quarter of a round."""
+    landings = [landing for rank in ranks for landing in rank.landings if landing.bytes_sent]
+    if not landings:
         return []
-    (began, trained_until), every = trained(ranks[0]), ranks[0].about["settings"]["sync_every"]
-    width = max(
-        (trained_until - began) * every / len(ranks[0].steps) / 4, (trained_until - began) / _BARS
-    )
-    ended = max(trained_until, *(span[1] for span, _ in sent))
-    edges = [began + number * width for number in range(math.ceil((ended - began) / width) + 1)]
-    # Evenly from a launch to the arrival, which takes some time.
-    spans = [((start, max(end, start + 1e-9)), 8 * nbytes) for (start, end), nbytes in sent]
-    return [
-        (
-            one - zero,
-            sum(bits * overlap(span, (one, other)) / (span[1] - span[0]) for span, bits in spans)
-            / width
-            / 1e9,
-        )
-        for one, other in pairwise(edges)
-    ]
+    began, until = trained(ranks[0])
+    sync_every = ranks[0].about["settings"]["sync_every"]
+    quarter = (until - began) * sync_every / len(ranks[0].steps) / 4
+    width = max(quarter, (until - began) / _BARS)
+    ended = max(until, *(on_the_link(landing)[-1][1] for landing in landings))
+    bars = math.ceil((ended - began) / width)
+    curve = []
+    for bar in pairwise(began + number * width for number in range(bars + 1)):
+        curve.append((bar[0] - zero, _bits_within(bar, landings) / width / 1e9))
+    return curve
+
+
+def _bits_within(bar: Span, landings: Sequence[LandingRecord]) -> float:
+    """Returns the bits sent in a span, if each flight sent evenly from its launch to its arrival."""
+    bits = []
+    for landing in landings:
+        launch = landing.spans["flight"][0]
+        # An arrival takes some time, even if the clock shows none.
+        arrival = max(on_the_link(landing)[-1][1], launch + 1e-9)
+        share = 8 * landing.bytes_sent * overlap((launch, arrival), bar) / (arrival - launch)
+        bits.append(share)
+    return sum(bits)
 
 
 def ddp_bytes_per_step(run: Run) -> float:
@@ -488,44 +524,49 @@ def cosines_of(run: Run) -> dict[int, Curve]:
     """Returns each group's cosine with the mean over the inner steps, averaged over the fragments
     of a round.
     """
-    first = run.heads[0]
+    head = run.heads[0]
+    landings = landings_in_training(head)
     curves: dict[int, Curve] = {}
-    told = [landed for landed in waits(first) if landed.diagnostics is not None]
-    for group in range(first.about["groups"]):
-        values = [
-            (landed.landed_at, landed.diagnostics["cosines"][group])
-            for landed in told
-            if landed.diagnostics
+    for group in range(head.about["groups"]):
+        points: Curve = [
+            (landing.landed_at, landing.diagnostics["cosines"][group])
+            for landing in landings
+            if landing.diagnostics
         ]
-        curves[group] = rounds(
-            [value for value in values if not math.isnan(value[1])], len(first.fragments)
-        )
-    return {group: curve for group, curve in curves.items() if curve}
+        numbers = [point for point in points if not math.isnan(point[1])]
+        curve = averaged(numbers, len(head.fragments))
+        if curve:
+            curves[group] = curve
+    return curves
 
 
 def norms_of(run: Run) -> dict[int | None, Curve]:
     """Returns the norm of the outer gradient of each group, and of the mean (None), by whole
     rounds.
     """
-    first = run.heads[0]
-    told = waits(first)
-    groups = {
-        group: [(float(landed.landed_at), landed.group_norms[group] ** 2) for landed in told]
-        for group in range(first.about["groups"])
+    head = run.heads[0]
+    landings = landings_in_training(head)
+    steps = [float(landing.landed_at) for landing in landings]
+    norms: dict[int | None, list[float]] = {
+        group: [landing.group_norms[group] for landing in landings]
+        for group in range(head.about["groups"])
     }
-    mean = [(float(landed.landed_at), landed.outer_grad_norm**2) for landed in told]
-    count = len(first.fragments)
-    # Squares add up over the fragments of a round.
-    return {
-        group: [(step, math.sqrt(count * square)) for step, square in rounds(points, count)]
-        for group, points in [*groups.items(), (None, mean)]
-    }
+    norms[None] = [landing.outer_grad_norm for landing in landings]
+    count = len(head.fragments)
+    curves = {}
+    for group, lengths in norms.items():
+        # Squares add up over the fragments of a round.
+        squares = [(step, length**2) for step, length in zip(steps, lengths, strict=True)]
+        curves[group] = [
+            (step, math.sqrt(count * square)) for step, square in averaged(squares, count)
+        ]
+    return curves
 
 
-def rounds(points: list[tuple[float, float]], count: int) -> Curve:
+def averaged(points: list[tuple[float, float]], count: int) -> Curve:
     """Averages a number of points at a time, and puts each mean at the place of the last of them.
 
-    >>> rounds([(1, 2.0), (2, 4.0), (3, 8.0)], 2)
+    >>> averaged([(1, 2.0), (2, 4.0), (3, 8.0)], 2)
     [(2, 3.0)]
     """
     parts = [points[start : start + count] for start in range(0, len(points) - count + 1, count)]
@@ -557,22 +598,17 @@ def _axes(figure: Any, x: str, y: str, place: int = 111) -> Any:
     return figure.add_subplot(place, xlabel=x, ylabel=y)
 
 
-def _line(
-    axes: Any, points: Curve, color: str, alpha: float, width: float, label: str | None = None
-) -> None:
-    if points:
-        x, y = zip(*rounds(points, -(-len(points) // _POINTS)), strict=True)
-        marker = "o" if len(points) == 1 else None
-        axes.plot(
-            x,
-            y,
-            color=color,
-            alpha=alpha,
-            linewidth=width,
-            label=label,
-            marker=marker,
-            markersize=4,
-        )
+def _line(axes: Any, points: Curve, **style: Any) -> None:
+    """Draws a curve; one with many points is averaged first, and a single point is a dot."""
+    if not points:
+        return
+    x, y = zip(*averaged(points, -(-len(points) // _POINTS)), strict=True)
+    marker = "o" if len(points) == 1 else None
+    axes.plot(x, y, marker=marker, markersize=4, **style)
+
+
+def _strong_line(axes: Any, points: Curve, color: str, label: str) -> None:
+    _line(axes, points, color=color, alpha=1, linewidth=2, label=label)
 
 
 def _legend(axes: Any) -> None:
@@ -584,85 +620,92 @@ def _smoothed(points: Curve) -> Curve:
     """Averages up to each point the last twentieth of all points, at most fifty."""
     width = max(1, min(50, len(points) // 20))
     values = [value for _, value in points]
-    return [
-        (
-            step,
-            sum(values[max(0, place - width + 1) : place + 1])
-            / len(values[max(0, place - width + 1) : place + 1]),
-        )
-        for place, (step, _) in enumerate(points)
-    ]
+    curve = []
+    for place, (step, _) in enumerate(points):
+        window = values[max(0, place - width + 1) : place + 1]
+        curve.append((step, sum(window) / len(window)))
+    return curve
 
 
 def draw_losses(run: Run, theme: Theme, figure: Any) -> None:
+    """Draws each group's training losses, and validation losses as dots."""
     axes = _axes(figure, "inner step", "loss")
-    for rank in run.heads:
-        _line(axes, rank.losses, color_of(rank.group, theme), 0.35, 1)
-        _line(axes, _smoothed(rank.losses), color_of(rank.group, theme), 1, 2, rank.name)
-    told = run.heads[0].validations
-    for name in sorted(
-        {name for validation in told for name in validation.metrics if "loss" in name}
-    ):
-        points = [(v.step, v.metrics[name]) for v in told if name in v.metrics]
-        axes.plot(
-            *zip(*points, strict=True),
-            "o",
-            color=theme.ink,
-            markersize=5,
-            label=f"{name} (outer parameters)",
-        )
+    for head in run.heads:
+        color = color_of(head.group, theme)
+        _line(axes, head.losses, color=color, alpha=0.35, linewidth=1)
+        _strong_line(axes, _smoothed(head.losses), color, head.name)
+    points: dict[str, Curve] = defaultdict(list)
+    for validation in run.heads[0].validations:
+        for name, metric in validation.metrics.items():
+            if "loss" in name:
+                points[name].append((validation.step, metric))
+    for name in sorted(points):
+        steps, losses = zip(*points[name], strict=True)
+        label = f"{name} (outer parameters)"
+        axes.plot(steps, losses, "o", color=theme.ink, markersize=5, label=label)
     _legend(axes)
 
 
 def draw_utilisation(run: Run, theme: Theme, figure: Any) -> None:
+    """Draws each group's compute utilisation over time, round by round."""
     axes = _axes(figure, "seconds since the first inner step", "compute utilisation")
-    for rank in run.heads:
-        _line(
-            axes,
-            utilisation_over_time(rank, run.began),
-            color_of(rank.group, theme),
-            1,
-            2,
-            rank.name,
-        )
+    for head in run.heads:
+        curve = utilisation_over_time(head, run.began)
+        _strong_line(axes, curve, color_of(head.group, theme), head.name)
     axes.set_ylim(0, 1.04)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     _legend(axes)
 
 
 def draw_bandwidth(run: Run, theme: Theme, figure: Any) -> None:
-    """Draws what every group sent over time, and what data-parallel training would have needed."""
+    """Draws the rate at which each group sent, and the rate that data-parallel training needs."""
     needed = 8 * ddp_bytes_per_step(run) / max(map(step_seconds, run.heads)) / 1e9
     unit, name = (1.0, "Gbit/s") if needed >= 1 else (1000.0, "Mbit/s")
     axes = _axes(figure, "seconds since the first inner step", name)
-    rates = []
-    for head in run.heads:
-        ranks = [rank for rank in run.ranks if rank.group == head.group]
-        points = [(at, unit * rate) for at, rate in gbit_s_over_time(ranks, run.began)]
-        rates += [rate for _, rate in points]
-        if points:
-            x, y = zip(*points, strict=True)
-            axes.step(
-                x,
-                y,
-                where="post",
-                color=color_of(head.group, theme),
-                linewidth=1.5,
-                label=head.name,
-            )
+    rates = _draw_rates(axes, run, theme, unit)
     if any(rates):
-        label = f"DDP at this speed: {unit * needed:.3g} {name}"
         if needed:
+            label = f"DDP at this speed: {unit * needed:.3g} {name}"
             axes.axhline(unit * needed, color=theme.ink, linewidth=1.6, linestyle="--", label=label)
-        # Where nothing was sent there is no logarithm: the axis ends at a thousandth of the most.
+        # Zero has no logarithm: the axis ends at a thousandth of the highest rate.
         axes.set_yscale("log")
-        axes.set_ylim(
-            max(max(rates) / 1000, min(rate for rate in rates if rate)) / 2,
-            3 * max([unit * needed, *rates]),
-        )
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        lowest = max(max(rates) / 1000, min(filter(None, rates)))
+        axes.set_ylim(lowest / 2, 3 * max([unit * needed, *rates]))
+        axes.yaxis.set_major_formatter(lambda rate, _: f"{rate:g}")
         axes.minorticks_off()
     _legend(axes)
+
+
+def _draw_rates(axes: Any, run: Run, theme: Theme, unit: float) -> list[float]:
+    """Draws the rate of every group over time, in a unit, and returns all rates."""
+    rates: list[float] = []
+    for head in run.heads:
+        ranks = [rank for rank in run.ranks if rank.group == head.group]
+        curve = gbit_s_over_time(ranks, run.began)
+        if curve:
+            seconds = [moment for moment, _ in curve]
+            group_rates = [unit * gbit_s for _, gbit_s in curve]
+            style = {"color": color_of(head.group, theme), "linewidth": 1.5, "label": head.name}
+            axes.step(seconds, group_rates, where="post", **style)
+            rates += group_rates
+    return rates
+
+
+_SHADES: Mapping[str, tuple[float, Callable[[LandingRecord], Sequence[Span]]]] = {
+    "in flight": (0.25, lambda landing: [landing.spans["flight"]]),
+    "in the background": (0.55, in_background),
+    "on the link": (1.0, on_the_link),
+}
+"""The parts of a flight by name: how strong each is drawn, and when it was."""
+
+
+class _Bars(NamedTuple):
+    """Spans of one row that are drawn alike."""
+
+    spans: Sequence[Span]
+    color: str
+    alpha: float
+    height: float = 0.7
 
 
 def draw_flights(run: Run, theme: Theme, figure: Any) -> None:
@@ -670,82 +713,78 @@ def draw_flights(run: Run, theme: Theme, figure: Any) -> None:
     fragments below.
     """
     axes = _axes(figure, "seconds since the first inner step", "")
-    heads = run.heads[:_GROUPS]
-    steps = run.heads[0].steps
-    figure.set_size_inches(_SIZE[0], 1.2 + 0.2 * sum(1 + len(head.fragments) for head in heads))
-    every = int(run.ranks[0].about["settings"]["sync_every"])
-    ended = max(
-        (landed.spans["land"][1] for rank in run.ranks for landed in rank.landings),
-        default=steps[-1].done,
-    )
-    first = steps[max(0, len(steps) - _ROUNDS * every)].span[0]
-    last = max(ended, steps[-1].done)
-    # A hair apart, so that single steps can be told.
+    first, last = _last_rounds(run)
+    # Steps are drawn a hair apart, so that single ones can be seen.
     gap = (last - first) / 1500
-    row = 0
-    ticks = list[str]()
-
-    def bars(spans: Sequence[Span], color: str, alpha: float, height: float = 0.7) -> None:
-        seen = [
-            (began - run.began, ended - began)
-            for began, ended in spans
-            if ended > first and began < last
-        ]
-        axes.broken_barh(seen, (row - height / 2, height), color=color, alpha=alpha, linewidth=0)
-
-    for head in heads:
-        color = color_of(head.group, theme)
-        bars(
-            [(s.span[0], max(s.span[1] - gap, s.span[0])) for s in head.steps],
-            theme.quiet,
-            0.45,
-            0.8,
-        )
-        bars([landed.spans["wait"] for landed in head.landings], theme.line(1), 1, 0.8)
-        ticks.append(head.name)
-        for fragment in range(len(head.fragments)):
-            row = len(ticks)
-            flights = [landed for landed in head.landings if landed.fragment == fragment]
-            for alpha, spans_of in _SHADES.values():
-                bars([span for landed in flights for span in spans_of(landed)], color, alpha)
-            ticks.append(f"fragment {fragment}")
-        row = len(ticks)
+    rows = [row for head in run.heads[:_GROUPS] for row in _rows_of(head, theme, gap)]
+    figure.set_size_inches(_SIZE[0], 1.2 + 0.2 * len(rows))
+    for row, (_, layers) in enumerate(rows):
+        for bars in layers:
+            _draw_bars(axes, row, bars, (first, last), run.began)
     axes.set_xlim(first - run.began, last - run.began)
-    axes.set_ylim(row - 0.5, -0.8)
-    axes.set_yticks(range(row), ticks)
+    axes.set_ylim(len(rows) - 0.5, -0.8)
+    axes.set_yticks(range(len(rows)), [label for label, _ in rows])
     axes.grid(visible=False, axis="y")
-    shades = {name: (theme.quiet, alpha) for name, (alpha, _) in _SHADES.items()}
-    for name, (color, alpha) in {
-        "inner step": (theme.quiet, 1.0),
-        "waits": (theme.line(1), 1.0),
-        **shades,
-    }.items():
-        axes.barh([0], [0], color=color, alpha=alpha, label=name)
+    _draw_legend_of_flights(axes, theme)
     figure.legend(loc="outside lower center", ncols=6)
 
 
-_SHADES: Mapping[str, tuple[float, Callable[[LandingRecord], Sequence[Span]]]] = {
-    "in flight": (0.25, lambda landed: [landed.spans["flight"]]),
-    "in the background": (0.55, in_background),
-    "on the link": (1.0, on_the_link),
-}
+def _draw_bars(axes: Any, row: int, bars: _Bars, shown: Span, zero: float) -> None:
+    """Draws the spans that lie in the shown one, in seconds since ``zero``."""
+    visible = [span for span in bars.spans if span[1] > shown[0] and span[0] < shown[1]]
+    widths = [(began - zero, ended - began) for began, ended in visible]
+    place = row - bars.height / 2, bars.height
+    axes.broken_barh(widths, place, color=bars.color, alpha=bars.alpha, linewidth=0)
+
+
+def _draw_legend_of_flights(axes: Any, theme: Theme) -> None:
+    """Draws a bar without width for each entry of the legend."""
+    axes.barh([0], [0], color=theme.quiet, alpha=1.0, label="inner step")
+    axes.barh([0], [0], color=theme.line(1), alpha=1.0, label="waits")
+    for name, (alpha, _) in _SHADES.items():
+        axes.barh([0], [0], color=theme.quiet, alpha=alpha, label=name)
+
+
+def _last_rounds(run: Run) -> Span:
+    """Returns when the last rounds began, and when the last fragment had landed."""
+    steps = run.heads[0].steps
+    sync_every = int(run.ranks[0].about["settings"]["sync_every"])
+    landed = [landing.spans["land"][1] for rank in run.ranks for landing in rank.landings]
+    first = steps[max(0, len(steps) - _ROUNDS * sync_every)].span[0]
+    return first, max([*landed, steps[-1].done])
+
+
+def _rows_of(head: Rank, theme: Theme, gap: float) -> Iterator[tuple[str, list[_Bars]]]:
+    """Yields the rows of a group by label: its inner steps with its waits, then its fragments."""
+    steps = [(step.span[0], max(step.span[1] - gap, step.span[0])) for step in head.steps]
+    waits = [landing.spans["wait"] for landing in head.landings]
+    yield head.name, [_Bars(steps, theme.quiet, 0.45, 0.8), _Bars(waits, theme.line(1), 1, 0.8)]
+    color = color_of(head.group, theme)
+    for fragment in range(len(head.fragments)):
+        landings = [landing for landing in head.landings if landing.fragment == fragment]
+        layers = []
+        for alpha, spans_of in _SHADES.values():
+            spans = list(chain.from_iterable(map(spans_of, landings)))
+            layers.append(_Bars(spans, color, alpha))
+        yield f"fragment {fragment}", layers
 
 
 def draw_agreement(run: Run, theme: Theme, figure: Any) -> None:
     """Draws how far the outer gradients of the groups agree in direction and in length."""
     cosines = cosines_of(run)
-    norms = norms_of(run)
     axes = _axes(figure, "inner step", "cosine with the mean", 121 if cosines else 122)
-    for group, curve in cosines.items():
-        _line(axes, curve, color_of(group, theme), 1, 2, f"group {group}")
     if cosines:
-        axes.set_ylim(min(0.0, *(value for curve in cosines.values() for _, value in curve)), 1.04)
+        for group, curve in cosines.items():
+            _strong_line(axes, curve, color_of(group, theme), f"group {group}")
+        lowest = min(cosine for curve in cosines.values() for _, cosine in curve)
+        axes.set_ylim(min(0.0, lowest), 1.04)
         axes = _axes(figure, "inner step", "norm of the outer gradient", 122)
-    else:
-        axes.set_ylabel("norm of the outer gradient")
-    for of, curve in norms.items():
-        color, label = (theme.ink, "mean") if of is None else (color_of(of, theme), f"group {of}")
-        _line(axes, curve, color, 1, 2, label)
+    axes.set_ylabel("norm of the outer gradient")
+    for norm_group, curve in norms_of(run).items():
+        if norm_group is None:
+            _strong_line(axes, curve, theme.ink, "mean")
+        else:
+            _strong_line(axes, curve, color_of(norm_group, theme), f"group {norm_group}")
     axes.set_ylim(bottom=0)
     _legend(axes)
 
@@ -755,26 +794,19 @@ def draw_sites(run: Run, theme: Theme, figure: Any) -> None:
     started.
     """
     head = run.heads[0]
-    sites = sorted({site for landed in head.landings for site in landed.sites})
+    sites = sorted({site for landing in head.landings for site in landing.sites})
     axes = _axes(figure, "seconds since the first inner step", "")
     figure.set_size_inches(_SIZE[0], 1.2 + 0.3 * max(len(sites), 2))
     for row, site in enumerate(sites):
-        moments = [
-            landed.spans["land"][1] - run.began for landed in head.landings if site in landed.sites
-        ]
-        axes.plot(
-            moments,
-            [row] * len(moments),
-            "|",
-            color=color_of(row, theme),
-            markersize=12,
-            markeredgewidth=1.6,
-        )
-    for number, (moment, _) in enumerate(head.starts):
-        label = None if number else f"{head.name} starts"
-        axes.axvline(
-            moment - run.began, color=theme.ink, linewidth=1.4, linestyle="--", label=label
-        )
+        landings = [landing for landing in head.landings if site in landing.sites]
+        moments = [landing.spans["land"][1] - run.began for landing in landings]
+        style = {"color": color_of(row, theme), "markersize": 12, "markeredgewidth": 1.6}
+        axes.plot(moments, [row] * len(moments), "|", **style)
+    label: str | None = f"{head.name} starts"
+    for moment, _ in head.starts:
+        style = {"color": theme.ink, "linewidth": 1.4, "linestyle": "--", "label": label}
+        axes.axvline(moment - run.began, **style)
+        label = None
     axes.set_yticks(range(len(sites)), sites)
     axes.set_ylim(len(sites) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
@@ -791,9 +823,8 @@ PICTURES: Mapping[str, Picture] = {
     "losses": Picture(
         draw_losses,
         "Losses",
-        "Training loss of each group, on its own batches and its local parameters: pale as it"
-        " was, strong smoothed."
-        " Dots are validations.",
+        "Training loss of each group, on its own batches and its local parameters: pale as it was,"
+        " strong smoothed. Dots are validations.",
     ),
     "utilisation": Picture(
         draw_utilisation,
@@ -805,44 +836,36 @@ PICTURES: Mapping[str, Picture] = {
         draw_bandwidth,
         "Bandwidth between groups",
         "What each group sent, in every quarter of a round, spread evenly from a launch to the"
-        " arrival of all messages."
-        " The dashed line is what a ring all-reduce of all gradients at every step would have"
-        " needed, at the same"
-        " speed.",
+        " arrival of all messages. The dashed line is what a ring all-reduce of all gradients at"
+        " every step would have needed, at the same speed.",
     ),
     "flights": Picture(
         draw_flights,
         "Fragments in flight, at the end of the run",
         "The first groups, at most four. First row of a group: its inner steps, and where it"
-        " waited. Below, each flight"
-        " of its fragments from launch to result: strong while on the link, the second hop"
-        " included; weaker while it is"
-        " encoded, decoded or stepped; pale while it waits for its turn. Each rank goes by its"
-        " own clock.",
+        " waited. Below, each flight of its fragments from launch to result: strong while on the"
+        " link, the second hop included; weaker while it is encoded, decoded or stepped; pale while"
+        " it waits for its turn. Each rank goes by its own clock.",
     ),
     "agreement": Picture(
         draw_agreement,
         "Agreement of the groups",
         "Cosine of each group's outer gradient with the mean, averaged over the fragments of a"
-        " round; and the norm of"
-        " the outer gradient of all fragments. A curve far from the others is a group that"
-        " trains on something else.",
+        " round; and the norm of the outer gradient of all fragments. A curve far from the others"
+        " is a group that trains on something else.",
     ),
     "sites": Picture(
         draw_sites,
         "Sites that come and go",
-        "As this site saw it: a mark for each round of a fragment in which a site counted, when"
-        " it landed here. A site"
-        " without marks has died, left, or been late.",
+        "As this site saw it: a mark for each round of a fragment in which a site counted, when it"
+        " landed here. A site without marks has died, left, or been late.",
     ),
 }
 """The pictures, by the names of their files."""
 
 
 def pictures_of(run: Run) -> list[str]:
-    """Returns the pictures that show something of a run; one site knows nothing of how well all of
-    them agree.
-    """
+    """Returns the pictures that show something of a run; one site cannot tell how all agree."""
     without = "sites" if run.heads[0].about.get("site") is None else "agreement"
     return [name for name in PICTURES if name != without]
 
@@ -875,23 +898,48 @@ th:first-child, td:first-child { text-align: left; } th { color: var(--quiet); f
 def page(
     title: str, run: Run, verdict: Verdict, pictures: Mapping[str, Mapping[str, bytes]]
 ) -> str:
-    about = run.ranks[0].about
-    settings = run.ranks[0].about["settings"]
+    """Returns the report as one HTML page, with style and pictures inside."""
+    tiles = [
+        f'<div class="tile"><b>{escape(number)}</b><span>{escape(label)}</span></div>'
+        for number, label in _tiles(run, verdict)
+    ]
+    paragraphs = [f"<p>{escape(sentence)}</p>" for sentence in verdict.sentences]
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}: Streaming DiLoCo</title><style>{_STYLE}</style></head><body>",
+            f'<h1>Streaming DiLoCo run</h1><p class="quiet">{escape(title)}</p>',
+            f'<p class="quiet">{escape(_described(run))}</p>',
+            f'<div class="tiles">{"".join(tiles)}</div>',
+            f'<h2>Verdict</h2><div class="verdict">{"".join(paragraphs)}</div>',
+            *(_figure(PICTURES[name], themes) for name, themes in pictures.items()),
+            "<h2>Ranks</h2>",
+            f'<div class="scroll"><table>{_table_of_ranks(run)}</table></div>',
+            "</body></html>",
+        ]
+    )
+
+
+def _described(run: Run) -> str:
+    """Describes model, groups and settings in one line."""
     first = run.ranks[0]
-    is_site = about.get("site") is not None
-    ranks = (
-        f"{first.name}: {about['shards']} ranks"
-        if is_site
-        else f"{about['groups']} groups of {about['shards']}"
-    )
-    described = (
+    about = first.about
+    settings = about["settings"]
+    ranks = f"{about['groups']} groups of {about['shards']}"
+    if about.get("site") is not None:
+        ranks = f"{first.name}: {about['shards']} ranks"
+    return (
         f"{sum(numel for numel, _ in first.parameters.values()):,} parameters in"
-        f" {len(first.fragments)} fragments ·"
-        f" {ranks} · sync_every={settings['sync_every']},"
-        f" overlap_steps={settings['overlap_steps']},"
-        f" mixing={settings['mixing']}, compression={settings['compression'] or 'custom'},"
-        f" exchange={exchange_of(run) or '-'}"
+        f" {len(first.fragments)} fragments · {ranks} · sync_every={settings['sync_every']},"
+        f" overlap_steps={settings['overlap_steps']}, mixing={settings['mixing']},"
+        f" compression={settings['compression'] or 'custom'}, exchange={exchange_of(run) or '-'}"
     )
+
+
+def _tiles(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
+    """Returns the numbers at the top of the page, each with its label."""
     steps = max(len(rank.steps) for rank in run.ranks)
     sent = max(bytes_sent(run).values())
     tiles = [
@@ -900,56 +948,41 @@ def page(
         (seconds_as_text(max(map(step_seconds, run.heads))), "slowest inner step"),
         (readable(sent), "sent by each group"),
     ]
-    if sent and about["groups"] > 1:
+    if sent and run.ranks[0].about["groups"] > 1:
         tiles.append((f"1/{ddp_bytes_per_step(run) * steps / sent:,.0f}", "of the bytes of DDP"))
     if verdict.link is not None:
         tiles.append((readable_rate(verdict.link.gbit_s), "link rate while in use"))
-    rows = [
-        (
+    return tiles
+
+
+def _table_of_ranks(run: Run) -> str:
+    """Formats one row for each rank, below a row of headers."""
+    names = ("rank", "group", "host", "inner step", "waited", "utilisation", "sent")
+    rows = [f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"]
+    for rank in run.ranks:
+        waited = sum(landing.seconds("wait") for landing in landings_in_training(rank))
+        cells = (
             str(rank.rank),
             rank.name.removeprefix("group "),
             str(rank.about["host"]),
             seconds_as_text(step_seconds(rank)),
-            seconds_as_text(sum(landed.seconds("wait") for landed in waits(rank))),
+            seconds_as_text(waited),
             f"{utilisation(rank):.1%}",
-            readable(sum(landed.bytes_sent for landed in rank.landings)),
+            readable(sum(landing.bytes_sent for landing in rank.landings)),
         )
-        for rank in run.ranks
-    ]
-    told = [
-        f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
-        for value, label in tiles
-    ]
-    head = [
-        f"<th>{name}</th>"
-        for name in ("rank", "group", "host", "inner step", "waited", "utilisation", "sent")
-    ]
-    body = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
-    figures = []
-    for name, themes in pictures.items():
-        light, dark = (
-            f"data:image/svg+xml;base64,{base64.b64encode(themes[t]).decode()}"
-            for t in ("light", "dark")
-        )
-        figures.append(
-            f'<h2>{PICTURES[name].title}</h2><p class="quiet">{escape(PICTURES[name].caption)}</p>'
-            '<picture class="scroll">'
-            f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">'
-            f'<img src="{light}" alt="{escape(PICTURES[name].title)}"></picture>'
-        )
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}: Streaming DiLoCo</title><style>{_STYLE}</style></head><body>",
-            f'<h1>Streaming DiLoCo run</h1><p class="quiet">{escape(title)}</p>',
-            f'<p class="quiet">{escape(described)}</p>',
-            f'<div class="tiles">{"".join(told)}</div>',
-            f'<h2>Verdict</h2><div class="verdict">{"".join(f"<p>{escape(s)}</p>" for s in verdict.sentences)}</div>',
-            *figures,
-            "<h2>Ranks</h2>",
-            f'<div class="scroll"><table><tr>{"".join(head)}</tr>{"".join(body)}</table></div>',
-            "</body></html>",
-        ]
+        rows.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
+    return "".join(rows)
+
+
+def _figure(picture: Picture, themes: Mapping[str, bytes]) -> str:
+    """Embeds a picture for light and dark pages, below its title and caption."""
+    urls = {
+        theme: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
+        for theme, svg in themes.items()
+    }
+    return (
+        f'<h2>{picture.title}</h2><p class="quiet">{escape(picture.caption)}</p>'
+        '<picture class="scroll">'
+        f'<source media="(prefers-color-scheme: dark)" srcset="{urls["dark"]}">'
+        f'<img src="{urls["light"]}" alt="{escape(picture.title)}"></picture>'
     )

@@ -1,4 +1,4 @@
-"""Runs ``sdiloco status``: the sites, how far each is, and what is awaited, as a live table."""
+"""Runs ``sdiloco status``: a live table of the sites, their progress, and the open rounds."""
 
 import io
 import json as codec
@@ -45,17 +45,19 @@ def status(options: HubOptions, json: bool = False) -> str:
 
 
 def as_table(status: dict[str, Any]) -> Group:
+    """Shows the run in two tables, or the sites still missing if it is not founded."""
     if not status["founded"]:
-        here = ", ".join(status["here"]) or "none"
-        return Group(
-            Text(
-                f"run {status['run']}: being founded, {status['missing']} more sites are needed;"
-                f" here: {here}"
-            )
-        )
-    head = Text(f"run {status['run']}: {status['records']} records")
-    trouble = [Text(status["trouble"], style="bold red")] if status["trouble"] else []
-    sites = Table("site", "state", title="sites", title_justify="left")
+        sites = ", ".join(status["here"]) or "none"
+        missing = f"{status['missing']} more sites are needed; here: {sites}"
+        return Group(Text(f"run {status['run']}: being founded, {missing}"))
+    parts: list[Text | Table] = [Text(f"run {status['run']}: {status['records']} records")]
+    if status["trouble"]:
+        parts.append(Text(status["trouble"], style="bold red"))
+    return Group(*parts, _table_of_sites(status["sites"]), _table_of_fragments(status["fragments"]))
+
+
+def _table_of_sites(sites: dict[str, dict[str, Any]]) -> Table:
+    table = Table("site", "state", title="sites", title_justify="left")
     for name in (
         "last heartbeat",
         "behind",
@@ -67,36 +69,43 @@ def as_table(status: dict[str, Any]) -> Group:
         "sent",
         "rate",
     ):
-        sites.add_column(name, justify="right")
-    for name, own in status["sites"].items():
-        sites.add_row(
+        table.add_column(name, justify="right")
+    for name, site in sites.items():
+        heartbeat = site["last_heartbeat"]
+        behind = site["rounds_behind"]
+        table.add_row(
             name,
-            Text(own["state"], style=STATES[own["state"]]),
-            "-" if own["last_heartbeat"] is None else f"{own['last_heartbeat']:.1f} s",
-            "-" if own["rounds_behind"] is None else str(own["rounds_behind"]),
-            f"{own['share']:.0%}",
-            str(own["late"]),
-            str(own["not_finite"]),
-            str(own["too_long"]),
-            str(own["incarnations"]),
-            readable(own["bytes"]),
-            f"{readable(own['bytes_per_second'])}/s",
+            Text(site["state"], style=STATES[site["state"]]),
+            "-" if heartbeat is None else f"{heartbeat:.1f} s",
+            "-" if behind is None else str(behind),
+            f"{site['share']:.0%}",
+            str(site["late"]),
+            str(site["not_finite"]),
+            str(site["too_long"]),
+            str(site["incarnations"]),
+            readable(site["bytes"]),
+            f"{readable(site['bytes_per_second'])}/s",
         )
-    fragments = Table(title="fragments", title_justify="left")
-    for name, side in (
-        ("fragment", "right"),
-        ("round", "right"),
-        ("here for the next", "left"),
-        ("missing", "left"),
-    ):
-        fragments.add_column(name, justify=side, overflow="fold")  # type: ignore[arg-type]
-    for number, own in enumerate(status["fragments"]):
-        missing = "over" if own["ended"] else ", ".join(own["missing"]) or "-"
-        fragments.add_row(str(number), str(own["round"]), ", ".join(own["here"]) or "-", missing)
-    return Group(head, *trouble, sites, fragments)
+    return table
+
+
+def _table_of_fragments(fragments: list[dict[str, Any]]) -> Table:
+    table = Table(title="fragments", title_justify="left")
+    table.add_column("fragment", justify="right", overflow="fold")
+    table.add_column("round", justify="right", overflow="fold")
+    table.add_column("here for the next", justify="left", overflow="fold")
+    table.add_column("missing", justify="left", overflow="fold")
+    for number, fragment in enumerate(fragments):
+        arrived = ", ".join(fragment["here"]) or "-"
+        missing = ", ".join(fragment["missing"]) or "-"
+        if fragment["ended"]:
+            missing = "over"
+        table.add_row(str(number), str(fragment["round"]), arrived, missing)
+    return table
 
 
 def printed(status: dict[str, Any]) -> str:
+    """Renders the tables as text, for output that is no terminal."""
     text = io.StringIO()
     Console(file=text, width=120, highlight=False).print(as_table(status))
     return text.getvalue().rstrip("\n")

@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -24,11 +25,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_sdiloco.lightning.strategy import GroupStrategy
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Absence, DataParallel, Streaming, Times, play
-from lightning_sdiloco.planning.units import STUDENT_T, half_width, readable, readable_rate
+from lightning_sdiloco.planning.units import (
+    STUDENT_T,
+    counted,
+    half_width,
+    readable,
+    readable_rate,
+)
 from lightning_sdiloco.planning.workload import Groups
 from lightning_sdiloco.tools.output import percent, plain, require_drawable, save_picture, table
-from lightning_sdiloco.tools.simulate.groups import LAST, Configuration, Run, check, class_at, run
-from lightning_sdiloco.tools.simulate.sites import FederatedRun, Places, play_sites
+from lightning_sdiloco.tools.simulate.groups import (
+    LAST,
+    Configuration,
+    Group,
+    Run,
+    check,
+    class_at,
+    run,
+)
+from lightning_sdiloco.tools.simulate.sites import FederatedRun, Places, Site, play_sites
 
 
 def simulate(
@@ -94,15 +109,8 @@ def simulate(
         raise ValueError("--config must be given: the configuration file of a LightningCLI.")
     if picture is not None:
         require_drawable(picture)
-    classes: dict[str, type] = {}
-    for name, path in (("cli", cli), ("model", model), ("data", data)):
-        try:
-            classes |= {name: class_at(path)} if path is not None else {}
-        except ValueError as error:
-            raise ValueError(
-                f"{name}={path!r} cannot be imported: {error}. Give the path of a class:"
-                " module.Class"
-            ) from error
+    paths = {"cli": cli, "model": model, "data": data}
+    classes = {name: _imported(name, path) for name, path in paths.items() if path is not None}
     configuration = Configuration(tuple(config), tuple(set), **classes)
     places = Places(
         link=None if bandwidth is None else Link(bandwidth, round_trip, loss),
@@ -118,36 +126,46 @@ def simulate(
                 "--sweep, --methods and --seeds do not work with --sites. Give one run of a"
                 " federation at a time."
             )
-        if step_time is None:
-            raise ValueError(
-                "--sites needs --step-time: which sites are late depends on the time of an inner"
-                " step."
-            )
         return _federation(configuration, sites, places, picture, json)
     if delays is not None:
         raise ValueError("--delays is about the sites of a federation. Give --sites too.")
-    of_links = {
-        "round-trip": round_trip,
-        "loss": loss,
-        "step-time": step_time,
-        "speeds": speeds,
-        "absence": absence,
-    }
-    given = [f"--{name}" for name, value in of_links.items() if value]
-    if bandwidth is None and given:
-        raise ValueError(
-            f"{given[0]} is for predicting the time of a run on a link. Give its --bandwidth too."
-        )
-    if sweep and methods is not None:
+    if bandwidth is None:
+        _refuse_without_link(round_trip, loss, step_time, speeds, absence)
+    if methods is None:
+        runs = combinations(sweep, groups)
+    elif sweep:
         raise ValueError("--sweep and --methods both say what varies. Give one of them.")
-    runs = combinations(sweep, groups) if methods is None else _methods_of(methods, groups)
-    each = _seeds(seeds)
-    if each and len(runs) < 2:
+    else:
+        runs = _methods_of(methods, groups)
+    return _worker_groups(configuration, runs, _seeds(seeds, len(runs)), places, picture, json)
+
+
+def _imported(name: str, path: str) -> type:
+    """Imports the class of an option, and names the option in the error."""
+    try:
+        return class_at(path)
+    except ValueError as error:
         raise ValueError(
-            "--seeds compares runs, but there is only one. Say with --sweep or --methods what"
-            " varies."
-        )
-    return _worker_groups(configuration, runs, each, places, picture, json)
+            f"{name}={path!r} cannot be imported: {error}. Give the path of a class: module.Class"
+        ) from error
+
+
+def _refuse_without_link(
+    round_trip: float, loss: float, step_time: float | None, speeds: str | None, absence: list[str]
+) -> None:
+    """Refuses options that only matter on a link, if there is none."""
+    options = {
+        "--round-trip": round_trip,
+        "--loss": loss,
+        "--step-time": step_time,
+        "--speeds": speeds,
+        "--absence": absence,
+    }
+    for name, value in options.items():
+        if value:
+            raise ValueError(
+                f"{name} is for predicting the time of a run on a link. Give its --bandwidth too."
+            )
 
 
 # Running
@@ -164,10 +182,13 @@ class Planned(NamedTuple):
     groups: int
     choices: dict[str, Any]
 
-    def told(self) -> str:
-        return ", ".join(
-            str(own) if name == _METHOD else f"{name}={own}" for name, own in self.varied.items()
-        )
+    @property
+    def label(self) -> str:
+        parts = [
+            str(value) if name == _METHOD else f"{name}={value}"
+            for name, value in self.varied.items()
+        ]
+        return ", ".join(parts)
 
 
 def combinations(sweeps: Sequence[str], groups: int) -> list[Planned]:
@@ -177,30 +198,34 @@ def combinations(sweeps: Sequence[str], groups: int) -> list[Planned]:
         >>> [tuple(run[1:]) for run in combinations(["groups=2,4", "compression=fp4"], groups=2)]
         [(2, {'compression': 'fp4'}), (4, {'compression': 'fp4'})]
     """
-    known = _known()
-    varied = dict[str, list[Any]]()
+    arguments = _arguments()
+    values = dict[str, list[Any]]()
     for sweep in sweeps:
         name, _, text = sweep.partition("=")
-        if name not in known:
+        if name not in arguments:
             raise ValueError(
                 f"sweep={sweep!r} varies {name!r}, which is unknown. Choose among"
-                f" {', '.join(known)}."
+                f" {', '.join(arguments)}."
             )
-        if name in varied:
+        if name in values:
             raise ValueError(
                 f"sweep={sweeps!r} names something twice. Give all its values together: H=10,20."
             )
-        varied[name] = values = [yaml.safe_load(part) for part in text.split(",") if part]
-        if not values:
-            raise ValueError(
-                f"sweep={sweep!r} has no values. Give them after the name: {name}=10,20"
-            )
-        if name == _GROUPS and not all(type(value) is int and value >= 1 for value in values):
-            raise ValueError(
-                f"sweep={sweep!r} has a number of groups that is not a whole number of at least 1."
-            )
-    runs = [dict(zip(varied, values, strict=True)) for values in product(*varied.values())]
-    return [_planned(own, own, groups) for own in runs]
+        values[name] = _values_of(sweep, name, text)
+    combined = [dict(zip(values, choices, strict=True)) for choices in product(*values.values())]
+    return [_planned(varied, varied, groups) for varied in combined]
+
+
+def _values_of(sweep: str, name: str, text: str) -> list[Any]:
+    """Reads the values that a sweep gives to one argument."""
+    values = [yaml.safe_load(part) for part in text.split(",") if part]
+    if not values:
+        raise ValueError(f"sweep={sweep!r} has no values. Give them after the name: {name}=10,20")
+    if name == _GROUPS and not all(type(value) is int and value >= 1 for value in values):
+        raise ValueError(
+            f"sweep={sweep!r} has a number of groups that is not a whole number of at least 1."
+        )
+    return values
 
 
 def _planned(varied: dict[str, Any], arguments: Mapping[str, Any], groups: int) -> Planned:
@@ -212,56 +237,67 @@ def _methods_of(file: str, groups: int) -> list[Planned]:
     """Reads runs to compare from a YAML file: from a name to arguments of the strategy, or
     groups.
     """
-    read = yaml.safe_load(Path(file).read_text()) if Path(file).is_file() else None
-    if not isinstance(read, dict) or not all(
-        isinstance(own, dict) or own is None for own in read.values()
+    methods = yaml.safe_load(Path(file).read_text()) if Path(file).is_file() else None
+    if not isinstance(methods, dict) or not all(
+        isinstance(choices, dict | None) for choices in methods.values()
     ):
         raise ValueError(
             f"methods={file!r} is not a YAML file that maps names to arguments of the strategy."
             " Write for example"
             " 'rarer: {sync_every: 200}'."
         )
-    known = _known()
-    for name, own in read.items():
-        unknown = [argument for argument in own or {} if argument not in known]
-        if unknown:
-            raise ValueError(
-                f"The method {name!r} in {file} has the argument {unknown[0]!r}, which is"
-                " unknown. Choose among"
-                f" {', '.join(known)}."
-            )
-    return [_planned({_METHOD: str(name)}, own or {}, groups) for name, own in read.items()]
+    arguments = _arguments()
+    runs = []
+    for name, choices in methods.items():
+        for argument in choices or {}:
+            if argument not in arguments:
+                raise ValueError(
+                    f"The method {name!r} in {file} has the argument {argument!r}, which is"
+                    f" unknown. Choose among {', '.join(arguments)}."
+                )
+        runs.append(_planned({_METHOD: str(name)}, choices or {}, groups))
+    return runs
 
 
-def _known() -> list[str]:
+def _arguments() -> list[str]:
+    """Lists the arguments that runs can differ in: those of the strategy, and groups."""
     arguments = list(inspect.signature(GroupStrategy.__init__).parameters)[1:]
-    return [_GROUPS, *(one for one in arguments if one not in ("worker_groups", "of_format"))]
+    return [_GROUPS, *(name for name in arguments if name not in ("worker_groups", "of_format"))]
 
 
-def _seeds(seeds: str | None) -> list[int]:
-    texts = [] if seeds is None else seeds.split(",")
+def _seeds(seeds: str | None, runs: int) -> list[int]:
+    """Reads the seeds, and refuses those that cannot be compared."""
+    if seeds is None:
+        return []
+    texts = seeds.split(",")
     if not all(text.strip().isdecimal() for text in texts) or len({*texts}) < len(texts):
         raise ValueError(
             f"seeds={seeds!r} are not different whole numbers of at least 0. Give them as 0,1,2."
         )
-    if seeds is not None and not 2 <= len(texts) <= max(STUDENT_T):
+    if not 2 <= len(texts) <= max(STUDENT_T):
         raise ValueError(
-            f"seeds={seeds!r} are {len(texts)}: a comparison takes 2 to {max(STUDENT_T)}. For"
-            " one, give --set"
-            " seed_everything=0."
+            f"seeds={seeds!r} are {len(texts)}: a comparison takes 2 to {max(STUDENT_T)}. For one,"
+            " give --set seed_everything=0."
         )
-    return [int(text) for text in texts]
+    if runs < 2:
+        raise ValueError(
+            "--seeds compares runs, but there is only one. Say with --sweep or --methods what"
+            " varies."
+        )
+    return list(map(int, texts))
 
 
 def _numbers(text: str | None, name: str) -> tuple[float, ...] | None:
-    return tuple(_number(number, name, "1,1,0.5") for number in text.split(",")) if text else None
+    if not text:
+        return None
+    return tuple(_number(number, name, "1,1,0.5") for number in text.split(","))
 
 
 def _absence(text: str) -> Absence:
+    """Reads an absence from its group and seconds, such as 1:30-90."""
     group, _, span = text.partition(":")
-    first, last, number = (
-        _number(one, "absence", "1:30-90") for one in (*span.partition("-")[::2], group)
-    )
+    start, _, end = span.partition("-")
+    first, last, number = (_number(part, "absence", "1:30-90") for part in (start, end, group))
     return Absence(int(number), first, last)
 
 
@@ -274,7 +310,7 @@ def _number(text: str, name: str, example: str) -> float:
         ) from None
 
 
-# What comes of it
+# Outcomes
 
 
 class Prediction(NamedTuple):
@@ -288,39 +324,45 @@ class Prediction(NamedTuple):
     times: list[Times]
 
 
-def predict(run: Run, where: Places) -> Prediction | None:
+def predict(run: Run, places: Places) -> Prediction | None:
     """Predicts how long a run would take; None without a link, if nothing travels, or no step was
     made.
     """
-    step_time = where.step_time or run.step_seconds
-    if where.link is None or len(run.groups) < 2 or step_time is None:
+    step_time = places.step_time or run.step_seconds
+    if places.link is None or len(run.groups) < 2 or step_time is None:
         return None
     steps = max(group.inner_steps for group in run.groups)
-    speeds = where.speeds or (1.0,) * len(run.groups)
-    groups = Groups(step_time, len(run.groups), memory_rate=where.memory_rate)
-    idle = [group.idle for group in run.groups]
+    speeds = places.speeds or (1.0,) * len(run.groups)
+    groups = Groups(step_time, len(run.groups), memory_rate=places.memory_rate)
     method = Streaming(run.model, run.settings, groups)
     # A pace decides as the run goes on; all groups launch alike.
     launches = run.groups[0].launches if run.settings.schedule else None
-    times = play(method, where.link, steps, speeds, where.absences, idle, launches=launches)
-    slowest = replace(groups, step_time=step_time / min(speeds))
-    away = max((absence.end - absence.start for absence in where.absences), default=0.0)
-    seconds = max(own.end for own in times)
+    idle = [group.idle for group in run.groups]
+    times = play(method, places.link, steps, speeds, places.absences, idle, launches=launches)
+    seconds = max(group_times.end for group_times in times)
     return Prediction(
         step_time=step_time,
         seconds=seconds,
-        utilisation=1 - min(own.waited for own in times) / seconds,
-        ddp_seconds=steps
-        * slowest.step_time
-        / DataParallel(run.model, slowest).utilisation(where.link)
-        + away,
-        longest_flight=max(own.longest_flight for own in times),
+        utilisation=1 - min(group_times.waited for group_times in times) / seconds,
+        ddp_seconds=_ddp_seconds(run, groups, steps, places),
+        longest_flight=max(group_times.longest_flight for group_times in times),
         times=times,
     )
 
 
+def _ddp_seconds(run: Run, groups: Groups, steps: int, places: Places) -> float:
+    """Predicts DDP's time: each step takes as long as in the slowest group, and all are away
+    whenever one is.
+    """
+    slowest = replace(groups, step_time=groups.step_time / min(places.speeds or (1.0,)))
+    away = max((absence.end - absence.start for absence in places.absences), default=0.0)
+    assert places.link is not None
+    utilisation = DataParallel(run.model, slowest).utilisation(places.link)
+    return steps * slowest.step_time / utilisation + away
+
+
 class Outcome(NamedTuple):
-    """A run that was made, and how long it would take on a link, if there is one."""
+    """A simulated run, and how long it would take on a link, if there is one."""
 
     planned: Planned
     seed: int | None
@@ -332,78 +374,86 @@ class Outcome(NamedTuple):
         """The loss of the outer model: that which the last validation logged, else that on the
         last batches.
         """
-        logged = [one.loss for one in self.run.validations if one.loss is not None]
-        return logged[-1] if logged else self.run.outer_loss
+        losses = [v.loss for v in self.run.validations if v.loss is not None]
+        if losses:
+            return losses[-1]
+        return self.run.outer_loss
 
     @property
     def inner_steps(self) -> int:
         return max(group.inner_steps for group in self.run.groups)
 
 
+Begin = Callable[[int, dict[str, Any]], Callable[[], None]]
+"""Called with the groups and choices of a run that begins; returns a function to call after every
+inner step."""
+
+
 def _worker_groups(
     configuration: Configuration,
     runs: list[Planned],
     seeds: list[int],
-    where: Places,
+    places: Places,
     picture: str | None,
     json: str | None,
 ) -> str:
+    """Checks all runs before it simulates the first, and returns the text for their outcomes."""
     for planned in runs:
         check(configuration, planned.groups, planned.choices)
         if planned.groups > 1:
-            where.check(planned.groups, "worker groups")
-    each = [(planned, seed) for planned in runs for seed in (seeds or (None,))]
+            places.check(planned.groups, "worker groups")
     outcomes = []
-    with _progress(len(each)) as begin:
-        for planned, seed in each:
-            seeded = () if seed is None else (f"seed_everything={seed}",)
-            own = replace(configuration, arguments=(*configuration.arguments, *seeded))
-            stepped = begin(planned.groups, planned.choices)
-            done = run(own, planned.groups, planned.choices, stepped, where.speeds)
-            outcomes.append(Outcome(planned, seed, done, predict(done, where)))
+    with _progress(len(runs) * max(1, len(seeds))) as begin:
+        for planned in runs:
+            for seed in seeds or (None,):
+                outcomes.append(_simulated(configuration, planned, seed, places, begin))
     if json is not None:
-        _write(
-            json,
-            {"circumstances": where if where.link else None, "runs": list(map(_as_json, outcomes))},
-        )
+        circumstances = places if places.link else None
+        _write(json, {"circumstances": circumstances, "runs": list(map(_as_json, outcomes))})
     if picture is not None:
         save_picture(picture, partial(draw, outcomes))
     if seeds:
-        return compared_as_text(
-            [outcomes[start : start + len(seeds)] for start in range(0, len(outcomes), len(seeds))],
-            where,
-        )
-    return sweep_as_text(outcomes, where) if runs[0].varied else run_as_text(outcomes[0], where)
+        starts = range(0, len(outcomes), len(seeds))
+        return compared_as_text([outcomes[start : start + len(seeds)] for start in starts], places)
+    if runs[0].varied:
+        return sweep_as_text(outcomes, places)
+    return run_as_text(outcomes[0], places)
+
+
+def _simulated(
+    configuration: Configuration, planned: Planned, seed: int | None, places: Places, begin: Begin
+) -> Outcome:
+    """Simulates one run with one seed, and predicts its time on the link."""
+    if seed is not None:
+        arguments = (*configuration.arguments, f"seed_everything={seed}")
+        configuration = replace(configuration, arguments=arguments)
+    stepped = begin(planned.groups, planned.choices)
+    simulated_run = run(configuration, planned.groups, planned.choices, stepped, places.speeds)
+    return Outcome(planned, seed, simulated_run, predict(simulated_run, places))
 
 
 def _federation(
     configuration: Configuration, count: int, places: Places, picture: str | None, json: str | None
 ) -> str:
+    """Simulates the sites of a federation, and returns the text for them."""
+    if places.step_time is None:
+        raise ValueError(
+            "--sites needs --step-time: which sites are late depends on the time of an inner step."
+        )
     places.check(count, "sites")
     check(configuration, count, {}, site=0)
     with _progress(1) as begin:
-        played = play_sites(configuration, count, places, {}, begin(count, {}))
+        federated_run = play_sites(configuration, count, places, {}, begin(count, {}))
     if picture is not None:
-        save_picture(picture, partial(draw_sites, played))
+        save_picture(picture, partial(draw_sites, federated_run))
     if json is not None:
-        names = ("ended", "counted", "late", "missed", "weights")
-        sites = [
-            {
-                **{
-                    name: getattr(site.group, name)
-                    for name in ("losses", "outer_loss", "bytes_sent")
-                },
-                "steps_done_at": site.times,
-                **{name: getattr(site, name) for name in names},
-            }
-            for site in played.sites
-        ]
+        sites = list(map(_site_as_json, federated_run.sites))
         _write(json, {"places": {"sites": count, **vars(places)}, "sites": sites})
-    return sites_as_text(played, places)
+    return sites_as_text(federated_run, places)
 
 
 @contextmanager
-def _progress(runs: int) -> Iterator[Callable[[int, dict[str, Any]], Callable[[], None]]]:
+def _progress(runs: int) -> Iterator[Begin]:
     """Shows bars on stderr, so that what is printed can be piped: for the runs, and for the inner
     steps of this one.
     """
@@ -414,23 +464,22 @@ def _progress(runs: int) -> Iterator[Callable[[int, dict[str, Any]], Callable[[]
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        every = progress.add_task("runs", total=runs, visible=runs > 1, completed=-1)
+        all_runs = progress.add_task("runs", total=runs, visible=runs > 1, completed=-1)
         bar = progress.add_task("inner steps of all groups", total=None)
 
         def begin(groups: int, choices: dict[str, Any]) -> Callable[[], None]:
-            progress.advance(every)
-            told = ", ".join(
-                f"{name}={value}" for name, value in {_GROUPS: groups, **choices}.items()
-            )
-            progress.reset(bar, description=f"inner steps, {told}")
+            progress.advance(all_runs)
+            settings = {_GROUPS: groups, **choices}.items()
+            description = ", ".join(f"{name}={value}" for name, value in settings)
+            progress.reset(bar, description=f"inner steps, {description}")
             return lambda: progress.advance(bar)
 
         yield begin
 
 
-def _write(path: str, told: dict[str, Any]) -> None:
+def _write(path: str, numbers: dict[str, Any]) -> None:
     try:
-        Path(path).write_text(json_format.dumps(plain(told), indent=1) + "\n")
+        Path(path).write_text(json_format.dumps(plain(numbers), indent=1) + "\n")
     except OSError as error:
         raise ValueError(
             f"json={path!r} cannot be written ({error}). Give another file."
@@ -438,8 +487,9 @@ def _write(path: str, told: dict[str, Any]) -> None:
 
 
 def _as_json(outcome: Outcome) -> dict[str, Any]:
+    """Returns the numbers of a run, as the JSON file names them."""
     planned, seed, run, prediction = outcome
-    told = {
+    numbers = {
         "name": planned.varied.get(_METHOD, ""),
         "seed": seed,
         "groups": planned.groups,
@@ -449,86 +499,103 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
         "losses": [group.losses for group in run.groups],
         "outer_losses": [group.outer_loss for group in run.groups],
         "outer_loss": run.outer_loss,
-        "validations": [{"step": one.step, **one.metrics} for one in run.validations],
+        "validations": [{"step": v.step, **v.metrics} for v in run.validations],
         "bytes_sent": [group.bytes_sent for group in run.groups],
         "inner_steps": [group.inner_steps for group in run.groups],
         "prediction": None,
     }
     if prediction is not None:
-        numbers = {
-            name: getattr(prediction, name)
-            for name in ("step_time", "seconds", "utilisation", "ddp_seconds")
+        numbers["prediction"] = {
+            "step_time": prediction.step_time,
+            "seconds": prediction.seconds,
+            "utilisation": prediction.utilisation,
+            "ddp_seconds": prediction.ddp_seconds,
+            "waited": [times.waited for times in prediction.times],
+            "steps_done_at": [times.steps for times in prediction.times],
         }
-        waited = [own.waited for own in prediction.times]
-        steps = [own.steps for own in prediction.times]
-        told["prediction"] = {**numbers, "waited": waited, "steps_done_at": steps}
-    return told
+    return numbers
+
+
+def _site_as_json(site: Site) -> dict[str, Any]:
+    """Returns the numbers of a site, as the JSON file names them."""
+    return {
+        "losses": site.group.losses,
+        "outer_loss": site.group.outer_loss,
+        "bytes_sent": site.group.bytes_sent,
+        "steps_done_at": site.times,
+        "ended": site.ended,
+        "counted": site.counted,
+        "late": site.late,
+        "missed": site.missed,
+        "weights": site.weights,
+    }
 
 
 # Printing
 
 _WIDTH = 110
 _MOST_VALIDATIONS = 10
-_FIRST = f"loss, first\n{LAST} batches"
 _LAST = f"loss, last\n{LAST} batches"
 
 
-def run_as_text(outcome: Outcome, where: Places) -> str:
+def run_as_text(outcome: Outcome, places: Places) -> str:
+    """Formats a single run: a row for each group, its validations, and the prediction."""
     run = outcome.run
-    prediction = outcome.prediction
-    columns = {
-        "group": range(len(run.groups)),
-        _FIRST: [_loss(group.first_loss) for group in run.groups],
-        _LAST: [_loss(group.last_loss) for group in run.groups],
-        "outer model,\nsame batches": [_loss(group.outer_loss) for group in run.groups],
-        "bytes\nsent": [readable(group.bytes_sent) for group in run.groups],
-    }
-    if prediction is not None:
-        columns["predicted\nwait"] = [_duration(times.waited) for times in prediction.times]
+    columns = {"group": range(len(run.groups)), **_loss_columns(run.groups)}
+    columns["bytes\nsent"] = [readable(group.bytes_sent) for group in run.groups]
+    if outcome.prediction is not None:
+        waits = [_duration(times.waited) for times in outcome.prediction.times]
+        columns["predicted\nwait"] = waits
     parts = [
-        f"{len(run.groups)} worker group{'s' if len(run.groups) > 1 else ''},"
-        f" {outcome.inner_steps:,} inner steps each,"
-        f" {_settings(run)}",
+        f"{counted(len(run.groups), 'worker group')},"
+        f" {outcome.inner_steps:,} inner steps each, {_settings(run)}",
         table(columns, width=_WIDTH),
-        *([f"Outer model: loss {_loss(run.outer_loss)}"] if run.outer_loss else []),
-        *_validations(run),
     ]
-    if prediction is not None and where.link is not None:
-        measured = "" if where.step_time else ", as measured here"
-        parts.append(
-            f"Predicted on {_described(where.link)}, {prediction.step_time:.3g} s per inner"
-            f" step{measured}:\n"
-            f"  {_duration(prediction.seconds)}, compute utilisation"
-            f" {percent(prediction.utilisation)};"
-            f" DDP over all groups {_duration(prediction.ddp_seconds)}"
-        )
-        if prediction.longest_flight > run.settings.timeout.total_seconds():
-            parts[-1] += (
-                f"\n  A fragment would be in flight for {_duration(prediction.longest_flight)},"
-                " longer than timeout: a"
-                " real run would end with an ExchangeError. Raise timeout."
-            )
+    if run.outer_loss:
+        parts.append(f"Outer model: loss {_loss(run.outer_loss)}")
+    parts += _validations(run)
+    if outcome.prediction is not None:
+        parts.append(_prediction_as_text(outcome.prediction, run.settings.timeout, places))
     return "\n\n".join(parts)
 
 
+def _prediction_as_text(prediction: Prediction, timeout: timedelta, places: Places) -> str:
+    """Formats the predicted time, and warns of flights longer than the timeout."""
+    assert places.link is not None
+    measured = "" if places.step_time else ", as measured here"
+    text = (
+        f"Predicted on {_described(places.link)}, {prediction.step_time:.3g} s per inner"
+        f" step{measured}:\n"
+        f"  {_duration(prediction.seconds)}, compute utilisation {percent(prediction.utilisation)};"
+        f" DDP over all groups {_duration(prediction.ddp_seconds)}"
+    )
+    if prediction.longest_flight > timeout.total_seconds():
+        text += (
+            f"\n  A fragment would be in flight for {_duration(prediction.longest_flight)},"
+            " longer than timeout: a"
+            " real run would end with an ExchangeError. Raise timeout."
+        )
+    return text
+
+
 def sites_as_text(run: FederatedRun, places: Places) -> str:
+    """Formats a federation: a row for each site, and the validations of the first."""
     sites = run.sites
-    groups = [site.group for site in run.sites]
     columns = {
         "site": range(len(sites)),
         "inner\nsteps": [f"{len(site.times):,}" for site in sites],
-        _FIRST: [_loss(group.first_loss) for group in groups],
-        _LAST: [_loss(group.last_loss) for group in groups],
-        "outer model,\nsame batches": [_loss(group.outer_loss) for group in groups],
+        **_loss_columns([site.group for site in sites]),
         "rounds\ncounted": [site.counted for site in sites],
         "came\nlate": [site.late for site in sites],
         "rounds\nmissed": [site.missed for site in sites],
-        "bytes\nsent": [readable(group.bytes_sent) for group in groups],
+        "bytes\nsent": [readable(site.group.bytes_sent) for site in sites],
         "ended\nafter": [_duration(site.ended) for site in sites],
     }
-    link = f"{_described(places.link)}, " if places.link else ""
+    link = ""
+    if places.link is not None:
+        link = f"{_described(places.link)}, "
     parts = [
-        f"{len(sites)} site{'s' if len(sites) > 1 else ''}, {_settings(run.first)}\n{run.terms}",
+        f"{counted(len(sites), 'site')}, {_settings(run.first)}\n{run.terms}",
         table(columns, width=_WIDTH),
         *_validations(run.first),
         f"In virtual time, {link}{places.step_time:g} s per inner step.",
@@ -536,95 +603,129 @@ def sites_as_text(run: FederatedRun, places: Places) -> str:
     return "\n\n".join(parts)
 
 
-def sweep_as_text(outcomes: Sequence[Outcome], where: Places) -> str:
+def _loss_columns(groups: Sequence[Group]) -> dict[str, list[str]]:
+    return {
+        f"loss, first\n{LAST} batches": [_loss(group.first_loss) for group in groups],
+        _LAST: [_loss(group.last_loss) for group in groups],
+        "outer model,\nsame batches": [_loss(group.outer_loss) for group in groups],
+    }
+
+
+def sweep_as_text(outcomes: Sequence[Outcome], places: Places) -> str:
+    """Formats one row for each run of a sweep or a file of methods."""
     runs = [outcome.run for outcome in outcomes]
-    predictions = [outcome.prediction for outcome in outcomes]
     last = [run.validations[-1].metrics if run.validations else {} for run in runs]
     columns = {
         _LAST: [_loss(run.last_loss) for run in runs],
         "outer\nmodel": [_loss(run.outer_loss) for run in runs],
-        **{metric: [_loss(own.get(metric)) for own in last] for metric in last[0]},
-        "bytes sent\nper group": [readable(run.groups[0].bytes_sent) for run in runs],
     }
-    if any(predictions):
-        columns["predicted\ntime"] = [_duration(own.seconds) if own else "-" for own in predictions]
-        columns["compute\nutilisation"] = [
-            percent(own.utilisation) if own else "-" for own in predictions
-        ]
-    return _by_what_varies([outcome.planned for outcome in outcomes], columns, "", where)
+    for name in last[0]:
+        columns[name] = [_loss(metrics.get(name)) for metrics in last]
+    columns["bytes sent\nper group"] = [readable(run.groups[0].bytes_sent) for run in runs]
+    if any(outcome.prediction for outcome in outcomes):
+        columns |= _prediction_columns(outcomes)
+    return _by_choices([outcome.planned for outcome in outcomes], columns, "", places)
 
 
-def compared_as_text(rows: Sequence[Sequence[Outcome]], where: Places) -> str:
+def _prediction_columns(outcomes: Sequence[Outcome]) -> dict[str, list[str]]:
+    """Formats predicted time and utilisation; a run of one group has none."""
+    seconds = []
+    utilisations = []
+    for outcome in outcomes:
+        if outcome.prediction is None:
+            seconds.append("-")
+            utilisations.append("-")
+        else:
+            seconds.append(_duration(outcome.prediction.seconds))
+            utilisations.append(percent(outcome.prediction.utilisation))
+    return {"predicted\ntime": seconds, "compute\nutilisation": utilisations}
+
+
+def compared_as_text(rows: Sequence[Sequence[Outcome]], places: Places) -> str:
     """Formats runs with several seeds each: means over these, and how far each run is from the
     first, seed by seed.
     """
-    differences = ["-"]
-    for row in rows[1:]:
-        pairs = [(one.loss, first.loss) for one, first in zip(row, rows[0], strict=True)]
-        more = [100 * (loss / first - 1) for loss, first in pairs if loss is not None and first]
-        half = half_width(more)
-        interval = "" if half is None else f" ± {half:.1f}"
-        differences.append(f"{mean(more):+.1f}{interval}" if more else "-")
-    losses = [[one.loss for one in row if one.loss is not None] for row in rows]
-    seconds = [
-        [one.prediction.seconds for one in row if one.prediction is not None] for row in rows
-    ]
+    losses = []
+    sent = []
+    seconds = []
+    for row in rows:
+        row_losses = [outcome.loss for outcome in row if outcome.loss is not None]
+        losses.append(_loss(mean(row_losses)) if row_losses else "-")
+        sent.append(readable(mean(outcome.run.groups[0].bytes_sent for outcome in row)))
+        predicted = [o.prediction.seconds for o in row if o.prediction is not None]
+        seconds.append(_duration(mean(predicted)) if predicted else "-")
     columns = {
-        "loss of the\nouter model": [_loss(mean(own) if own else None) for own in losses],
-        "minus that of\nthe first, %": differences,
-        "bytes sent\nper group": [
-            readable(mean(one.run.groups[0].bytes_sent for one in row)) for row in rows
-        ],
+        "loss of the\nouter model": losses,
+        "minus that of\nthe first, %": ["-", *(_difference(row, rows[0]) for row in rows[1:])],
+        "bytes sent\nper group": sent,
     }
-    if any(seconds):
-        columns["predicted\ntime"] = [_duration(mean(own)) if own else "-" for own in seconds]
+    if any(text != "-" for text in seconds):
+        columns["predicted\ntime"] = seconds
     note = f"Means over {len(rows[0])} seeds; differences with their 95 % interval."
-    return _by_what_varies([row[0].planned for row in rows], columns, note, where)
+    return _by_choices([row[0].planned for row in rows], columns, note, places)
 
 
-def _by_what_varies(
-    each: Sequence[Planned], columns: Mapping[str, list[str]], note: str, where: Places
+def _difference(row: Sequence[Outcome], first_row: Sequence[Outcome]) -> str:
+    """Formats by how many percent losses are higher than the first run's, with their interval."""
+    percents = []
+    for outcome, first in zip(row, first_row, strict=True):
+        if outcome.loss is not None and first.loss:
+            percents.append(100 * (outcome.loss / first.loss - 1))
+    if not percents:
+        return "-"
+    half = half_width(percents)
+    interval = "" if half is None else f" ± {half:.1f}"
+    return f"{mean(percents):+.1f}{interval}"
+
+
+def _by_choices(
+    runs: Sequence[Planned], columns: Mapping[str, list[str]], note: str, places: Places
 ) -> str:
-    names = list(each[0].varied)
-    varied = {name: [planned.varied[name] for planned in each] for name in names}
-    notes = [note] if note else []
-    notes += [_described(where.link)] if where.link else []
-    return "\n\n".join([table({**varied, **columns}, len(names), _WIDTH), *notes])
+    """Formats one row for each run, which begins with its choices."""
+    names = list(runs[0].varied)
+    varied = {name: [planned.varied[name] for planned in runs] for name in names}
+    parts = [table({**varied, **columns}, len(names), _WIDTH)]
+    if note:
+        parts.append(note)
+    if places.link is not None:
+        parts.append(_described(places.link))
+    return "\n\n".join(parts)
 
 
 def _settings(run: Run) -> str:
+    """Describes the model and the settings of a run."""
     settings = run.settings
     numbers = settings.numbers_and_policies
+    mixing = numbers.pop("mixing")
+    policies = "".join(f", {name}={value}" for name, value in numbers.items())
     return (
-        f"{run.model.numel:,} parameters in {len(run.model.fragments(settings))} fragments\n"
-        f"sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps},"
-        f" mixing={numbers.pop('mixing')},"
-        f" compression={settings.compression!r}{''.join(f', {name}={value}' for name, value in numbers.items())}"
+        f"{run.model.numel:,} parameters in {len(run.model.fragments(settings))}"
+        f" fragments\nsync_every={settings.sync_every}, overlap_steps={settings.overlap_steps},"
+        f" mixing={mixing}, compression={settings.compression!r}{policies}"
     )
 
 
 def _validations(run: Run) -> list[str]:
+    """Formats the validations as a table of at most ten rows, or returns nothing."""
     if not run.validations:
         return []
     # The last is shown in any case.
-    every = -(-len(run.validations) // _MOST_VALIDATIONS)
-    shown = list(islice(reversed(run.validations), None, None, every))[::-1]
-    columns = {"after inner step": [validation.step for validation in shown]} | {
-        name: [_loss(validation.metrics.get(name)) for validation in shown]
-        for name in run.validations[-1].metrics
-    }
+    interval = -(-len(run.validations) // _MOST_VALIDATIONS)
+    shown = run.validations[::-interval][::-1]
+    columns: dict[str, list[Any]] = {"after inner step": [v.step for v in shown]}
+    for name in run.validations[-1].metrics:
+        columns[name] = [_loss(v.metrics.get(name)) for v in shown]
     return ["Validation:\n\n" + table(columns, 0, _WIDTH)]
 
 
 def _described(link: Link) -> str:
-    told = (
-        f"{readable_rate(link.gbit_s)} in each direction, {link.round_trip * 1000:g} ms round trip"
-    )
-    return told + (f", {link.loss:.3g} of the packets lost" if link.loss else "")
+    rate = readable_rate(link.gbit_s)
+    loss = f", {link.loss:.3g} of the packets lost" if link.loss else ""
+    return f"{rate} in each direction, {link.round_trip * 1000:g} ms round trip{loss}"
 
 
-def _loss(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+def _loss(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4g}"
 
 
 def _duration(seconds: float) -> str:
@@ -635,7 +736,6 @@ def _duration(seconds: float) -> str:
 
 
 _UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
-_IN_BYTES = "MB sent by a group"
 
 
 def draw(outcomes: Sequence[Outcome], figure: Any) -> None:
@@ -643,49 +743,67 @@ def draw(outcomes: Sequence[Outcome], figure: Any) -> None:
     bytes of a group.
     """
     left, right = figure.subplots(1, 2)
-    seconds = [outcome.prediction.seconds for outcome in outcomes if outcome.prediction is not None]
-    unit, name = _unit(max(seconds)) if len(seconds) == len(outcomes) else (1e6, _IN_BYTES)
+    predictions = [outcome.prediction for outcome in outcomes if outcome.prediction is not None]
+    costs, label = _costs_in_bytes(outcomes)
+    if len(predictions) == len(outcomes):
+        costs, label = _costs_in_time(predictions)
+    if len(outcomes) == 1:
+        for group in outcomes[0].run.groups:
+            left.plot(*_smooth(group.losses), color="C0", linewidth=0.8, alpha=0.35)
     colors: dict[str, str] = {}
-    for index, outcome in enumerate(outcomes):
-        run = outcome.run
-        inner_steps = outcome.inner_steps
-        label = outcome.planned.told()
-        if label in colors:
-            label, color = (
-                "_another seed of it",
-                colors[label],
-            )  # an underscore keeps it out of the legend
-        else:
-            color = colors[label] = f"C{len(colors) % 10}"
-        if outcome.prediction is not None and name != _IN_BYTES:
-            spent = max(outcome.prediction.times, key=lambda times: times.end).steps
-        else:
-            spent = [
-                run.groups[0].bytes_sent * step / inner_steps for step in range(1, inner_steps + 1)
-            ]
-        for group in run.groups if len(outcomes) == 1 else ():
-            left.plot(*_smooth(group.losses), color=color, linewidth=0.8, alpha=0.35)
-        curve = [
-            mean(batch) for batch in zip(*(group.losses for group in run.groups), strict=False)
-        ]
-        batches, losses = _smooth(curve)
-        steps = [batch * inner_steps / len(curve) for batch in batches]
-        left.plot(steps, losses, color=color, label=label or "mean of the groups")
-        right.plot([spent[math.ceil(step) - 1] / unit for step in steps], losses, color=color)
-        validated = [(one.step, one.loss) for one in run.validations if one.loss is not None]
-        for step, loss in validated:
-            left.plot(step, loss, "o", color=color, markersize=5, mec=figure.get_facecolor())
-            right.plot(
-                spent[max(0, step - 1)] / unit,
-                loss,
-                "o",
-                color=color,
-                markersize=5,
-                mec=figure.get_facecolor(),
-            )
-        if validated and index == 0:
+    for outcome, spent in zip(outcomes, costs, strict=True):
+        name = outcome.planned.label
+        curve_label = name or "mean of the groups"
+        if name in colors:
+            curve_label = "_another seed of it"  # an underscore keeps it out of the legend
+        color = colors.setdefault(name, f"C{len(colors) % 10}")
+        has_validations = _draw_outcome(left, right, outcome, spent, color, curve_label)
+        if has_validations and outcome is outcomes[0]:
             left.plot([], [], "o", color="C9", markersize=5, label="outer model, validation")
-    _finish(figure, left, right, name if name == _IN_BYTES else f"{name}, predicted")
+    _finish(figure, left, right, label)
+
+
+def _draw_outcome(
+    left: Any, right: Any, outcome: Outcome, spent: list[float], color: str, label: str
+) -> bool:
+    """Draws a run's losses over inner steps and over their costs; returns whether it validated."""
+    steps, losses = _mean_curve(outcome)
+    left.plot(steps, losses, color=color, label=label)
+    right.plot([spent[math.ceil(step) - 1] for step in steps], losses, color=color)
+    dots = {"color": color, "markersize": 5, "mec": left.figure.get_facecolor()}
+    validations = [v for v in outcome.run.validations if v.loss is not None]
+    for validation in validations:
+        left.plot(validation.step, validation.loss, "o", **dots)
+        right.plot(spent[max(0, validation.step - 1)], validation.loss, "o", **dots)
+    return bool(validations)
+
+
+def _costs_in_time(predictions: Sequence[Prediction]) -> tuple[list[list[float]], str]:
+    """Returns when the slowest group had done each inner step, for each run, and the unit."""
+    unit, name = _unit(max(prediction.seconds for prediction in predictions))
+    costs = []
+    for prediction in predictions:
+        slowest = max(prediction.times, key=lambda times: times.end)
+        costs.append([seconds / unit for seconds in slowest.steps])
+    return costs, f"{name}, predicted"
+
+
+def _costs_in_bytes(outcomes: Sequence[Outcome]) -> tuple[list[list[float]], str]:
+    """Returns the megabytes that a group had sent after each inner step, for each run."""
+    costs = []
+    for outcome in outcomes:
+        sent = outcome.run.groups[0].bytes_sent
+        steps = outcome.inner_steps
+        costs.append([sent * step / steps / 1e6 for step in range(1, steps + 1)])
+    return costs, "MB sent by a group"
+
+
+def _mean_curve(outcome: Outcome) -> tuple[list[float], list[float]]:
+    """Returns the groups' mean loss, smoothed, and the inner steps at which it was taken."""
+    batches_of_groups = zip(*(group.losses for group in outcome.run.groups), strict=False)
+    curve = list(map(mean, batches_of_groups))
+    batches, losses = _smooth(curve)
+    return [batch * outcome.inner_steps / len(curve) for batch in batches], losses
 
 
 def draw_sites(run: FederatedRun, figure: Any) -> None:
@@ -693,15 +811,17 @@ def draw_sites(run: FederatedRun, figure: Any) -> None:
     left, right = figure.subplots(1, 2)
     unit, name = _unit(max(site.ended for site in run.sites))
     for index, site in enumerate(run.sites):
+        color = f"C{index % 10}"
         batches, losses = _smooth(site.group.losses)
         scale = len(site.times) / max(1, len(site.group.losses))
         steps = [max(1, math.ceil(batch * scale)) for batch in batches]
-        left.plot(steps, losses, color=f"C{index % 10}", label=f"site {index}")
-        right.plot([site.times[step - 1] / unit for step in steps], losses, color=f"C{index % 10}")
+        left.plot(steps, losses, color=color, label=f"site {index}")
+        right.plot([site.times[step - 1] / unit for step in steps], losses, color=color)
     _finish(figure, left, right, f"{name}, virtual")
 
 
 def _finish(figure: Any, left: Any, right: Any, label: str) -> None:
+    """Labels both axes of a picture, which share their losses, and adds the legend."""
     left.set_xlabel("inner steps")
     right.set_xlabel(label)
     left.set_ylabel("loss")

@@ -68,9 +68,8 @@ class SimulatedRank(NamedTuple):
     site: int | None = None
     sites: int = 1
     begins: Callable[[], None] = lambda: None  # called before every inner step
-    step_time: float = (
-        0.0  # seconds of an inner step, as the group announces them; 0: as measured here
-    )
+    # Seconds of an inner step, as the group announces them; 0: as measured here.
+    step_time: float = 0.0
     connection: Any = None  # of a site
 
     @property
@@ -84,12 +83,13 @@ class SimulatedRank(NamedTuple):
 
 
 class SimulatedProcessesMixin(_Base):
-    """Replaces, below a strategy, what DDPStrategy does with processes. Call `play` before the
-    Trainer is made.
+    """Replaces, below a strategy, the processes of DDPStrategy. Call `play` before the Trainer is
+    made.
     """
 
     simulated_rank: SimulatedRank
     _groups: ConnectedGroups
+    _launcher: Any
     _options: Any
     reset_seed: Callable[[], None]
 
@@ -127,9 +127,9 @@ class SimulatedProcessesMixin(_Base):
         assert module is not None
 
         # A function, which a copy of the module does not copy: it holds the strategy.
-        def gather(value: Tensor, group: Any = None) -> list[Tensor]:
+        def gather(state: Tensor, group: Any = None) -> list[Tensor]:
             # As objects: the shapes may differ.
-            return [value] if in_batch(module) else list(world.all_gather_object(value))
+            return [state] if in_batch(module) else list(world.all_gather_object(state))
 
         for metric in (part for part in module.modules() if isinstance(part, Metric)):
             if metric.dist_sync_fn is None and metric.process_group is None:
@@ -138,7 +138,7 @@ class SimulatedProcessesMixin(_Base):
 
     @override
     def _setup_model(self, model: nn.Module) -> Any:
-        # One rank alone: there is nothing for DistributedDataParallel to reduce.
+        # A group of one rank has nothing for DistributedDataParallel to reduce.
         return model
 
     @override
@@ -156,24 +156,21 @@ class SimulatedProcessesMixin(_Base):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
-        reduced = _REDUCTIONS.get(str(reduce_op).rpartition(".")[2].lower())
-        if reduced is None:
+        reduction = _REDUCTIONS.get(str(reduce_op).rpartition(".")[2].lower())
+        if reduction is None:
             raise ValueError(
                 f"reduce_op={reduce_op!r} cannot be simulated. Use mean, sum, max or min."
             )
-        return reduced(torch.stack(self.simulated_rank.topology.world.all_gather(tensor))).to(
-            tensor.dtype
-        )
+        tensors = self.simulated_rank.topology.world.all_gather(tensor)
+        return reduction(torch.stack(tensors)).to(tensor.dtype)
 
     @override
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        return torch.stack(
-            [tensor]
-            if in_batch(self.lightning_module)
-            else self.simulated_rank.topology.world.all_gather(tensor)
-        )
+        if in_batch(self.lightning_module):
+            return torch.stack([tensor])
+        return torch.stack(self.simulated_rank.topology.world.all_gather(tensor))
 
 
 _REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -185,7 +182,7 @@ _REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# What happens in a group
+# The course of a group
 
 
 if TYPE_CHECKING:
@@ -199,25 +196,26 @@ evaluated."""
 
 
 class Validation(NamedTuple):
+    """The metrics of one validation, and the inner step after which it came."""
+
     step: int
     metrics: dict[str, float]
 
     @property
     def loss(self) -> float | None:
-        return next((value for name, value in self.metrics.items() if "loss" in name), None)
+        return next((metric for name, metric in self.metrics.items() if "loss" in name), None)
 
 
 @dataclass
 class Group:
-    """What happened in a worker group."""
+    """The course of a worker group."""
 
     losses: list[float] = field(default_factory=list)
     outer_loss: float | None = None
     bytes_sent: int = 0
     inner_steps: int = 0
-    times: list[float] = field(
-        default_factory=list
-    )  # when each inner step was done, on the clock of the group
+    # When each inner step was done, on the clock of the group.
+    times: list[float] = field(default_factory=list)
     idle: list[int] = field(default_factory=list)
     launches: dict[int, tuple[int, ...]] = field(default_factory=dict)
     validations: list[Validation] = field(default_factory=list)
@@ -232,7 +230,7 @@ class Group:
 
 
 class RecorderMixin(_Callback):
-    """Records what happens in a simulated group; ``stepped`` is called after every inner step."""
+    """Records the course of a simulated group; calls ``stepped`` after every inner step."""
 
     def __init__(self, rank: SimulatedRank, stepped: Callable[[], None]) -> None:
         self._rank = rank
@@ -250,6 +248,7 @@ class RecorderMixin(_Callback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
+        """Announces a new inner step before its first batch, and not before each batch."""
         if self._begun <= self.group.inner_steps:
             self._begun = self.group.inner_steps + 1
             self._rank.begins()
@@ -257,6 +256,7 @@ class RecorderMixin(_Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        """Records the loss, and the inner step if the batch completed one."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self.group.losses.append(float(loss))
@@ -279,7 +279,7 @@ class RecorderMixin(_Callback):
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             metrics = trainer._results.metrics(on_step=False)["callback"]
-            numbers = {name: float(value) for name, value in metrics.items()}
+            numbers = {name: float(metric) for name, metric in metrics.items()}
             self.group.validations.append(Validation(trainer.strategy.engine.inner_steps, numbers))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -287,19 +287,14 @@ class RecorderMixin(_Callback):
         group.
         """
         parameters = inspect.signature(pl_module.training_step).parameters
-        if (
-            pl_module.automatic_optimization
-            and self._batches
-            and "dataloader_iter" not in parameters
-        ):
+        can_repeat = pl_module.automatic_optimization and "dataloader_iter" not in parameters
+        if can_repeat and self._batches:
+            losses = []
             with _quietly(pl_module), trainer.precision_plugin.train_step_context():
-                outputs = [
-                    pl_module.training_step(*given[: len(parameters)]) for given in self._batches
-                ]
-            losses = [
-                float(output["loss"] if isinstance(output, dict) else output) for output in outputs
-            ]
-            self.group.outer_loss = _mean(losses)
+                for batch_and_index in self._batches:
+                    output = pl_module.training_step(*batch_and_index[: len(parameters)])
+                    losses.append(output["loss"] if isinstance(output, dict) else output)
+            self.group.outer_loss = _mean(list(map(float, losses)))
         self._batches.clear()
 
 
@@ -334,6 +329,8 @@ _OURS = {
 
 
 class SimulatedClasses(NamedTuple):
+    """The classes for one distribution of Lightning."""
+
     strategy: Any
     recorder: Any
     cli: Any
@@ -349,15 +346,18 @@ def simulated_classes(distribution: str) -> SimulatedClasses:
     host = import_module(f"{trainer}.strategies").DDPStrategy
     reset_seed = staticmethod(import_module(f"{fabric}.utilities.seed").reset_seed)
     name = f"SimulatedStrategyOf_{distribution}"
-    own = {"__module__": __name__, "reset_seed": reset_seed}
+    namespace = {"__module__": __name__, "reset_seed": reset_seed}
+    simulated = type(name, (strategy, SimulatedProcessesMixin, host), namespace)
     # LightningCLI imports it by its path.
-    globals()[name] = type(name, (strategy, SimulatedProcessesMixin, host), own)
+    globals()[name] = simulated
     recorder = type("Recorder", (RecorderMixin, import_module(f"{trainer}.callbacks").Callback), {})
-    return SimulatedClasses(globals()[name], recorder, import_module(f"{trainer}.cli").LightningCLI)
+    return SimulatedClasses(simulated, recorder, import_module(f"{trainer}.cli").LightningCLI)
 
 
 @dataclass(frozen=True)
 class Configuration:
+    """The configuration files of a training, and the classes that its script would pass."""
+
     files: tuple[str, ...]
     arguments: tuple[str, ...] = ()
     cli: type | None = None
@@ -373,10 +373,10 @@ class Configuration:
             )
         for file in self.files:
             try:
-                read = yaml.safe_load(Path(file).read_text())
+                arguments = yaml.safe_load(Path(file).read_text())
             except (yaml.YAMLError, UnicodeDecodeError):
-                read = ()
-            if not isinstance(read, Mapping | None):
+                arguments = ()
+            if not isinstance(arguments, Mapping | None):
                 raise ValueError(
                     f"config={file!r} is not a YAML file of arguments. Give the configuration"
                     " file of a LightningCLI."
@@ -384,16 +384,18 @@ class Configuration:
 
     @property
     def classes(self) -> SimulatedClasses:
-        """Returns what is made for the distribution of Lightning that the classes belong to."""
-        models = [
-            (yaml.safe_load(Path(file).read_text()) or {}).get("model") for file in self.files
-        ]
-        named = [
-            _class_named(model.get("class_path")) for model in models if isinstance(model, Mapping)
-        ]
-        known = [cls for cls in (self.cli, self.model, self.data, *named) if cls is not None]
-        tops = [base.__module__.partition(".")[0] for cls in known for base in cls.__mro__]
-        return simulated_classes(next((top for top in tops if top in _OURS), "lightning"))
+        """Returns those for the distribution of Lightning that the configured classes belong to."""
+        classes = [self.cli, self.model, self.data]
+        for file in self.files:
+            model = (yaml.safe_load(Path(file).read_text()) or {}).get("model")
+            if isinstance(model, Mapping):
+                classes.append(_class_named(model.get("class_path")))
+        for cls in classes:
+            for base in cls.__mro__ if cls is not None else ():
+                distribution = base.__module__.partition(".")[0]
+                if distribution in _OURS:
+                    return simulated_classes(distribution)
+        return simulated_classes("lightning")
 
     def fit(self, rank: SimulatedRank, choices: Mapping[str, Any], callback: Any) -> Any:
         """Parses the files and fits, as one group; without a callback only parses. Returns the
@@ -420,106 +422,125 @@ class Configuration:
             def instantiate_trainer(self, **kwargs: Any) -> Any:
                 trainer = self._get(self.config_init, "trainer")
                 trainer["strategy"].play(rank)
-                chosen = trainer["callbacks"] or []
-                callbacks = chosen if isinstance(chosen, list) else [chosen]
-                # Otherwise every group would show a progress bar.
-                is_bar = [
-                    any(kind.__name__ == "ProgressBar" for kind in type(one).__mro__)
-                    for one in callbacks
-                ]
-                kept = [one for one, bar in zip(callbacks, is_bar, strict=True) if not bar]
-                off = {"enable_progress_bar": False, "enable_model_summary": False}
-                alone = {"devices": 1, "num_nodes": 1, "callbacks": [*kept, callback], **off}
-                return super().instantiate_trainer(**kwargs, **alone)
+                callbacks = [*_without_bars(trainer["callbacks"] or []), callback]
+                return super().instantiate_trainer(**kwargs, **_ONE_DEVICE, callbacks=callbacks)
 
             def _run_subcommand(self, subcommand: str) -> None:
                 if callback is not None:
                     super()._run_subcommand(subcommand)
 
-        classes = {"model_class": self.model, "datamodule_class": self.data}
-        given = {name: cls for name, cls in classes.items() if cls is not None}
-        args = [
-            "fit",
-            *(f"--config={file}" for file in self.files),
-            *(f"--{each}" for each in self.arguments),
-        ]
-        return SimulatedCLI(**given, args=args, save_config_callback=None)
+        return SimulatedCLI(**self._cli_arguments(), save_config_callback=None)
+
+    def _cli_arguments(self) -> dict[str, Any]:
+        """Returns the arguments of the LightningCLI: the command line, and classes that are given."""
+        files = [f"--config={file}" for file in self.files]
+        options = [f"--{argument}" for argument in self.arguments]
+        arguments: dict[str, Any] = {"args": ["fit", *files, *options]}
+        if self.model is not None:
+            arguments["model_class"] = self.model
+        if self.data is not None:
+            arguments["datamodule_class"] = self.data
+        return arguments
+
+
+_ONE_DEVICE = {
+    "devices": 1,
+    "num_nodes": 1,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def _without_bars(callbacks: Any) -> list[Any]:
+    """Returns all callbacks but progress bars, of which every group would show one."""
+    if not isinstance(callbacks, list):
+        callbacks = [callbacks]
+    return [callback for callback in callbacks if not _is_bar(callback)]
+
+
+def _is_bar(callback: Any) -> bool:
+    return any(cls.__name__ == "ProgressBar" for cls in type(callback).__mro__)
 
 
 def _arguments_of(trainer: Any, choices: Mapping[str, Any], rank: SimulatedRank) -> dict[str, Any]:
     """Returns the strategy's arguments of a simulated group or site: from the files, with the
     choices.
     """
-    strategy = trainer.strategy
-    arguments: dict[str, Any] = {}
-    if not isinstance(strategy, str) or strategy not in ("auto", *variants("streaming_diloco")):
-        path = getattr(strategy, "class_path", None)
-        cls = _class_named(path)
-        if cls is None or not issubclass(cls, WorkerGroupStrategy):
-            raise ValueError(
-                f"trainer.strategy={path or strategy!r} cannot be simulated, only"
-                " StreamingDiLoCoStrategy. Choose it in"
-                " the configuration, or with --set trainer.strategy=streaming_diloco."
-            )
-        # Not dict(): that of a Namespace takes apart what is nested in it, such as a federation.
-        arguments = strategy.init_args.as_dict()
-        numbers = [
-            str(number)
-            for number in (trainer.devices, trainer.num_nodes, arguments["worker_groups"])
-        ]
-        devices, nodes, groups = [int(number) if number.isdecimal() else 0 for number in numbers]
-        if 0 < groups < devices * nodes:
-            raise ValueError(
-                f"The configuration has {groups} worker groups for {devices * nodes} processes."
-                " A simulated group is"
-                " one rank. Give it the batch size of a whole group, and as many trainer.devices"
-                " as groups, with --set."
-            )
-    arguments |= choices
+    arguments = {**_configured_arguments(trainer), **choices}
     for name in ("sync_every", "overlap_steps", "fragments", "compression"):
         if arguments.get(name) == "auto":
             raise ValueError(
                 f"{name}='auto' cannot be simulated: it is chosen from a real link. Vary {name}"
-                " with --sweep, or"
-                " take what sdiloco plan recommends."
+                " with --sweep, or take what sdiloco plan recommends."
             )
     federation = arguments.get("federation")
     if rank.site is not None:
-        # The terms of the one that the files name, and a hub in memory.
-        named = (federation or {}).get("init_args", federation or {})
-        terms = {
-            name: named[name]
-            for name in ("lease", "grace", "quorum", "late", "rounds")
-            if name in named
-        }
-        own = {
-            "hub": "memory:1",
-            "run": "simulated",
-            "site": site_name(rank.site),
-            "insecure": True,
-        }
-        arguments["federation"] = {**terms, **own}
+        arguments["federation"] = _federation_in_memory(federation or {}, rank.site)
     elif federation is not None:
         raise ValueError(
-            "The configuration is for a site of a federation. Give --sites instead of --groups:"
-            " the number of such"
-            " sites."
+            "The configuration is for a site of a federation. Give --sites instead of --groups: the"
+            " number of such sites."
         )
     return {**arguments, "worker_groups": rank.topology.num_groups, "start_method": "popen"}
 
 
+def _configured_arguments(trainer: Any) -> dict[str, Any]:
+    """Returns the strategy's arguments in the files, if the strategy can be simulated."""
+    strategy = trainer.strategy
+    if isinstance(strategy, str) and strategy in ("auto", *variants("streaming_diloco")):
+        return {}
+    path = getattr(strategy, "class_path", None)
+    cls = _class_named(path)
+    if cls is None or not issubclass(cls, WorkerGroupStrategy):
+        raise ValueError(
+            f"trainer.strategy={path or strategy!r} cannot be simulated, only"
+            " StreamingDiLoCoStrategy. Choose it in"
+            " the configuration, or with --set trainer.strategy=streaming_diloco."
+        )
+    # Not dict(): that of a Namespace takes apart what is nested in it, such as a federation.
+    arguments: dict[str, Any] = strategy.init_args.as_dict()
+    processes = _number(trainer.devices) * _number(trainer.num_nodes)
+    groups = _number(arguments["worker_groups"])
+    if 0 < groups < processes:
+        raise ValueError(
+            f"The configuration has {groups} worker groups for {processes} processes. A simulated"
+            " group is one rank. Give it the batch size of a whole group, and as many"
+            " trainer.devices as groups, with --set."
+        )
+    return arguments
+
+
+def _number(argument: Any) -> int:
+    """Returns an argument as a number; 0 for one such as "auto"."""
+    return int(argument) if str(argument).isdecimal() else 0
+
+
+def _federation_in_memory(federation: Mapping[str, Any], site: int) -> dict[str, Any]:
+    """Returns the terms of the federation that the files name, and a hub in memory."""
+    configured = federation.get("init_args", federation)
+    names = ("lease", "grace", "quorum", "late", "rounds")
+    terms = {name: configured[name] for name in names if name in configured}
+    in_memory = {"hub": "memory:1", "run": "simulated", "site": site_name(site), "insecure": True}
+    return {**terms, **in_memory}
+
+
 def class_at(path: str) -> type:
-    """Imports a class; what cannot be imported or is no class is a ValueError."""
+    """Imports a class.
+
+    Raises:
+        ValueError: If there is no such class.
+    """
     try:
-        found = resolve_name(path)
+        cls = resolve_name(path)
     except (ImportError, AttributeError) as error:
         raise ValueError(str(error)) from error
-    if not isinstance(found, type):
+    if not isinstance(cls, type):
         raise ValueError("it is not a class")
-    return found
+    return cls
 
 
 def _class_named(path: Any) -> type | None:
+    """Imports a class; returns None if there is none of that path."""
     try:
         return class_at(path) if path else None
     except ValueError:
@@ -534,6 +555,8 @@ _LOGGERS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "light
 
 @dataclass(frozen=True)
 class Run:
+    """The outcome of a run: its groups, and the outer model that they share."""
+
     groups: list[Group]
     validations: list[Validation]
     outer: dict[str, Tensor]
@@ -554,11 +577,14 @@ class Run:
         """Returns the seconds of an inner step here, in the median group; None if there were not
         two.
         """
-        each = [
-            [later - earlier for earlier, later in pairwise(group.times)] for group in self.groups
-        ]
-        known = sorted(median(steps) for steps in each if steps)
-        return known[len(known) // 2] if known else None
+        medians = []
+        for group in self.groups:
+            steps = [later - earlier for earlier, later in pairwise(group.times)]
+            if steps:
+                medians.append(median(steps))
+        if not medians:
+            return None
+        return sorted(medians)[len(medians) // 2]
 
 
 def run(
@@ -572,20 +598,16 @@ def run(
     turns.
     """
     turns: Turns[tuple[Group, Run | None]] = Turns(groups)
-    topologies = simulated_topologies(groups, turns.until)
-    ranks = [
-        SimulatedRank(topology, turns.seconds, step_time=1 / speeds[group] if speeds else 0.0)
-        for group, topology in enumerate(topologies)
-    ]
+    lives = []
+    for group, topology in enumerate(simulated_topologies(groups, turns.until)):
+        step_time = 1 / speeds[group] if speeds else 0.0
+        rank = SimulatedRank(topology, turns.seconds, step_time=step_time)
+        lives.append(partial(live, configuration, rank, choices or {}, stepped))
     with quiet():
-        lived = turns.run(
-            [partial(live, configuration, rank, choices or {}, stepped) for rank in ranks]
-        )
-    first = lived[0][1]
+        outcomes = turns.run(lives)
+    first = outcomes[0][1]
     assert first is not None
-    return Run(
-        [group for group, _ in lived], first.validations, first.outer, first.model, first.settings
-    )
+    return replace(first, groups=[group for group, _ in outcomes])
 
 
 def check(
@@ -599,12 +621,11 @@ def check(
         (cli,) = turns.run([partial(configuration.fit, rank, choices, None)])
     arguments = dict(cli.config[cli.subcommand].trainer.strategy["init_args"])
     # Objects given by a class path are not made yet, and "auto" settings are chosen in the run.
-    made: dict[str, Any] = {
-        name: own
-        for name, own in arguments.items()
-        if isinstance(own, str | int | float | list | None) and own != AUTO
-    }
-    Settings.among(made)
+    plain_arguments: dict[str, Any] = {}
+    for name, argument in arguments.items():
+        if isinstance(argument, str | int | float | list | None) and argument != AUTO:
+            plain_arguments[name] = argument
+    Settings.among(plain_arguments)
     return arguments
 
 
@@ -630,14 +651,13 @@ def live(
     if rank.rank:
         return group, None
     model = Model.of_parameters(trainable(trainer.lightning_module))
-    return group, Run(
-        [], group.validations, strategy.outer_state_dict(), model, strategy.engine.settings
-    )
+    outer = strategy.outer_state_dict()
+    return group, Run([], group.validations, outer, model, strategy.engine.settings)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silences what every Trainer says about itself, and restores the environment."""
+    """Silences the messages that every Trainer logs, and restores the environment at the end."""
     levels = {name: logging.getLogger(name).level for name in _LOGGERS}
     environment = dict(os.environ)
     for name in _LOGGERS:
@@ -654,4 +674,6 @@ def quiet() -> Iterator[None]:
 
 
 def _mean(numbers: list[float]) -> float | None:
-    return sum(numbers) / len(numbers) if numbers else None
+    if not numbers:
+        return None
+    return sum(numbers) / len(numbers)

@@ -37,46 +37,34 @@ class Places:
     absences: tuple[Absence, ...] = ()
     memory_rate: float = 1e12
 
-    def check(self, count: int, of: str) -> None:
-        """Refuses what does not suit the number of worker groups or sites."""
-        require(count >= 1, of, count, "at least 1")
-        require(
-            self.step_time is None or self.step_time > 0,
-            "step_time",
-            self.step_time or 0.0,
-            "positive",
-        )
-        for name, each in (("speeds", self.speeds), ("delays", self.delays)):
-            if each is not None and len(each) != count:
+    def check(self, count: int, kind: str) -> None:
+        """Refuses values that do not suit the number of worker groups or sites."""
+        require(count >= 1, kind, count, "at least 1")
+        step_time = self.step_time
+        require(step_time is None or step_time > 0, "step_time", step_time or 0.0, "positive")
+        for name, numbers in (("speeds", self.speeds), ("delays", self.delays)):
+            if numbers is not None and len(numbers) != count:
                 raise ValueError(
-                    f"There are {len(each)} {name} for {count} {of}. Give one for each."
+                    f"There are {len(numbers)} {name} for {count} {kind}. Give one for each."
                 )
         for speed in self.speeds or ():
             require(speed > 0, "speeds", speed, "positive: 0.5 is half as fast as the others")
         for delay in self.delays or ():
             require(delay >= 0, "delays", delay, "at least 0")
         for absence in self.absences:
-            require(
-                0 <= absence.group < count,
-                "absence",
-                absence.group,
-                f"of one of the {of}, which count from 0",
-            )
-        if of == "sites":
-            require(
-                self.founders(count) >= 1,
-                "absence",
-                0.0,
-                "above 0 for at least one site, or no site founds the run",
-            )
+            group = absence.group
+            rule = f"of one of the {kind}, which count from 0"
+            require(0 <= group < count, "absence", group, rule)
+        if kind == "sites":
+            rule = "above 0 for at least one site, or no site founds the run"
+            require(self.founders(count) >= 1, "absence", 0.0, rule)
 
     def absences_of(self, site: int) -> list[Absence]:
         return sorted(absence for absence in self.absences if absence.group == site)
 
     def joins_at(self, site: int) -> float:
-        return max(
-            (absence.end for absence in self.absences_of(site) if absence.start == 0), default=0.0
-        )
+        from_the_start = [absence.end for absence in self.absences_of(site) if absence.start == 0]
+        return max(from_the_start, default=0.0)
 
     def founders(self, sites: int) -> int:
         return sum(self.joins_at(site) == 0 for site in range(sites))
@@ -84,7 +72,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Site:
-    """What became of a site, and in which rounds it counted, with which weights by fragment."""
+    """The course of a site: its rounds, and its weights in those that counted, by fragment."""
 
     group: Group
     times: list[float]
@@ -97,6 +85,8 @@ class Site:
 
 @dataclass(frozen=True)
 class FederatedRun:
+    """The outcome of a federation: its sites, the first one's run, and the ledger's records."""
+
     sites: Sequence[Site]
     first: Run
     records: Sequence[Record]
@@ -116,25 +106,34 @@ def play_sites(
     hub = InProcessHub("simulated", places.founders(count), clock=lambda: time.now)
     incarnations = [_Incarnation(places, count, hub, time, turns, site) for site in range(count)]
     with quiet():
-        lived = turns.run(
+        outcomes = turns.run(
             [
                 partial(incarnation.live, configuration, choices, stepped)
                 for incarnation in incarnations
             ]
         )
-    first = lived[0][1]
+    first = outcomes[0][1]
     assert first is not None
-    records = [Record.from_bytes(data) for _, data in hub.journal.read()]
-    terms = hub.coordinator.ledger.terms
-    told = f"grace={terms.grace:g} s, lease={terms.lease:g} s, quorum={terms.quorum}"
-    sites = [
-        incarnation.told(group, records)
-        for incarnation, (group, _) in zip(incarnations, lived, strict=True)
+    records = _records_of(hub)
+    courses = [
+        incarnation.course(outcome[0], records)
+        for incarnation, outcome in zip(incarnations, outcomes, strict=True)
     ]
-    return FederatedRun(sites, first, records, told)
+    return FederatedRun(courses, first, records, _terms_of(hub))
+
+
+def _records_of(hub: InProcessHub) -> list[Record]:
+    return [Record.from_bytes(encoded) for _, encoded in hub.journal.read()]
+
+
+def _terms_of(hub: InProcessHub) -> str:
+    terms = hub.coordinator.ledger.terms
+    return f"grace={terms.grace:g} s, lease={terms.lease:g} s, quorum={terms.quorum}"
 
 
 class _Incarnation:
+    """A site's thread, its connection to the hub in memory, and its clock."""
+
     def __init__(
         self,
         places: Places,
@@ -148,22 +147,26 @@ class _Incarnation:
         self._hub = hub
         self._time = time
         self._number = number
-        self._times = list[float]()
+        self._times: list[float] = []  # when each inner step was done
         self._ended = 0.0
-        self._joined = list[int]()
+        self._joined: list[int] = []  # the rounds, by fragment, that had landed when it joined
         assert places.step_time is not None
         self._step_time = places.step_time / (places.speeds[number] if places.speeds else 1.0)
-        self._away = places.absences_of(number)
+        self._absences = places.absences_of(number)
         self._joins_at = places.joins_at(number)
-        link = places.link
+        latency = 0.0
+        seconds_per_byte = 0.0
+        if places.link is not None:
+            latency = places.link.round_trip / 2
+            seconds_per_byte = 8e-9 / places.link.gbit_s_of(HUB_CONNECTIONS)
         line = VirtualLink(
             time,
             number,
             moment=places.step_time / 10,
-            latency=link.round_trip / 2 if link else 0.0,
-            seconds_per_byte=8e-9 / link.gbit_s_of(HUB_CONNECTIONS) if link else 0.0,
+            latency=latency,
+            seconds_per_byte=seconds_per_byte,
             delay=places.delays[number] if places.delays else 0.0,
-            is_away=lambda now: any(absence.start <= now < absence.end for absence in self._away),
+            is_away=self._is_away,
         )
         connection = hub.connect(self._name, link=line)
         topology = simulated_topologies(1, turns.until)[0]
@@ -171,9 +174,13 @@ class _Incarnation:
             topology, turns.seconds, number, sites, begins=self._begins, connection=connection
         )
 
+    def _is_away(self, now: float) -> bool:
+        return any(absence.start <= now < absence.end for absence in self._absences)
+
     def live(
         self, configuration: Configuration, choices: Mapping[str, Any], stepped: Callable[[], None]
     ) -> tuple[Group, Run | None]:
+        """Runs the site from when it joins until it ends, in its thread."""
         time = self._time
 
         def done() -> None:
@@ -191,20 +198,23 @@ class _Incarnation:
         """Passes the time of an inner step, including absences, then launches and lands."""
         self._joined = self._joined or self._applied()
         now = self._time.now
-        self._time.passes(self._number, step_end(now, self._step_time, self._away) - now)
+        self._time.passes(self._number, step_end(now, self._step_time, self._absences) - now)
 
     def _applied(self) -> list[int]:
         """Returns the rounds that have landed, by fragment."""
         return [round or 0 for round in self._rank.connection.applied]
 
-    def told(self, group: Group, records: Sequence[Record]) -> Site:
+    def course(self, group: Group, records: Sequence[Record]) -> Site:
+        """Returns the site's course from the ledger: rounds that counted, were late, or were
+        missed.
+        """
         applied = self._applied()
         missed = 0
-        weights = dict[int, list[int]]()
+        weights: dict[int, list[int]] = {}
         for record in records:
-            own = record.of(self._name)
-            if own is not None:
-                weights.setdefault(record.fragment, []).append(own.weight)
+            contribution = record.of(self._name)
+            if contribution is not None:
+                weights.setdefault(record.fragment, []).append(contribution.weight)
             elif self._joined[record.fragment] < record.round <= applied[record.fragment]:
                 missed += 1
         late = self._hub.coordinator.statistics[self._name].late

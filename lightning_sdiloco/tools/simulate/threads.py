@@ -27,7 +27,7 @@ class Stopped(BaseException):
 
 
 _State = tuple[dict[str, Any], int]
-"""What a process has only once: random numbers, and the rank."""
+"""Random numbers and the rank, of which a process has only one."""
 
 
 def _restore(state: _State) -> None:
@@ -40,11 +40,11 @@ class Turns(Generic[Result]):
 
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()
-        # What each thread waits for; None if it has ended.
+        # The condition that each thread waits for; None if it has ended.
         self._waits: list[Callable[[], bool] | None] = [lambda: True] * count
-        self._turn: int | None = None
-        self._seats = threading.local()
-        self._away = [0.0] * count
+        self._turn: int | None = None  # the thread that may run
+        self._local = threading.local()  # `seat`: the number of this thread
+        self._away = [0.0] * count  # seconds for which each thread was not running
         self._results: dict[int, Result] = {}
         self._failure: BaseException | None = None
 
@@ -81,7 +81,7 @@ class Turns(Generic[Result]):
         self._go_on()
         if ready():
             return
-        seat = self._seats.own
+        seat = self._local.seat
         left = time.perf_counter()
         state = random_state(), seat
         self._waits[seat] = ready
@@ -92,10 +92,11 @@ class Turns(Generic[Result]):
 
     def seconds(self) -> float:
         """Reads a clock of this thread that stands still while others have their turns."""
-        return time.perf_counter() - self._away[self._seats.own]
+        return time.perf_counter() - self._away[self._local.seat]
 
     def _live(self, seat: int, function: Callable[[], Result], state: _State) -> None:
-        self._seats.own = seat
+        """Runs a function in its thread, from its first turn until its end."""
+        self._local.seat = seat
         started = time.perf_counter()
         try:
             self._wait_for(seat)
@@ -108,22 +109,22 @@ class Turns(Generic[Result]):
         self._pass_on(seat)
 
     def _wait_for(self, seat: int) -> None:
+        """Blocks this thread until it has its turn, or another one has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._turn == seat or self._failure is not None)
         self._go_on()
 
     def _pass_on(self, seat: int) -> None:
         """Gives the turn to the next thread that can go on, and fails if all of them wait."""
-        waiting = {other: ready for other, ready in enumerate(self._waits) if ready is not None}
-        order = sorted(waiting, key=lambda other: (other <= seat, other))
-        chosen = next((other for other in order if waiting[other]()), None)
+        waiting = {number: ready for number, ready in enumerate(self._waits) if ready is not None}
+        order = sorted(waiting, key=lambda number: (number <= seat, number))
+        chosen = next((number for number in order if waiting[number]()), None)
         if chosen is None and waiting:
             self._fail(
                 RuntimeError(
                     "Worker groups wait for groups that wait for something else or have ended:"
-                    f" {', '.join(map(str, waiting))}. The groups do not make the same steps."
-                    " Real processes would wait"
-                    " until the timeout."
+                    f" {', '.join(map(str, waiting))}. The groups do not make the same steps. Real"
+                    " processes would wait until the timeout."
                 )
             )
         with self._changed:
@@ -145,25 +146,26 @@ Until = Callable[[Callable[[], bool]], None]
 
 def simulated_topologies(groups: int, until: Until) -> list[Topology]:
     """Makes the topologies of worker groups of one rank each, whose threads take turns."""
-    tables: dict[int, _Meeting] = defaultdict(_Meeting)
-    words, places, sent, sent_on = (
+    meetings: dict[int, _Meeting] = defaultdict(_Meeting)
+    # How many messages each group has posted on each exchange, by engine.
+    controls, progresses, payloads, second_hops = (
         defaultdict[int, list[int]](lambda: [0] * groups) for _ in range(4)
     )
-    return [
-        replace(
+    topologies = []
+    for topology in Topology.simulated(groups):
+        group = topology.group_index
+        in_turns = replace(
             topology,
-            world=SimulatedWorld(topology.group_index, groups, tables, until),
-            control=TurnTakingExchange(topology.control, topology.group_index, words, until),
-            progress=TurnTakingExchange(topology.progress, topology.group_index, places, until),
-            exchange=TurnTakingExchange(topology.exchange, topology.group_index, sent, until),
-            second_hop=TurnTakingExchange(
-                topology.second_hop, topology.group_index, sent_on, until
-            ),
-            # Each alone: what another group has to do first, it does when it has its turn.
+            world=SimulatedWorld(group, groups, meetings, until),
+            control=TurnTakingExchange(topology.control, group, controls, until),
+            progress=TurnTakingExchange(topology.progress, group, progresses, until),
+            exchange=TurnTakingExchange(topology.exchange, group, payloads, until),
+            second_hop=TurnTakingExchange(topology.second_hop, group, second_hops, until),
+            # Inline: another group does its part when it has its turn.
             background=InlineBackground.connect(1)[0],
         )
-        for topology in Topology.simulated(groups)
-    ]
+        topologies.append(in_turns)
+    return topologies
 
 
 @dataclass
@@ -173,6 +175,8 @@ class _Meeting:
 
 
 class SimulatedWorld(Communicator):
+    """The communicator of all groups: each operation is a meeting, in the order of the program."""
+
     def __init__(self, rank: int, size: int, meetings: dict[int, _Meeting], until: Until) -> None:
         super().__init__()
         self.size = size
@@ -185,23 +189,26 @@ class SimulatedWorld(Communicator):
         return [part.clone() for part in self._meet("gather tensors", tensor.detach().clone())]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return [pickle.loads(data) for data in self._meet("gather objects", pickle.dumps(value))]
+        pickles = self._meet("gather objects", pickle.dumps(value))
+        return list(map(pickle.loads, pickles))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         parts = self._meet("broadcast", tensor.detach().clone() if self._rank == source else None)
         tensor.copy_(parts[source])
 
-    def _meet(self, what: str, value: Any) -> list[Any]:
+    def _meet(self, operation: str, value: Any) -> list[Any]:
+        """Waits until all groups have brought a value, and returns the values in the order of
+        ranks.
+        """
         meeting = self._meetings[self._number]
-        meeting.brought[self._rank] = what, value
+        meeting.brought[self._rank] = operation, value
         self._until(lambda: len(meeting.brought) == self.size)
-        asked = [meeting.brought[rank][0] for rank in range(self.size)]
-        if len(set(asked)) > 1:
-            told = ", ".join(f"group {rank}: {what}" for rank, what in enumerate(asked))
+        operations = [meeting.brought[rank][0] for rank in range(self.size)]
+        if len(set(operations)) > 1:
+            points = ", ".join(f"group {rank}: {name}" for rank, name in enumerate(operations))
             raise RuntimeError(
-                f"The worker groups are at different points of the program ({told}). Real"
-                " processes would wait for"
-                " each other until the timeout."
+                f"The worker groups are at different points of the program ({points}). Real"
+                " processes would wait for each other until the timeout."
             )
         meeting.left += 1
         if meeting.left == self.size:
@@ -213,38 +220,43 @@ class SimulatedWorld(Communicator):
 class TurnTakingExchange(Exchange[tuple[int, Any]]):
     """An exchange that lets the other groups have their turns until all have posted."""
 
+    bytes_sent: int
+    bytes_received: int
+
     def __init__(
         self,
         exchange: Exchange[Any],
         group: int,
-        sent: dict[int, list[int]],
+        posted_by_engine: dict[int, list[int]],
         until: Until,
         engine: int = 0,
     ) -> None:
         super().__init__(exchange.num_groups)
         self._exchange = exchange
         self._group = group
-        # How many messages each group has sent, by engine.
-        self._sent_by_engine = sent
-        self._sent = sent[engine]
+        # How many messages each group has posted.
+        self._posted_by_engine = posted_by_engine
+        self._posted = posted_by_engine[engine]
         self._until = until
 
     def channel(self, engine: int) -> "TurnTakingExchange":
         exchange = self._exchange.channel(engine)
-        return TurnTakingExchange(exchange, self._group, self._sent_by_engine, self._until, engine)
+        return TurnTakingExchange(
+            exchange, self._group, self._posted_by_engine, self._until, engine
+        )
 
     def post(
         self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None
     ) -> tuple[int, Any]:
-        self._sent[self._group] += 1
-        return self._sent[self._group], self._exchange.post(messages, sizes)
+        self._posted[self._group] += 1
+        return self._posted[self._group], self._exchange.post(messages, sizes)
 
     def collect(
         self, posted: tuple[int, Any], deadline: float, sizes: Sequence[int] | None = None
     ) -> list[Tensor]:
-        number, sent = posted
-        self._until(lambda: min(self._sent) >= number)
-        messages = self._exchange.collect(sent, deadline, sizes)
+        number, transfer = posted
+        self._until(lambda: min(self._posted) >= number)
+        messages = self._exchange.collect(transfer, deadline, sizes)
         self.bytes_sent = self._exchange.bytes_sent
         self.bytes_received = self._exchange.bytes_received
         return messages
