@@ -391,14 +391,22 @@ def test_files_and_names_in_the_architecture_page_exist() -> None:
     assert wrong == set()
 
 
+def named_tests(page: str) -> list[tuple[str, str]]:
+    """Returns the tests that a page names, each as its file and its function."""
+    return re.findall(r"`(test_\w+\.py)::(\w+)`", (ROOT / "docs" / page).read_text())
+
+
 def test_tests_that_pages_name_exist_and_every_row_of_works_with_names_one() -> None:
-    for name in ("works-with.md", "methods.md"):
-        named = re.findall(r"`(test_\w+\.py)::(\w+)`", (ROOT / "docs" / name).read_text())
-        assert named
-        for file, test in named:
+    decisions = [f"decisions/{path.name}" for path in (ROOT / "docs" / "decisions").glob("*.md")]
+    assert len(decisions) > 20
+    pages = {"works-with.md", "methods.md", *decisions} - {"decisions/index.md"}
+    for page in sorted(pages):
+        tests = named_tests(page)
+        assert tests, page
+        for file, test in tests:
             assert any(
                 f"\ndef {test}(" in path.read_text() for path in (ROOT / "tests").rglob(file)
-            ), (file, test)
+            ), (page, file, test)
     rows = [
         line
         for line in (ROOT / "docs" / "works-with.md").read_text().splitlines()
@@ -406,6 +414,34 @@ def test_tests_that_pages_name_exist_and_every_row_of_works_with_names_one() -> 
     ]
     heads = ("| what ", "| works ", "| refused ")
     assert [row for row in rows if not row.startswith(heads) and "::test_" not in row] == []
+
+
+def test_each_promise_has_a_page_whose_tests_the_specification_lists() -> None:
+    """The files that the pages of decisions name exist, too."""
+    folder = ROOT / "docs" / "decisions"
+    specification = (folder / "specification.md").read_text()
+    rows = re.findall(r"^\| (\d+)\. \[[^\]]+\]\(([\w-]+\.md)\) \|", specification, flags=re.M)
+    assert [int(number) for number, _ in rows] == list(range(1, 11))
+    tests_of_promises = set(named_tests("decisions/specification.md"))
+    assert set().union(*(named_tests(f"decisions/{page}") for _, page in rows)) == tests_of_promises
+    index = (folder / "index.md").read_text()
+    for path in folder.glob("*.md"):
+        text = path.read_text()
+        assert path.name == "index.md" or f"({path.name})" in index, path.name
+        code = re.search(r"\*\*In the code\.\*\* ([^*]+)", text)
+        for file in quoted(code[1]) if code else ():
+            assert (PACKAGE / file).exists(), (path.name, file)
+
+
+def test_names_of_tests_are_statements_of_at_most_80_characters() -> None:
+    headless = re.compile("test_(what|who|whom|whose|where|which|that)_")
+    names = [
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), flags=re.M)
+    ]
+    assert len(names) > 700
+    assert [name for name in names if len(name) > 80 or headless.match(name)] == []
 
 
 def test_public_names_are_unique_in_the_api_reference_and_documented_with_an_example() -> None:
