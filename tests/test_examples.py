@@ -74,7 +74,7 @@ def test_the_notebook_shows_what_it_promises(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_said_of_routers_has_known_answers() -> None:
+def test_distance_overlap_and_use_of_routers_have_known_answers() -> None:
     router = torch.randn(8, 4)
     chosen = torch.tensor([[0, 1], [2, 3]])
     assert moe.distance(router, router) == 0

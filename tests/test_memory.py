@@ -50,9 +50,7 @@ def spare_bytes(spares: memory._Spares) -> int:
     return sum(map(len, spares._pages))
 
 
-def test_what_is_freed_serves_the_next_vector_and_nothing_another_while_any_view_of_it_lives() -> (
-    None
-):
+def test_freed_memory_serves_the_next_vector_but_not_while_a_view_of_it_lives() -> None:
     asking = SparePages(8 * LONG)
     first = vector()
     address = first.data_ptr()
@@ -69,9 +67,8 @@ def test_what_is_freed_serves_the_next_vector_and_nothing_another_while_any_view
     del asking
 
 
-def test_no_more_is_kept_than_asked_for_and_another_size_drops_nothing_while_less_is_in_use_than_before() -> (
-    None
-):
+def test_no_more_memory_is_kept_than_requested_and_other_sizes_drop_none() -> None:
+    """While less is in use than before."""
     spares = memory._SPARES
     vector()
     assert spare_bytes(spares) == 0, "nobody asks"

@@ -208,7 +208,7 @@ def test_gpa_is_its_equations(mx: float, my: float, gradients: list[float]) -> N
     assert value.item() == pytest.approx(y, rel=1e-8, abs=1e-8)
 
 
-def test_who_averages_inside_is_warned_of_an_outer_momentum(
+def test_inner_averaging_with_an_outer_momentum_gets_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for momentum, warns in ((0.9, True), (0.0, False)):
@@ -368,9 +368,7 @@ def test_processes_make_the_eager_updates_of_the_simulation() -> None:
     assert len({apart for _, apart in told}) == 2, "groups train from parameters of their own"
 
 
-def test_the_last_mean_is_that_of_all_progress_and_who_is_not_finite_is_left_out_and_comes_back() -> (
-    None
-):
+def test_the_last_mean_covers_all_progress_and_a_non_finite_group_recovers() -> None:
     """What was trained since the last launch counts once, and so does what a landing has brought
     meanwhile.
     """
@@ -399,9 +397,7 @@ def test_the_last_mean_is_that_of_all_progress_and_who_is_not_finite_is_left_out
         assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-def test_in_t_steps_as_many_are_trained_as_there_is_time_for_each_with_all_its_micro_batches() -> (
-    None
-):
+def test_paced_groups_train_as_many_steps_as_time_allows_with_all_micro_batches() -> None:
     for speed in (0.1, 0.3, 0.5, 2 / 3, 0.99, 1.0):
         batches = list(Paced(range(1000), speed=speed))
         trained = list(accumulate(batch is not None for batch in batches))
@@ -439,9 +435,7 @@ def heard(*times: float) -> Any:
     return SimpleNamespace(site=None, topology=topology, last_landing=landing)
 
 
-def test_a_paced_loader_goes_on_where_it_was_and_auto_is_the_share_of_the_fastest_among_what_is_known() -> (
-    None
-):
+def test_a_paced_loader_resumes_and_auto_is_the_share_of_the_fastest_known_speed() -> None:
     for stop in range(1, 9):
         first = Paced(Numbers((0, 0, 1), 9), micro_batches=2).follow(heard(1.0, 1.6))
         items = iter(first)
@@ -458,9 +452,7 @@ def test_a_paced_loader_goes_on_where_it_was_and_auto_is_the_share_of_the_fastes
         assert paced.speed == speed
 
 
-def test_a_paced_loader_refuses_a_federation_and_a_step_what_is_no_number_of_micro_batches() -> (
-    None
-):
+def test_paced_loaders_refuse_federations_and_steps_refuse_bad_micro_batch_numbers() -> None:
     with pytest.raises(ValueError, match="does not work with a federation"):
         Paced([]).follow(SimpleNamespace(site="berlin"))
     for micro_batches in (-1, 1.5):
@@ -574,7 +566,7 @@ def played(
     return seen
 
 
-def test_what_is_late_is_left_out_but_for_the_last() -> None:
+def test_late_micro_batches_are_left_out_except_the_last() -> None:
     clock = Clock()
     loader = DroppingLoader(DropCompute(4, budget=2.5), range(10), clock)
     seen = played(loader, clock, [1.0] * 4 + [2.0, 1.0, 0.0, 0.0, 9.0, 0.0])
@@ -586,9 +578,7 @@ def test_what_is_late_is_left_out_but_for_the_last() -> None:
     assert list(paced) == [None, None, 0, 1, None, None, 2, 3]
 
 
-def test_auto_chooses_after_fifty_steps_from_what_all_ranks_say_and_goes_on_after_a_resume() -> (
-    None
-):
+def test_auto_chooses_after_fifty_steps_from_the_numbers_of_all_ranks_and_resumes() -> None:
     other = [[1.0, 2.0, 3.0, 4.2]] * 49 + [[3.0, 6.0, 9.0, 10.2]]
     in_group = SimpleNamespace(all_gather_object=lambda table: [table, other])
     engine: Any = SimpleNamespace(topology=SimpleNamespace(group_size=1, in_group=in_group))
@@ -608,7 +598,7 @@ def test_auto_chooses_after_fifty_steps_from_what_all_ranks_say_and_goes_on_afte
     assert second.budget == pytest.approx(whole.budget, rel=0.1)
 
 
-def test_drop_compute_refuses_what_cannot_be() -> None:
+def test_drop_compute_refuses_impossible_numbers() -> None:
     topology = SimpleNamespace(group_size=2, in_group=SimpleNamespace(all_gather_object=list))
     engine: Any = SimpleNamespace(topology=topology, model=nn.SyncBatchNorm(4))
     for make, words in (

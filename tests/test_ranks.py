@@ -59,7 +59,7 @@ def test_results_come_back_in_the_order_of_ranks_of_fresh_processes(tmp_path: Pa
             signal.signal(number, earlier)
 
 
-def test_the_first_exception_comes_back_with_its_traceback_and_a_death_before_all_others() -> None:
+def test_the_first_exception_returns_with_its_traceback_and_a_death_before_others() -> None:
     def broken_on_purpose(rank: int, world_size: int) -> None:
         time.sleep(0.2 * rank)
         raise ValueError(f"from rank {rank}")

@@ -144,9 +144,7 @@ def private_names(modules: list[str]) -> set[str]:
     return {name for name in names if re.match("_[^_]", name)} - {"_make", "_replace", "_asdict"}
 
 
-def test_no_room_reaches_into_the_private_names_of_another_says_what_it_is_for_and_forwards_no_name() -> (
-    None
-):
+def test_rooms_use_no_private_names_of_others_forward_none_and_state_their_purpose() -> None:
     for room in FLOOR.keys() - GROUND:
         foreign = private_names(of_rooms(*FLOOR.keys() - {room})) - private_names(of_rooms(room))
         for module in of_rooms(room):
@@ -167,7 +165,7 @@ def test_no_room_reaches_into_the_private_names_of_another_says_what_it_is_for_a
 # What a room may know
 
 
-def test_only_the_rooms_of_lightning_know_it_and_only_its_face_imports_a_distribution() -> None:
+def test_only_lightnings_rooms_know_it_and_only_the_face_imports_a_distribution() -> None:
     users = {module for module in SOURCE.files if tops_of(module) & LIGHTNING}
     # What is mixed with classes of either distribution is checked against one of them.
     for_types = set(of_rooms("lightning", "tools"))
@@ -192,7 +190,7 @@ def test_only_the_rooms_of_lightning_know_it_and_only_its_face_imports_a_distrib
             ]
 
 
-def test_what_is_below_lightning_needs_torch_alone_and_arithmetic_not_even_that() -> None:
+def test_rooms_below_lightning_need_only_torch_and_arithmetic_not_even_that() -> None:
     standard = set(sys.stdlib_module_names)
     below = [room for room in FLOOR if FLOOR[room] < FLOOR["lightning"]]
     arithmetic = (
@@ -228,9 +226,7 @@ def test_what_is_below_lightning_needs_torch_alone_and_arithmetic_not_even_that(
             ), module
 
 
-def test_a_compression_knows_no_other_one_and_the_rules_of_a_federation_no_clock_no_chance_and_no_file() -> (
-    None
-):
+def test_compressions_know_no_others_and_federation_rules_no_clock_chance_or_file() -> None:
     ground = {f"{NAME}.{name}" for name in GROUND}
     bases = {f"{NAME}.compression.{name}" for name in ("base", "blockwise")} | ground | {TRITON}
     members = {
@@ -370,7 +366,7 @@ def quoted(text: str) -> list[str]:
     return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
 
 
-def test_what_the_page_names_is_there() -> None:
+def test_files_and_names_in_the_architecture_page_exist() -> None:
     """Files, also those of CONTRIBUTING.md; names, such as of functions and arguments; what a
     step's file defines.
     """
@@ -395,16 +391,22 @@ def test_what_the_page_names_is_there() -> None:
     assert wrong == set()
 
 
-def test_the_tests_that_a_page_names_exist_and_every_row_of_what_works_with_what_names_one() -> (
-    None
-):
-    for name in ("works-with.md", "methods.md"):
-        named = re.findall(r"`(test_\w+\.py)::(\w+)`", (ROOT / "docs" / name).read_text())
-        assert named
-        for file, test in named:
+def named_tests(page: str) -> list[tuple[str, str]]:
+    """Returns the tests that a page names, each as its file and its function."""
+    return re.findall(r"`(test_\w+\.py)::(\w+)`", (ROOT / "docs" / page).read_text())
+
+
+def test_tests_that_pages_name_exist_and_every_row_of_works_with_names_one() -> None:
+    decisions = [f"decisions/{path.name}" for path in (ROOT / "docs" / "decisions").glob("*.md")]
+    assert len(decisions) > 20
+    pages = {"works-with.md", "methods.md", *decisions} - {"decisions/index.md"}
+    for page in sorted(pages):
+        tests = named_tests(page)
+        assert tests, page
+        for file, test in tests:
             assert any(
                 f"\ndef {test}(" in path.read_text() for path in (ROOT / "tests").rglob(file)
-            ), (file, test)
+            ), (page, file, test)
     rows = [
         line
         for line in (ROOT / "docs" / "works-with.md").read_text().splitlines()
@@ -414,9 +416,35 @@ def test_the_tests_that_a_page_names_exist_and_every_row_of_what_works_with_what
     assert [row for row in rows if not row.startswith(heads) and "::test_" not in row] == []
 
 
-def test_public_names_appear_once_are_in_the_api_reference_and_have_docstrings_with_an_example() -> (
-    None
-):
+def test_each_promise_has_a_page_whose_tests_the_specification_lists() -> None:
+    """The files that the pages of decisions name exist, too."""
+    folder = ROOT / "docs" / "decisions"
+    specification = (folder / "specification.md").read_text()
+    rows = re.findall(r"^\| (\d+)\. \[[^\]]+\]\(([\w-]+\.md)\) \|", specification, flags=re.M)
+    assert [int(number) for number, _ in rows] == list(range(1, 11))
+    tests_of_promises = set(named_tests("decisions/specification.md"))
+    assert set().union(*(named_tests(f"decisions/{page}") for _, page in rows)) == tests_of_promises
+    index = (folder / "index.md").read_text()
+    for path in folder.glob("*.md"):
+        text = path.read_text()
+        assert path.name == "index.md" or f"({path.name})" in index, path.name
+        code = re.search(r"\*\*In the code\.\*\* ([^*]+)", text)
+        for file in quoted(code[1]) if code else ():
+            assert (PACKAGE / file).exists(), (path.name, file)
+
+
+def test_names_of_tests_are_statements_of_at_most_80_characters() -> None:
+    headless = re.compile("test_(what|who|whom|whose|where|which|that)_")
+    names = [
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), flags=re.M)
+    ]
+    assert len(names) > 700
+    assert [name for name in names if len(name) > 80 or headless.match(name)] == []
+
+
+def test_public_names_are_unique_in_the_api_reference_and_documented_with_an_example() -> None:
     """What users can name, with the public members that the package defines; internals describe
     themselves.
     """

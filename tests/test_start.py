@@ -81,9 +81,8 @@ assert ("StreamingDiLoCoStrategy" in lightning_sdiloco.__all__) == ({distributio
     run_python(code, without={other})
 
 
-def test_both_distributions_and_their_command_lines_find_the_strategies_one_imported_before_and_one_after() -> (
-    None
-):
+def test_both_distributions_and_their_command_lines_find_the_strategies() -> None:
+    """One distribution is imported before the package, one after it."""
     before, after = (TRAINERS.format(**PLACES[distribution]) for distribution in OURS)
     code = f"{before}\nimport lightning_sdiloco\none = made()\n{after}\nprint([*one, *made()])\n"
     code += "".join(BY_NAME.format(**place) for place in PLACES.values())
@@ -94,7 +93,7 @@ def test_both_distributions_and_their_command_lines_find_the_strategies_one_impo
     assert [name.rpartition(".")[2] for name in by_name] == ["StreamingDiLoCoStrategy"] * 2
 
 
-def test_the_engine_trains_without_lightning_and_commands_that_need_no_tensor_import_no_torch(
+def test_the_engine_trains_without_lightning_and_plain_commands_import_no_torch(
     tmp_path: Path,
 ) -> None:
     run_python(TRAINING, without=LIGHTNING | {"jsonargparse", "rich"})

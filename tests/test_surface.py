@@ -110,7 +110,7 @@ def surface() -> dict[str, Any]:
     }
 
 
-def test_what_users_hold_on_to_is_as_it_was() -> None:
+def test_the_public_surface_is_the_recorded_one() -> None:
     before = json.loads(FILE.read_text())
     now = surface()
     assert all(now["commands"].values())

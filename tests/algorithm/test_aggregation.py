@@ -69,7 +69,7 @@ def test_factors_are_the_weights_times_what_clipping_leaves(
         assert norm > clip_norm or clipped[group] == factor
 
 
-def test_a_norm_that_overflows_is_clipped_to_nothing_and_what_a_control_vector_carries() -> None:
+def test_an_overflowing_norm_is_clipped_to_zero_and_control_vectors_merge() -> None:
     assert Aggregation(1.0, None).count([said(norm=inf), said()], [[], []]).factors == {
         0: 0.0,
         1: 1.0,
@@ -131,7 +131,7 @@ def times_usual(group: int, norms: dict[int, float], past: list[list[float]]) ->
     guard=5.0,
     rounds=[[(1, norm, True), (1, 2.0, True), (1, 1.0, True)] for norm in [1.0] * 5 + [30.0] * 8],
 )
-def test_the_guard_leaves_out_who_is_far_above_its_last_eight_and_the_others_growth(
+def test_the_guard_leaves_out_a_group_far_above_its_last_eight_and_the_others_growth(
     guard: float, rounds: list[list[tuple[int, float, bool]]]
 ) -> None:
     remembers: list[list[float]] = [[], [], []]
@@ -190,9 +190,8 @@ class Pushed:
         return [float(model.weight[0, 0].detach()) for model in self.models]
 
 
-def test_where_no_group_has_trained_nothing_moves_but_who_is_not_finite_recovers_and_digests_are_checked() -> (
-    None
-):
+def test_nothing_moves_when_no_group_trained_but_non_finite_groups_recover() -> None:
+    """Digests are checked even then."""
     run = Pushed(2, outer_momentum=0.9)
     run.push(2.0, 2.0)
     before = held(run.groups.engines[0], run.models[0])
@@ -258,9 +257,8 @@ def test_an_outlier_is_left_out_by_all_takes_the_outer_values_and_is_no_error() 
     assert run.outer > before + 10.0
 
 
-def test_the_guard_knows_fragments_apart_and_leaves_out_nobody_where_it_is_off_or_alone_or_at_the_end() -> (
-    None
-):
+def test_the_guard_judges_each_fragment_apart_and_is_idle_when_off_or_alone() -> None:
+    """It leaves out nobody in the final exchange, either."""
     guarded: dict[str, Any] = {"outer_optimizer": OuterOptimizer(clip_norm=3.0, outlier_guard=2.0)}
     for run in (
         Pushed(2, outer_optimizer=OuterOptimizer(outlier_guard=None)),

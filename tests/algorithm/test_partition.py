@@ -101,9 +101,7 @@ def fragments_of(cut: Partition) -> list[set[str]]:
     return [set(fragment.names) for fragment in cut.fragments]
 
 
-def test_the_blocks_of_a_model_are_found_also_inside_another_module_and_compiled_and_every_tensor_goes_once() -> (
-    None
-):
+def test_blocks_are_found_in_wrapped_and_compiled_models_and_every_tensor_goes_once() -> None:
     of_both = [f"{part}.layers.{layer}" for part in ("encoder", "decoder") for layer in range(3)]
     stack = nn.Sequential(
         nn.Embedding(999, 8), *(Block() for _ in range(4)), nn.LayerNorm(8), nn.Linear(8, 999)
@@ -175,9 +173,10 @@ def test_a_model_without_blocks_falls_back_to_balanced_which_is_said_once(
     most=st.integers(1, 13),
     outside=st.lists(st.integers(0, 120), max_size=7),
 )
-def test_blocks_take_turns_or_go_with_neighbours_and_what_stands_outside_shares_fragments_no_larger_than_theirs(
+def test_blocks_alternate_or_stay_adjacent_and_other_parameters_share_fragments(
     layers: list[int], most: int, outside: list[int]
 ) -> None:
+    """Fragments of parameters outside the blocks are no larger than those of the blocks."""
     blocks = [Parameter(f"blocks.{n}.weight", size) for n, size in enumerate(layers)]
     others = [Parameter(f"outside {n}", size) for n, size in enumerate(outside)]
     count = math.ceil(len(layers) / most)
@@ -204,9 +203,8 @@ def test_blocks_take_turns_or_go_with_neighbours_and_what_stands_outside_shares_
         )
 
 
-def test_a_model_has_some_eight_fragments_of_blocks_and_32_at_most_unless_a_number_of_blocks_is_given() -> (
-    None
-):
+def test_a_model_gets_about_eight_fragments_of_blocks_and_at_most_32() -> None:
+    """A given number of blocks per fragment overrides both."""
     few = ((2, 2), (3, 3), (11, 11), (12, 6), (16, 8), (20, 10), (24, 8), (32, 11), (96, 32))
     for layers, count in (*few, (97, 25), (128, 32), (200, 29), (1500, 32)):
         blocks = [Parameter(f"blocks.{n}.weight", 4) for n in range(layers)]
@@ -276,9 +274,8 @@ def test_every_parameter_is_in_exactly_one_fragment(
     assert sorted(names) == sorted(set(names) & set(order))
 
 
-def test_patterns_choose_fragments_and_their_order_by_any_name_of_a_tied_parameter_and_leave_frozen_alone() -> (
-    None
-):
+def test_patterns_choose_fragments_and_their_order_and_skip_frozen_parameters() -> None:
+    """A tied parameter matches by any of its names."""
     found = cut(
         mlp(4, nn.ReLU), [["6.*", "2.weight"], ["0.?eight", "2.bias"], ["[04].bias", "4.weight"]]
     )
@@ -309,7 +306,7 @@ def test_patterns_choose_fragments_and_their_order_by_any_name_of_a_tied_paramet
         partition(head, patterns)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_fragments_are_refused() -> None:
     small = mlp(2, nn.ReLU)
     no_lists = ("list of non-empty lists of patterns", "[['net.0.*'], ['net.1.*']]")
     malformed: list[Any] = [

@@ -73,9 +73,9 @@ def test_without_loss_all_ways_give_the_bits_of_a_gather(groups: int) -> None:
     assert unlike(bits(exchange=alike), bits(exchange="two_shot")) == []
 
 
-def test_the_bytes_of_two_shots_are_those_of_the_parts_and_of_no_values_those_of_the_control_vector() -> (
-    None
-):
+def test_two_shots_send_the_bytes_of_their_parts_and_control_vectors() -> None:
+    """Without values, only the control vectors travel."""
+
     def sent(groups: int, **choices: Any) -> tuple[float, list[int]]:
         """Bytes that a group sends in one launch of every fragment, and the numbers of values of
         the fragments.
@@ -161,9 +161,7 @@ def test_a_short_message_takes_the_control_vector_along_but_in_one_flight_of_sev
     assert ahead(60, exchange="gather", compression=ByLink())[0] == rounds
 
 
-def test_what_the_second_rounding_loses_comes_with_the_next_mean_and_what_chance_picks_loses_nothing() -> (
-    None
-):
+def test_the_second_roundings_error_joins_the_next_mean_and_random_picks_lose_none() -> None:
     for compression in FAMILY:
         mean = torch.randn(600, generator=torch.Generator().manual_seed(0)).exp()
         residual = None
@@ -205,7 +203,7 @@ def test_what_the_second_rounding_loses_comes_with_the_next_mean_and_what_chance
     assert torch.equal(mean[picked], (sum(gradients, torch.zeros(1001)) / 4)[picked])
 
 
-def test_what_a_group_has_not_sent_comes_later_in_two_shots_too() -> None:
+def test_values_that_a_group_did_not_send_arrive_later_in_two_shots_as_well() -> None:
     """From the memory of a group that trained on; and of one that does not count, what the second
     rounding lost.
     """
@@ -259,9 +257,7 @@ def bisected(links: list[float]) -> float:
     return high
 
 
-def test_the_shares_take_the_least_time_and_rounds_that_the_links_hold_up_are_as_short_as_that() -> (
-    None
-):
+def test_shares_by_bandwidth_minimise_the_time_of_rounds_bound_by_links() -> None:
     unequal = [1, 1, 1, 0.5]
     for links in (
         unequal,
@@ -295,9 +291,8 @@ def test_the_shares_take_the_least_time_and_rounds_that_the_links_hold_up_are_as
     )
 
 
-def test_by_itself_more_than_two_groups_take_two_shots_what_is_none_is_refused_and_a_checkpoint_tells_its_own() -> (
-    None
-):
+def test_more_than_two_groups_default_to_two_shots_and_checkpoints_keep_theirs() -> None:
+    """An unknown exchange is refused."""
     # Where values are left out, more groups gather too.
     for compression in FAMILY:
         ways = [type(all_reduce_for("auto", groups, compression, 0.5)) for groups in (1, 2, 3, 8)]
@@ -350,9 +345,7 @@ def in_stages(*stages: Callable[[], Any]) -> Work[Any]:
     return stages[-1]()
 
 
-def test_flights_overlap_their_stages_keep_the_order_of_launches_and_one_that_fails_ends_alone() -> (
-    None
-):
+def test_stages_of_overlapping_flights_keep_launch_order_and_a_failed_one_ends_alone() -> None:
     before = threading.active_count()
     background = ThreadBackground(torch.device("cpu"))
     second_was_sent = threading.Event()

@@ -91,7 +91,9 @@ def test_launches_and_landings_are_those_of_a_loop(schedule: Schedule, steps: in
 
 @settings(deadline=None)
 @given(schedule=schedules(), steps=st.integers(0, 90))
-def test_what_is_said_of_a_run_as_a_whole_is_so(schedule: Schedule, steps: int) -> None:
+def test_totals_for_a_whole_run_equal_those_counted_step_by_step(
+    schedule: Schedule, steps: int
+) -> None:
     launches, landings = looped(schedule, steps)
     rounds = [
         [own.round for own in landings if own.fragment == p] for p in range(schedule.fragments)

@@ -105,9 +105,7 @@ def test_a_vision_model_with_batchnorm_is_judged_in_groups_and_with_ddp(tmp_path
 
 
 @pytest.mark.large
-def test_a_group_takes_eight_bytes_a_parameter_and_a_flight_over_a_fit_that_knows_no_other() -> (
-    None
-):
+def test_a_group_adds_eight_bytes_a_parameter_and_a_flight_to_a_plain_fit() -> None:
     rows = memory.memory({"10M": memory.SIZES["10M"]}, ["lightning_alone", "streaming"])
     alone, streaming = (row["memory"] for row in rows)
     if not alone:
@@ -119,7 +117,7 @@ def test_a_group_takes_eight_bytes_a_parameter_and_a_flight_over_a_fit_that_know
 
 @pytest.mark.network
 @NETWORK
-def test_a_flight_takes_longer_than_its_bytes_and_parts_and_at_least_a_round_trip_for_each_hop(
+def test_a_flight_outlasts_its_bytes_its_parts_and_a_round_trip_for_each_hop(
     tmp_path: Path,
 ) -> None:
     (found,) = quick("flights", tmp_path)["found"].values()
@@ -143,7 +141,7 @@ def test_a_flight_takes_longer_than_its_bytes_and_parts_and_at_least_a_round_tri
 @pytest.mark.slow
 @pytest.mark.network
 @NETWORK
-def test_over_slow_links_ours_keeps_its_speed_learns_the_same_and_sends_what_it_reports(
+def test_training_over_slow_links_keeps_its_speed_learns_alike_and_reports_its_bytes(
     tmp_path: Path,
 ) -> None:
     content = quick("slow_links", tmp_path)
@@ -270,7 +268,7 @@ def test_a_link_is_as_slow_as_asked_is_cut_and_healed_and_leaves_nothing_behind(
 OURS, DDP = quality.pair("tiny", sync_every=10)
 
 
-def test_a_training_in_pieces_has_the_bits_of_one(
+def test_a_training_in_pieces_is_bit_identical_to_one_in_one_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = replace(OURS, inner="muon", budget=0.6 * OURS.budget)
@@ -307,9 +305,10 @@ def test_trainings_begin_until_the_time_is_up(
         assert [one.seed for one in begun] == seeds
 
 
-def test_what_two_laws_say_of_small_models_is_drawn_beside_what_the_strategy_does_by_itself(
+def test_predictions_of_two_laws_are_drawn_beside_the_strategys_own_choices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The predictions are for small models."""
     assert [round(scaling.by_losses(groups, 114_336), 1) for groups in scaling.LAWS] == [
         1.6,
         4.2,

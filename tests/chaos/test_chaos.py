@@ -61,7 +61,7 @@ def test_processes_stop_for_long_the_hub_dies_and_moves_and_everything_dies(tmp_
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-def test_a_site_whose_parameters_become_wrong_is_left_out_and_all_end_with_one_sound_model(
+def test_a_site_with_wrong_parameters_is_left_out_and_all_end_with_one_sound_model(
     tmp_path: Path,
 ) -> None:
     with World(tmp_path, "abc", 0.05) as world:
@@ -183,7 +183,7 @@ def copied(folder: Path, changes: dict[str, tuple[str, str]]) -> Path:
 
 
 @pytest.mark.slow
-def test_hub_and_sites_are_updated_one_after_the_other_and_other_arithmetic_stays_out(
+def test_hub_and_sites_are_updated_in_turn_and_sites_with_other_arithmetic_stay_out(
     tmp_path: Path,
 ) -> None:
     newer = copied(tmp_path / "newer", NEWER)

@@ -50,7 +50,7 @@ def problems(of: Told) -> list[str]:
     return found
 
 
-def test_what_must_not_be_is_found() -> None:
+def test_broken_promises_of_a_trial_are_found() -> None:
     assert problems(told(steps(), steps())) == []
     assert problems(told([*steps(), land(5, 1)], [*steps(), land(5, 2)])) == [
         "fragment 0, round 1 has 2 digests"
@@ -65,7 +65,7 @@ def test_what_must_not_be_is_found() -> None:
     ]
 
 
-def test_who_was_stopped_may_stand_still_and_is_back_when_it_has_applied_all() -> None:
+def test_a_stopped_site_may_stand_still_and_is_back_once_it_has_applied_all_records() -> None:
     faults = ({"what": "begin", "at": 1.0}, {"what": "end", "at": 7.0})
     stop = tuple({**note, "kind": "stop", "victim": "b"} for note in faults)
     back = [
@@ -112,7 +112,7 @@ def with_a_kill(*weighs: int) -> Told:
     return Told({"a": notes}, hub, ())
 
 
-def test_what_a_kill_may_not_cost_is_found() -> None:
+def test_steps_lost_to_a_kill_beyond_the_limit_are_found() -> None:
     # What was trained after the checkpoint of step 45 is lost.
     assert problems(with_a_kill(20, 20, 20, 20)) == []
     assert examined(with_a_kill(20, 20, 20, 20), batch=8)["lost"]["a"]["most"] == 5

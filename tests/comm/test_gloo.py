@@ -126,7 +126,7 @@ def met_elsewhere(rank: int, world_size: int) -> int:
     return loops() - before
 
 
-def test_process_groups_carry_their_messages_and_need_no_thread_but_that_of_the_world(
+def test_process_groups_carry_their_messages_with_no_thread_besides_the_worlds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert max(run_ranks(met, 3, 3)) == 0
@@ -153,9 +153,7 @@ def derivatives(gather: Any, rank: int) -> list[Tensor]:
     return [gathered.detach(), gradient.detach(), x.grad]
 
 
-def test_values_and_gradients_are_those_of_torch_over_the_ranks_of_the_group_and_all_hear_what_one_raises() -> (
-    None
-):
+def test_collectives_match_torch_in_values_and_gradients_and_share_one_ranks_error() -> None:
     """Also of a group of one, and of a process that has joined no other."""
 
     def grouped(rank: int, world_size: int, size: int) -> Any:
@@ -197,7 +195,7 @@ class Bomb:
         return pytest.fail, ("it was executed",)
 
 
-def test_plain_values_and_tensors_arrive_bit_for_bit_and_nothing_else_is_sent_or_read() -> None:
+def test_only_plain_values_and_tensors_are_sent_or_read_and_they_arrive_bit_for_bit() -> None:
     value = {
         "none": [None, True, False, 3, -(1 << 80), 0.1, float("inf"), "ü\ud800"],
         (1, "key"): ({2, 3}, b"bytes", b"", [], ()),
@@ -318,9 +316,7 @@ def test_messages_leave_as_fast_as_the_link_carries_them(
     assert sum(seconds[-20:]) / 20 <= above * (1 + link.round_trip)
 
 
-def test_the_pace_follows_a_link_that_changes_a_connection_that_is_gone_and_the_largest_message() -> (
-    None
-):
+def test_the_pace_follows_changing_links_lost_connections_and_the_largest_message() -> None:
     for factor in (0.3, 2.0, 5.0):
         link = Link(7, 4e6)
         link.send_many(20)
@@ -367,7 +363,7 @@ def learned(
     return least / carries
 
 
-def test_what_no_pace_prevents_does_not_slow_a_link_down() -> None:
+def test_losses_and_delays_that_no_pace_prevents_do_not_slow_a_link_down() -> None:
     def paced(*messages: Sent) -> float | None:
         pace = Pace()
         for message in messages:
@@ -417,7 +413,7 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 @linux
-def test_a_connection_is_counted_and_limited_as_the_kernel_does_and_others_are_left_alone(
+def test_a_connection_is_counted_and_limited_as_by_the_kernel_and_no_other_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = Connection.of_process()

@@ -116,7 +116,7 @@ def test_from_device_to_device_a_run_gives_the_bits_and_counts_the_bytes_of_gloo
     run_ranks(run, ranks)
 
 
-def test_no_thread_waits_for_the_device_where_gloo_would_wait_for_a_copy_of_the_message() -> None:
+def test_no_thread_waits_for_the_device_when_gloo_would_wait_for_a_copied_message() -> None:
     """The control vectors come to the host, the payloads do not."""
 
     def run(rank: int, world_size: int) -> None:
@@ -141,9 +141,7 @@ def test_no_thread_waits_for_the_device_where_gloo_would_wait_for_a_copy_of_the_
     run_ranks(run, 2)
 
 
-def test_a_strategy_joins_its_groups_over_what_carries_tensors_of_its_device_and_measures_there() -> (
-    None
-):
+def test_a_strategy_joins_its_groups_and_measures_links_over_its_devices_backend() -> None:
     class Joined(Exception):
         pass
 
@@ -216,9 +214,7 @@ def stopping(rank: int, world_size: int, how: str) -> None:
         training.step()
 
 
-def test_a_device_that_is_silent_ends_the_run_in_time_and_its_group_is_named_and_so_does_one_that_dies() -> (
-    None
-):
+def test_a_silent_or_dead_device_ends_the_run_in_time_and_its_group_is_named() -> None:
     errors = run_ranks(stopping, 4, "silent", expect_failure=True, timeout=60)
     for rank in range(2):
         assert re.search(
@@ -273,7 +269,7 @@ def test_devices_that_cannot_reach_each_other_are_refused_before_training() -> N
     assert "no route to host" in told[0], "the first to fail knows why"
 
 
-def test_messages_travel_once_all_groups_have_launched_and_in_the_same_order_on_all_ranks() -> None:
+def test_messages_travel_once_all_groups_launched_in_the_same_order_on_all_ranks() -> None:
     """Otherwise devices may wait for each other, each with a hop that the other has not begun: one
     was seen to.
     """

@@ -142,7 +142,7 @@ def round_trip(compression: Compression, values: Tensor) -> Tensor:
     small=torch.tensor([1.0, 0.5, 0.0]),
 )
 @settings(max_examples=40, deadline=None)
-def test_what_a_payload_is_what_comes_back_and_what_is_remembered(
+def test_every_compression_keeps_its_contract_on_payloads_values_and_memory(
     values: Tensor, wild: Tensor, huge: Tensor, small: Tensor
 ) -> None:
     for name, (one, _, _, _, largest) in CASES.items():
@@ -284,7 +284,7 @@ def test_names() -> None:
         assert name == "sparse" or resolve(f"{name}+memory") == ErrorFeedback(one)
 
 
-def test_what_is_no_compression_or_out_of_range_is_refused() -> None:
+def test_unknown_compressions_and_numbers_out_of_range_are_refused() -> None:
     kept = Threshold(0.1, FP4(), every=2)
     names = rf"compression=.*{', '.join(map(repr, COMPRESSIONS))}.*lightning_sdiloco\.compression\.Compression"
     of_decay = r"decay=.* is out of range: .* use FP4\(\) itself"
@@ -439,7 +439,7 @@ def test_payloads_byte_by_byte() -> None:
             ]
 
 
-def test_a_threshold_sends_what_is_large_beside_the_mean_and_no_more_than_its_ceiling() -> None:
+def test_a_threshold_sends_values_far_above_the_mean_and_at_most_its_ceiling() -> None:
     values = torch.ones(2 * PLACES)
     values[5], values[7], values[PLACES + 9], values[PLACES:] = 9.0, 4.0, 9.0, values[PLACES:] * 2
     values[PLACES:] *= 1000  # the mean is that of the block
@@ -457,7 +457,7 @@ def reference_hash(number: int, step: int) -> int:
     return hashed % (1 << 32)
 
 
-def test_chance_picks_one_of_so_many_values_the_same_in_one_step_and_on_every_machine() -> None:
+def test_random_picks_of_one_in_n_values_agree_within_a_step_and_across_machines() -> None:
     for chance in (RandomK(7, Float32()), RandomBlock(7, Float32())):
         for numel in (1, 6, 7, 8, PLACES, CHUNK + 9):
             values = heavy_tailed(numel)
@@ -541,9 +541,7 @@ def test_fp4_is_the_reference_bit_for_bit(values: Tensor) -> None:
     )
 
 
-def test_fp4_is_the_reference_around_every_threshold_and_for_every_byte_and_hardly_shrinks_on_average() -> (
-    None
-):
+def test_fp4_matches_the_reference_at_every_threshold_and_byte_with_little_bias() -> None:
     thresholds = torch.tensor([1.5 * 2.0**-k for k in range(9)] + [2.0**-k for k in range(9)])
     around = torch.cat(
         [(thresholds.view(torch.int32) + ulp).view(torch.float32) for ulp in (-1, 0, 1)]
@@ -583,7 +581,7 @@ ONE: dict[str, Any] = {
 }
 
 
-def test_what_was_not_sent_is_kept_at_landings_only_and_where_the_group_counts() -> None:
+def test_unsent_values_are_kept_at_landings_only_and_only_if_the_group_counts() -> None:
     """Of a group's own gradient, and in two shots of its part of the mean."""
     run = Groups(
         **ONE, compression=ErrorFeedback(TopK(0.1, Int2()), decay=0.9), exchange="two_shot"
@@ -679,7 +677,7 @@ def launched(compression: Compression, launches: list[Tensor]) -> tuple[list[Ten
     st.integers(0, 10**6),
 )
 @settings(max_examples=40, deadline=None)
-def test_what_is_sent_is_that_of_plain_loops(
+def test_sent_values_match_those_of_plain_loops(
     numel: int, share: float, every: int, powers: list[int], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -700,7 +698,7 @@ def test_what_is_sent_is_that_of_plain_loops(
     assert max(sizes) <= Threshold(share, Float32(), every=every).wire_bytes(numel)
 
 
-def test_who_sent_a_value_is_read_from_the_payload() -> None:
+def test_a_payload_tells_which_places_were_sent() -> None:
     values = noise(PLACES + 9, 1)
     for one in (
         TopK(0.1, Float32()),
@@ -726,7 +724,7 @@ def test_who_sent_a_value_is_read_from_the_payload() -> None:
     )
 
 
-def test_a_threshold_sends_less_while_values_are_calm_and_all_it_may_where_they_are_not() -> None:
+def test_a_threshold_sends_little_of_calm_values_and_its_maximum_otherwise() -> None:
     rough = noise(4 * PLACES)
     kept = Threshold(1 / 64, Int2(), every=6)
     _, sizes = launched(kept, [rough * factor for factor in (1, 0.9, 0.5, 0.1, 0, 9, 0.1)])

@@ -122,7 +122,7 @@ def test_the_pretended_device_sees_accesses_that_nothing_orders_and_who_waits() 
         assert log == [("other", kind, True)]
 
 
-def test_what_a_gpu_must_show_the_pretended_device_shows(tmp_path: Path) -> None:
+def test_the_pretended_device_shows_everything_that_a_gpu_must_show(tmp_path: Path) -> None:
     """A run gives the bits of the CPU, and so does one that goes on from what was in flight; and
     nothing waits.
     """
@@ -178,9 +178,7 @@ def test_a_recut_and_a_group_of_several_ranks_give_the_bits_of_the_cpu() -> None
 
 
 @alone
-def test_in_one_process_bits_are_those_of_the_cpu_copies_wait_for_the_device_and_what_is_logged_does_not() -> (
-    None
-):
+def test_one_process_matches_the_cpu_and_copies_wait_for_the_device_but_logs_do_not() -> None:
     def simulated(device: str, offload: bool) -> list[Tensor]:
         models = [model_on(device) for _ in range(GROUPS)]
         noise = [[values.to(device) for values in noise_of(group)[0]] for group in range(GROUPS)]

@@ -30,7 +30,7 @@ from tests.ranks import run_ranks
 from tests.training import LAYERS, mlp
 
 
-def test_whatever_of_the_outer_state_differs_is_an_error_before_it_is_landed() -> None:
+def test_any_difference_of_the_outer_state_is_an_error_before_it_lands() -> None:
     """Of what groups take up where they go on: at a launch, where they take their mean, and where
     they end.
     """
@@ -140,9 +140,7 @@ def floating(values: Values) -> Values:
     return {name: own.clone() for name, own in values.items() if own.is_floating_point()}
 
 
-def test_it_is_the_plain_mean_of_local_values_whatever_is_shown_and_what_a_fit_that_ends_there_leaves() -> (
-    None
-):
+def test_the_group_mean_is_the_plain_mean_of_local_values_whatever_is_shown() -> None:
     """In four bits of the whole training's change, weights that all groups have at 0.999 came out
     as 0.74 to 1.28.
     """
@@ -177,7 +175,7 @@ def test_it_is_the_plain_mean_of_local_values_whatever_is_shown_and_what_a_fit_t
         assert unlike(floating(run.models[1].state_dict()), mean) == []
 
 
-def test_taking_it_after_every_step_changes_no_bit_of_training() -> None:
+def test_taking_the_group_mean_after_every_step_changes_no_bit_of_training() -> None:
     guarded = {
         "compression": Int4(),
         "exchange": "two_shot",

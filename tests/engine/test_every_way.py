@@ -168,9 +168,7 @@ def whole(name: str) -> tuple[Groups, dict[int, Values], list[list[Values]]]:
     return run, seen, landed
 
 
-def test_processes_that_stop_in_flight_have_the_bits_and_bytes_of_a_simulation_that_does_not() -> (
-    None
-):
+def test_processes_stopped_in_flight_match_the_bits_and_bytes_of_a_whole_simulation() -> None:
     for name in CASES:
         whole(name)
 
@@ -306,7 +304,7 @@ def test_a_dense_beginning_resumes_bit_for_bit_wherever_it_stops(stop: int) -> N
     assert unlike(resumed.seen(), whole.seen()) == []
 
 
-def test_a_run_of_before_goes_on_after_its_warmup_and_is_refused_inside_it() -> None:
+def test_a_run_of_an_older_version_resumes_after_its_warmup_and_is_refused_before() -> None:
     run = Groups(**SHORT)
     run.until(3)
     saved = copy.deepcopy(run.saved())
@@ -325,9 +323,7 @@ def test_a_run_of_before_goes_on_after_its_warmup_and_is_refused_inside_it() -> 
         Groups(**SHORT).load(saved)
 
 
-def test_engines_that_went_on_or_ended_go_back_and_what_was_requested_before_a_stop_reaches_all_groups() -> (
-    None
-):
+def test_engines_that_trained_on_or_ended_can_go_back_and_requests_survive_a_stop() -> None:
     first = Groups(**SHORT)
     first.until(8)
     first.engines[1].request(0b101)
@@ -363,7 +359,7 @@ def trained(steps: int = 5, worker_groups: int | str = "auto", **choices: Any) -
     return here.engines[0]
 
 
-def test_a_file_holds_the_model_a_second_save_replaces_it_and_what_is_not_of_now_is_refused(
+def test_a_file_holds_the_model_a_second_save_replaces_it_and_unfit_ones_are_refused(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "a.ckpt"
@@ -497,9 +493,7 @@ def test_any_groups_and_fragments_go_on_from_the_same_outer_parameters_and_agree
     assert all(all(map(torch.equal, first, other)) for other in others)
 
 
-def test_rounds_that_restart_have_what_is_left_of_a_dense_beginning_resume_and_send_all_buffers() -> (
-    None
-):
+def test_restarted_rounds_finish_the_dense_beginning_resume_and_send_all_buffers() -> None:
     (one,), (other,) = states()
     with pytest.raises(ValueError, match="No worker group has the files of all its ranks"):
         restart_from([[one, None], [None, other]], Settings())
@@ -548,9 +542,10 @@ def resumed(rank: int, world_size: int, path: Path, **choices: Any) -> Any:
     return run_fit(rank, world_size, LIGHTNING, END, [], str(path), **choices), "".join(said)
 
 
-def test_fits_with_other_groups_settings_or_files_start_from_the_outer_parameters_with_the_flights_landed(
+def test_fits_with_other_groups_settings_or_files_start_from_the_outer_parameters(
     tmp_path: Path,
 ) -> None:
+    """The flights of the checkpoint have landed in them."""
     callbacks = saving(LIGHTNING, tmp_path / "whole", every_n_train_steps=CHECKPOINT_AT)
     run_processes(run_fit, 2, LIGHTNING, CHECKPOINT_AT + 2, callbacks)
     path, gone = (tmp_path / folder / f"step={CHECKPOINT_AT}.ckpt" for folder in ("whole", "gone"))
@@ -613,9 +608,7 @@ def test_fits_with_other_groups_settings_or_files_start_from_the_outer_parameter
             )
 
 
-def test_a_recut_lands_flights_keeps_momentum_and_rates_and_gives_frozen_parameters_their_outer_value() -> (
-    None
-):
+def test_a_recut_lands_flights_and_keeps_momentum_rates_and_frozen_outer_values() -> None:
     def run(rank: int, world_size: int) -> Values:
         rates = OuterOptimizer(lr_schedule=partial(LinearLR, start_factor=0.1, total_iters=100))
         choices = {
@@ -665,7 +658,7 @@ def test_a_recut_lands_flights_keeps_momentum_and_rates_and_gives_frozen_paramet
     assert unlike(*run_ranks(run, 2)) == []
 
 
-def test_what_one_rank_alone_recuts_or_what_becomes_trainable_without_it_is_refused() -> None:
+def test_a_recut_on_one_rank_or_a_newly_trainable_layer_without_one_is_refused() -> None:
     def run(rank: int, world_size: int) -> None:
         model = mlp()
         engine = StreamingDiLoCo(model, fragments="balanced")
@@ -734,7 +727,7 @@ def finetuned(
     )
 
 
-def test_a_finetuning_callback_cuts_the_model_anew_between_epochs_and_a_fit_resumes_to_the_same_bits(
+def test_a_finetuning_callback_recuts_between_epochs_and_the_fit_resumes_bit_for_bit(
     tmp_path: Path,
 ) -> None:
     """From the end of epochs and from their middle; and with other groups, which train the layer
@@ -778,7 +771,7 @@ def test_a_finetuning_callback_cuts_the_model_anew_between_epochs_and_a_fit_resu
         assert unlike(fitted["outer"], ranks[0]["outer"]) == []
 
 
-def test_a_group_that_begins_an_epoch_without_data_cuts_the_model_anew_with_the_others() -> None:
+def test_a_group_that_begins_an_epoch_without_data_recuts_with_the_others() -> None:
     def fit(rank: int, world_size: int) -> Any:
         strategy = fits.strategy(worker_groups=2, **{**CHOICES, "sync_every": 6})
         trainer = fits.trainer(

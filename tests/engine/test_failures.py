@@ -88,9 +88,7 @@ def test_a_group_that_is_not_finite_is_left_out_by_all_and_recovers(compression:
     assert unlike(*(run.models[1].state_dict() for run in runs[2:])) == ["0.weight", "0.bias"]
 
 
-def test_a_group_that_stays_not_finite_ends_the_run_at_the_third_time_in_a_row_and_not_before_and_all_at_once() -> (
-    None
-):
+def test_a_run_ends_when_a_group_is_not_finite_three_times_in_a_row_or_all_are_once() -> None:
     for resumed_after in ((), (5,), (4, 8)):
         run = Groups(**ONE)
         for step in range(1, 12):
@@ -244,9 +242,9 @@ class CountsWholeMilliseconds:
         raise RuntimeError("Timed out waiting for recv operation to complete")
 
 
-def test_who_is_late_by_less_than_a_millisecond_is_not_gone_and_a_landing_waits_twice_as_long_as_a_flight() -> (
-    None
-):
+def test_a_group_late_by_under_a_millisecond_is_not_gone_and_landings_wait_longer() -> None:
+    """A landing waits twice as long as a flight."""
+
     def wait_in_vain(rank: int, world_size: int) -> tuple[list[str], float]:
         exchange = DirectExchange(dist.new_group(), dist.new_group())
         told = []
@@ -375,9 +373,7 @@ def test_a_rank_waits_for_those_of_its_group_and_for_all_others_for_the_timeout(
     assert "This rank, of worker group 0, waited for all others at ('here',)" in error
 
 
-def test_word_of_an_earlier_run_is_not_that_of_a_later_one_and_a_silent_store_keeps_nobody_from_ending() -> (
-    None
-):
+def test_failures_of_an_earlier_run_are_ignored_and_a_silent_store_delays_no_end() -> None:
     silent: Any = SimpleNamespace(compare_set=lambda *args: time.sleep(60))
     store = torch.distributed.HashStore()
     earlier, later = ([Failures(store, rank, rank, 2) for rank in range(2)] for _ in range(2))

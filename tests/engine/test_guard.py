@@ -255,7 +255,7 @@ def test_a_group_that_does_not_count_keeps_its_error_feedback(
 @pytest.mark.parametrize(
     ("name", "choices"), [(name, choices) for name, _, choices in KEPT], ids=["tuning", "residual"]
 )
-def test_where_no_group_counts_all_keep_their_error_feedback(
+def test_all_groups_keep_their_error_feedback_when_none_counts(
     name: str, choices: dict[str, Any]
 ) -> None:
     run = Groups(4, "sgd", sync_every=2, overlap_steps=0, mixing=0.5, fragments=[["*"]], **choices)

@@ -76,7 +76,7 @@ class Parts(nn.Module):
         self.frozen = nn.Linear(3, 3).requires_grad_(False)
 
 
-def test_which_parameters_are_matrices() -> None:
+def test_stacks_of_matrices_are_recognised_in_every_kind_of_layer() -> None:
     stacks = {
         name: tuple(stack)
         for name, stack in stacks_of(Parts(), {"*.in_proj_weight": 3, "body.1.*": 0}).items()
@@ -219,7 +219,7 @@ def rank_dependent(name: str, matrices: Tensor) -> Tensor:
         ({"direction": "polar"}, "direction='polar' is out of range"),
     ],
 )
-def test_what_is_no_direction_is_refused(outer: dict[str, Any], told: str) -> None:
+def test_invalid_directions_are_refused(outer: dict[str, Any], told: str) -> None:
     assert re.search(
         told, refusal(lambda: StreamingDiLoCo(mlp(), outer_optimizer=OuterOptimizer(**outer)))
     )

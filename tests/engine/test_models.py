@@ -155,7 +155,7 @@ def test_gradients_that_are_averaged_over_all_groups_are_refused_on_every_rank()
     run_ranks(construct, 4)
 
 
-def test_what_fabric_wraps_has_the_names_that_the_user_gave() -> None:
+def test_models_wrapped_by_fabric_keep_the_names_that_the_user_gave() -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     plain = fabric.setup(mlp())
     compiled = fabric.setup(torch.compile(mlp()))

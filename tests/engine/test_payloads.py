@@ -45,9 +45,7 @@ def mean_of(gradients: list[Tensor], factors: dict[int, float], codes: list[Any]
     return reductions[0].mean(payloads, Count(factors), like=gradients[0])
 
 
-def test_the_first_code_that_arrives_in_time_is_chosen_and_the_mean_is_that_of_plain_loops() -> (
-    None
-):
+def test_the_first_code_that_arrives_in_time_is_chosen_and_means_match_plain_loops() -> None:
     by_overlap = resolve(ByLink(MENU))
     by_seconds = resolve(ByLink(MENU, within=2.0))
     sizes = [8 + resolve(name).wire_bytes(9000) for name in MENU]
@@ -79,7 +77,7 @@ def test_the_first_code_that_arrives_in_time_is_chosen_and_the_mean_is_that_of_p
     )
 
 
-def test_what_was_not_sent_waits_whatever_is_sent_in_next() -> None:
+def test_unsent_values_wait_whichever_code_is_sent_next() -> None:
     codes: list[Compression] = [
         Int8(),
         ErrorFeedback(Int2()),
@@ -205,9 +203,7 @@ def net(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(5, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
 
 
-def test_every_rank_sends_its_share_of_the_fragments_and_holds_its_share_of_the_outer_state() -> (
-    None
-):
+def test_every_rank_sends_and_holds_its_share_of_fragments_and_outer_state() -> None:
     def run(rank: int, world_size: int) -> dict[str, Any]:
         shards = world_size // 2
         wrong = dict[str, Any]()

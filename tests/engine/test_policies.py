@@ -151,7 +151,7 @@ def launches(rule: LaunchSchedule, schedule: Schedule, steps: int) -> list[tuple
 
 
 @given(schedule=SCHEDULES, most=st.integers(1, 5), since=st.integers(0, 40))
-def test_who_never_launches_less_often_follows_the_schedule_and_no_request_waits_longer_than_is_said(
+def test_policies_that_skip_nothing_follow_the_schedule_and_requests_wait_in_bounds(
     schedule: Schedule, most: int, since: int
 ) -> None:
     expected = [(step, fragment) for step in range(1, 60) for fragment in schedule.launches(step)]
@@ -203,7 +203,7 @@ def test_calm_phases_double_the_stride_and_a_jump_ends_them() -> None:
 
 
 @pytest.mark.parametrize("weighing", [ByNorm(), ByMedian(), ZScore(warmup=1), Aggregation()])
-def test_no_weighing_counts_who_did_not_train_or_is_not_finite(weighing: Weighing) -> None:
+def test_no_weighing_counts_a_group_that_did_not_train_or_is_not_finite(weighing: Weighing) -> None:
     state = weighing.start(4)
     controls = [said(), said(weight=0), said(finite=False), said(norm=2.0)]
     assert sorted(weighing.count(controls, state).factors) == [0, 3]
@@ -213,9 +213,7 @@ def test_no_weighing_counts_who_did_not_train_or_is_not_finite(weighing: Weighin
         assert all(factor >= 0 for factor in weighing.count(overflown, state).factors.values())
 
 
-def test_weighings_are_their_formulas_and_z_scores_leave_out_what_is_unusual_and_accept_what_lasts() -> (
-    None
-):
+def test_weighings_match_their_formulas_and_z_scores_reject_only_brief_outliers() -> None:
     norms = (0.1, 0.5, 0.3)
     trained = (3, 1, 2)
     raw = [steps * exp(-norm / 0.2) for norm, steps in zip(norms, trained, strict=True)]
@@ -343,7 +341,7 @@ ALONE: list[tuple[Callable[..., Any], str, Any]] = [
 ]
 
 
-def test_what_cannot_be_or_does_not_go_together_is_refused_by_name() -> None:
+def test_impossible_and_incompatible_choices_are_refused_by_name() -> None:
     of_group = partial(refusal, SimulatedGroups, [mlp() for _ in range(5)])
     found = [(words, of_group(**choices)) for choices, words in CHOICES]
     found += [
@@ -421,9 +419,7 @@ def test_schedules_that_differ_between_ranks_are_refused() -> None:
         ] == []
 
 
-def test_the_state_of_other_fragments_or_outer_optimizers_is_refused_and_one_that_groups_share() -> (
-    None
-):
+def test_state_of_other_fragments_or_optimizers_and_shared_state_are_refused() -> None:
     was = "another outer_optimizer.lr_schedule: it was CosineAnnealingLR"
     cosine = {rounds: scheduled(partial(CosineAnnealingLR, T_max=rounds)) for rounds in (50, 60)}
     sgd: dict[float, Any] = {
@@ -587,9 +583,8 @@ def test_routes_follow_plain_loops(route: Route) -> None:
     assert torch.allclose(models[0][0].double(), local.mean(0), atol=2e-6)
 
 
-def test_pure_mixing_keeps_the_mean_counts_rounds_from_the_start_and_sends_to_partners_alone() -> (
-    None
-):
+def test_pure_mixing_keeps_the_mean_and_sends_to_partners_only() -> None:
+    """Rounds are counted from the start of training."""
     for route in (RandomPairs(), FastestPairs(), Ring()):
         choices = MEAN if not isinstance(route, Ring) else {"mixing": 0.0}
         for compression in ("fp32", "bf16", "int8", RandomK(4, Int8())):
@@ -620,9 +615,7 @@ def test_pure_mixing_keeps_the_mean_counts_rounds_from_the_start_and_sends_to_pa
     assert method.bytes_per_step * 12 == groups.engines[0].report()["bytes_sent"]
 
 
-def test_digests_are_checked_between_partners_and_who_is_not_finite_takes_the_values_of_its_partner() -> (
-    None
-):
+def test_partners_check_digests_and_a_group_that_is_not_finite_takes_their_values() -> None:
     _, groups = vectors(4, route=RandomPairs(), **OUTER)
     state = groups.engines[1].state_dict()
     state["fragments"][0] = {**state["fragments"][0], "anchor": torch.ones(64)}
@@ -668,9 +661,7 @@ def test_rounds_start_anew_from_the_mean() -> None:
         assert not torch.allclose(joined, parts[0])
 
 
-def test_the_fastest_pairs_are_those_that_any_could_make_and_the_pairs_of_a_window_connect_all() -> (
-    None
-):
+def test_the_fastest_pairs_are_optimal_and_the_pairs_of_a_window_connect_all_groups() -> None:
     # By trying them all; what is slowest counts first.
     for seed in range(6):
         drawn = np.random.default_rng(seed).permutation(16).reshape(4, 4) + 1.0
@@ -729,7 +720,7 @@ def test_the_clock_knows_unequal_links_and_pairs() -> None:
 SENDERS = ErrorFeedback(TopK(1 / 64, Int2(), over="senders"), decay=0.95)
 
 
-def test_what_waits_in_a_memory_is_a_momentum_already_and_numbers_that_do_not_suit_it_get_one_warning(
+def test_a_sparse_memory_acts_as_momentum_and_unsuitable_numbers_get_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     kinds: dict[Any, bool] = {
@@ -788,7 +779,7 @@ def test_what_waits_in_a_memory_is_a_momentum_already_and_numbers_that_do_not_su
             )
 
 
-def test_numbers_mean_what_they_say_the_rest_is_chosen_and_a_checkpoint_has_the_last_word(
+def test_given_numbers_are_kept_the_others_are_chosen_and_a_checkpoint_decides_last(
     tmp_path: Path,
 ) -> None:
     given = {"outer_lr": 0.4, "outer_momentum": 0.9, "mixing": 0.5}

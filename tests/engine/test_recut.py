@@ -380,7 +380,7 @@ def replaced_alone(rank: int, world_size: int) -> tuple[Values, Values, list[str
     return started, copied(model.named_parameters()), said
 
 
-def test_what_one_rank_alone_replaces_is_new_in_all_groups() -> None:
+def test_parameters_replaced_by_one_rank_alone_are_new_in_all_groups() -> None:
     (started, ended, said), (other_started, other_ended, _) = run_ranks(replaced_alone, 2)
     assert unlike(other_started, started) == []
     assert unlike(other_ended, ended) == []

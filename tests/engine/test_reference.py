@@ -83,7 +83,7 @@ def alone(inner: str, group: int, steps: int) -> list[Values]:
     return seen
 
 
-def test_an_exchange_in_every_step_is_data_parallel_sgd_and_none_is_independent_training() -> None:
+def test_exchanging_every_step_is_data_parallel_sgd_and_never_independent_training() -> None:
     for groups in (1, 3):
         loops = by_loops("sgd", groups, 6, grouped(2), sync_every=1, **PLAIN)
         model = mlp()
@@ -317,7 +317,7 @@ def differences(rank: int, world_size: int) -> dict[str, Any]:
     return wrong
 
 
-def test_real_ranks_have_the_bits_of_the_loops() -> None:
+def test_real_ranks_match_the_plain_loops_bit_for_bit() -> None:
     """Ranks of a group of several own a shard each, of fragments whose sizes are odd."""
     assert run_ranks(differences, 4) == [{}] * 4
 
@@ -500,9 +500,7 @@ class Scaled(SGD):
         super().step()
 
 
-def test_hooks_and_attributes_of_the_users_optimizer_take_part_in_every_step_and_fragments_do_not_mix() -> (
-    None
-):
+def test_hooks_and_attributes_of_the_users_optimizer_act_within_each_fragment() -> None:
     """torch's copies of an optimizer have neither, so it must not be copied; and checkpoints do
     not hold them.
     """
@@ -526,9 +524,7 @@ def test_hooks_and_attributes_of_the_users_optimizer_take_part_in_every_step_and
     assert len(made) == calls, "the factory is called at the start only"
 
 
-def test_fragments_may_have_rates_of_their_own_and_a_schedule_that_ends_before_the_training_is_refused() -> (
-    None
-):
+def test_fragments_may_have_their_own_rates_and_too_short_a_schedule_is_refused() -> None:
     def apart(shards: Any) -> Optimizer:
         return SGD(
             [{"params": [shard], "lr": 0.1 * (i + 1)} for i, shard in enumerate(shards)], lr=1.0

@@ -204,7 +204,7 @@ def test_counters_count_every_step_in_training_in_what_is_shown_and_at_the_end()
         ("counts.best", 8),
     ],
 )
-def test_what_groups_once_held_alike_is_shown_alike_when_they_hold_it_no_more(
+def test_state_that_groups_once_held_alike_is_shown_alike_after_it_diverges(
     name: str, landed: int
 ) -> None:
     """As by chance, or after a warm-up, what follows from the weights alone."""
@@ -407,7 +407,7 @@ def test_a_teacher_that_is_named_a_mean_is_averaged_with_its_fragment() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mean", "first"])
-def test_a_teacher_that_travels_is_the_groups_own_again_after_a_validation_and_a_resume(
+def test_a_travelling_teacher_is_its_groups_own_again_after_validation_and_resume(
     kind: str,
 ) -> None:
     run, resumed = (Run(untrained={"teacher.*weight": kind}) for _ in range(2))
@@ -563,7 +563,7 @@ def test_real_ranks_show_end_and_resume_alike_with_state_of_every_kind(
     assert not torch.equal(seen[0][1]["teacher.0.weight"], seen[-1][1]["teacher.0.weight"])
 
 
-def test_what_one_group_binds_in_another_shape_or_dtype_it_keeps_to_the_end() -> None:
+def test_a_group_keeps_a_buffer_that_it_rebinds_in_another_shape_or_dtype_to_the_end() -> None:
     def play(rank: int, world_size: int) -> list[list[Any]]:
         kept = []
         for bound in (

@@ -93,7 +93,7 @@ class HubProcess(subprocess.Popen[str]):
             self.end(signal.SIGKILL)
 
 
-def test_a_hub_that_is_killed_goes_on_with_what_its_operator_has_amended_who_ends_the_run(
+def test_a_killed_hub_resumes_with_amended_terms_and_its_operator_ends_the_run(
     world: World,
 ) -> None:
     metrics = ["--metrics", "127.0.0.1:0"] if find_spec("prometheus_client") is not None else []
@@ -147,7 +147,9 @@ def test_a_hub_that_is_killed_goes_on_with_what_its_operator_has_amended_who_end
     assert "start it again with the same command" in hub.end(signal.SIGTERM)
 
 
-def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_options_files_and_packages_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     new = ["hub", "--run", "r", "--insecure", "--sites", "1"]
     for command, words in (
@@ -179,9 +181,7 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert said.code
 
 
-def test_the_table_and_a_prometheus_server_tell_what_the_status_says_and_a_stranger_reads_no_more() -> (
-    None
-):
+def test_the_table_and_prometheus_match_the_status_and_strangers_read_no_more() -> None:
     text = printed(STATUS)
     for words in ("14 records", "no space left", "0.4 s", "75%", "2.5 MB", "1 MB/s", "gone"):
         assert words in text
@@ -288,7 +288,7 @@ def test_a_hub_answers_probes_with_what_is_true_of_it(tmp_path: Path) -> None:
         server.close()
 
 
-def test_the_health_of_a_hub_with_keys_is_told_to_holders_alone_and_without_a_word_of_theirs(
+def test_the_health_of_a_hub_with_keys_is_told_to_holders_of_keys_only(
     world: World,
 ) -> None:
     import grpc
@@ -319,7 +319,7 @@ def test_the_health_of_a_hub_with_keys_is_told_to_holders_alone_and_without_a_wo
                     stub.Check(request, timeout=10)
 
 
-def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what_is_in_the_way(
+def test_the_doctor_reports_identity_run_distance_of_the_hub_and_obstacles(
     world: World,
 ) -> None:
     hub = world.start(sites=1)

@@ -76,7 +76,7 @@ def test_a_ledger_that_is_cut_altered_or_of_something_else_is_refused(tmp_path: 
     assert not (tmp_path / "none").exists()
 
 
-def test_one_process_has_the_ledger_to_itself_and_notes_change_with_the_record_or_not_at_all(
+def test_a_ledger_has_one_process_and_notes_change_with_the_record_or_not_at_all(
     tmp_path: Path,
 ) -> None:
     one = filled(tmp_path / "one", 1)

@@ -123,7 +123,7 @@ def test_a_founded_run_outlives_deaths_evictions_and_a_rollback(
 
 
 @patch("lightning_sdiloco.federation.remote._LONGEST_LEASE", 0.2)
-def test_what_a_member_may_not_say_is_refused_and_the_run_goes_on(world: World) -> None:
+def test_forbidden_messages_of_a_member_are_refused_and_the_run_continues(world: World) -> None:
     world.found("a", rounds=1)
     stranger = world.client("b")
     other = world.sites["a"].follower
@@ -208,7 +208,9 @@ def test_a_full_disk_is_told_nothing_is_lost_and_the_run_goes_on_with_room(
         world.close()
 
 
-def test_what_is_announced_takes_no_room_and_no_more_than_the_run_can_need(world: World) -> None:
+def test_announced_payloads_take_no_room_and_cannot_exceed_the_needs_of_the_run(
+    world: World,
+) -> None:
     world.start(1)
     site = world.client("a")
     spool = world.folder / "hub.store" / "incomplete"
@@ -233,7 +235,7 @@ def test_what_is_announced_takes_no_room_and_no_more_than_the_run_can_need(world
     assert world.folder.joinpath("hub.store").stat().st_mode & 0o077 == 0
 
 
-def test_calls_that_are_replayed_change_nothing_and_a_quorum_that_comes_back_closes_rounds_again(
+def test_replayed_calls_change_nothing_and_a_returning_quorum_closes_rounds_again(
     world: World,
 ) -> None:
     world.terms = replace(TERMS, quorum=2)
@@ -370,7 +372,7 @@ class Chain:
         return answer
 
 
-def test_who_comes_or_returns_waits_for_few_round_trips_however_many_fragments_there_are(
+def test_joining_or_returning_takes_few_round_trips_for_any_number_of_fragments(
     world: World,
 ) -> None:
     world.terms = replace(TERMS, fragments=16, sync_every=16, overlap_steps=1, lease=30.0)
@@ -402,7 +404,7 @@ def test_who_comes_or_returns_waits_for_few_round_trips_however_many_fragments_t
 
 
 @patch("lightning_sdiloco.federation.remote._UNREAD", 2)
-def test_what_did_not_come_is_fetched_again_and_a_cut_is_noticed_while_nobody_reads_what_was_told(
+def test_missing_payloads_are_fetched_again_and_a_cut_is_noticed_without_a_reader(
     world: World,
 ) -> None:
     world.terms = replace(TERMS, grace=0.3)
@@ -431,7 +433,7 @@ def test_what_did_not_come_is_fetched_again_and_a_cut_is_noticed_while_nobody_re
     until(lambda: any(isinstance(told, Lost) for told in unread), 5.0)
 
 
-def test_what_an_earlier_connection_was_fetching_is_told_by_the_next_one_alone(
+def test_a_fetch_begun_by_an_earlier_connection_is_reported_by_the_next_one_only(
     world: World,
 ) -> None:
     connection: Any = world.found("a", rounds=2).connection
@@ -497,7 +499,7 @@ def test_a_snapshot_that_arrives_some_rounds_later_takes_the_place_of_the_one_be
     assert world.service.coordinator.ledger.kept == tuple(round + 1 for round in rounds)
 
 
-def test_a_snapshot_comes_sooner_where_the_disk_has_no_room_for_all_payloads_until_the_next(
+def test_a_snapshot_comes_sooner_when_the_disk_cannot_hold_all_payloads_until_then(
     world: World,
 ) -> None:
     site = world.found("a", rounds=RETENTION + 4)
@@ -512,7 +514,7 @@ def test_a_snapshot_comes_sooner_where_the_disk_has_no_room_for_all_payloads_unt
     assert min(ledger.kept) > 1
 
 
-def test_what_a_checkpoint_has_in_flight_waits_until_the_hub_has_let_the_site_in(
+def test_flights_of_a_checkpoint_wait_until_the_hub_has_admitted_the_site(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.start(sites=2)
@@ -548,7 +550,7 @@ def test_what_a_checkpoint_has_in_flight_waits_until_the_hub_has_let_the_site_in
     assert hellos == ["b"]
 
 
-def test_a_contribution_of_several_ranks_counts_when_the_payload_of_every_rank_is_there(
+def test_a_contribution_of_several_ranks_counts_once_every_ranks_payload_is_there(
     world: World,
 ) -> None:
     world.start(sites=1)

@@ -166,7 +166,7 @@ NOT_FINITE = {"finite": False}
         ),
     ],
 )
-def test_a_round_closes_with_the_quorum_for_who_is_waited_for_and_with_the_majority(
+def test_a_round_closes_with_the_quorum_of_awaited_sites_and_with_the_majority(
     quorum: Any, sites: str, sent: Any, at: float, counted: list[str]
 ) -> None:
     made = ledger(sites, quorum=quorum)
@@ -198,9 +198,7 @@ def test_a_contribution_is_taken_once_and_late_afterwards_and_a_call_may_be_skip
         assert len(close(made, 1.2)) == closed
 
 
-def test_a_tie_that_lasts_and_values_that_are_not_finite_are_errors_and_who_is_evicted_stays_out() -> (
-    None
-):
+def test_lasting_ties_and_non_finite_values_are_errors_and_evicted_sites_stay_out() -> None:
     made = ledger("abc")
     offer(made, own("a"), own("b", digest=8), own("c"))
     assert [each.left_out for each in made.due(1.0)] == [(("b", "other outer parameters", 0.0),)]
@@ -220,7 +218,7 @@ def test_a_tie_that_lasts_and_values_that_are_not_finite_are_errors_and_who_is_e
         close(made, 50.0)
 
 
-def test_a_name_is_in_use_as_long_as_its_process_lives_and_hears_what_it_has_launched() -> None:
+def test_a_name_is_in_use_while_its_process_lives_and_is_told_its_launches() -> None:
     made = ledger("a")
     with pytest.raises(Refused, match="in use by a running process"):
         come(made, "a", now=5.0, born=2)
@@ -262,9 +260,7 @@ def test_a_hub_that_comes_back_goes_on_where_it_was_and_refuses_a_damaged_ledger
             Ledger(TERMS, RUN_CONFIG, 0.0, damaged)
 
 
-def test_a_joiner_gets_the_state_of_who_has_applied_most_or_the_snapshot_and_never_begins_afresh() -> (
-    None
-):
+def test_a_joiner_gets_the_most_advanced_state_or_a_snapshot_and_never_begins_afresh() -> None:
     made = ledger("abc")
     for each in RECORDS[:2]:
         made.append(each)
@@ -336,7 +332,7 @@ def after_four_rounds(norms: dict[str, float], **changes: Any) -> tuple[Ledger, 
     return made, records
 
 
-def test_who_is_too_long_for_its_own_past_is_left_out_also_by_a_hub_that_starts_again() -> None:
+def test_a_site_too_long_for_its_own_past_is_left_out_even_by_a_restarted_hub() -> None:
     # Unequal data: who is always longer than the others counts from the first round.
     made, records = after_four_rounds({"a": 1.0, "b": 50.0, "c": 2.0})
     assert [record.left_out for record in records] == [()] * 4
@@ -362,9 +358,8 @@ def test_who_is_too_long_for_its_own_past_is_left_out_also_by_a_hub_that_starts_
         assert close(one, 9.0) == ["c"]
 
 
-def test_who_trained_longer_may_be_longer_and_where_all_are_or_the_guard_is_off_nobody_is_left_out() -> (
-    None
-):
+def test_a_site_that_trained_longer_may_be_longer_and_nobody_is_left_out_if_all_are() -> None:
+    """Nor when the guard is off."""
     for guard, norms, steps, counted in (
         (10.0, (1.0, 40.0, 1.0), 80, "abc"),
         (10.0, (1.0, 40.0, 1.0), 8, "ac"),
@@ -409,7 +404,7 @@ def history(rounds: int = RETENTION, last: int = 20, **late: float) -> list[Reco
     return found
 
 
-def test_dynamic_backup_leaves_out_who_is_later_than_the_round_over_the_others() -> None:
+def test_dynamic_backup_leaves_out_sites_later_than_the_round_over_the_others() -> None:
     for sites in (3, 4, 8):
         names = [f"s{site}" for site in range(sites)]
         threshold = STEPS / (sites - 1)
@@ -518,9 +513,7 @@ def test_a_quorum_stands_in_the_run_config_with_its_arguments_or_is_refused() ->
             Federation("hub:1", "run", "a", insecure=True, quorum=quorum())
 
 
-def test_a_hub_imports_no_quorum_that_its_operator_has_not_named_and_starts_with_that_of_the_run_config() -> (
-    None
-):
+def test_a_hub_imports_only_a_quorum_named_by_its_operator_and_starts_with_the_runs() -> None:
     hub = InProcessHub("run", 1)
     named = partial(built_in, named=CORE.class_path)
     careful, allowed = (
@@ -625,9 +618,8 @@ def test_a_call_is_answered_with_a_quarter_of_the_steps_and_skipped_below() -> N
     assert made.launches(8) == [], "the round is known to be closed"
 
 
-def test_training_waits_for_a_flight_of_nearly_sync_every_steps_within_the_grace_and_never_without_a_hub() -> (
-    None
-):
+def test_training_waits_within_the_grace_for_a_long_flight_and_never_without_a_hub() -> None:
+    """The flight takes nearly `sync_every` steps."""
     made = follower(20, flies=True)
     assert [made.waits(*at) for at in ((38, 0.0), (39, 100.0), (39, 102.5), (39, 103.0))] == [
         0.0,
@@ -644,7 +636,7 @@ def test_training_waits_for_a_flight_of_nearly_sync_every_steps_within_the_grace
         made.lose(3700.1)
 
 
-def test_a_hub_that_knows_less_or_something_else_is_refused_and_records_come_in_any_order() -> None:
+def test_a_hub_with_fewer_or_other_records_is_refused_and_records_come_in_any_order() -> None:
     made = follower()
     for each in (RECORDS[1], RECORDS[0], RECORDS[1]):
         made.learn(each)
@@ -670,7 +662,7 @@ def test_a_hub_that_knows_less_or_something_else_is_refused_and_records_come_in_
     assert behind.due(0) == [RECORDS[0]], "it follows records meanwhile"
 
 
-def test_what_a_site_has_heard_of_is_forgotten_where_a_run_is_founded_again_without_it() -> None:
+def test_a_site_forgets_records_when_its_run_is_founded_again_without_them() -> None:
     made = follower()
     made.learn(RECORDS[0])
     made.land(RECORDS[0], DIGEST, DIGEST)

@@ -56,9 +56,7 @@ def test_the_hub_reads_and_writes_the_bytes_of_fp4(numel: int, seed: int, scale:
     )
 
 
-def test_in_float32_the_mean_of_the_hub_is_that_of_the_sites_also_the_last_one_and_after_a_restart() -> (
-    None
-):
+def test_the_hubs_float32_mean_is_that_of_the_sites_at_the_end_and_after_a_restart() -> None:
     choices = {**CHOICES, "compression": "fp32", "rounds": 6}
     at_hub = founded(3, **choices)
     at_sites = founded(3, **{**choices, "mean": "sites"})
@@ -72,7 +70,7 @@ def test_in_float32_the_mean_of_the_hub_is_that_of_the_sites_also_the_last_one_a
     assert equal(at_hub[0].outer(), at_sites[0].outer())
 
 
-def test_what_is_left_out_of_means_is_remembered_to_the_last_bit_of_rounding() -> None:
+def test_rounding_errors_of_means_are_remembered_to_the_last_bit() -> None:
     random = np.random.default_rng(0)
     numel = 300
     told = np.zeros(numel)
@@ -104,7 +102,7 @@ def test_what_is_left_out_of_means_is_remembered_to_the_last_bit_of_rounding() -
     np.testing.assert_allclose(decoded(payload, numel, "fp32"), blobs.mean(0), atol=1e-6)
 
 
-def test_what_rounding_leaves_out_is_in_a_later_mean_and_lasts_through_restarts() -> None:
+def test_rounding_errors_join_a_later_mean_and_survive_restarts() -> None:
     outers = []
     for compression, restarts in (("fp32", False), ("fp4", False), ("fp4", True)):
         outer = OuterOptimizer(
@@ -137,7 +135,7 @@ def test_what_rounding_leaves_out_is_in_a_later_mean_and_lasts_through_restarts(
 
 
 @pytest.mark.parametrize("compression", ["fp4", "fp4+memory"])
-def test_sites_of_several_ranks_take_the_mean_of_the_hub_and_fetch_as_much_however_many(
+def test_sites_of_several_ranks_take_the_hubs_mean_and_fetch_alike_however_many(
     compression: str,
 ) -> None:
     fetched = list[int]()
@@ -181,7 +179,7 @@ def test_a_teacher_that_is_not_finite_at_the_first_site_reaches_no_other(mean: s
     assert equal(teachers, [teachers[1]] * 3)
 
 
-def test_what_a_hub_cannot_read_or_do_is_refused() -> None:
+def test_payloads_and_terms_that_a_hub_cannot_average_are_refused() -> None:
     for choices, told in (
         ({"compression": "int8"}, "a hub reads 'fp4' and 'fp32'"),
         ({"mean": "others"}, "it must be 'sites' or 'hub'"),

@@ -89,7 +89,7 @@ def test_texts_come_back_as_they_were_and_changed_bits_and_garbage_are_refused(
                 kind.from_bytes(text)
 
 
-def test_what_makes_no_message_is_refused_by_its_name() -> None:
+def test_invalid_fields_of_messages_are_refused_by_name() -> None:
     welcome = Welcome((), ())
     late = replace(RECORD, timings=(Timing("a", 1, 0.0),))
     for whole, field, values in (
@@ -143,7 +143,7 @@ def test_what_makes_no_message_is_refused_by_its_name() -> None:
             replace(TERMS, **change)
 
 
-def test_the_key_of_a_record_depends_on_all_that_it_says_and_what_need_not_be_said_is_not() -> None:
+def test_the_key_of_a_record_covers_all_its_fields_and_defaults_are_not_written() -> None:
     changes = (
         {"seq": 8},
         {"previous": "00" * 32},
@@ -159,9 +159,7 @@ def test_the_key_of_a_record_depends_on_all_that_it_says_and_what_need_not_be_sa
     assert Contribution.from_bytes(replace(OWN, weight=0, exact=True).to_bytes()).reason == ""
 
 
-def test_another_run_config_is_refused_with_what_differs_but_for_another_patch_of_a_version() -> (
-    None
-):
+def test_another_run_config_is_refused_with_its_differences_except_patch_versions() -> None:
     with pytest.raises(Malformed):
         RunConfig.from_bytes(RUN_CONFIG.to_bytes().replace(b'"0.5"', b'"0.6"'))
     changes: dict[str, dict[str, Any]] = {

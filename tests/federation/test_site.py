@@ -99,7 +99,7 @@ def in_the_fixed_world(groups: int, **choices: Any) -> list[Tensor]:
         "dense_and_matrices",
     ],
 )
-def test_where_nobody_is_late_the_bits_are_those_of_the_fixed_world(
+def test_a_federation_without_delays_matches_the_fixed_world_bit_for_bit(
     choices: dict[str, Any], absent: int
 ) -> None:
     sites = founded(3, **choices, **CHOICES)
@@ -127,9 +127,7 @@ def test_a_late_joiner_launches_as_often_as_the_round_of_the_record_says() -> No
     assert agree(sites)
 
 
-def test_a_site_with_another_dense_beginning_is_refused_by_name_and_one_without_it_reads_old_terms() -> (
-    None
-):
+def test_another_dense_beginning_is_refused_by_name_and_sites_without_read_old_terms() -> None:
     sites = founded(2, **CHOICES, dense_beginning=DenseBeginning(6, 3, 1))
     with pytest.raises(Refused, match=r"terms.dense_beginning.rounds is 5 here and 6 there"):
         Site(sites[0].hub, 2, **CHOICES, dense_beginning=DenseBeginning(5, 3, 1))
@@ -158,7 +156,7 @@ def test_a_site_weighs_by_what_it_trained() -> None:
     assert [own.weight for own in sites[0].hub.records(0)[0].counted] == [3 * 8, 16 * 8]
 
 
-def test_what_is_carried_over_two_rounds_is_that_of_one_long_round() -> None:
+def test_progress_carried_over_two_rounds_equals_that_of_one_long_round() -> None:
     choices = {**CHOICES, "overlap_steps": 0, "compression": "fp32", "outer_momentum": 0.0}
     late, other = founded(2, **choices)
     # The other one does not move, and neither do the outer parameters while it counts alone.
@@ -332,7 +330,7 @@ def test_a_site_that_resumes_is_bitwise_that_which_never_stopped(
 @pytest.mark.parametrize(
     ("late", "has_checkpoint"), [("carry", True), ("drop", True), ("carry", False)]
 )
-def test_what_a_new_incarnation_trains_while_the_round_is_open_counts_with_its_next_launch(
+def test_a_new_incarnations_progress_in_an_open_round_counts_with_its_next_launch(
     late: str, has_checkpoint: bool
 ) -> None:
     run = Run(2, **ONE_FRAGMENT, late=late)
@@ -463,7 +461,7 @@ def slow(site: Site, waits: int) -> Site:
     return site
 
 
-def test_who_returns_with_a_flight_trains_once_what_closed_meanwhile_is_here() -> None:
+def test_a_site_that_returns_with_a_flight_trains_once_it_has_the_closed_rounds() -> None:
     """Cut off before, it would train on alone, and drop all that where its earlier incarnation
     counts.
     """
@@ -544,7 +542,7 @@ def earlier(hub: VirtualHub, records: int) -> SQLiteLedger:
     return ledger
 
 
-def test_sites_train_on_beside_a_hub_that_knows_less_and_count_it_all_when_its_ledger_is_back(
+def test_sites_train_on_while_the_hub_lacks_its_ledger_and_count_everything_later(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     sites = founded(2, steps=40, **CHOICES)
@@ -638,7 +636,7 @@ def test_a_site_that_is_left_out_again_and_again_is_asked_to_leave() -> None:
     assert torch.cat(others[0].outer()).abs().max() < 5
 
 
-def test_a_federation_without_the_guard_has_the_bits_of_one_that_leaves_out_nobody() -> None:
+def test_a_federation_without_the_guard_is_bit_identical_to_one_that_omits_nobody() -> None:
     outer = list[list[Tensor]]()
     for guard in (None, "auto"):
         sites = founded(2, steps=40, **GUARDED, outer_optimizer=OuterOptimizer(outlier_guard=guard))
@@ -684,7 +682,7 @@ def in_common(sites: list[list[Site]], rounds: Sequence[int] = (3, 2, 2)) -> dic
 
 
 @pytest.mark.parametrize("direction", ["elementwise", "equalised"])
-def test_how_many_ranks_a_site_has_changes_no_bit(direction: Any) -> None:
+def test_the_number_of_ranks_of_a_site_changes_no_bit(direction: Any) -> None:
     # Each is weighed with four samples, of which ranks may have trained unequal numbers.
     choices = {
         **CHOICES,
@@ -925,7 +923,7 @@ def test_at_the_end_all_sites_hold_the_teacher_of_the_first_one(mean: str) -> No
     ],
     ids=lambda value: str(getattr(value, "shape", value)),
 )
-def test_a_site_that_binds_what_it_keeps_in_another_shape_or_dtype_keeps_it_to_the_end(
+def test_a_site_keeps_a_buffer_that_it_rebinds_in_another_shape_or_dtype_to_the_end(
     rebinder: int, bound: Tensor
 ) -> None:
     def queued() -> nn.Module:
@@ -984,9 +982,7 @@ def test_a_run_of_three_rounds_becomes_one_of_five_and_every_step_counts() -> No
         hub.coordinator.amend({"rounds": 9})
 
 
-def test_a_round_that_is_open_when_an_operator_ends_the_run_closes_as_any_other_though_the_hub_dies() -> (
-    None
-):
+def test_a_round_open_when_an_operator_ends_the_run_closes_even_if_the_hub_dies() -> None:
     sites = founded(2, steps=7, **CHOICES)
     sites[0].train()
     hub = sites[0].hub
@@ -997,7 +993,7 @@ def test_a_round_that_is_open_when_an_operator_ends_the_run_closes_as_any_other_
     over(sites, [[ROUNDED, LAST], [LAST], [LAST], [LAST]])
 
 
-def test_what_is_sent_in_float32_is_read_so_beside_what_is_not() -> None:
+def test_float32_payloads_are_read_as_such_beside_compressed_ones() -> None:
     outer = OuterOptimizer(direction="elementwise")
     still, other = founded(2, **CHOICES, outer_lr=1.0, outer_momentum=0.0, outer_optimizer=outer)
     still.optimizer.param_groups[0]["lr"] = 0.0
@@ -1040,7 +1036,7 @@ def test_a_checkpoint_of_the_last_launch_holds_the_same_bytes() -> None:
 # Refusals
 
 
-def test_what_a_federation_cannot_do_is_refused_by_name() -> None:
+def test_options_that_a_federation_cannot_offer_are_refused_by_name() -> None:
     sites = founded(2, **CHOICES)
     for choice, told in (
         ({"exchange": "two_shot"}, "two_shot"),
@@ -1057,7 +1053,7 @@ def test_what_a_federation_cannot_do_is_refused_by_name() -> None:
         train(sites, 1)
 
 
-def test_a_federation_refuses_when_it_is_made_what_is_out_of_range_or_cannot_lead_to_a_hub(
+def test_a_federation_refuses_bad_numbers_addresses_and_keys_when_it_is_made(
     tmp_path: Path,
 ) -> None:
     init_keys(tmp_path, "run")

@@ -61,7 +61,7 @@ from tests.federation.test_known_answers import own
 
 
 @given(st.binary(max_size=200))
-def test_a_message_comes_back_and_whatever_is_none_is_refused(garbage: bytes) -> None:
+def test_a_message_survives_a_round_trip_and_anything_else_is_refused(garbage: bytes) -> None:
     header = {"number": 7, "of": {"nested": [1.5, None, True, "Zürich"]}}
     assert unpack(pack(header, b"bytes")) == (header, b"bytes")
     with contextlib.suppress(Malformed):
@@ -141,7 +141,7 @@ def claiming(served: Served, **other: str) -> HubClient:
     return site
 
 
-def test_who_has_no_certificate_of_the_authority_is_no_member_and_no_hub(
+def test_members_and_hubs_without_a_certificate_of_the_authority_are_refused(
     served: Served, tmp_path: Path
 ) -> None:
     import grpc
@@ -346,7 +346,7 @@ def test_a_blob_is_refused_by_what_is_announced_and_by_other_bytes_than_that(
         small.get_small([Payload(put(small, bytes(CHUNK + 1)), CHUNK + 1)])
 
 
-def test_what_is_wrong_with_the_disk_of_the_hub_is_told(served: Served) -> None:
+def test_disk_errors_of_the_hub_are_reported_to_its_members(served: Served) -> None:
     site = served.client("site-a")
     key = put(site, b"old")
     other = put(site, bytes(3 * CHUNK))
@@ -406,7 +406,7 @@ def test_there_is_room_for_an_operator_whoever_else_calls(tmp_path: Path, keys: 
         assert served.client("boss").call("ping", body=b"in?") == ({}, b"in?")
 
 
-def test_who_is_connected_is_sent_away_when_its_certificate_is_no_longer_valid(
+def test_a_connected_member_is_cut_off_once_its_certificate_is_no_longer_valid(
     tmp_path: Path,
 ) -> None:
     keys = make_keys(tmp_path / "keys")
@@ -464,7 +464,7 @@ def quickly(call: Callable[[], object], seconds: float = 1.0) -> None:
     assert time.monotonic() - began < seconds
 
 
-def test_a_later_incarnation_takes_the_place_of_an_earlier_one_and_events_reach_whom_they_are_for(
+def test_a_later_incarnation_replaces_an_earlier_one_and_events_reach_their_address(
     hub: Served,
 ) -> None:
     with pytest.raises(Refused, match="another run config"):
@@ -506,7 +506,9 @@ def test_a_later_incarnation_takes_the_place_of_an_earlier_one_and_events_reach_
     quickly(lambda: later.call("ping"))
 
 
-def test_who_does_not_listen_is_sent_away_and_the_hub_keeps_nothing_for_it(hub: Served) -> None:
+def test_a_member_that_does_not_listen_is_cut_off_and_the_hub_keeps_nothing_for_it(
+    hub: Served,
+) -> None:
     slow, quick = (hub.client(name).events(dict) for name in ("site-a", "viewer"))
     hub.handler.record(b"record")
     assert next(slow).kind == next(quick).kind == "record"

@@ -40,7 +40,7 @@ def test_the_example_of_accelerate_goes_on_where_it_was_stopped(ranks: int, tmp_
 
 
 @in_ranks(2, timeout=200.0)
-def test_what_accelerate_would_quietly_do_is_refused(rank: int, tmp_path: Path) -> None:
+def test_silent_substitutions_by_accelerate_are_refused(rank: int, tmp_path: Path) -> None:
     """What rank 0 alone keeps, and what it wraps over all ranks."""
     from accelerate import Accelerator
 

@@ -97,7 +97,7 @@ def test_a_killed_worker_is_started_again_and_the_fit_ends_with_the_same_bits(
     assert same(weights(tmp_path / "unbroken"), weights(tmp_path / "killed"))
 
 
-def test_ray_tune_chooses_among_numbers_of_inner_steps_with_four_workers_in_two_groups(
+def test_ray_tune_chooses_the_number_of_inner_steps_with_two_groups_of_two_workers(
     tmp_path: Path,
 ) -> None:
     chosen = ("--workers", 4, "--groups", 2, "--epochs", 1, "--steps", 30, "--tune", 10, 15)

@@ -74,9 +74,10 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.skipif(not IS_POSSIBLE, reason="this torch has no device types in pure Python")
-def test_the_script_runs_on_a_pretended_device_with_torch_and_lightning_alone_and_does_nothing_twice(
+def test_the_script_runs_on_a_pretended_device_with_torch_and_lightning_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """It does nothing twice."""
     arguments = ["--quick", "--device", "pretend", "--out", str(tmp_path), "--minutes", "4"]
     # Where nobody has computed a gradient yet, as on a command line.
     command = [sys.executable, "-c", SCRIPT, *arguments]
@@ -120,7 +121,9 @@ def test_without_time_everything_is_left_and_without_a_device_it_says_so(
         assert "sees no CUDA device" in capsys.readouterr().err
 
 
-def test_what_fails_hangs_or_cannot_be_had_is_told_and_spoils_nothing(tmp_path: Path) -> None:
+def test_checks_that_fail_hang_or_cannot_run_are_reported_and_spoil_no_others(
+    tmp_path: Path,
+) -> None:
     def failing(place: Place, rank: int, world_size: int) -> Found:
         raise AssertionError("something is wrong")
 

@@ -112,7 +112,7 @@ def saved(folder: Path) -> dict[str, dict[str, Tensor]]:
 
 
 @in_ranks(4)
-def test_all_files_and_the_end_of_a_short_fit_are_as_good_as_ddps_and_go_on_with_other_groups(
+def test_files_and_end_of_a_short_fit_are_as_good_as_ddps_and_other_groups_resume_it(
     rank: int, tmp_path: Path
 ) -> None:
     """With the defaults nothing launches for 100 steps: every file held the initial model, without
@@ -210,7 +210,7 @@ def test_a_signal_leaves_no_time_for_an_exchange(rank: int, tmp_path: Path) -> N
 
 
 @in_ranks(2)
-def test_one_rank_alone_and_one_that_fails_save_their_own_values_say_so_and_wait_for_nobody(
+def test_a_lone_or_failing_rank_saves_its_own_values_says_so_and_waits_for_nobody(
     rank: int, tmp_path: Path
 ) -> None:
     said = said_by("lightning_sdiloco")
@@ -248,7 +248,7 @@ def mean_over_ranks(values: Tensor) -> Tensor:
     return mean / torch.distributed.get_world_size()
 
 
-def test_a_loop_of_ones_own_saves_the_mean_and_what_is_frozen_keeps_the_mean_of_what_it_learnt(
+def test_a_custom_loop_saves_the_mean_and_frozen_layers_keep_the_mean_they_learnt(
     tmp_path: Path,
 ) -> None:
     def run(rank: int, world_size: int) -> None:
@@ -352,7 +352,7 @@ OWNERS = [("callback", SWAPS[0]), ("callback", SWAPS[1]), ("callbacks", SWAPS[0]
 
 
 @in_ranks(2)
-def test_validation_sees_weights_that_are_swapped_in_and_training_goes_on_from_the_local_ones(
+def test_validation_sees_swapped_in_weights_and_training_continues_from_local_ones(
     rank: int,
 ) -> None:
     def fitted(owner: str, swap: tuple[str, ...] = (), validation: Any = None) -> Any:
@@ -389,7 +389,7 @@ def test_validation_sees_weights_that_are_swapped_in_and_training_goes_on_from_t
 
 
 @in_ranks(2)
-def test_testing_prediction_and_an_exception_in_the_midst_of_a_fit_see_the_outer_model_and_leave_the_local_one(
+def test_tests_predictions_and_failures_in_a_fit_see_the_outer_and_keep_local_values(
     rank: int,
 ) -> None:
     """Lightning cannot train on after that, with any strategy."""
@@ -428,7 +428,7 @@ def test_testing_prediction_and_an_exception_in_the_midst_of_a_fit_see_the_outer
 
 
 @pytest.mark.parametrize(("size", "compression"), [(1, "sparse"), (2, "fp4")])
-def test_means_of_the_first_round_change_no_bit_of_training_and_are_in_the_best_checkpoint(
+def test_first_round_means_change_no_bit_of_training_and_are_in_the_best_checkpoint(
     size: int, compression: str, tmp_path: Path
 ) -> None:
     """Checkpoints during the first round, at the end of validations and between them; they resume
@@ -515,7 +515,7 @@ def test_means_of_the_first_round_change_no_bit_of_training_and_are_in_the_best_
 
 
 @in_ranks(2)
-def test_early_stopping_and_the_best_checkpoint_go_beside_ddp_from_the_first_steps_on(
+def test_early_stopping_and_the_best_checkpoint_follow_ddp_from_the_first_steps(
     rank: int, tmp_path: Path
 ) -> None:
     """The defaults, which launch nothing for 100 steps, and a validation after every 25."""
@@ -594,7 +594,7 @@ def test_groups_that_do_not_all_validate_see_the_outer_model_and_wait_for_nobody
 
 @pytest.mark.parametrize("evaluate", ["outer", "mean"])
 @in_ranks(2)
-def test_what_is_validated_at_the_end_of_an_epoch_is_in_the_checkpoint_that_follows(
+def test_the_model_validated_at_an_epochs_end_is_in_the_checkpoint_that_follows(
     rank: int, evaluate: str, tmp_path: Path
 ) -> None:
     means: list[bool] = []

@@ -73,7 +73,7 @@ def fit(
     ],
 )
 @in_ranks(4)
-def test_a_fit_resumed_in_flight_gives_the_same_bits_and_other_groups_go_on_from_there(
+def test_a_fit_resumed_in_flight_is_bit_identical_and_other_groups_can_continue_it(
     rank: int, kind: str, groups: int, choices: dict[str, Any], tmp_path: Path
 ) -> None:
     through, resumed = (
@@ -109,7 +109,7 @@ def keep_gradients(self: Any, optimizer: torch.optim.Optimizer) -> None:
     self.gradients.append([p.grad.clone() for p in self.parameters() if p.grad is not None])
 
 
-def test_the_gradients_of_a_contrastive_loss_are_those_of_ddp_over_the_ranks_of_the_group() -> None:
+def test_gradients_of_a_contrastive_loss_match_ddps_over_the_ranks_of_the_group() -> None:
     def gradients(rank: int, world_size: int, strategy: Any, group: int) -> list[list[Tensor]]:
         hooks = {
             "training_step": contrastive,

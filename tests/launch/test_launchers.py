@@ -129,7 +129,7 @@ def launched(
 
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.network)])
-def test_a_run_that_torchrun_restarts_ends_with_the_bits_of_one_in_which_no_rank_was_killed(
+def test_a_run_restarted_by_torchrun_is_bit_identical_to_one_without_a_killed_rank(
     nodes: int, tmp_path: Path
 ) -> None:
     torchrun = [
@@ -196,7 +196,7 @@ def said(words: str, log: Path) -> str:
 
 
 @pytest.mark.slurm
-def test_job_scripts_of_the_examples_train_the_groups_that_they_say_and_the_doctor_runs_there(
+def test_example_job_scripts_train_the_groups_they_promise_and_the_doctor_runs_there(
     cluster: Slurm, tmp_path: Path
 ) -> None:
     for script, groups in (
@@ -266,7 +266,7 @@ class Jobs(World):
 
 @pytest.mark.slurm
 @pytest.mark.parametrize("resume", ["last", "signal"])
-def test_a_job_that_is_a_site_returns_from_its_checkpoint_and_the_other_site_does_not_wait(
+def test_a_site_job_returns_from_its_checkpoint_and_the_other_site_does_not_wait(
     resume: str, cluster: Slurm, tmp_path: Path
 ) -> None:
     require_extra()

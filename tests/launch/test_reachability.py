@@ -85,9 +85,7 @@ def test_ranks_meet_and_what_cannot_be_reached_is_named_on_all_of_them(rank: int
     met.all_gather("end", None)  # the store ends with rank 0
 
 
-def test_a_store_is_waited_for_and_an_address_without_one_given_up_long_before_the_timeout() -> (
-    None
-):
+def test_a_store_is_awaited_and_a_dead_address_is_given_up_long_before_the_timeout() -> None:
     # What docs/launching.md promises.
     assert (rendezvous.SECONDS_UNREACHABLE, reachability.SECONDS) == (30, 10)
     told = refusal(wait_for_store, "no-such-host.invalid", 29500, 3, HOUR, patience=0.2)
@@ -255,7 +253,7 @@ def test_groups_train_within_one_network_and_exchange_over_another() -> None:
 
 
 @pytest.mark.network
-def test_what_is_closed_between_machines_is_told_with_its_direction() -> None:
+def test_a_closed_port_between_machines_is_reported_with_its_direction() -> None:
     def direction(rank: int, world_size: int, sites: list[str]) -> str:
         enter(sites[rank])
         os.environ["SDILOCO_EXCHANGE_INTERFACE"] = ("", "other")[rank]

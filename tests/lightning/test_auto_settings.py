@@ -86,9 +86,8 @@ def test_all_ranks_take_what_the_planner_recommends_for_the_measured_numbers(ran
     assert alone["settings"]["sync_every"] == 30
 
 
-def test_the_compression_is_the_most_exact_one_for_which_the_link_suffices_and_what_is_given_is_kept() -> (
-    None
-):
+def test_the_most_exact_compression_that_the_link_allows_is_chosen() -> None:
+    """Given values are kept."""
     by_link = [chosen(Link(gbit_s), "compression")["compression"] for gbit_s in (10.0, 1e-5, 1e-6)]
     assert by_link == ["fp32", "bf16", "fp4"]
     given = {
@@ -105,7 +104,7 @@ def test_the_compression_is_the_most_exact_one_for_which_the_link_suffices_and_w
 
 
 @in_ranks(2)
-def test_what_a_slow_link_gets_is_told_resumed_and_the_same_as_if_it_was_given(
+def test_choices_for_a_slow_link_are_reported_resumed_and_equal_to_given_ones(
     rank: int, tmp_path: Path
 ) -> None:
     def run(choices: dict[str, Any], resume: Path | None = None, **more: Any) -> Any:
@@ -173,7 +172,7 @@ def test_what_a_slow_link_gets_is_told_resumed_and_the_same_as_if_it_was_given(
 
 
 @in_ranks(2)
-def test_fits_of_few_rounds_step_elementwise_and_those_whose_length_is_not_known_map_matrices(
+def test_fits_of_few_rounds_step_elementwise_and_fits_of_unknown_length_map_matrices(
     rank: int,
 ) -> None:
     def direction(**choices: Any) -> Any:
@@ -196,7 +195,7 @@ def test_fits_of_few_rounds_step_elementwise_and_those_whose_length_is_not_known
 
 
 @in_ranks(2)
-def test_what_a_checkpoint_holds_is_taken_up_and_forgotten_with_its_fit(
+def test_choices_in_a_checkpoint_are_adopted_and_forgotten_with_its_fit(
     rank: int, tmp_path: Path
 ) -> None:
     """By as many groups and by others; a fit after it chooses anew."""

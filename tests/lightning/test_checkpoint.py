@@ -717,7 +717,7 @@ class Gated(TorchCheckpointIO):  # type: ignore[misc, valid-type]
 
 
 @in_ranks(2)
-def test_what_is_removed_early_is_not_written_late(
+def test_a_checkpoint_removed_early_is_not_written_late(
     rank: int, tmp_path: Path, uninterrupted: list[Trained]
 ) -> None:
     io = Gated()

@@ -47,7 +47,7 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 @in_ranks(4)
-def test_what_ranks_write_differently_in_on_train_end_is_rank_0s_with_a_warning(
+def test_unequal_writes_in_on_train_end_become_rank_0s_with_a_warning(
     rank: int, distribution: str
 ) -> None:
     written = dict[str, Tensor]()
@@ -93,7 +93,7 @@ def test_what_ranks_write_differently_in_on_train_end_is_rank_0s_with_a_warning(
 
 
 @in_ranks(2)
-def test_what_all_ranks_write_alike_in_on_train_end_stays_without_a_warning(rank: int) -> None:
+def test_equal_writes_of_all_ranks_in_on_train_end_stay_without_a_warning(rank: int) -> None:
     said = said_by(FIT)
 
     def average(trainer: Any, module: Any) -> None:
@@ -211,7 +211,7 @@ def test_parameters_that_become_trainable_after_the_last_epoch_cost_no_result(ra
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_what_does_not_travel_is_group_0s_after_finish_in_a_plain_loop(ranks: int) -> None:
+def test_state_that_does_not_travel_is_group_0s_after_finish_in_a_plain_loop(ranks: int) -> None:
     def run(rank: int, world_size: int) -> tuple[Any, Any]:
         net = WithTeacher(rank)
         optimizer = torch.optim.SGD(net.student.parameters(), lr=0.1)

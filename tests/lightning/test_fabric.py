@@ -204,9 +204,10 @@ def test_a_loop_of_fabric_is_a_site_that_counts_by_what_goes_through_its_model(r
 
 
 @in_ranks(4)
-def test_what_goes_over_all_ranks_and_what_stays_in_the_group_and_what_a_checkpoint_holds(
+def test_gradients_stay_in_the_group_and_files_hold_the_outer_model(
     rank: int, tmp_path: Path
 ) -> None:
+    """Other collectives of Fabric go over all ranks."""
     fabric = fabric_of(4)
     model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("adamw", net))
     loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.arange(8)), batch_size=1))
@@ -248,7 +249,7 @@ def test_what_goes_over_all_ranks_and_what_stays_in_the_group_and_what_a_checkpo
 
 
 @in_ranks(2)
-def test_what_one_strategy_cannot_train_is_refused(
+def test_second_models_and_late_steps_of_one_strategy_are_refused(
     rank: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     def trained() -> Any:
@@ -285,7 +286,7 @@ def test_what_one_strategy_cannot_train_is_refused(
 
 
 @in_ranks(2)
-def test_arguments_of_the_base_class_arrive_and_groups_are_the_processes_that_an_environment_knows(
+def test_base_class_arguments_arrive_and_groups_are_the_environments_processes(
     rank: int,
 ) -> None:
     for distribution, kind in STRATEGIES.items():

@@ -323,7 +323,7 @@ def test_a_terminated_fit_goes_on_as_if_nothing_had_happened(rank: int, tmp_path
 
 
 @in_ranks(2)
-def test_what_is_due_where_a_fit_ends_is_done_once(rank: int, tmp_path: Path) -> None:
+def test_validations_and_saves_due_where_a_fit_ends_happen_once(rank: int, tmp_path: Path) -> None:
     by_epochs = {"max_epochs": 4, "max_steps": -1}
     by_steps = {"max_steps": 32}
     in_the_middle = {"val_check_interval": 19, "check_val_every_n_epoch": None}

@@ -165,7 +165,7 @@ ALL = [
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_what_lands_is_in_the_rows_that_lightning_logs_and_nothing_is_lost(
+def test_landings_are_in_the_rows_that_lightning_logs_and_none_is_lost(
     name: str, accumulated: int, tmp_path: Path
 ) -> None:
     landings, sent = fitted(name, tmp_path, accumulate_grad_batches=accumulated, max_epochs=2)
@@ -187,7 +187,7 @@ def test_what_lands_is_in_the_rows_that_lightning_logs_and_nothing_is_lost(
 
 
 @pytest.mark.parametrize("name", ALL[2:])
-def test_the_report_is_an_artifact_of_the_run_and_its_records_are_in_a_folder_of_the_run(
+def test_the_report_is_an_artifact_of_the_run_and_its_records_are_in_the_runs_folder(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
@@ -209,7 +209,7 @@ def test_the_report_is_an_artifact_of_the_run_and_its_records_are_in_a_folder_of
     assert kept.read_text() == page
 
 
-def test_a_row_waits_for_a_logged_step_the_end_or_a_signal_where_nothing_else_is_logged(
+def test_a_row_waits_for_a_logged_step_the_end_or_a_signal_if_nothing_else_is_logged(
     tmp_path: Path,
 ) -> None:
     landings, _ = fitted("CSVLogger", tmp_path, logs=False, max_epochs=2)

@@ -452,7 +452,7 @@ def of_zero(parameters: Any) -> Any:
 
 
 @in_ranks(2)
-def test_what_cannot_train_ends_all_groups_with_an_error_that_says_why(rank: int) -> None:
+def test_loops_that_cannot_train_end_all_groups_with_an_error_that_says_why(rank: int) -> None:
     def skipping(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Any:
         return None if index == 3 else self.loss(parts)
 

@@ -331,9 +331,7 @@ def test_a_record_that_finds_no_room_ends_with_a_warning_and_training_goes_on(
     assert [len(own.starts) for own in ranks] == [2, 2]
 
 
-def test_the_link_rate_is_that_of_the_busier_direction_and_what_nobody_can_tell_is_shown_nowhere() -> (
-    None
-):
+def test_the_link_rate_is_the_busier_directions_and_unknown_numbers_are_not_shown() -> None:
     assert landing(bytes_sent=1_000_000, bytes_received=3_000_000).link_gbit_s == pytest.approx(
         0.048
     )

@@ -176,9 +176,7 @@ def test_a_baseline_that_an_optimizer_held_and_never_stepped_needs_none() -> Non
     assert texts(found[0][2], "No inner optimizer") == []
 
 
-def test_a_fit_that_stops_after_its_baseline_was_replaced_ends_with_the_same_model_everywhere() -> (
-    None
-):
+def test_a_fit_stopped_after_its_baseline_was_replaced_ends_with_one_model_for_all() -> None:
     def stop(module: Any) -> None:
         replace_baseline(module)
         module.trainer.should_stop = module.current_epoch == 1
@@ -210,7 +208,7 @@ def test_a_layer_that_one_rank_alone_widened_is_refused_on_all_with_its_name(hoo
 
 
 @pytest.mark.parametrize("rank_alone", [False, True])
-def test_what_is_replaced_in_the_midst_of_an_epoch_is_refused(rank_alone: bool) -> None:
+def test_parameters_replaced_in_the_middle_of_an_epoch_are_refused(rank_alone: bool) -> None:
     def batch_end(module: Any, outputs: Any, batch: Any, index: int) -> None:
         if index == 2 and (module.global_rank == 1 or not rank_alone):
             replace_baseline(module)

@@ -248,7 +248,7 @@ OF_THE_OUTER_OPTIMIZER: Table = [
 ]
 
 
-def test_what_is_no_such_choice_is_refused_by_what_is_wrong_with_what_to_do() -> None:
+def test_invalid_choices_are_refused_with_the_fault_and_its_remedy() -> None:
     assert_refused(EVERYWHERE, [*OUT_OF_RANGE, *OF_ANOTHER_TYPE])
     assert_refused([*STRATEGIES, fabric], OF_STRATEGIES)
     assert_refused([*STRATEGIES, ModelParallelStrategy], OF_A_TRAINER)
@@ -308,9 +308,7 @@ NO_ARGUMENT = [
 ]
 
 
-def test_an_argument_that_was_is_refused_with_what_to_write_and_a_misspelt_one_with_the_right_name() -> (
-    None
-):
+def test_former_arguments_are_refused_with_a_substitute_and_typos_with_the_right_one() -> None:
     ours = [*STRATEGIES, ModelParallelStrategy]
     simulated = partial(SimulatedGroups, [mlp(), mlp()])
     for make in (*ours, FabricStrategy, engine, simulated):
@@ -346,9 +344,7 @@ def test_a_default_overlap_gives_way_to_a_shorter_round() -> None:
         assert chosen(make, sync_every=4, overlap_steps=None).overlap_steps == 3
 
 
-def test_scalars_of_numpy_are_the_numbers_that_they_are_and_the_ends_of_the_ranges_are_allowed() -> (
-    None
-):
+def test_numpy_scalars_are_accepted_as_numbers_and_ranges_include_their_ends() -> None:
     numpy = pytest.importorskip("numpy")
     numbers = {"mixing": 0.25, "outer_lr": 0.5, "outer_momentum": 0.75}
     whole = {"sync_every": 40, "overlap_steps": 3, "fragments": 2}
@@ -478,7 +474,7 @@ UNFIT_MODELS: list[tuple[nn.Module, dict[str, Any], str]] = [
 
 
 @in_ranks(1)
-def test_models_that_cannot_be_trained_are_refused_by_engine_and_strategy_before_the_first_step(
+def test_untrainable_models_are_refused_by_engine_and_strategy_before_the_first_step(
     rank: int,
 ) -> None:
     for net, choices, told in UNFIT_MODELS:
@@ -615,7 +611,7 @@ OWN: list[tuple[dict[str, tuple[Any, Any]], str]] = [
 
 
 @in_ranks(2)
-def test_models_and_settings_that_differ_between_ranks_are_refused_and_equal_objects_do_not_differ(
+def test_models_and_settings_that_differ_by_rank_are_refused_and_equal_objects_pass(
     rank: int,
 ) -> None:
     dist.init_process_group("gloo")
@@ -646,7 +642,7 @@ def test_models_and_settings_that_differ_between_ranks_are_refused_and_equal_obj
 
 
 @in_ranks(3)
-def test_the_rank_that_differs_from_all_others_is_named_and_of_many_parameters_some_are(
+def test_the_rank_that_differs_from_all_others_is_named_with_some_of_its_parameters(
     rank: int,
 ) -> None:
     dist.init_process_group("gloo")
@@ -660,7 +656,7 @@ def test_the_rank_that_differs_from_all_others_is_named_and_of_many_parameters_s
 
 
 @in_ranks(2)
-def test_a_trainer_beside_one_of_another_thread_is_refused_where_there_are_other_processes(
+def test_a_trainer_beside_another_threads_is_refused_if_there_are_other_processes(
     rank: int,
 ) -> None:
     told = list[str]()

@@ -220,7 +220,7 @@ def test_every_private_name_and_every_patch_is_in_the_register_and_no_other() ->
     assert len({(entry.place, entry.name) for entry in REGISTER}) == len(REGISTER)
 
 
-def test_what_our_classes_share_with_lightnings_is_in_the_register() -> None:
+def test_names_that_our_classes_share_with_lightnings_are_in_the_register() -> None:
     strategies = importlib.import_module(f"{LIGHTNING}.strategies")
     launcher = importlib.import_module(f"{LIGHTNING}.strategies.launchers")._MultiProcessingLauncher
     hosts = {

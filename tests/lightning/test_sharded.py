@@ -100,7 +100,7 @@ def loss(outer: dict[str, Tensor]) -> float:
 
 
 @in_ranks(2)
-def test_with_one_rank_per_group_the_outer_parameters_are_those_of_the_first_strategy_to_the_bit(
+def test_groups_of_one_rank_match_the_first_strategys_outer_parameters_bit_for_bit(
     rank: int, distribution: str
 ) -> None:
     for chosen in (
@@ -143,7 +143,7 @@ def loop_of_your_own(rank: int, world_size: int) -> dict[str, Tensor]:
     return {f"net.{name}": values for name, values in engine.outer_state_dict().items()}
 
 
-def test_what_happens_inside_a_group_does_not_change_the_outer_parameters() -> None:
+def test_sharding_inside_a_group_does_not_change_the_outer_parameters() -> None:
     def assert_alike(ranks: list[Fit], expected: Fit) -> None:
         """Groups of ranks train as one rank alone, and send as many bytes."""
         size = len(ranks) // 2
@@ -196,7 +196,7 @@ def test_what_happens_inside_a_group_does_not_change_the_outer_parameters() -> N
     assert_alike(six["actual"], six["expected"][0])
 
 
-def test_muon_of_shards_in_two_dimensions_steps_as_muon_of_the_matrix_and_resumes_exactly(
+def test_muon_on_two_dimensional_shards_steps_as_on_the_matrix_and_resumes_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Muon rounds to bfloat16 on the way, each shard differently; without that what is left is
@@ -234,9 +234,11 @@ def test_muon_of_shards_in_two_dimensions_steps_as_muon_of_the_matrix_and_resume
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9, which has Muon")
-def test_muon_of_the_example_steps_as_two_optimizers_with_one_scheduler_saved_copied_or_not(
+def test_the_examples_muon_steps_as_two_optimizers_with_one_scheduler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Saved or copied, it still does."""
+
     def gpt(seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)
         return GPT(layers=2, width=20, heads=2, context=8)
@@ -328,7 +330,7 @@ def test_precision_validation_and_faults_are_handled_as_by_the_first_strategy(ra
 
 
 @in_ranks(4)
-def test_a_sharded_fit_is_saved_validated_and_resumed_anywhere_without_a_change_of_bits(
+def test_a_sharded_fit_saved_validated_and_resumed_anywhere_keeps_its_bits(
     rank: int, tmp_path: Path
 ) -> None:
     accumulating = {"accumulate_grad_batches": 2}
@@ -387,7 +389,7 @@ def test_a_sharded_fit_is_saved_validated_and_resumed_anywhere_without_a_change_
         )
 
 
-def test_other_shards_and_the_first_strategy_start_from_the_outer_parameters_and_back(
+def test_other_shards_and_the_first_strategy_start_from_each_others_outer_parameters(
     tmp_path: Path,
 ) -> None:
     adamw = partial(fit, inner="adamw")
@@ -437,7 +439,7 @@ def test_other_shards_and_the_first_strategy_start_from_the_outer_parameters_and
     assert unequal(outer_of(again, 18), torch.load(back, weights_only=True)["state_dict"]) == []
 
 
-def test_a_signal_ends_all_with_a_checkpoint_that_resumes_exactly_and_an_exception_waits_for_nobody(
+def test_a_signal_ends_all_with_an_exact_checkpoint_and_exceptions_wait_for_nobody(
     tmp_path: Path,
 ) -> None:
     adamw = partial(fit, **OF_DATA, inner="adamw", timeout=timedelta(seconds=10))
@@ -546,7 +548,7 @@ def test_automatic_sizes_are_those_of_a_group() -> None:
 
 
 @in_ranks(2)
-def test_what_fsdp_or_a_sharded_model_cannot_do_is_refused(rank: int) -> None:
+def test_unsupported_options_of_fsdp_and_sharded_models_are_refused(rank: int) -> None:
     def with_more(model: Any) -> None:
         model.extra = nn.Linear(2, 2)
 

@@ -79,7 +79,9 @@ def test_the_name_is_enough_for_a_group_of_each_rank_or_of_each_of_several_nodes
 
 
 @in_ranks(4)
-def test_what_users_read_and_find_after_a_fit(rank: int, distribution: str) -> None:
+def test_fragments_schedule_report_and_outer_model_can_be_read_after_a_fit(
+    rank: int, distribution: str
+) -> None:
 
     def everything() -> Any:
         fragments = list(strategy.fragments)

@@ -458,9 +458,7 @@ def test_data_that_cannot_work_is_refused_by_all_ranks(rank: int) -> None:
         assert ValueError in kinds
 
 
-def test_unknown_lengths_in_a_training_step_that_takes_its_batches_itself_end_with_an_error() -> (
-    None
-):
+def test_unknown_lengths_end_with_an_error_in_steps_that_take_their_own_batches() -> None:
     def run(rank: int, world_size: int) -> None:
         choices = {"timeout": timedelta(seconds=2)}
         run_fit(rank, world_size, CASES["streams"].load, make=from_the_iterator, choices=choices)

@@ -261,7 +261,7 @@ def plateau(distribution: str, seed: int, monitor: str, interval: str) -> Any:
 
 
 @in_ranks(2)
-def test_a_rate_that_is_reduced_on_a_plateau_is_the_same_in_all_groups_unless_by_what_is_logged_per_batch(
+def test_a_rate_reduced_on_a_plateau_is_equal_in_all_groups_except_by_batch_metrics(
     rank: int,
 ) -> None:
     """At the end of an epoch a number that differs becomes the mean of all; per batch it is that
@@ -597,7 +597,7 @@ def test_the_docs_explain_what_lightning_says(
 
 
 @in_ranks(2)
-def test_what_one_rank_logs_and_nobody_reduces_stays_with_that_rank(
+def test_a_value_that_one_rank_logs_and_nobody_reduces_stays_with_that_rank(
     rank: int, distribution: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Any:
@@ -640,7 +640,7 @@ def test_what_one_rank_logs_and_nobody_reduces_stays_with_that_rank(
 
 
 @in_ranks(2)
-def test_a_metric_among_the_hyperparameters_is_saved_copied_and_computed_in_the_group(
+def test_a_metric_in_the_hyperparameters_is_saved_copied_and_computed_in_the_group(
     rank: int, distribution: str, tmp_path: Path
 ) -> None:
     """It is an argument of the module, a hyperparameter, and in a list."""
@@ -713,7 +713,7 @@ def test_callbacks_are_copied_and_pickled_within_a_fit_as_with_ddp(
 
 
 @in_ranks(4)
-def test_synchronised_batch_norm_stays_in_the_group_and_is_copied_and_pickled_without_it(
+def test_synchronised_batch_norm_stays_in_the_group_and_is_copied_without_it(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch refuses it on the CPU, so the test looks only at the process group with which it would

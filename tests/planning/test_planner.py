@@ -51,7 +51,7 @@ def test_the_bytes_of_a_run_are_those_that_the_engine_counts() -> None:
 
 @settings(deadline=None)
 @given(schedule=schedules(), steps=st.integers(0, 60))
-def test_what_is_played_is_the_schedule(schedule: Schedule, steps: int) -> None:
+def test_played_timetables_equal_the_schedule(schedule: Schedule, steps: int) -> None:
     expected = []
     for step in range(1, steps + 1):
         expected += [(step, False, fragment) for fragment in schedule.launches(step)]
@@ -59,7 +59,7 @@ def test_what_is_played_is_the_schedule(schedule: Schedule, steps: int) -> None:
     assert _timetable(schedule, steps) == expected
 
 
-def test_a_dense_beginning_needs_a_faster_link_and_memory_for_more_flights_while_it_lasts() -> None:
+def test_a_dense_beginning_needs_a_faster_link_and_memory_for_more_flights() -> None:
     model = Model.of_size(10**8, layers=24)
     groups = Groups(1.0, 4)
     plain, dense = (
@@ -338,9 +338,8 @@ def test_memory_is_that_of_the_engines_tensors_and_of_what_is_held_beside_them()
     )
 
 
-def test_a_recommendation_is_the_first_candidate_that_suffices_on_a_slower_link_or_one_that_comes_close() -> (
-    None
-):
+def test_a_recommendation_is_the_first_sufficient_candidate_or_one_near_the_best() -> None:
+    """Sufficient on a link that is slower than the given one."""
     model = Model.of_size(10**9, layers=24)
     groups = Groups(0.1)
     link = Link(1.0)
@@ -365,7 +364,7 @@ def test_a_recommendation_is_the_first_candidate_that_suffices_on_a_slower_link_
 
 
 @pytest.mark.parametrize(("layers", "blocks"), [(24, {1, 3, 6, 12}), (1500, {47})])
-def test_candidates_for_a_model_of_many_blocks_make_no_more_fragments_than_the_default(
+def test_candidates_for_models_of_many_blocks_cut_no_more_fragments_than_the_default(
     layers: int, blocks: set[int]
 ) -> None:
     model = Model.of_size(10**9, layers=layers)
@@ -392,9 +391,8 @@ def streaming(
     return Streaming(Model.of_size(numel, layers), settings, Groups(step_time, groups, size))
 
 
-def test_all_wait_for_the_slowest_and_the_absent_but_for_what_overlaps_is_seldom_launched_or_idle() -> (
-    None
-):
+def test_all_wait_for_slow_and_absent_groups_unless_overlap_or_idling_hides_it() -> None:
+    """Rare launches shorten the wait, too."""
     fast, slow, fastest = play(streaming(3), FAST, steps=100, speeds=[1.0, 0.5, 4.0])
     assert fast.end == pytest.approx(slow.end, rel=1e-3)
     assert slow.end == pytest.approx(100, rel=1e-2)
@@ -435,7 +433,7 @@ def test_all_wait_for_the_slowest_and_the_absent_but_for_what_overlaps_is_seldom
     assert max(times.end for times in waiting) == pytest.approx(601, abs=2)
 
 
-def test_a_slow_uplink_delays_nobody_where_each_sends_in_the_code_that_its_link_carries() -> None:
+def test_a_slow_uplink_delays_nobody_if_each_group_sends_in_a_code_its_link_carries() -> None:
     fast = Line(Link(1.0), Link(1.0))
     slow = Line(Link(0.01), Link(0.1))
     large = {
@@ -493,9 +491,7 @@ def test_numbers_out_of_their_range_are_refused() -> None:
 MISFITS = {("10B", "streaming_overlap", 0.5), ("100B", "streaming_overlap", 0.95)}
 
 
-def test_table_4_has_75_entries_of_which_73_are_those_of_the_paper_and_all_within_one_point() -> (
-    None
-):
+def test_table_4_matches_the_paper_in_73_of_75_entries_and_within_one_point_in_all() -> None:
     entries = list(table_4())
     points = [round(round(gbit_s, 2), 1) for gbit_s in GRID]
     assert len(entries) == 75

@@ -281,9 +281,7 @@ def told(*args: str) -> dict[str, Any]:
     return dict(json.loads(text_of(*args, "--format=json")))
 
 
-def test_a_plan_says_the_same_as_text_and_json_and_what_it_recommends_is_what_it_would_plan() -> (
-    None
-):
+def test_a_plan_is_alike_as_text_and_json_and_recommends_settings_that_it_would_plan() -> None:
     link = [
         "--bandwidth=2Gbit",
         "--round-trip=0.03",
@@ -388,9 +386,10 @@ class Early(Net):
 """
 
 
-def test_a_module_in_the_current_folder_is_planned_without_memory_unless_it_looks_at_its_values(
+def test_a_local_module_is_planned_without_memory_unless_it_looks_at_its_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The module is in the current folder."""
     (tmp_path / "own_module.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -433,14 +432,12 @@ REFUSED = [
 ]
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
+def test_impossible_plans_are_refused() -> None:
     pytest.importorskip("matplotlib")
     assert not_refused_with("plan", REFUSED) == {}
 
 
-def test_a_hub_carries_a_payload_of_each_site_to_each_other_and_a_quorum_says_whom_a_round_waits_for() -> (
-    None
-):
+def test_a_hub_relays_every_payload_to_every_other_site_and_a_quorum_shortens_rounds() -> None:
     asked = [*ASKED, "--groups=4", "--compression=bf16"]
     answer = told(*asked, "--hub-bandwidth=0.5Gbit", "--quorum=4")
     hub = answer["hub"]

@@ -18,7 +18,7 @@ SHAPES = {f"net.blocks.{block}.matrix.weight": [100, 100] for block in range(3)}
 }
 
 
-def test_the_demo_says_prints_and_saves_what_follows_from_its_runs_and_the_readme_the_same(
+def test_the_demo_prints_and_saves_the_results_of_its_runs_as_the_readme_shows_them(
     tmp_path: Path,
 ) -> None:
     runs = json.loads((EXAMPLES.parent / "docs" / "images" / "demo.json").read_text())

@@ -159,7 +159,7 @@ def test_the_page_shows_the_table_of_such_a_link() -> None:
     assert [row for row in rows if row not in made] == []
 
 
-def test_what_is_wrong_or_slow_is_told_with_what_to_do_and_where_all_is_well_nothing() -> None:
+def test_faults_and_slow_parts_are_reported_with_a_remedy_and_sound_ones_without() -> None:
     told = {
         finding.check: finding.found
         for finding in findings(seen())
@@ -200,7 +200,7 @@ def test_rank_0_prints_one_table() -> None:
         assert told in table
 
 
-def test_what_hinders_ranks_is_found_and_told() -> None:
+def test_obstacles_between_ranks_are_found_and_reported() -> None:
     def unreachable(rank: int, world_size: int) -> Ran:
         listen = reachability.Listener.__init__
 

@@ -168,7 +168,7 @@ def test_the_numbers_are_those_of_the_records(tmp_path: Path) -> None:
         assert norms[of] == [(17, pytest.approx(square**0.5)), (27, pytest.approx(square**0.5))]
 
 
-def test_what_held_a_run_back_is_named(tmp_path: Path) -> None:
+def test_the_limiting_factor_of_a_run_is_named(tmp_path: Path) -> None:
     def left_out(ranks: list[Lines]) -> None:
         next(line for line in ranks[0] if line["kind"] == "landing")["left_out"] = [1]
 

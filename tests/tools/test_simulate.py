@@ -172,7 +172,7 @@ def test_the_demo_fits_as_its_own_command_line_would(monkeypatch: pytest.MonkeyP
         assert all(loss > 3 for group in result.groups for loss in group.losses)
 
 
-def test_the_outer_model_is_evaluated_on_the_last_batches_unless_the_module_trains_by_hand(
+def test_the_outer_model_is_evaluated_on_the_last_batches_unless_trained_by_hand(
     tmp_path: Path,
 ) -> None:
     # The last ten batches of both groups are all the data, which the last validation sees too.
@@ -407,7 +407,7 @@ REFUSED = [
     "lightning_sdiloco.tools.simulate.command.run",
     Mock(side_effect=AssertionError("a run was started")),
 )
-def test_what_cannot_be_simulated_is_refused_before_a_run(
+def test_impossible_simulations_are_refused_before_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = f"--config={write(tmp_path)}"
@@ -425,7 +425,7 @@ STEPS = 24
 BATCH = 5
 
 
-def test_slow_late_and_absent_sites_cost_the_others_nothing_and_what_they_train_counts_once(
+def test_slow_late_and_absent_sites_cost_others_nothing_and_their_steps_count_once(
     tmp_path: Path,
 ) -> None:
     def played(sites: int, federation: dict[str, Any] | None = None, **places: Any) -> FederatedRun:
@@ -463,7 +463,7 @@ def test_slow_late_and_absent_sites_cost_the_others_nothing_and_what_they_train_
     assert [own.site for own in first.counted] == ["site-0", "site-1"]
 
 
-def test_the_command_tells_each_site_the_same_every_time_with_the_terms_of_the_configuration(
+def test_the_command_reports_each_site_reproducibly_with_the_configured_terms(
     tmp_path: Path,
 ) -> None:
     site = {
