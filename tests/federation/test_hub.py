@@ -37,6 +37,7 @@ from lightning_sdiloco.federation.messages import (
 )
 from lightning_sdiloco.federation.remote import HubConnection
 from lightning_sdiloco.federation.run_config import RETENTION
+from lightning_sdiloco.federation.state_requests import holds
 from lightning_sdiloco.federation.store import BlobStore
 from lightning_sdiloco.federation.wire import CHUNK, HubError, HubUnreachable, NoSpace, pack
 from tests.federation.hubs import TERMS, Served, World, joined, put, require_agreement, until
@@ -423,7 +424,7 @@ def test_what_did_not_come_is_fetched_again_and_a_cut_is_noticed_while_nobody_re
     assert quiet.welcomes == 1
     del world.sites["b"]
     world.more(2)
-    unread = quiet.connection._told
+    unread = quiet.connection._events
     until(
         lambda: sum(isinstance(told, Recorded) and told.blobs is not None for told in unread) == 2
     )
@@ -435,7 +436,7 @@ def test_what_an_earlier_connection_was_fetching_is_told_by_the_next_one_alone(
     world: World,
 ) -> None:
     connection: Any = world.found("a", rounds=2).connection
-    until(lambda: not connection._coming and not connection.events())
+    until(lambda: not connection._records.fetching and not connection.events())
     record = world.service.coordinator.ledger.history[0][0]
     get = connection._client.get_small
     asked = threading.Event()
@@ -451,7 +452,7 @@ def test_what_an_earlier_connection_was_fetching_is_told_by_the_next_one_alone(
         return get(wanted)
 
     with patch.object(connection._client, "get_small", slow):
-        connection.applied = [0, 0]
+        connection._records.applied = [0, 0]
         for lost in (True, False):
             asked.clear()
             goes_on.clear()
@@ -494,7 +495,7 @@ def test_a_snapshot_that_arrives_some_rounds_later_takes_the_place_of_the_one_be
     rounds = [at.round for at in given[0][1].applied]
     until(lambda: rounds in world.status()["snapshots"])
     assert world.status()["snapshots"] == [rounds]
-    assert world.service.coordinator.ledger.kept == tuple(round + 1 for round in rounds)
+    assert world.service.coordinator.ledger.kept_from == tuple(round + 1 for round in rounds)
 
 
 def test_a_snapshot_comes_sooner_where_the_disk_has_no_room_for_all_payloads_until_the_next(
@@ -508,8 +509,8 @@ def test_a_snapshot_comes_sooner_where_the_disk_has_no_room_for_all_payloads_unt
         world.run(lambda: min(at.round for at in ledger.snapshots.headers[-1].applied) > RETENTION)
         world.more(1)
     assert len(ledger.snapshots.headers) == 1, "it is verified, and the one before is gone"
-    assert min(ledger.kept) > min(site.rounds) - RETENTION - 2
-    assert min(ledger.kept) > 1
+    assert min(ledger.kept_from) > min(site.rounds) - RETENTION - 2
+    assert min(ledger.kept_from) > 1
 
 
 def test_what_a_checkpoint_has_in_flight_waits_until_the_hub_has_let_the_site_in(
@@ -576,7 +577,7 @@ def test_a_contribution_of_several_ranks_counts_when_the_payload_of_every_rank_i
     )
     assert own is not None
     first.contribute(own, {payloads[0].key: halves[0]})
-    until(lambda: coordinator.holds(payloads[:1]))
+    until(lambda: holds(coordinator.store, payloads[:1]))
     time.sleep(0.2)
     assert coordinator.ledger.members["a"].connected
     assert not list(coordinator.journal.read())

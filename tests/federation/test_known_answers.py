@@ -274,7 +274,7 @@ def test_a_joiner_gets_the_state_of_who_has_applied_most_or_the_snapshot_and_nev
     assert made.source("joiner", 2.0, without=["b"]) == "a"
     assert made.source("joiner", 50.0) is None
     made = Ledger(TERMS, RUN_CONFIG, 0.0, RECORDS[:10], snapshots=[snapshot()])
-    assert (made.source("joiner", 50.0), made.kept) == (snapshot(), (1,))
+    assert (made.source("joiner", 50.0), made.kept_from) == (snapshot(), (1,))
     made.snapshots.add(snapshot(*RECORDS[:10]))
     assert made.source("joiner", 50.0) == snapshot(), (
         "nobody has said yet that the new one is right"
@@ -282,7 +282,7 @@ def test_a_joiner_gets_the_state_of_who_has_applied_most_or_the_snapshot_and_nev
     for each in RECORDS[10:]:
         made.append(each)
     assert made.snapshots.headers == [snapshot(*RECORDS[:10])]
-    assert made.kept == (11,), "payloads since are kept"
+    assert made.kept_from == (11,), "payloads since are kept"
     made = Ledger(
         TERMS,
         RUN_CONFIG,
