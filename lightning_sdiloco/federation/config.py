@@ -80,8 +80,7 @@ class Federation:
         >>> Federation(hub="a.example:29400", run="llm", site="site b", keys="site-b.bundle")
         Traceback (most recent call last):
         ...
-        ValueError: site='site b' is not a name: it must have letters, digits, and '.', '_' or '-'
-        between them. ...
+        ValueError: site='site b' is not a name: it must have letters, digits, and '.', '_' or ...
     """
 
     hub: str
