@@ -1,10 +1,10 @@
-"""The arithmetic of a site: its outer gradient becomes bytes, and what a record counts becomes new
-outer parameters.
+"""The arithmetic of a site: it encodes its outer gradient, and computes new outer parameters from
+the contributions that a record counts.
 
 It is the fixed world's: the same compression, weights, mean and outer step, in the order of the
-record. So a federation in which no site is ever late has the bits of the fixed world. What is sent
-for a last round is float32, and its record takes the plain mean, as the final exchange does there;
-see [Note: the last round].
+record. So a federation in which no site is ever late is bit-identical to the fixed world. A site
+sends float32 for a last round, and the record of that round takes the plain mean, as the final
+exchange does there; see [Note: the last round].
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ from lightning_sdiloco.engine.flight import (
     unchanged,
     whole_norm,
 )
-from lightning_sdiloco.engine.fragments import Arrival, FragmentState, Launch
+from lightning_sdiloco.engine.fragments import Arrival, Commit, FragmentState, Landing, Launch, Span
 from lightning_sdiloco.engine.matrices import proofs
 from lightning_sdiloco.engine.measure import span_from
 from lightning_sdiloco.engine.outer import OuterState, outer_optimizer_for
@@ -75,221 +75,293 @@ class Stepped(NamedTuple):
     arrival: Arrival
 
 
-class _Site(NamedTuple):
-    """Holds what came of a site: how many ranks it has, how it encodes, and their payloads by
-    rank, on the host.
-    """
+class Fetch(NamedTuple):
+    """A payload that a rank fetches: its source in the record, and the rank there that sent it."""
+
+    source: int
+    place: int
+    payload: Payload
+
+
+class _Source(NamedTuple):
+    """The payloads of a site, or of the hub, by rank and on the host, and how to decode them."""
 
     ranks: int
+    is_exact: bool
     all_reduce: AllReduce
     payloads: dict[int, Tensor]
 
 
+@dataclass(frozen=True)
+class _Average:
+    """The mean of a record, with all that went into it.
+
+    Attributes:
+        values: The outer parameters that it moves.
+        mean: The mean; the outer step overwrites it.
+        norm: The norm of the mean, over all ranks.
+        controls: The control vectors of the contributions, in the record's order.
+        count: Which of them count, and with which factors.
+        sources: The payloads that were averaged.
+        span: The time that it took.
+    """
+
+    values: Tensor
+    mean: Tensor
+    norm: float
+    controls: list[Control]
+    count: Count
+    sources: list[_Source]
+    span: Span
+
+    @property
+    def trained(self) -> list[int]:
+        return [control.weight for control in self.controls]
+
+    def landing_of(self, record: Record, outer: OuterState, outer_step_span: Span) -> Landing:
+        spans = {"decode": self.span, "outer_step": outer_step_span}
+        return reported(
+            record.fragment, record.round, self.controls, self.count, outer, self.norm, spans
+        )
+
+
 class SiteArithmetic:
     """Encodes for a site, and applies records. Everything here runs in the background, and writes
-    to no record.
+    to no record of a fragment.
     """
 
     def __init__(self, rounds: Rounds, topology: Topology) -> None:
         self._fragments = rounds.fragments
         self._schedule = rounds.schedule
         settings = rounds.settings
-        # All is done in the first stage of the background, whose communicator this is.
+        # All work is done in the first stage of the background, whose communicator this is.
         self._site = topology.stages[0]
         self._rank = topology.group_rank
         self._ranks = topology.group_size
-        self._all_reduce, self._exact_all_reduce = (
-            all_reduce_for(settings.exchange, topology.num_groups, codec, settings.landing.kept)
-            for codec in (settings.codec, resolve("fp32"))
+        kept_share = settings.landing.kept
+        self._all_reduce = all_reduce_for(
+            settings.exchange, topology.num_groups, settings.codec, kept_share
+        )
+        self._exact_all_reduce = all_reduce_for(
+            settings.exchange, topology.num_groups, resolve("fp32"), kept_share
         )
         self._aggregation = Aggregation(settings.outer.clip_norm)
         self._landing = settings.landing
 
+    # Line 7: the outer gradient becomes payloads
+
     def encode(self, launch: Launch, begun: Contribution) -> Encoded:
-        """Encodes what a launch has read. What is exact leaves nothing out, and what was left out
-        before stays so.
+        """Encodes the outer gradient of a launch. An exact payload leaves nothing out, and changes
+        nothing of the memory of what earlier ones have left out.
         """
         fragment = self._fragments[launch.fragment]
-        gradient = launch.gradient
         memory = fragment.load(fragment.memory)
         tuning = fragment.load(fragment.tuning)
         if begun.exact:
-            encoded = self._exact_all_reduce.encode(gradient, None)._replace(
-                memory=memory, tuning=tuning
-            )
+            encoded = self._exact_all_reduce.encode(launch.gradient, None)
+            encoded = encoded._replace(memory=memory, tuning=tuning)
         else:
-            encoded = self._at(launch.fragment, begun.round, launch.choice).encode(
-                gradient, memory, tuning
-            )
+            all_reduce = self._rounding(launch.fragment, begun.round, launch.choice)
+            encoded = all_reduce.encode(launch.gradient, memory, tuning)
         blob = to_bytes(encoded.payloads[0])
         if self._rank == 0:
-            # Rank 0 speaks for the untrained state.
+            # Rank 0 sends the untrained state for all ranks.
             blob += sent_untrained(fragment.untrained, launch, begun.exact)
         payload = Payload(key_of(blob), len(blob))
-        norm = norm_squared(gradient)
-        # A norm that is not finite does not decide: it may overflow where every value is finite.
-        finite = isfinite(norm) or bool(gradient.isfinite().all())
-        outer = digest(launch.outer, start=fragment.layout.start)
-        # One that overflows is reported as the largest number, for the guard.
-        own = payload, outer, finite, min(norm, _LARGEST) if finite else 0.0
-        payloads, digests, finites, norms = zip(*self._site.all_gather_object(own), strict=True)
-        sent = replace(
-            begun,
-            digest=combined(list(digests)),
-            payloads=tuple(Payload(*one) for one in payloads),
-            finite=all(finites),
-            norm_squared=min(sum(norms), _LARGEST),
-        )
+        sent = self._described(launch, begun, payload)
         return Encoded(sent, {payload.key: blob}, encoded.memory, encoded.tuning, launch.buffers)
 
+    def _described(self, launch: Launch, begun: Contribution, payload: Payload) -> Contribution:
+        """Completes a contribution with the payloads of all ranks, and what the hub and the sites
+        judge it by. In-group collective.
+        """
+        gradient = launch.gradient
+        norm = norm_squared(gradient)
+        # A norm that is not finite does not decide: it may overflow where every value is finite.
+        is_finite = isfinite(norm) or bool(gradient.isfinite().all())
+        shard_digest = digest(launch.outer, start=self._fragments[launch.fragment].layout.start)
+        # A norm that overflows is reported as the largest number, for the guard.
+        shard_norm = min(norm, _LARGEST) if is_finite else 0.0
+        shards = self._site.all_gather_object((payload, shard_digest, is_finite, shard_norm))
+        payloads, digests, are_finite, norms = zip(*shards, strict=True)
+        return replace(
+            begun,
+            digest=combined(list(digests)),
+            payloads=tuple(Payload(*fields) for fields in payloads),
+            finite=all(are_finite),
+            norm_squared=min(sum(norms), _LARGEST),
+        )
+
+    # Lines 8 to 11: the mean and the outer step
+
     def apply(
-        self, record: Record, blobs: Mapping[str, Bytes], before: OuterState, own: Encoded | None
+        self,
+        record: Record,
+        blobs: Mapping[str, Bytes],
+        before: OuterState,
+        encoded: Encoded | None,
     ) -> Stepped:
-        began = time.perf_counter()
+        """Applies a record to an outer state; ``encoded`` is this site's flight in that round."""
         fragment = self._fragments[record.fragment]
-        memory, tuning = (None, None) if own is None else (own.memory, own.tuning)
-        values = fragment.storage.load(before.values)
-        controls = [
-            Control(
-                own.fragment,
-                own.round,
-                0,
-                own.weight,
-                own.digest,
-                own.norm_squared,
-                changed=0,
-                finite=own.finite,
-            )
-            for own in record.counted
-        ]
-        count = plain(controls) if record.final else self._aggregation.count(controls)
-        sites = self._received(record, blobs)
-        mean = self._mean(fragment, sites, Count({0: 1.0}) if record.mean else count, values)
-        decoded = span_from(began, values.device)
-        # The outer step takes the mean.
-        norm = whole_norm(torch.linalg.vector_norm(mean), self._site)
+        average = self._average(record, blobs, before)
         began = time.perf_counter()
         if record.final:
-            outer = moved_by(mean, before, values)
-        elif not count.factors:
-            outer = unchanged(before, values)
+            outer = moved_by(average.mean, before, average.values)
+        elif not average.count.factors:
+            outer = unchanged(before, average.values)
         else:
             is_dense = self._schedule.is_dense_round(record.round)
-            outer = outer_step(fragment, before, values, mean, self._site, is_dense=is_dense)
+            outer = outer_step(
+                fragment, before, average.values, average.mean, self._site, is_dense=is_dense
+            )
         gathered = fragment.layout.all_gather(outer.values, self._site)
-        untrained = self._untrained(fragment, record, sites, own)
-        spans = {"decode": decoded, "outer_step": span_from(began, values.device)}
+        untrained = self._untrained(fragment, record, average.sources, encoded)
+        span = span_from(began, average.values.device)
         arrival = Arrival(
-            commit=fragment.committed()._replace(
-                outer=outer.moved(fragment.storage.store),
-                memory=fragment.store(memory),
-                tuning=fragment.store(tuning),
-            ),
+            commit=_commit(fragment, outer, encoded),
             rule=self._landing,
             gathered=[gathered],
             untrained=untrained,
             changed=0,
-            trained=[control.weight for control in controls],
-            landing=reported(record.fragment, record.round, controls, count, outer, norm, spans),
+            trained=average.trained,
+            landing=average.landing_of(record, outer, span),
         )
-        moved = gathered - fragment.layout.all_gather(values, self._site)
-        digests = digests_of([values, outer.values], [fragment.layout.start] * 2, self._site)
+        moved = gathered - fragment.layout.all_gather(average.values, self._site)
+        digests = digests_of(
+            [average.values, outer.values], [fragment.layout.start] * 2, self._site
+        )
         return Stepped(digests[0], digests[1], moved, arrival)
 
-    def _at(self, fragment: int, round: int, choice: int | None = None) -> AllReduce:
+    def _average(self, record: Record, blobs: Mapping[str, Bytes], before: OuterState) -> _Average:
+        """Decodes the payloads of a record and averages them (line 8). In-group collective."""
+        began = time.perf_counter()
+        fragment = self._fragments[record.fragment]
+        values = fragment.storage.load(before.values)
+        controls = [_control_of(contribution) for contribution in record.counted]
+        count = plain(controls) if record.final else self._aggregation.count(controls)
+        sources = self._received(record, blobs)
+        # A mean of the hub is one payload, which is taken as it is.
+        mean_count = Count({0: 1.0}) if record.mean else count
+        mean = self._mean(fragment.layout, sources, mean_count, values)
+        span = span_from(began, values.device)
+        # The outer step overwrites the mean, so its norm is taken now.
+        norm = whole_norm(torch.linalg.vector_norm(mean), self._site)
+        return _Average(values, mean, norm, controls, count, sources, span)
+
+    def _rounding(self, fragment: int, round: int, choice: int | None = None) -> AllReduce:
         return self._all_reduce.at(self._schedule.launch_of(fragment, round), choice)
 
-    def _received(self, record: Record, blobs: Mapping[str, Bytes]) -> list[_Site]:
-        """Returns what came of sites, or the hub: of one of as many ranks what this rank needs, of
-        others all.
+    def _received(self, record: Record, blobs: Mapping[str, Bytes]) -> list[_Source]:
+        """Returns the payloads that this rank needs: from a site with as many ranks, those of the
+        same rank, and from any other site all of them. In-group collective.
         """
-        of_ranks = [fetched_by(rank, self._ranks, record) for rank in range(self._ranks)]
-        rounded = self._at(record.fragment, record.round)
-        exact = [record.final] if record.mean else [own.exact for own in record.counted]
-        encoded_by = [self._exact_all_reduce if own else rounded for own in exact]
-        sites = [
-            _Site(len(payloads), by, {})
-            for payloads, by in zip(record.sources, encoded_by, strict=True)
-        ]
-        for site, place, payload in of_ranks[self._rank]:
-            sites[site].payloads[place] = torch.frombuffer(
-                bytearray(blobs[payload.key]), dtype=torch.uint8
-            )
-        # What came of sites of another number of ranks all need, whichever has fetched it.
-        passed = [[one for one in own if sites[one[0]].ranks != self._ranks] for own in of_ranks]
-        sizes = [[payload.size for *_, payload in own] for own in passed]
-        if any(passed):
-            flat = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8)
-            if passed[self._rank]:
-                here = [sites[site].payloads[place] for site, place, _ in passed[self._rank]]
-                flat[: sum(sizes[self._rank])] = torch.cat(here)
-            for own, lengths, came in zip(passed, sizes, self._site.all_gather(flat), strict=True):
-                parts = came[: sum(lengths)].split(lengths) if lengths else ()
-                for (site, place, _), part in zip(own, parts, strict=True):
-                    sites[site].payloads.setdefault(place, part)
-        return sites
+        sources = self._sources(record)
+        for source, place, payload in fetched_by(self._rank, self._ranks, record):
+            blob = bytearray(blobs[payload.key])
+            sources[source].payloads[place] = torch.frombuffer(blob, dtype=torch.uint8)
+        passed_on = []
+        for rank in range(self._ranks):
+            fetches = fetched_by(rank, self._ranks, record)
+            passed_on.append([f for f in fetches if sources[f.source].ranks != self._ranks])
+        if any(passed_on):
+            self._pass_on(sources, passed_on)
+        return sources
+
+    def _sources(self, record: Record) -> list[_Source]:
+        """Returns the sources of a record, whose payloads are still missing."""
+        are_exact = [contribution.exact for contribution in record.counted]
+        if record.mean:
+            # The hub's mean takes the place of all contributions.
+            are_exact = [record.final]
+        rounding = self._rounding(record.fragment, record.round)
+        sources = []
+        for payloads, is_exact in zip(record.sources, are_exact, strict=True):
+            all_reduce = self._exact_all_reduce if is_exact else rounding
+            sources.append(_Source(len(payloads), is_exact, all_reduce, {}))
+        return sources
+
+    def _pass_on(self, sources: Sequence[_Source], fetches: Sequence[Sequence[Fetch]]) -> None:
+        """Gives all ranks the payloads that each of them has fetched. In-group collective."""
+        flat = torch.zeros(max(map(_nbytes, fetches)), dtype=torch.uint8)
+        fetched = [sources[source].payloads[place] for source, place, _ in fetches[self._rank]]
+        if fetched:
+            flat[: _nbytes(fetches[self._rank])] = torch.cat(fetched)
+        for fetches_of_rank, gathered in zip(fetches, self._site.all_gather(flat), strict=True):
+            position = 0
+            for source, place, payload in fetches_of_rank:
+                end = position + payload.size
+                sources[source].payloads.setdefault(place, gathered[position:end])
+                position = end
 
     def _mean(
-        self, fragment: FragmentState, sites: Sequence[_Site], count: Count, like: Tensor
+        self, layout: FragmentLayout, sources: Sequence[_Source], count: Count, like: Tensor
     ) -> Tensor:
-        layout = fragment.layout
-        all_reduce = sites[0].all_reduce
-        if all(site.ranks == self._ranks and site.all_reduce is all_reduce for site in sites):
-            end = all_reduce.payload_bytes(layout.length)
-            return all_reduce.mean(
-                [site.payloads[self._rank][:end].to(like.device) for site in sites],
-                count,
-                like=like,
-            )
-        codes = [site.all_reduce.compression for site in sites]
-        factors = count.factors.items()
-        decoded = [
-            self._stretch(layout, site, code.decode, like)
-            for site, code in zip(sites, codes, strict=True)
-        ]
-        senders = (
-            torch.zeros_like(like) if any(code.traits.counts_senders for code in codes) else None
+        all_reduce = sources[0].all_reduce
+        is_uniform = all(
+            source.ranks == self._ranks and source.all_reduce is all_reduce for source in sources
         )
-        if senders is not None:
+        if not is_uniform:
+            return self._mean_of_unlike(layout, sources, count, like)
+        end = all_reduce.payload_bytes(layout.length)
+        payloads = [source.payloads[self._rank][:end].to(like.device) for source in sources]
+        return all_reduce.mean(payloads, count, like=like)
+
+    def _mean_of_unlike(
+        self, layout: FragmentLayout, sources: Sequence[_Source], count: Count, like: Tensor
+    ) -> Tensor:
+        """Returns the mean of sites with other numbers of ranks, or other codes."""
+        codes = [source.all_reduce.compression for source in sources]
+        decoded = [
+            self._stretch(layout, source, code.decode, like)
+            for source, code in zip(sources, codes, strict=True)
+        ]
+        senders = None
+        if any(code.traits.counts_senders for code in codes):
+            senders = torch.zeros_like(like)
             for index in count.factors:
-                senders += self._stretch(layout, sites[index], codes[index].places, like)
-        return weighted_mean(((decoded[index], factor) for index, factor in factors), like, senders)
+                senders += self._stretch(layout, sources[index], codes[index].places, like)
+        weighted = ((decoded[index], factor) for index, factor in count.factors.items())
+        return weighted_mean(weighted, like, senders)
 
     def _stretch(
         self,
         layout: FragmentLayout,
-        site: _Site,
+        source: _Source,
         read: Callable[[Tensor, Tensor], None],
         like: Tensor,
     ) -> Tensor:
+        """Returns what ``read`` finds for this rank's shard in the shards of another cut."""
         stretch = torch.zeros_like(like)
         position = 0
-        for place, length in enumerate(layout.shard_lengths(site.ranks)):
+        for place, length in enumerate(layout.shard_lengths(source.ranks)):
             first = max(position, layout.start)
             last = min(position + length, layout.start + layout.length)
             if first < last:
                 values = like.new_empty(length)
-                payload = site.payloads[place][: site.all_reduce.payload_bytes(length)].to(
-                    like.device
-                )
-                read(payload, values)
-                stretch[first - layout.start : last - layout.start] = values[
-                    first - position : last - position
-                ]
+                payload = source.payloads[place][: source.all_reduce.payload_bytes(length)]
+                read(payload.to(like.device), values)
+                overlap = values[first - position : last - position]
+                stretch[first - layout.start : last - layout.start] = overlap
             position += length
         return stretch
 
+    # Untrained state, which travels behind the values of rank 0
+
     def _untrained(
-        self, fragment: FragmentState, record: Record, sites: Sequence[_Site], own: Encoded | None
+        self,
+        fragment: FragmentState,
+        record: Record,
+        sources: Sequence[_Source],
+        encoded: Encoded | None,
     ) -> Arrived:
-        """Returns what becomes of the untrained state of a fragment, given what the sites that
-        count sent.
+        """Returns the new untrained state of a fragment, from what counted sites have sent of it.
+        In-group collective.
         """
         state = fragment.untrained
         travels = len(state.outer)
         if not travels and not state.own.places:
             return NOTHING
-        sent = self._sent(fragment, record, sites) if self._rank == 0 else {}
+        sent = self._sent(fragment, record, sources) if self._rank == 0 else {}
         is_sent = torch.zeros(
             travels + len(state.own.places), dtype=torch.uint8, device=fragment.storage.device
         )
@@ -297,62 +369,98 @@ class SiteArithmetic:
         self._site.broadcast(is_sent)
         indices = is_sent.nonzero().flatten().tolist()
         travelling = [index for index in indices if index < travels]
-        result = NOTHING
+        arrived_state = NOTHING
         if travelling:
-            flat = torch.empty(
-                arrived_bytes(state, travelling), dtype=torch.uint8, device=is_sent.device
-            )
-            if self._rank == 0:
-                flat.copy_(agreed(state, {index: sent[index] for index in travelling}))
-            self._site.broadcast(flat)
-            result = arrived(state, travelling, flat, state.outer if own is None else own.untrained)
-        kept = dict[str, Tensor]()
+            arrived_state = self._arrived(fragment, travelling, sent, encoded)
+        of_sites = dict[str, Tensor]()
         for index in indices[len(travelling) :]:
             place = state.own.places[index - travels]
             # A site whose ranks share a tensor keeps its own.
             if not is_sharded(place.tensor):
-                kept[place.name] = self._first(state.own.new_empty(place), sent.get(index, {}))
-        return result._replace(own=kept)
+                of_sites[place.name] = self._first(state.own.new_empty(place), sent.get(index, {}))
+        return arrived_state._replace(own=of_sites)
+
+    def _arrived(
+        self,
+        fragment: FragmentState,
+        travelling: Sequence[int],
+        sent: Mapping[int, dict[str, Tensor]],
+        encoded: Encoded | None,
+    ) -> Arrived:
+        """Agrees on travelling tensors at rank 0, which has what was sent. In-group collective."""
+        state = fragment.untrained
+        nbytes = arrived_bytes(state, travelling)
+        flat = torch.empty(nbytes, dtype=torch.uint8, device=fragment.storage.device)
+        if self._rank == 0:
+            flat.copy_(agreed(state, {index: sent[index] for index in travelling}))
+        self._site.broadcast(flat)
+        local = state.outer if encoded is None else encoded.untrained
+        return arrived(state, travelling, flat, local)
 
     def _sent(
-        self, fragment: FragmentState, record: Record, sites: Sequence[_Site]
+        self, fragment: FragmentState, record: Record, sources: Sequence[_Source]
     ) -> dict[int, dict[str, Tensor]]:
         """Returns the bytes that counted sites, or the hub, sent of untrained state, by tensor and
         sender.
         """
-        device = fragment.storage.device
         travels = len(fragment.untrained.outer)
         sent = dict[int, dict[str, Tensor]]()
-        for contribution, site in zip(record.counted, sites, strict=False):
-            is_exact = record.final if record.mean else contribution.exact
-            for index, values in self._untrained_of(fragment, site, is_exact).items():
-                # What sites keep is theirs until all have sent it.
+        for contribution, source in zip(record.counted, sources, strict=False):
+            for index, values in self._changed_by(fragment, source).items():
+                # Tensors that sites keep are theirs until all sites have sent them.
                 if index < travels or record.final:
-                    piece = torch.frombuffer(bytearray(values), dtype=torch.uint8).to(device)
-                    sent.setdefault(index, {})[f"site {contribution.site!r}"] = piece
+                    flat = torch.frombuffer(bytearray(values), dtype=torch.uint8)
+                    senders = sent.setdefault(index, {})
+                    senders[f"site {contribution.site!r}"] = flat.to(fragment.storage.device)
         return sent
 
     def _first(self, like: Tensor, of_sites: Mapping[str, Tensor]) -> Tensor:
-        """Returns what the first site keeps, given the bytes of all sites at the first rank.
+        """Returns the tensor that the first site keeps, given the bytes of all sites at rank 0.
         In-group collective.
         """
         if self._rank == 0:
-            sent = {
-                who: from_bytes(flat.to(like.device), like=like) for who, flat in of_sites.items()
+            tensors = {
+                site: from_bytes(flat.to(like.device), like=like) for site, flat in of_sites.items()
             }
-            like, _ = new_outer(Kind.FIRST, sent, like, keeps_outer=False)
+            like, _ = new_outer(Kind.FIRST, tensors, like, keeps_outer=False)
         flat = untrained_bytes(like)
         self._site.broadcast(flat)
         return from_bytes(flat, like=like)
 
-    def _untrained_of(
-        self, fragment: FragmentState, site: _Site, is_exact: bool
-    ) -> dict[int, bytes]:
-        """Returns the bytes of what a site, or the hub, says has changed."""
-        values = site.all_reduce.payload_bytes(fragment.layout.shard_lengths(site.ranks)[0])
-        return unpacked(
-            to_bytes(site.payloads[0][values:]), sizes_of(fragment.untrained).sent(is_exact)
-        )
+    def _changed_by(self, fragment: FragmentState, source: _Source) -> dict[int, bytes]:
+        """Returns the bytes of the tensors that a site, or the hub, marks as changed."""
+        start = source.all_reduce.payload_bytes(fragment.layout.shard_lengths(source.ranks)[0])
+        sizes = sizes_of(fragment.untrained).sent(source.is_exact)
+        return unpacked(to_bytes(source.payloads[0][start:]), sizes)
+
+
+def _control_of(contribution: Contribution) -> Control:
+    return Control(
+        contribution.fragment,
+        contribution.round,
+        requests=0,
+        weight=contribution.weight,
+        digest=contribution.digest,
+        norm_squared=contribution.norm_squared,
+        changed=0,
+        finite=contribution.finite,
+    )
+
+
+def _commit(fragment: FragmentState, outer: OuterState, encoded: Encoded | None) -> Commit:
+    """Returns the record of a fragment after a landing."""
+    memory = None
+    tuning = None
+    if encoded is not None:
+        memory = fragment.store(encoded.memory)
+        tuning = fragment.store(encoded.tuning)
+    return fragment.committed()._replace(
+        outer=outer.moved(fragment.storage.store), memory=memory, tuning=tuning
+    )
+
+
+def _nbytes(fetches: Sequence[Fetch]) -> int:
+    return sum(fetch.payload.size for fetch in fetches)
 
 
 def sizes_of(state: UntrainedState) -> Sizes:
@@ -362,30 +470,29 @@ def sizes_of(state: UntrainedState) -> Sizes:
 
 
 def sent_untrained(state: UntrainedState, launch: Launch, is_exact: bool) -> bytes:
-    """Returns what a launch sends of the untrained state, as bytes."""
+    """Returns the part of a launch's payload that holds the untrained state."""
     changed = {
         index: to_bytes(untrained_bytes(launch.buffers[index])) for index in launch.travelling
     }
     return packed(changed, sizes_of(state).sent(is_exact))
 
 
-def fetched_by(rank: int, ranks: int, record: Record) -> list[tuple[int, int, Payload]]:
-    """Returns the payloads that a rank fetches: source in the record, rank there, and name."""
-    return [
-        (source, place, payloads[place])
-        for source, payloads in enumerate(record.sources)
-        for place in places_of(rank, ranks, len(payloads))
-    ]
+def fetched_by(rank: int, ranks: int, record: Record) -> list[Fetch]:
+    """Returns the payloads of a record that a rank fetches."""
+    fetches = []
+    for source, payloads in enumerate(record.sources):
+        for place in places_of(rank, ranks, len(payloads)):
+            fetches.append(Fetch(source, place, payloads[place]))
+    return fetches
 
 
 def digests_of(values: Sequence[Tensor], starts: Sequence[int], ranks: Communicator) -> list[int]:
     """Returns the digests of fragments from each rank's shards and where they start. In-group
     collective.
     """
-    shards = ranks.all_gather_object(
-        [digest(own, start) for own, start in zip(values, starts, strict=True)]
-    )
-    return [combined(list(own)) for own in zip(*shards, strict=True)]
+    of_this_rank = [digest(shard, start) for shard, start in zip(values, starts, strict=True)]
+    by_rank = ranks.all_gather_object(of_this_rank)
+    return [combined(list(of_fragment)) for of_fragment in zip(*by_rank, strict=True)]
 
 
 def to_bytes(values: Tensor) -> bytes:
@@ -393,42 +500,36 @@ def to_bytes(values: Tensor) -> bytes:
     return ctypes.string_at(on_host.data_ptr(), on_host.numel()) if on_host.numel() else b""
 
 
-# Values of the self-test: no multiple of a block, so that padding is tested too.
+# Values of the self-test: no multiple of a block, so that padding is tested, too.
 _TESTED = 4099
 
 
-def self_test(settings: Settings, fragments: Sequence[Fragment], device: torch.device) -> str:
-    """Returns what the arithmetic of this site makes of known values: compression, weights, mean
-    and outer step.
-    """
+def _tested_values(seed: int) -> Tensor:
     # No random numbers: torch's differ between processors.
-    numbers = (
-        torch.arange(_TESTED, dtype=torch.int64) * 7919 * (2 * seed + 1) % 2003 - 1001
-        for seed in range(4)
-    )
-    outer, *gradients = ((one.to(torch.float32) / 997).to(device) for one in numbers)
+    numbers = torch.arange(_TESTED, dtype=torch.int64) * 7919 * (2 * seed + 1) % 2003 - 1001
+    return numbers.to(torch.float32) / 997
+
+
+def self_test(settings: Settings, fragments: Sequence[Fragment], device: torch.device) -> str:
+    """Returns a digest of this site's arithmetic on known values: compression, weights, mean and
+    outer step.
+    """
+    outer = _tested_values(0).to(device)
     all_reduce = all_reduce_for(settings.exchange, 1, settings.codec, settings.landing.kept).at(1)
-    payloads = [all_reduce.encode(gradient, None).payloads[0] for gradient in gradients]
-    controls = [
-        Control(
-            0,
-            1,
-            0,
-            weight=3 + group,
-            digest=0,
-            norm_squared=norm_squared(own),
-            changed=0,
-            finite=True,
+    payloads = []
+    controls = []
+    for group in range(3):
+        gradient = _tested_values(1 + group).to(device)
+        payloads.append(all_reduce.encode(gradient, None).payloads[0])
+        controls.append(
+            Control(0, 1, 0, 3 + group, 0, norm_squared(gradient), changed=0, finite=True)
         )
-        for group, own in enumerate(gradients)
-    ]
+    count = Aggregation(settings.outer.clip_norm).count(controls)
     optimizer = outer_optimizer_for(settings, [outer])
     state = optimizer.take_initial()[0]
     seal = hashlib.sha256(repr(proofs(fragments, settings.outer.map, device)).encode())
     for _ in range(2):
-        mean = all_reduce.mean(
-            payloads, Aggregation(settings.outer.clip_norm).count(controls), like=outer
-        )
+        mean = all_reduce.mean(payloads, count, like=outer)
         state = optimizer.step(0, state, state.values, mean)
         seal.update(to_bytes(state.values.view(torch.uint8)))
     return seal.hexdigest()

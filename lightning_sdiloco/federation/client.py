@@ -1,4 +1,4 @@
-"""A site's ways to its hub: over connections that fail soon where it is gone and find it again,
+"""A site's ways to its hub: over gRPC, where calls fail soon if the hub is gone and find it again,
 and in memory.
 """
 
@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation.codec import Bytes, key_of, read
 from lightning_sdiloco.federation.keys import Identity, Peer, Role, bundle_of, host_of
-from lightning_sdiloco.federation.messages import Event, Payload, Recorded, StateOffered, said_in
+from lightning_sdiloco.federation.messages import Event, Payload, Recorded, StateOffered, read_event
 from lightning_sdiloco.federation.wire import (
     AWAY,
     CHUNK,
@@ -44,46 +44,59 @@ from lightning_sdiloco.federation.wire import (
     unpack,
 )
 
-LEAST_RATE = (
-    64 << 10
-)  # bytes per second below which a blob is given up in the end: half of 1 Mbit/s
+# Bytes per second below which a blob is given up in the end: half of 1 Mbit/s.
+LEAST_RATE = 64 << 10
 PATIENCE = 30.0  # seconds without any progress after which a connection is given up
-_SILENT_HEARTBEATS = 4  # heartbeats of the hub that may be missing before it counts as gone
+_SILENT_HEARTBEATS = 4  # missing heartbeats of the hub after which it counts as gone
 _LONGEST_PAUSE = 2.0  # seconds: a link that heals is noticed with the next try
 _PAUSE = 0.2  # seconds before a blob is tried again, twice as long each time that nothing moved
 _STUCK = 4
 _THREADS = 128
 
-# How the way to a hub is measured: with pings, this many at a time on a connection and bytes in
+# The bandwidth to a hub is measured with pings: so many at a time on a connection, of so many bytes
 # each, until it is busy.
 _MOST_BYTES = 128 << 20
 _CALLS = 20
 _STEPS = ((1, CHUNK // 16), (1, CHUNK // 4), (1, CHUNK), (4, CHUNK))
-_NOISE = random.Random(0).randbytes(CHUNK)  # nothing on the way makes it smaller
+_NOISE = random.Random(0).randbytes(CHUNK)  # nothing on the way can compress it
 
 Answer = TypeVar("Answer")
 _Parts = list[list[int]]
+
+
+class _Attempt:
+    """One attempt to move a blob, in parts that several threads move.
+
+    Attributes:
+        timeout: Seconds that it may take.
+        calls: Its calls, which are cancelled when it ends.
+        progress: Grows whenever some bytes have moved.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.calls: list[Any] = []
+        self.progress = 0
 
 
 def hub_addresses(hub: str) -> list[tuple[str, int]]:
     if "://" in hub or hub.startswith("/"):
         raise ValueError(
             f"hub={hub!r} is a folder or bucket, but sites meet at a hub: start one on a machine"
-            " that all of them reach"
-            " (sdiloco hub), and give its ADDRESS:PORT. The hub can keep payloads in a folder or"
-            " bucket (--store)."
+            " that all of them reach (sdiloco hub), and give its ADDRESS:PORT. The hub can keep"
+            " payloads in a folder or bucket (--store)."
         )
-    places = []
-    for one in map(str.strip, hub.split(",")):
-        host, _, port = one.rpartition(":")
+    addresses = []
+    for text in map(str.strip, hub.split(",")):
+        host, _, port = text.rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(
-                f"hub={one!r} is not an address: give one with a port, such as a.example:29400."
+                f"hub={text!r} is not an address: give one with a port, such as a.example:29400."
             )
         if not 0 < int(port) < 1 << 16:
-            raise ValueError(f"hub={one!r} has port {port}: a port is a number from 1 to 65535.")
-        places.append((host.strip("[]"), int(port)))
-    return places
+            raise ValueError(f"hub={text!r} has port {port}: a port is a number from 1 to 65535.")
+        addresses.append((host.strip("[]"), int(port)))
+    return addresses
 
 
 class HubClient:
@@ -108,23 +121,22 @@ class HubClient:
             raise ValueError(f"channels={channels} is out of range: it must be at least 1.")
         self._grpc = extra("grpc")
         bundle = bundle_of(hub, name, keys, insecure)
+        self.identity = Identity(run, role, name)
         if bundle is not None:
             bundle = bundle.bound(run)
+            self.identity = bundle.identity._replace(run=run)
         else:
             warnings.warn(
                 f"Anyone on the way can read and change what goes to hub {hub} (insecure=True).",
                 stacklevel=2,
             )
-        self.identity = (
-            Identity(run, role, name) if bundle is None else bundle.identity._replace(run=run)
-        )
         self.incarnation = incarnation or secrets.token_hex(8)
         self.max_blob = MAX_BLOB
         self._bundle = bundle
         self._heartbeat = heartbeat
         self._timeout = timeout
         hub_addresses(hub)
-        self._hubs = [one.strip() for one in hub.split(",")]
+        self._hubs = [address.strip() for address in hub.split(",")]
         self._turn = 0
         self._channels = [self._channel() for _ in range(channels + 1)]
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="hub-client")
@@ -137,10 +149,10 @@ class HubClient:
         self, name: str, about: Header | None = None, body: bytes = b""
     ) -> tuple[Header, bytes]:
         message = pack(self._header(about) | {"call": name}, body)
-        return self._from_any(lambda: unpack(self._asked(message)))
+        return self._from_any(lambda: unpack(self._answer(message)))
 
     def send(self, blob: Bytes, about: Header | None = None, key: str | None = None) -> Header:
-        """Leaves a blob at the hub, and says what it is; returns the hub's answer."""
+        """Sends a blob to the hub, with its kind; returns the hub's answer."""
         view = memoryview(blob).cast("B")
         header = self._header(about) | {"key": key or key_of(view), "size": len(view)}
         return self._from_any(lambda: self._sent(header, view))
@@ -151,9 +163,8 @@ class HubClient:
         def ask() -> int:
             self.require()
             try:
-                return self._size_of(
-                    self._method("unary_stream", "get")(message, timeout=self._timeout)
-                )
+                get = self._method("unary_stream", "get")
+                return self._size_of(get(message, timeout=self._timeout))
             except Exception as error:
                 raise self._error(error) from error
 
@@ -162,52 +173,53 @@ class HubClient:
 
     def get_small(self, wanted: Sequence[Payload]) -> dict[str, Bytes]:
         """Fetches blobs in one stream, which costs the hub about as much as one of them."""
-        size = sum(one.size for one in wanted)
+        size = sum(payload.size for payload in wanted)
+        keys = b"".join(bytes.fromhex(payload.key) for payload in wanted)
+        message = pack(self._header(), keys)
+        stream = memoryview(self._from_any(lambda: self._joined(message, size)))
         blobs = dict[str, Bytes]()
-        message = pack(self._header(), b"".join(bytes.fromhex(one.key) for one in wanted))
-
-        def ask() -> bytearray:
-            self.require()
-            channel = random.choice(self._channels[1:])
-            came = bytearray()
-            try:
-                for piece in self._method("unary_stream", "get", channel)(
-                    message, PATIENCE + size / LEAST_RATE
-                ):
-                    came += piece
-                    if len(came) > size:
-                        raise Malformed("the hub sends more than was asked for.")
-            except Exception as error:
-                raise self._error(error) from error
-            if len(came) < size:
-                raise HubUnreachable(f"hub {self._hub} ended a stream too early.")
-            return came
-
-        came = memoryview(self._from_any(ask))
-        end = 0
-        for one in wanted:
-            start = end
-            end = end + one.size
-            blobs[one.key] = came[start:end]
-            if key_of(blobs[one.key]) != one.key:
-                raise Altered(f"the hub sent other bytes than those with digest {one.key}.")
+        position = 0
+        for payload in wanted:
+            end = position + payload.size
+            blobs[payload.key] = stream[position:end]
+            position = end
+            if key_of(blobs[payload.key]) != payload.key:
+                raise Altered(f"the hub sent other bytes than those with digest {payload.key}.")
         return blobs
+
+    def _joined(self, message: bytes, size: int) -> bytearray:
+        """Returns a stream of blobs with ``size`` bytes in all."""
+        self.require()
+        channel = random.choice(self._channels[1:])
+        stream = bytearray()
+        try:
+            get = self._method("unary_stream", "get", channel)
+            for piece in get(message, PATIENCE + size / LEAST_RATE):
+                stream += piece
+                if len(stream) > size:
+                    raise Malformed("the hub sends more than was asked for.")
+        except Exception as error:
+            raise self._error(error) from error
+        if len(stream) < size:
+            raise HubUnreachable(f"hub {self._hub} ended a stream too early.")
+        return stream
 
     def events(
         self, hello: Callable[[], Header], heartbeat: Callable[[], Header] = dict
     ) -> Iterator[Event]:
-        """Yields what the hub sends unasked, for as long as the client is not closed."""
-        broken = 0
+        """Yields the events of the hub until the client is closed; "lost" whenever a connection
+        fails.
+        """
+        failures = 0
         self._listening = True
         try:
             while not self._closed.is_set():
                 why = f"hub {self._hub} ended the connection."
                 kind = "HubUnreachable"
                 try:
-                    for event in self._connection(
-                        hello(), heartbeat, self._heartbeat * _SILENT_HEARTBEATS * 2**broken
-                    ):
-                        broken = 0
+                    patience = self._heartbeat * _SILENT_HEARTBEATS * 2**failures
+                    for event in self._connection(hello(), heartbeat, patience):
+                        failures = 0
                         if event.kind != "heartbeat":
                             yield event
                 except (Refused, Altered):
@@ -217,17 +229,17 @@ class HubClient:
                     kind = type(error).__name__
                 if self._closed.is_set():
                     return
-                # What waits for it ends at once, and connections are made again; a hub that lacks
-                # something is there.
+                # Calls that wait for the hub end at once, and connections are made again; but a hub
+                # that lacks something can be reached.
                 self.away = None if kind == "Missing" else why
                 if self.away is not None:
                     self._look_elsewhere()
                 yield Event("lost", {"why": why, "kind": kind})
-                self._closed.wait(backoff(broken, self._heartbeat / 5, _LONGEST_PAUSE))
-                broken = min(broken + 1, 10)
+                self._closed.wait(backoff(failures, self._heartbeat / 5, _LONGEST_PAUSE))
+                failures = min(failures + 1, 10)
         finally:
             self._listening = False
-            # Its return would go unnoticed.
+            # Nothing would notice that the hub is back.
             self.away = None
 
     def round_trip(self) -> float:
@@ -239,77 +251,74 @@ class HubClient:
         # The first one makes the connection.
         for _ in range(_CALLS + 1):
             began = time.perf_counter()
-            self._asked(message)
+            self._answer(message)
             seconds.append(time.perf_counter() - began)
         return statistics.median(seconds[1:])
 
     def bandwidth(self, up: bool, seconds: float, most: int = _MOST_BYTES) -> float:
-        """Returns the bits per second that get through in a direction, over all connections for
-        blobs together.
-        """
-        moments: list[float] = []
+        """Returns the bits per second in a direction, over all connections for blobs together."""
+        self._burst(up, 1, 0)
+        for at_once, size in _STEPS:
+            began = time.perf_counter()
+            self._burst(up, at_once, size)
+            if time.perf_counter() - began > seconds / 4:
+                break
+        return self._burst(up, at_once, size, most, time.perf_counter() + seconds)
 
-        def ask(channel: Any, message: bytes, size: int, most: int, until: float) -> None:
+    def _burst(self, up: bool, at_once: int, size: int, most: int = 0, until: float = 0.0) -> float:
+        """Pings over all connections, several times at once on each, until a time or for so many
+        bytes; returns the bits per second.
+        """
+        message = self._ping(size if up else 0, 0 if up else size)
+        moments = list[float]()
+
+        def ping(channel: Any) -> None:
             while True:
-                self._asked(message, channel)
+                self._answer(message, channel)
                 moments.append(time.perf_counter())
                 if moments[-1] >= until or len(moments) * size >= most:
                     return
 
-        def burst(at_once: int, size: int, most: int = 0, until: float = 0.0) -> float:
-            about = {"about": {"bytes": 0 if up else size}}
-            message = pack(self._header() | {"call": "ping"} | about, _NOISE[: size if up else 0])
-            moments.clear()
-            began = time.perf_counter()
-            ways = [channel for channel in self._channels[1:] for _ in range(at_once)]
-            errors = self._at_once(
-                [partial(ask, way, message, size, most, until) for way in ways], moments.__len__
-            )
-            if errors:
-                raise errors[0]
-            # A connection starts slowly: what counts is the second half of the time.
-            middle = (began + max(moments)) / 2
-            return (
-                8
-                * size
-                * sum(moment > middle for moment in moments)
-                / max(max(moments) - middle, 1e-9)
-            )
+        began = time.perf_counter()
+        tasks = [partial(ping, channel) for channel in self._channels[1:] * at_once]
+        errors = self._at_once(tasks, moments.__len__)
+        if errors:
+            raise errors[0]
+        # A connection starts slowly, so only the second half of the time is measured.
+        middle = (began + max(moments)) / 2
+        answers = sum(moment > middle for moment in moments)
+        return 8 * size * answers / max(max(moments) - middle, 1e-9)
 
-        burst(1, 0)
-        for at_once, size in _STEPS:
-            began = time.perf_counter()
-            burst(at_once, size)
-            if time.perf_counter() - began > seconds / 4:
-                break
-        return burst(at_once, size, most, time.perf_counter() + seconds)
+    def _ping(self, sent_bytes: int, answer_bytes: int) -> bytes:
+        header = self._header() | {"call": "ping", "about": {"bytes": answer_bytes}}
+        return pack(header, _NOISE[:sent_bytes])
 
-    # What a connection needs of its transport
+    # The transport of a connection
 
     sends_bytes_per_s = 0.0  # a connection measures it
     now = staticmethod(time.monotonic)
 
     def listen(self, connection: Any) -> None:
-        """Passes the hub's words and errors to a connection, in a thread, and the connection's to
-        the hub.
+        """Passes the hub's events and errors to a connection, and the connection's hello and
+        heartbeats to the hub, in a thread.
         """
 
-        def listens() -> None:
+        def run() -> None:
             try:
-                for event in self.events(lambda: connection.words[0], lambda: connection.words[1]):
+                for event in self.events(
+                    lambda: connection.hello_header, lambda: connection.heartbeat_header
+                ):
                     connection.hear(event)
             except Exception as error:
                 connection.fail(
                     Refused(str(error)) if isinstance(error, HubError | ValueError) else error
                 )
 
-        self._listener = threading.Thread(target=listens, name="hub-listener", daemon=True)
+        self._listener = threading.Thread(target=run, name="hub-listener", daemon=True)
         self._listener.start()
 
     def turn(self) -> None:
-        """Does nothing: the hub has a clock, and hears of this site from the thread that
-        listens.
-        """
+        """Does nothing: the hub has its own clock, and the listening thread sends heartbeats."""
 
     def wait(
         self, changed: threading.Condition, is_over: Callable[[], bool], timeout: float
@@ -321,9 +330,7 @@ class HubClient:
         return ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     def pause(self, over: threading.Event, tries: int = 0) -> bool:
-        """Waits before another try, or until something is over; returns whether there is another
-        try.
-        """
+        """Waits before another try, or until an event is set; returns whether to try again."""
         over.wait(backoff(tries))
         return not self._closed.is_set()
 
@@ -340,68 +347,64 @@ class HubClient:
     def _sent(self, header: Header, blob: memoryview) -> Header:
         answers: list[Header] = []
 
-        def send(
-            calls: list[Any], channel: Any, part: list[int], left: float, progress: list[int]
-        ) -> None:
-            messages = self._messages(header, blob[: part[1]], part[0], progress)
-            calls.append(
-                call := self._method("stream_unary", "put", channel).future(messages, left)
-            )
+        def send(attempt: _Attempt, channel: Any, part: list[int]) -> None:
+            messages = self._messages(header, blob[: part[1]], part[0], attempt)
+            put = self._method("stream_unary", "put", channel)
+            call = put.future(messages, attempt.timeout)
+            attempt.calls.append(call)
             answers.append(unpack(call.result())[0])
-            progress[0] += 1
+            attempt.progress += 1
 
-        def rest(parts: _Parts) -> _Parts | None:
+        def remaining(parts: _Parts) -> _Parts | None:
             if any(answer.get("stored") is True for answer in answers):
                 return None
-            # Without a part, the call asks what has arrived; with others on their way, its answer
-            # is of no use.
+            # A call without a part asks which parts have arrived; while others are on their way,
+            # the answers are of no use.
             missing = answers[-1].get("missing") if answers and parts == [[0, 0]] else []
             answers.clear()
             return _checked_parts(missing, len(blob))
 
-        self._move([[0, len(blob)]], len(blob), send, rest)
-        return dict(
-            next(answer for answer in answers if answer.get("stored") is True).get("answer", {})
-        )
+        self._move([[0, len(blob)]], len(blob), send, remaining)
+        answer = next(answer for answer in answers if answer.get("stored") is True)
+        return dict(answer.get("answer", {}))
 
     def _messages(
-        self, header: Header, blob: memoryview, start: int, progress: list[int]
+        self, header: Header, blob: memoryview, start: int, attempt: _Attempt
     ) -> Iterator[bytes]:
         yield pack(header | {"start": start})
-        for at in range(start, len(blob), CHUNK):
-            # gRPC takes the first one wherever nothing gets through.
-            progress[0] += at > start
-            yield bytes(blob[at : at + CHUNK])
+        for position in range(start, len(blob), CHUNK):
+            # gRPC takes the first piece even if nothing gets through.
+            if position > start:
+                attempt.progress += 1
+            yield bytes(blob[position : position + CHUNK])
 
     def _fetched(self, key: str, size: int) -> bytearray:
         header = self._header() | {"key": key}
         blob = bytearray(size)
 
-        def fetch(
-            calls: list[Any], channel: Any, part: list[int], left: float, progress: list[int]
-        ) -> None:
+        def fetch(attempt: _Attempt, channel: Any, part: list[int]) -> None:
             message = pack(header | {"start": part[0], "end": part[1]})
-            calls.append(
-                call := self._method("unary_stream", "get", channel)(message, timeout=left)
-            )
-            said = self._size_of(call)
-            if said != size:
-                raise Malformed(f"blob {key} has {size:,} bytes, but the hub says {said:,}.")
+            call = self._method("unary_stream", "get", channel)(message, timeout=attempt.timeout)
+            attempt.calls.append(call)
+            announced_size = self._size_of(call)
+            if announced_size != size:
+                raise Malformed(
+                    f"blob {key} has {size:,} bytes, but the hub says {announced_size:,}."
+                )
             for piece in call:
-                if part[0] + len(piece) > part[1]:
+                end = part[0] + len(piece)
+                if end > part[1]:
                     raise Malformed("the hub sends more than was asked for.")
-                blob[part[0] : part[0] + len(piece)] = piece
-                part[0] += len(piece)
-                progress[0] += 1
+                blob[part[0] : end] = piece
+                part[0] = end
+                attempt.progress += 1
             if part[0] < part[1]:
                 raise HubUnreachable(f"hub {self._hub} ended a blob too early.")
 
-        self._move(
-            [[0, size]],
-            size,
-            fetch,
-            lambda parts: [part for part in parts if part[0] < part[1]] or None,
-        )
+        def remaining(parts: _Parts) -> _Parts | None:
+            return [part for part in parts if part[0] < part[1]] or None
+
+        self._move([[0, size]], size, fetch, remaining)
         if key_of(blob) != key:
             raise Altered(f"the hub sent other bytes than those with digest {key}.")
         return blob
@@ -413,51 +416,62 @@ class HubClient:
         self,
         missing: _Parts | None,
         size: int,
-        move: Callable[..., None],
-        rest: Callable[[_Parts], _Parts | None],
+        move: Callable[[_Attempt, Any, list[int]], None],
+        remaining: Callable[[_Parts], _Parts | None],
     ) -> None:
-        """Moves the parts of a blob over all connections, and again what is missing, if errors are
-        of the network.
+        """Moves the parts of a blob over all connections, and tries again with those that are
+        missing, if all errors are of the network.
         """
         deadline = time.monotonic() + PATIENCE + size / LEAST_RATE
-        ever = False
+        has_moved = False
         stuck = 0
         while missing is not None:
             self.require()
-            left = deadline - time.monotonic()
-            if left <= 0:
+            attempt = _Attempt(deadline - time.monotonic())
+            if attempt.timeout <= 0:
                 raise HubUnreachable("the blob did not reach or leave the hub in time.")
-            each = max(
-                CHUNK, -(-sum(end - start for start, end in missing) // (len(self._channels) - 1))
-            )
-            parts = [
-                [at, min(at + each, end)]
-                for start, end in missing
-                for at in range(start, end, each)
-            ] or [[0, 0]]
-            calls = list[Any]()
-            progress = [0]
-            ways = itertools.cycle(self._channels[1:])
-            tasks = [partial(move, calls, next(ways), part, left, progress) for part in parts]
-            try:
-                errors = self._at_once(tasks, lambda progress=progress: progress[0])  # type: ignore[misc]
-            finally:
-                for call in calls:
-                    call.cancel()
-            missing = rest(parts)
+            parts = self._cut(missing)
+            errors = self._move_parts(attempt, parts, move)
+            missing = remaining(parts)
             if missing is None:
                 return
             for error in errors:
                 if not isinstance(error, HubUnreachable):
                     raise error
-            # Where a connection was there and broke, the next is there in some seconds, or the hub
+            # After a connection was there and broke, the next is there in some seconds, or the hub
             # is gone.
-            ever = ever or progress[0] > 0
-            stuck = 0 if progress[0] else stuck + 1
-            if errors and (not ever or stuck > _STUCK):
+            has_moved = has_moved or attempt.progress > 0
+            stuck = 0 if attempt.progress else stuck + 1
+            if errors and (not has_moved or stuck > _STUCK):
                 raise errors[0]
             if errors or stuck:
                 self._closed.wait(backoff(stuck, _PAUSE))
+
+    def _cut(self, missing: _Parts) -> _Parts:
+        """Cuts what is missing of a blob so that every connection gets as much. If nothing is
+        missing, one part is empty.
+        """
+        total = sum(end - start for start, end in missing)
+        size = max(CHUNK, -(-total // (len(self._channels) - 1)))
+        parts = []
+        for start, end in missing:
+            for position in range(start, end, size):
+                parts.append([position, min(position + size, end)])
+        return parts or [[0, 0]]
+
+    def _move_parts(
+        self,
+        attempt: _Attempt,
+        parts: _Parts,
+        move: Callable[[_Attempt, Any, list[int]], None],
+    ) -> list[Failure]:
+        channels = itertools.cycle(self._channels[1:])
+        tasks = [partial(move, attempt, next(channels), part) for part in parts]
+        try:
+            return self._at_once(tasks, lambda: attempt.progress)
+        finally:
+            for call in attempt.calls:
+                call.cancel()
 
     def _at_once(
         self, tasks: Sequence[Callable[[], None]], progress: Callable[[], int]
@@ -472,11 +486,8 @@ class HubClient:
             if not done and now == before:
                 return [HubUnreachable(f"hub {self._hub}: no progress within {PATIENCE:g} s.")]
             before = now
-        return [
-            self._error(error)
-            for error in (future.exception() for future in futures)
-            if error is not None
-        ]
+        errors = [future.exception() for future in futures]
+        return [self._error(error) for error in errors if error is not None]
 
     # Connections
 
@@ -485,12 +496,17 @@ class HubClient:
         return self._hubs[self._turn]
 
     def _header(self, about: Header | None = None) -> Header:
-        who = self.identity._asdict() | {"incarnation": self.incarnation, "protocol": PROTOCOL}
-        return {"from": who} if about is None else {"from": who, "about": about}
+        header: Header = {
+            "from": self.identity._asdict()
+            | {"incarnation": self.incarnation, "protocol": PROTOCOL}
+        }
+        if about is not None:
+            header["about"] = about
+        return header
 
     def _from_any(self, ask: Callable[[], Answer]) -> Answer:
-        """Asks at each address until one answers; while `events` is at work, it knows where the
-        hub is.
+        """Asks at each address until one answers; while `events` runs, it knows where the hub
+        is.
         """
         for _ in self._hubs[1:]:
             try:
@@ -501,12 +517,11 @@ class HubClient:
                 self._look_elsewhere()
         return ask()
 
-    def _asked(self, message: bytes, channel: Any = None) -> bytes:
+    def _answer(self, message: bytes, channel: Any = None) -> bytes:
         self.require()
         try:
-            return bytes(
-                self._method("unary_unary", "call", channel).future(message, self._timeout).result()
-            )
+            call = self._method("unary_unary", "call", channel)
+            return bytes(call.future(message, self._timeout).result())
         except Exception as error:
             raise self._error(error) from error
 
@@ -542,17 +557,7 @@ class HubClient:
         if isinstance(error, Failure):
             return error
         if isinstance(error, self._grpc.RpcError):
-            code = error.code().name
-            details = error.details() or ""
-            if code in AWAY or details.startswith("Concurrent RPC limit"):
-                if self.away is not None:
-                    return HubUnreachable(self.away)
-                if "andshake" in details or "erification" in details or "SSL" in details:
-                    details += " (do both ends use TLS, and keys of the same authority and run?)"
-                return HubUnreachable(
-                    f"hub {self._hub} does not answer: {code.lower()}, {details[:400]}"
-                )
-            return ERRORS.get(code, HubError)(f"hub {self._hub}: {details[:1000]}")
+            return self._rpc_error(error)
         if isinstance(error, self._grpc.FutureCancelledError):
             return HubUnreachable(self.away or f"the call to hub {self._hub} was cancelled.")
         if isinstance(error, ValueError) and str(error).startswith("Cannot invoke RPC"):
@@ -561,38 +566,50 @@ class HubClient:
             )
         raise error
 
+    def _rpc_error(self, error: Any) -> Failure:
+        code = error.code().name
+        details = error.details() or ""
+        if code not in AWAY and not details.startswith("Concurrent RPC limit"):
+            return ERRORS.get(code, HubError)(f"hub {self._hub}: {details[:1000]}")
+        if self.away is not None:
+            return HubUnreachable(self.away)
+        if any(word in details for word in ("andshake", "erification", "SSL")):
+            details += " (do both ends use TLS, and keys of the same authority and run?)"
+        return HubUnreachable(f"hub {self._hub} does not answer: {code.lower()}, {details[:400]}")
+
     def _connection(
         self, hello: Header, heartbeat: Callable[[], Header], patience: float
     ) -> Iterator[Event]:
+        """Yields the events of one connection, and its heartbeats, until it fails or ends."""
         over = threading.Event()
         lock = threading.Lock()
         patience = min(self._timeout, patience)
-        # Since when the hub has been silent: not while its last words are being worked on.
-        since: float | None = None
+        # Since when the hub has been silent; None while its last message is being handled.
+        silent_since: float | None = None
 
-        def silent() -> bool:
-            return since is not None and time.monotonic() - since > patience
+        def is_silent() -> bool:
+            return silent_since is not None and time.monotonic() - silent_since > patience
 
-        def said() -> Iterator[bytes]:
-            nonlocal since
+        def requests() -> Iterator[bytes]:
+            nonlocal silent_since
             yield pack(self._header(hello))
-            # gRPC takes the next message when this one has left. How long a connection takes to be
-            # made, it knows.
+            # gRPC takes the next message when this one has left. How long a connection may take to
+            # be made is gRPC's decision.
             with lock:
-                since = since and time.monotonic()
+                silent_since = silent_since and time.monotonic()
             while not over.wait(self._heartbeat):
-                if silent():
+                if is_silent():
                     call.cancel()
                     return
                 yield pack({"about": heartbeat()})
 
-        call = self._method("stream_stream", "watch")(said())
+        call = self._method("stream_stream", "watch")(requests())
         try:
             while True:
-                since = time.monotonic()
+                silent_since = time.monotonic()
                 message = next(call, None)
                 with lock:
-                    since = None
+                    silent_since = None
                 if message is None:
                     return
                 self.away = None
@@ -600,7 +617,7 @@ class HubClient:
                 header, body = unpack(message)
                 yield Event(str(header.get("kind")), header.get("about", {}), body)
         except Exception as error:
-            if silent():
+            if is_silent():
                 raise HubUnreachable(
                     f"hub {self._hub} has been silent for {patience:g} s."
                 ) from error
@@ -611,8 +628,8 @@ class HubClient:
 
 
 class _Way:
-    """One direction of a link, on which what is sent arrives in order; without a link it is there
-    at once.
+    """One direction of a link, on which messages arrive in order; without a link they arrive at
+    once.
     """
 
     def __init__(self, link: Any, delay: float = 0.0) -> None:
@@ -620,19 +637,19 @@ class _Way:
         self._delay = delay
         self._free_at = 0.0
 
-    def carry(self, nbytes: int, do: Callable[[], Any]) -> Any:
-        """Does what comes of the arrival; returns that, if it is there at once."""
+    def carry(self, nbytes: int, arrive: Callable[[], Any]) -> Any:
+        """Calls ``arrive`` when so many bytes have arrived; returns its result if that is now."""
         if self._link is None:
-            return do()
+            return arrive()
 
-        def arrives() -> None:
+        def try_to_arrive() -> None:
             # It is sent again when the site is back.
             with suppress(HubError, Refused):
-                do()
+                arrive()
 
         time = self._link.time
         self._free_at = max(self._free_at, time.now) + nbytes * self._link.seconds_per_byte
-        return time.at(self._free_at + self._link.latency + self._delay, arrives)
+        return time.schedule(self._free_at + self._link.latency + self._delay, try_to_arrive)
 
 
 class _Inline(Executor):
@@ -655,9 +672,9 @@ class InProcessClient:
         self.identity = Identity(hub.run, "site", site)
         self.incarnation = incarnation or secrets.token_hex(8)
         self.now = hub.clock
-        self.sends_bytes_per_s = (
-            1 / link.seconds_per_byte if link and link.seconds_per_byte else 0.0
-        )
+        self.sends_bytes_per_s = 0.0
+        if link and link.seconds_per_byte:
+            self.sends_bytes_per_s = 1 / link.seconds_per_byte
         self._hub = hub
         self._link = link
         self._peer = Peer("site", site, self.incarnation)
@@ -680,12 +697,10 @@ class InProcessClient:
             if name == "hello":
                 self._connect()
             return {}, b""
-        # What names payloads and states comes after them.
-        return (
-            (self._up.carry(0, arrives) or ({}, b""))
-            if name in ("contribute", "give")
-            else arrives()
-        )
+        if name in ("contribute", "give"):
+            # They name payloads and states, and so arrive after these.
+            return self._up.carry(0, arrives) or ({}, b"")
+        return arrives()
 
     def send(self, blob: Bytes, about: Header | None = None, key: str | None = None) -> Header:
         about = about or {}
@@ -695,21 +710,21 @@ class InProcessClient:
             self._hub.store.put(blob)
             return self._hub.coordinator.stored(self._peer, about, key or key_of(blob), size)
 
-        return (
-            arrives() if about.get("kind") == "run_config" else self._up.carry(size, arrives) or {}
-        )
+        if about.get("kind") == "run_config":
+            return arrives()
+        return self._up.carry(size, arrives) or {}
 
     def get(self, key: str, size: int | None = None) -> Bytes:
         return self._hub.store.get(key)
 
     def get_small(self, wanted: Sequence[Payload]) -> dict[str, Bytes]:
-        return {one.key: self._hub.store.get(one.key) for one in wanted}
+        return {payload.key: self._hub.store.get(payload.key) for payload in wanted}
 
     def pool(self, threads: int, name: str) -> Executor:
         return _Inline()
 
     def pause(self, over: threading.Event, tries: int = 0) -> bool:
-        """Waits for nothing: what did not go now goes with the next hello."""
+        """Waits for nothing: what could not be sent now is sent after the next hello."""
         return False
 
     def listen(self, connection: Any) -> None:
@@ -720,9 +735,10 @@ class InProcessClient:
 
     def _connect(self) -> None:
         site = self.identity.name
-        before, self._hub.clients[site] = self._hub.clients.get(site), self
+        before = self._hub.clients.get(site)
+        self._hub.clients[site] = self
         try:
-            for event in self._hub.coordinator.hello(self._peer, self._connection.words[0]):
+            for event in self._hub.coordinator.hello(self._peer, self._connection.hello_header):
                 self.hear(event)
         except (Refused, Busy) as error:
             if before is not None:
@@ -730,42 +746,36 @@ class InProcessClient:
             self._ends(Refused(str(error)))
         self.turn()
 
-    def _live(self, link: Any, every: float) -> None:
-        """Gives a heartbeat now and again, as the network's threads of a site do while training is
-        busy.
-        """
+    def _live(self, link: Any, interval: float) -> None:
+        """Sends heartbeats at intervals, as the network threads of a site do while it trains."""
         if self._is_over:
             return
         if self.is_connected and not link.is_away(self.now()):
             # A refused site learns it at its next step.
             with suppress(HubError, Refused):
-                self._hub.coordinator.heartbeat(self._peer, self._connection.words[1])
+                self._hub.coordinator.heartbeat(self._peer, self._connection.heartbeat_header)
         self._hub.coordinator.tick()
-        link.time.at(self.now() + every, partial(self._live, link, every))
+        link.time.schedule(self.now() + interval, partial(self._live, link, interval))
 
     def hear(self, event: Event) -> None:
-        said = said_in(event)
-        payloads = list[Payload]()
-        if isinstance(said, Recorded):
-            own = said.record.of(self.identity.name)
-            sent = own.payloads if own else ()
-            payloads = [
-                payload
-                for source in said.record.sources
-                for payload in source
-                if payload not in sent
-            ]
-        parts = said.parts if isinstance(said, StateOffered) else ()
-        self._down.carry(
-            sum(one.size for one in (*payloads, *parts)), partial(self._connection.hear, event)
-        )
+        nbytes = 0
+        hub_event = read_event(event)
+        if isinstance(hub_event, Recorded):
+            # A site has its own payloads.
+            contribution = hub_event.record.of(self.identity.name)
+            sent = contribution.payloads if contribution else ()
+            for payloads in hub_event.record.sources:
+                nbytes += sum(payload.size for payload in payloads if payload not in sent)
+        elif isinstance(hub_event, StateOffered):
+            nbytes = sum(part.size for part in hub_event.parts)
+        self._down.carry(nbytes, partial(self._connection.hear, event))
 
     def turn(self) -> None:
-        """Gives a heartbeat, and lets the hub do what is due."""
+        """Sends a heartbeat, and lets the hub do what is due."""
         if not self.is_connected:
             return
         try:
-            self._hub.coordinator.heartbeat(self._peer, self._connection.words[1])
+            self._hub.coordinator.heartbeat(self._peer, self._connection.heartbeat_header)
         except HubError:
             self._connect()
         except Refused as error:
@@ -807,12 +817,13 @@ class InProcessClient:
 Transport = HubClient | InProcessClient
 
 
-def _checked_parts(parts: Any, size: int) -> _Parts:
-    found = read(tuple[tuple[int, int], ...], parts, "missing")
-    ends = [0, *(end for _, end in found)]
-    for before, (start, end) in zip(ends, found, strict=False):
+def _checked_parts(missing: Any, size: int) -> _Parts:
+    parts = read(tuple[tuple[int, int], ...], missing, "missing")
+    before = 0
+    for start, end in parts:
         if not before <= start < end <= size:
             raise Malformed(
                 f"bytes {start:,} to {end:,} are outside a blob of {size:,}, or out of order."
             )
-    return [list(part) for part in found]
+        before = end
+    return [list(part) for part in parts]

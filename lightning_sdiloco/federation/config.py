@@ -59,7 +59,7 @@ class Federation:
         quorum: The least number of sites that make a round, which waits for the others until the
             grace is over. Or a `Quorum`, such as `DynamicBackup`, that decides which sites to wait
             for.
-        late: What happens to a contribution that arrives after its round has closed. ``"drop"``: it
+        late: The fate of a contribution that arrives after its round has closed. ``"drop"``: it
             counts nowhere, and local and outer parameters are mixed all the same; if the next one
             is late too, it is carried. ``"carry"``: it stays in the local parameters, and counts in
             a later round. Each site chooses for itself.
@@ -80,8 +80,7 @@ class Federation:
         >>> Federation(hub="a.example:29400", run="llm", site="site b", keys="site-b.bundle")
         Traceback (most recent call last):
         ...
-        ValueError: site='site b' is not a name: it must have letters, digits, and '.', '_' or '-'
-        between them. ...
+        ValueError: site='site b' is not a name: it must have letters, digits, and '.', '_' or ...
     """
 
     hub: str
@@ -99,43 +98,29 @@ class Federation:
     sites: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("run", "site"):
-            value = getattr(self, name)
-            if not isinstance(value, str) or not NAME.fullmatch(value):
-                raise ValueError(
-                    f"{name}={value!r} is not a name: it must have letters, digits, and '.', '_'"
-                    " or '-' between them."
-                    f" Choose another {name}."
-                )
-        self._require(
-            "lease", is_real(self.lease) and self.lease > 0, "above 0", "10.0 is the default"
-        )
+        self._require_name("run", self.run)
+        self._require_name("site", self.site)
+        is_lease = is_real(self.lease) and self.lease > 0
+        self._require("lease", is_lease, "above 0", "10.0 is the default")
         is_grace = self.grace == "auto" or (is_real(self.grace) and self.grace >= 0)
         self._require("grace", is_grace, "at least 0, or 'auto'", "'auto' is the default")
         quorum = self.quorum_of_terms
-        is_enough = not isinstance(quorum, int) or quorum >= 1
-        self._require("quorum", is_enough, "at least 1, or a Quorum", "1 is the default")
+        is_quorum = not isinstance(quorum, int) or quorum >= 1
+        self._require("quorum", is_quorum, "at least 1, or a Quorum", "1 is the default")
+        is_late = self.late in ("drop", "carry")
+        self._require("late", is_late, "'drop' or 'carry'", "'drop' is the default")
+        is_mean = self.mean in ("sites", "hub")
+        self._require("mean", is_mean, "'sites' or 'hub'", "'sites' is the default")
+        is_patience = is_real(self.patience) and self.patience >= 0
+        self._require("patience", is_patience, "at least 0", "3600.0 is the default")
+        is_rounds = self.rounds is None or (is_whole(self.rounds) and self.rounds >= 1)
         self._require(
-            "late", self.late in ("drop", "carry"), "'drop' or 'carry'", "'drop' is the default"
-        )
-        self._require(
-            "mean", self.mean in ("sites", "hub"), "'sites' or 'hub'", "'sites' is the default"
-        )
-        self._require(
-            "patience",
-            is_real(self.patience) and self.patience >= 0,
-            "at least 0",
-            "3600.0 is the default",
-        )
-        is_number = self.rounds is None or (is_whole(self.rounds) and self.rounds >= 1)
-        self._require(
-            "rounds", is_number, "a whole number of at least 1, or None", "None is the default"
+            "rounds", is_rounds, "a whole number of at least 1, or None", "None is the default"
         )
         if not isinstance(self.hub, str):
             raise ValueError(
                 f"hub={self.hub!r} is of type {type(self.hub).__name__}, not a string: give one,"
-                " such as"
-                " 'a.example:29400'."
+                " such as 'a.example:29400'."
             )
         hub_addresses(self.hub)
         if self.sites is not None:
@@ -144,17 +129,23 @@ class Federation:
                 " --sites). Leave it out."
             )
         bundle = bundle_of(self.hub, self.site, self.keys, self.insecure)
-        if (
-            bundle is not None and bundle.folder is None
-        ):  # a folder of keys is bound to the run that connects
+        # A folder of keys is bound to the run that connects, not now.
+        if bundle is not None and bundle.folder is None:
             bundle.bound(self.run)
+
+    def _require_name(self, argument: str, name: str) -> None:
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise ValueError(
+                f"{argument}={name!r} is not a name: it must have letters, digits, and '.', '_' or"
+                f" '-' between them. Choose another {argument}."
+            )
 
     def _require(self, name: str, holds: bool, rule: str, advice: str) -> None:
         if not holds:
             value = getattr(self, name)
-            fault = (
-                "out of range" if name in ("late", "mean") else fault_of(value, name == "rounds")
-            )
+            fault = "out of range"
+            if name not in ("late", "mean"):
+                fault = fault_of(value, name == "rounds")
             raise ValueError(
                 f"{name}={value!r} is {fault}: it must be {rule}. Choose another {name}; {advice}."
             )
@@ -179,43 +170,37 @@ class Federation:
         return HubConnection(client, rank, ranks, self.patience)
 
     def check(self, settings: Settings) -> None:
-        """Refuses settings of a training that a federation cannot have."""
-        kind, backend = kind_and_backend(settings.exchange)
-        for name, is_refused, why in (
-            (
-                "exchange",
-                kind not in ("auto", "gather"),
-                "in its second hop each site would wait for all others",
-            ),
-            ("exchange", backend == "nccl", "a site reaches its hub over gRPC"),
-            ("schedule", settings.schedule is not None, "a site launches when the hub calls it"),
-            (
-                "route",
-                settings.route is not None,
-                "a site sends to the hub, and gets from it what all sites have sent",
-            ),
-            (
-                "weighing",
-                settings.weighing is not None,
-                "sites come and go, and are weighed by their samples",
-            ),
-            (
-                "mixing",
-                isinstance(settings.mixing, LandingRule),
-                "how a site lands depends on whether it counted",
-            ),
-        ):
+        """Refuses settings of a training that do not work with a federation."""
+
+        def refuse(name: str, is_refused: bool, why: str) -> None:
             if is_refused:
                 value = getattr(settings, name)
                 raise ValueError(
                     f"{name}={value!r} does not work with a federation: {why}. Leave {name} out."
                 )
+
+        kind, backend = kind_and_backend(settings.exchange)
+        has_second_hop = kind not in ("auto", "gather")
+        refuse("exchange", has_second_hop, "in its second hop each site would wait for all others")
+        refuse("exchange", backend == "nccl", "a site reaches its hub over gRPC")
+        refuse("schedule", settings.schedule is not None, "a site launches when the hub calls it")
+        refuse(
+            "route",
+            settings.route is not None,
+            "a site sends to the hub, and gets from it what all sites have sent",
+        )
+        refuse(
+            "weighing",
+            settings.weighing is not None,
+            "sites come and go, and are weighed by their samples",
+        )
+        has_rule = isinstance(settings.mixing, LandingRule)
+        refuse("mixing", has_rule, "how a site lands depends on whether it counted")
         if self.mean == "hub":
             if settings.outer.clip_norm is not None:
                 raise ValueError(
-                    f"clip_norm={settings.outer.clip_norm:g} does not work with mean='hub',"
-                    " which clips nothing. Leave"
-                    " one of them out."
+                    f"clip_norm={settings.outer.clip_norm:g} does not work with mean='hub', which"
+                    " clips nothing. Leave one of them out."
                 )
             if code_of(settings) is None:
                 raise ValueError(
@@ -232,12 +217,9 @@ class Federation:
         if topology.num_groups > 1:
             raise ValueError(
                 f"worker_groups={topology.num_groups} does not work with a federation: a site is"
-                " one worker group."
-                " Leave it out, and start the others as their own sites."
+                " one worker group. Leave it out, and start the others as their own sites."
             )
-        if self.mean == "hub" and any(
-            isinstance(own.layout, ShardedLayout) for own in rounds.fragments
-        ):
+        if self.mean == "hub" and any(map(_is_sharded, rounds.fragments)):
             raise ValueError(
                 "mean='hub' does not work with a model that is sharded over the ranks. Leave it"
                 " out."
@@ -246,43 +228,56 @@ class Federation:
         connection = SharedConnection(topology, self.connect)
         try:
             run_config, terms = connection.agree(ours)
-            if self.grace == "auto":
-                ours = replace(ours, terms=replace(ours.terms, grace=run_config.terms.grace))
-            # A site may give what was amended, or what the run was founded on.
-            given = {name: getattr(ours.terms, name) for name in AMENDABLE}
-            founded = {
-                name: getattr(run_config.terms, name)
-                for name in AMENDABLE
-                if given[name] == getattr(terms, name)
-            }
-            ours = replace(ours, terms=replace(ours.terms, **founded))
-            for patch in ours.require_same(run_config):
+            for patch in self._amended(ours, run_config, terms).require_same(run_config):
                 _log.warning(
                     "%s. Both compute the same from known values, so this site joins.", patch
                 )
         except Exception:
-            connection.own.leave()
-            connection.own.close()
+            connection.hub.leave()
+            connection.hub.close()
             raise
-        site = self.site
-        incarnation = connection.own.incarnation
-        late = MergeAction(self.late)
-        follower = Follower(terms, run_config.key, site, incarnation, self.patience, late=late)
+        follower = Follower(
+            terms,
+            run_config.key,
+            self.site,
+            connection.hub.incarnation,
+            self.patience,
+            late=MergeAction(self.late),
+        )
         return FederatedWorld(rounds, topology, connection, follower, waits=self.grace != "auto")
+
+    def _amended(self, ours: RunConfig, run_config: RunConfig, terms: Terms) -> RunConfig:
+        """Returns this site's run config with the founding terms in place of its amendable ones, if
+        those are the current ones: a site may give either.
+        """
+        if self.grace == "auto":
+            ours = replace(ours, terms=replace(ours.terms, grace=run_config.terms.grace))
+        founded = {}
+        for name in AMENDABLE:
+            if getattr(ours.terms, name) == getattr(terms, name):
+                founded[name] = getattr(run_config.terms, name)
+        return replace(ours, terms=replace(ours.terms, **founded))
 
 
 def code_of(settings: Settings) -> Literal["fp4", "fp32"] | None:
-    """Returns the code of what is sent, if a hub reads it."""
+    """Returns the code of the payloads, if a hub reads it."""
     codec = settings.codec
-    inner = codec.compression if isinstance(codec, ErrorFeedback) else codec
-    return "fp4" if type(inner) is FP4 else "fp32" if type(inner) is Float32 else None
+    if isinstance(codec, ErrorFeedback):
+        codec = codec.compression
+    if type(codec) is FP4:
+        return "fp4"
+    return "fp32" if type(codec) is Float32 else None
+
+
+def _is_sharded(fragment: FragmentState) -> bool:
+    return isinstance(fragment.layout, ShardedLayout)
 
 
 def described_parameters(
     fragment: FragmentState, parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, str]]:
-    """Yields name, shape and dtype of the parameters of a fragment, and as what matrices the outer
-    step sees them.
+    """Yields name, shape and dtype of the parameters of a fragment, and the matrices that the outer
+    step sees in them.
     """
     for name in fragment.layout.names:
         # `RunConfig.sizes` reads the shape.
@@ -294,7 +289,7 @@ def described_parameters(
 
 
 def described_untrained(state: UntrainedState) -> Iterator[tuple[str, str]]:
-    """Yields name, shape, dtype and kind of all that is no trainable parameter."""
+    """Yields name, shape, dtype and kind of all tensors that are no trainable parameters."""
     for name, kind, outer in zip(state.names, state.kinds, state.outer, strict=True):
         size = outer.numel() * outer.element_size()
         # `RunConfig.sizes` reads this.
@@ -319,23 +314,28 @@ def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
     )
     described = {**settings.fixed_by_a_checkpoint(), **rounds.described()}
     if settings.dense_beginning is None:
-        # It came later than some run configs.
+        # The setting is newer than some run configs.
         del described["dense_beginning"]
     parameters = trainable(rounds.model)
-    fragments = tuple(
-        (*described_parameters(own, parameters), *described_untrained(own.untrained))
-        for own in rounds.fragments
-    )
+    fragments = []
+    shards = []
+    for fragment in rounds.fragments:
+        described_fragment = [
+            *described_parameters(fragment, parameters),
+            *described_untrained(fragment.untrained),
+        ]
+        fragments.append(tuple(described_fragment))
+        lengths: tuple[int, ...] = ()
+        if isinstance(fragment.layout, ShardedLayout):
+            # Here the ranks must be the same everywhere.
+            lengths = tuple(fragment.layout.lengths)
+        shards.append(lengths)
     return RunConfig(
         run=federation.run,
         terms=terms,
         settings=described,
-        fragments=fragments,
-        # Their sizes where ranks must be the same everywhere.
-        shards=tuple(
-            tuple(own.layout.lengths) if isinstance(own.layout, ShardedLayout) else ()
-            for own in rounds.fragments
-        ),
+        fragments=tuple(fragments),
+        shards=tuple(shards),
         versions={"torch": str(torch.__version__).split("+")[0], "lightning-sdiloco": VERSION},
         self_test=self_test(settings, rounds.partition, rounds.fragments[0].storage.device),
     )

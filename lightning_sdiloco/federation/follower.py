@@ -1,22 +1,23 @@
-"""The follower: a site's side of the rules. When it launches and lands, and what becomes of its own
-training.
+"""The follower: a site's side of the rules. It decides when the site launches and lands, and what
+becomes of the site's own training.
 
 It touches no tensor. Its owner, the engine, gives it the digests of the outer parameters, and does
 to the values what a `MergeAction` says.
 
 [Note: the weight of a site] Every inner step adds to what a site *holds* of every fragment: steps,
-and samples as the weight. A launch puts all of it into the flight. A landing decides what becomes
-of the flight, and of what was trained since; see `MergeAction`. So every sample is in exactly one
-place: held, in flight, counted in one record, or dropped for a reason that the landing names. None
-counts twice, and none is lost that was sent.
+and samples as the weight. A launch moves all of it into the flight. A landing decides what becomes
+of the flight, and of the training since; see `MergeAction`. So every sample is in exactly one
+place: held, in flight, counted in one record, or dropped for a reason that the landing names. No
+sample counts twice, and no sample that was sent is lost.
 
 [Note: what an earlier incarnation has launched] An incarnation that was killed may have launched
-what the checkpoint of the next one holds, and more. Where that has been counted, it is taken before
-the first step. Where it *stands* in a round that is open, the next incarnation begins again from
-the outer values, before its first step too. From then on what it holds is *apart* from that launch,
-which therefore lands like what others have contributed: the local parameters move by as much as the
-outer ones, and all that was trained since is kept. A checkpoint says so as well, so that one more
-incarnation does not begin again. No other launch is taken for that round, so none is made.
+what the checkpoint of the next one holds, and more. If that launch has been counted, the next
+incarnation takes the outer values before its first step. If it *stands* in a round that is open,
+the next incarnation begins again from the outer values, also before its first step. From then on
+what it holds is *apart* from that launch, which therefore lands like a contribution of another
+site: the local parameters move by as much as the outer ones, and all training since is kept. A
+checkpoint says so as well, so that one more incarnation does not begin again. The hub takes no
+other launch of the site for that round, so the site makes none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ from lightning_sdiloco.federation.messages import (
     Heartbeat,
     Hello,
     LaunchId,
+    LeftOut,
     Position,
     Record,
     StateHeader,
@@ -47,9 +49,16 @@ class MergeAction(Enum):
     TAKE = "take"
     REFUSE = "refuse"
 
+    @property
+    def mixes(self) -> bool:
+        """True if local and outer parameters are mixed as the settings of the run say."""
+        return self in (MergeAction.MIX, MergeAction.DROP)
+
 
 @dataclass
 class InFlight:
+    """A flight: the contribution, its inner step, and how many inner steps it holds."""
+
     own: Contribution
     launched_at: int
     steps: int
@@ -58,6 +67,31 @@ class InFlight:
 
 @dataclass
 class Progress:
+    """How far a site is with a fragment.
+
+    Attributes:
+        fragment: The fragment.
+        applied: The last round that has landed.
+        launched_at: The inner step of the last launch.
+        digest: Digest of the outer parameters; None if the site has none that are right.
+        steps: Inner steps that the site holds; see [Note: the weight of a site].
+        samples: Samples that it holds.
+        flight: The contribution whose round has not landed.
+        call: The last round that the hub has called.
+        skipped: The last round whose call the site has declined.
+        ended: True once the last round of the run has landed.
+        records: Records of later rounds than the applied one, by round.
+        closed: The last round that is known to be closed.
+        kept_from: The first round whose payloads the hub keeps.
+        refused: The last round whose record was measured against other outer parameters.
+        late: The action for a contribution that arrives too late.
+        dropped: True if the last contribution was dropped for that.
+        too_long: How many contributions in a row were left out as too long.
+        is_fresh: True if nothing that this site has launched is held outside a flight.
+        apart: The launch in an open round from which the held training is apart.
+        standing: The launch of this site in the hub's open round.
+    """
+
     fragment: int
     applied: Position
     launched_at: int
@@ -70,7 +104,7 @@ class Progress:
     ended: bool = False
     records: dict[int, Record] = field(default_factory=dict)
     closed: int = 0
-    kept: int = 1
+    kept_from: int = 1
     refused: int = 0
     late: MergeAction = MergeAction.CARRY
     dropped: bool = False
@@ -85,8 +119,8 @@ class Progress:
 
     @property
     def has_joined(self) -> bool:
-        """Whether all closed rounds have landed, except a flight, which lands in its time, and
-        later ones.
+        """True if all closed rounds have landed, except that of a flight, which lands in its time,
+        and later ones.
         """
         if self.flight is None or self.is_overtaken:
             return self.applied.round >= self.closed
@@ -97,40 +131,48 @@ class Progress:
         return self.call if self.call and self.call.round == self.next_round else None
 
     def is_last(self, terms: Terms) -> bool:
-        """Returns whether the round that lands next is the last, as far as is known: by the run
-        config, or a call.
+        """Returns whether the round that lands next is known to be the last: by the run config, or
+        by a call.
         """
         return terms.is_last(self.next_round) or (self.called is not None and self.called.final)
 
     @property
     def stands(self) -> bool:
-        """Whether the round that lands next has a launch of this site already, and takes no
+        """True if the round that lands next has a launch of this site already, and takes no
         other.
         """
         return self.standing is not None and self.standing.round == self.next_round
 
     @property
+    def can_launch(self) -> bool:
+        return not (self.flight or self.ended or self.stands)
+
+    @property
     def is_overtaken(self) -> bool:
-        """Whether a record counts what an earlier incarnation launched after the flight, or in its
+        """True if a record counts what an earlier incarnation launched after the flight, or in its
         place.
         """
         if self.flight is None:
             return False
-        own = self.flight.own
-        counted = [
-            record.of(own.site) for record in self.records.values() if record.round >= own.round
-        ]
-        return any(mine and mine != own and not self._is_apart(mine) for mine in counted)
+        launched = self.flight.own
+        for record in self.records.values():
+            if record.round >= launched.round:
+                counted = record.of(launched.site)
+                if counted and counted != launched and not self._is_apart(counted):
+                    return True
+        return False
 
-    def _is_apart(self, mine: Contribution) -> bool:
-        """Returns whether nothing that this site has launched is held outside a flight."""
-        return self.is_fresh or mine.launch == self.apart
+    def _is_apart(self, counted: Contribution) -> bool:
+        """Returns whether the training that is held contains nothing of a counted launch."""
+        return self.is_fresh or counted.launch == self.apart
 
     def meet(self, standing: LaunchId | None) -> bool:
-        """Notes which launch of this site is in the hub's open round."""
+        """Notes which launch of this site is in the hub's open round; returns whether the site
+        begins again from the outer values.
+        """
         self.standing = standing
-        known = self.flight.own.launch if self.flight else None
-        if standing is None or standing in (known, self.apart):
+        in_flight = self.flight.own.launch if self.flight else None
+        if standing is None or standing in (in_flight, self.apart):
             return False
         self.apart = standing
         if self.digest is None:
@@ -145,20 +187,37 @@ class Progress:
         self.drop()
 
     def drop(self) -> None:
-        self.steps = self.samples = 0
+        """Drops the training that is held."""
+        self.steps = 0
+        self.samples = 0
 
     def forget(self) -> None:
-        """Finds that the outer parameters are wrong: what was measured against them is worth
+        """Notes that the outer parameters are wrong: all training against them is worth
         nothing.
         """
-        self.digest = self.flight = None
+        self.digest = None
+        self.flight = None
         self.drop()
+
+    def found_again(self, closed: Position, start: Position) -> None:
+        """Continues in a run that was founded again at a round."""
+        # Few sites have applied other rounds. These did not happen in the run that was founded
+        # again: the sites take the state of the others.
+        if self.applied.round >= closed.round and self.applied != closed:
+            self.forget()
+            self.applied = start
+            self.records = {}
+        # Nor did later rounds happen that have not landed.
+        self.records = {
+            round: record for round, record in self.records.items() if round <= closed.round
+        }
+        self.closed = self.applied.round
 
     # Launching
 
     def launches(self, step: int, terms: Terms, finishing: bool) -> bool:
         # If the round is closed already, a launch would be late.
-        if self.flight or self.ended or self.stands or self.closed > self.applied.round:
+        if not self.can_launch or self.closed > self.applied.round:
             return False
         called = self.called
         if called and called.final:
@@ -175,25 +234,25 @@ class Progress:
         self.closed = max(self.closed, record.round)
         if record.round < self.applied.round or record.position == self.applied:
             return
-        before = self.records.get(record.round - 1)
-        known = (
-            self.applied.key
-            if record.round == self.next_round
-            else before.key
-            if before
-            else record.previous
-        )
-        after = self.records.get(record.round + 1)
-        other = (
-            record.round == self.applied.round
-            or self.records.get(record.round, record).key != record.key
-        )
-        if other or record.previous != known or (after and after.previous != record.key):
+        if not self._continues(record):
             raise self.parted(record.round)
         self.records[record.round] = record
 
+    def _continues(self, record: Record) -> bool:
+        """Returns whether a record fits into the chain of the records that this site knows."""
+        same_round = self.records.get(record.round, record)
+        before = self.records.get(record.round - 1)
+        after = self.records.get(record.round + 1)
+        if record.round == self.applied.round or same_round.key != record.key:
+            return False
+        if after and after.previous != record.key:
+            return False
+        if record.round == self.next_round:
+            return record.previous == self.applied.key
+        return before is None or record.previous == before.key
+
     def parted(self, round: int) -> AgreementError:
-        """Returns the error for a round that is another one at the hub than here."""
+        """Returns the error for a round whose record at the hub is not the one here."""
         return AgreementError(
             f"Round {round} of fragment {self.fragment} differs between the hub and this site:"
             " their histories have"
@@ -201,22 +260,26 @@ class Progress:
         )
 
     def landing(self, record: Record, site: str) -> MergeAction:
-        """Returns what a record does to what the site has in flight and holds."""
-        mine = record.of(site)
-        flight = self.flight if self.flight and self.flight.own.round == record.round else None
+        """Returns what a record does to the flight of the site, and to the training it holds."""
+        flight = self.flight
+        if flight and flight.own.round != record.round:
+            flight = None
         if record.final or (flight and not flight.own.finite):
             return MergeAction.TAKE
-        if mine is None:
-            without = record.without(site)
-            if flight and without and without.reason == "too long":
-                return MergeAction.TAKE
-            return self.late if flight and not self.dropped else MergeAction.CARRY
-        if flight and flight.own == mine:
+        counted = record.of(site)
+        if counted is None:
+            return self._landing_uncounted(flight, record.without(site))
+        if flight and flight.own == counted:
             return MergeAction.MIX
-        # Else what an earlier incarnation had counted is in the local parameters, inseparable from
-        # the rest.
+        # Otherwise the local parameters hold what an earlier incarnation had counted, inseparable
+        # from all other training.
         holds = self.steps > 0 or self.flight is not None
-        return MergeAction.CARRY if holds and self._is_apart(mine) else MergeAction.TAKE
+        return MergeAction.CARRY if holds and self._is_apart(counted) else MergeAction.TAKE
+
+    def _landing_uncounted(self, flight: InFlight | None, left_out: LeftOut | None) -> MergeAction:
+        if flight and left_out and left_out.reason == "too long":
+            return MergeAction.TAKE
+        return self.late if flight and not self.dropped else MergeAction.CARRY
 
     def land(self, landing: MergeAction, applied: Position, digest: int) -> None:
         if self.flight and self.flight.own.round <= applied.round:
@@ -235,22 +298,26 @@ class Progress:
         self.closed = max(self.closed, applied.round)
         if self.apart and self.apart.round <= applied.round:
             self.apart = None
-        self.records = {round: own for round, own in self.records.items() if round > applied.round}
+        self.records = {
+            round: later for round, later in self.records.items() if round > applied.round
+        }
 
     def passed(self, round: int, site: str) -> MergeAction:
         """Returns what the records up to a round, none landed yet, amount to together."""
-        found = set()
+        actions = set()
         for number in range(self.next_round, round + 1):
             record = self.records.get(number)
             if record is None:
                 # It is unknown whether an earlier incarnation counted. It must not count twice.
                 return MergeAction.TAKE
-            found.add(self.landing(record, site))
-        return next(
-            one
-            for one in (MergeAction.TAKE, MergeAction.MIX, MergeAction.DROP, MergeAction.CARRY)
-            if one in found
+            actions.add(self.landing(record, site))
+        strongest_first = (
+            MergeAction.TAKE,
+            MergeAction.MIX,
+            MergeAction.DROP,
+            MergeAction.CARRY,
         )
+        return next(action for action in strongest_first if action in actions)
 
 
 _SAVED = (
@@ -289,13 +356,14 @@ class Follower:
         self.incarnation = incarnation
         self.reachable = False
         self._run_config = run_config
+        self._start = Position(0, run_config)
         self._patience = patience
         self._late = late
         self._alone_since: float | None = None
         self._finishing = False
         offsets = [terms.schedule.launch_of(fragment, 0) for fragment in range(terms.fragments)]
         self.fragments = [
-            Progress(fragment, Position(0, run_config), offset, late=late)
+            Progress(fragment, self._start, offset, late=late)
             for fragment, offset in enumerate(offsets)
         ]
 
@@ -305,119 +373,103 @@ class Follower:
         """Begins at round 0 with the outer parameters that this site has: only the founder does,
         and only once.
         """
-        for own, digest in zip(self.fragments, digests, strict=True):
-            own.digest = digest
+        for progress, digest in zip(self.fragments, digests, strict=True):
+            progress.digest = digest
 
     def hello(self, run: str) -> Hello:
         """Returns the site's greeting. The hub sends all records after those that it has
         applied.
         """
-        return Hello(
-            run,
-            self.site,
-            self.incarnation,
-            self._run_config,
-            tuple(own.applied for own in self.fragments),
-        )
+        applied = tuple(progress.applied for progress in self.fragments)
+        return Hello(run, self.site, self.incarnation, self._run_config, applied)
 
     def welcome(self, welcome: Welcome) -> list[int]:
-        """Takes in what the hub has; returns the fragments whose local parameters become the outer
-        ones.
+        """Takes in the hub's position; returns the fragments whose local parameters become the
+        outer ones.
         """
-        for own, closed in (
-            zip(self.fragments, welcome.closed, strict=True) if welcome.founded_again else ()
+        if welcome.founded_again:
+            for progress, closed in zip(self.fragments, welcome.closed, strict=True):
+                progress.found_again(closed, self._start)
+        for progress, closed in zip(self.fragments, welcome.closed, strict=True):
+            if progress.digest is not None:
+                self._require_same_history(progress, closed)
+        for progress, closed, kept_from in zip(
+            self.fragments, welcome.closed, welcome.kept, strict=True
         ):
-            # What few have applied did not happen in the run that was founded again: they take the
-            # state of the others.
-            if own.applied.round >= closed.round and own.applied != closed:
-                own.forget()
-                own.applied = Position(0, self._run_config)
-                own.records = {}
-            # Nor did what was heard of later rounds, and never landed.
-            own.records = {
-                round: one for round, one in own.records.items() if round <= closed.round
-            }
-            own.closed = own.applied.round
-        for own, closed in zip(self.fragments, welcome.closed, strict=True):
-            if own.digest is not None and closed.round < own.applied.round:
-                raise AgreementError(
-                    f"The hub knows {closed.round} rounds of fragment {own.fragment}, but"
-                    f" {self.site} has applied"
-                    f" {own.applied.round}. After `sdiloco hub rollback`, restart the site from"
-                    " an earlier checkpoint,"
-                    " or without one. Otherwise the hub has lost records, or serves another run:"
-                    " restore its ledger."
-                )
-            if (
-                own.digest is not None
-                and closed.round == own.applied.round
-                and closed != own.applied
-            ):
-                raise own.parted(closed.round)
-        for own, closed, kept in zip(self.fragments, welcome.closed, welcome.kept, strict=True):
-            own.closed = max(own.closed, closed.round)
-            own.kept = kept
+            progress.closed = max(progress.closed, closed.round)
+            progress.kept_from = kept_from
         self.reachable = True
         self._alone_since = None
         self.terms = welcome.terms or self.terms
-        known = dict(welcome.standing)
-        standing = [
-            LaunchId(at.round + 1, known[p]) if p in known else None
-            for p, at in enumerate(welcome.closed)
-        ]
-        return [
-            own.fragment
-            for own, launch in zip(self.fragments, standing, strict=True)
-            if own.meet(launch)
-        ]
+        incarnations = dict(welcome.standing)
+        beginning_again = []
+        for progress, closed in zip(self.fragments, welcome.closed, strict=True):
+            standing = None
+            if progress.fragment in incarnations:
+                standing = LaunchId(closed.round + 1, incarnations[progress.fragment])
+            if progress.meet(standing):
+                beginning_again.append(progress.fragment)
+        return beginning_again
+
+    def _require_same_history(self, progress: Progress, closed: Position) -> None:
+        """Refuses a hub that knows fewer records than have been applied, or other ones."""
+        if closed.round < progress.applied.round:
+            raise AgreementError(
+                f"The hub knows {closed.round} rounds of fragment {progress.fragment}, but"
+                f" {self.site} has applied {progress.applied.round}. After `sdiloco hub rollback`,"
+                " restart the site from an earlier checkpoint, or without one. Otherwise the hub"
+                " has lost records, or serves another run: restore its ledger."
+            )
+        if closed.round == progress.applied.round and closed != progress.applied:
+            raise progress.parted(closed.round)
 
     def lose(self, now: float, why: str = "") -> None:
-        """Notes that the hub cannot be reached, again after each failed try. Training goes on."""
+        """Notes that the hub cannot be reached, again after each failed try. Training continues."""
         self.reachable = False
-        self._alone_since = now if self._alone_since is None else self._alone_since
-        if now - self._alone_since > self._patience:
+        if self._alone_since is None:
+            self._alone_since = now
+        seconds = now - self._alone_since
+        if seconds > self._patience:
             raise ExchangeError(
-                f"{self.site} has not reached the hub for {now - self._alone_since:.0f} s,"
-                " longer than"
-                f" patience={self._patience:.0f} s. Its checkpoint holds what it trained:"
-                " restart it when the hub is"
-                f" back. {why}".rstrip()
+                f"{self.site} has not reached the hub for {seconds:.0f} s, longer than"
+                f" patience={self._patience:.0f} s. Its checkpoint holds what it trained: restart"
+                f" it when the hub is back. {why}".rstrip()
             )
 
     @property
     def lag(self) -> int:
         """How many rounds this site is behind, in the fragment where it is worst."""
-        return max(own.closed - own.applied.round for own in self.fragments)
+        return max(progress.closed - progress.applied.round for progress in self.fragments)
 
     @property
     def wants_state(self) -> bool:
-        """Whether to ask for a state: there is none that is right, or that records can bring up to
-        date soon.
+        """True if to ask for a state: some fragment has none that is right, or that records can
+        bring up to date soon.
         """
-        is_sound = (
-            own.digest is not None
-            and (own.next_round >= own.kept or own.applied.round >= own.closed)
-            for own in self.fragments
-        )
-        return self.lag > RETENTION or not all(is_sound)
+        if self.lag > RETENTION:
+            return True
+        for progress in self.fragments:
+            can_catch_up = (
+                progress.next_round >= progress.kept_from
+                or progress.applied.round >= progress.closed
+            )
+            if progress.digest is None or not can_catch_up:
+                return True
+        return False
 
     @property
     def follows(self) -> bool:
-        """Whether this site can contribute, and give others a state."""
+        """True if this site can contribute, and give others a state."""
         return not self.wants_state
 
     def heartbeat(self) -> Heartbeat:
-        return Heartbeat(
-            self.site,
-            self.incarnation,
-            self.follows,
-            tuple(own.applied.round for own in self.fragments),
-        )
+        applied = tuple(progress.applied.round for progress in self.fragments)
+        return Heartbeat(self.site, self.incarnation, self.follows, applied)
 
     def hear(self, call: Call) -> None:
-        own = self.fragments[call.fragment]
-        if own.call is None or call.round >= own.call.round:
-            own.call = call
+        progress = self.fragments[call.fragment]
+        if progress.call is None or call.round >= progress.call.round:
+            progress.call = call
 
     def learn(self, record: Record) -> None:
         self.fragments[record.fragment].learn(record)
@@ -425,22 +477,24 @@ class Follower:
     # Training
 
     def trained(self, samples: int, steps: int = 1) -> None:
-        """Counts an inner step, or those that were made before the site joined."""
-        for own in self.fragments:
-            own.steps += steps
-            own.samples += samples
+        """Counts an inner step, or the inner steps from before the site joined."""
+        for progress in self.fragments:
+            progress.steps += steps
+            progress.samples += samples
 
     def finish(self) -> None:
         self._finishing = True
 
     @property
     def finished(self) -> bool:
-        """Whether the site may leave: the run is over, or the site is, and all that it trained is
-        counted.
+        """True if the site may leave: the run is over, or the site is finishing and all that it
+        trained is counted.
         """
-        unsettled = [own for own in self.fragments if not own.ended]
-        return not unsettled or (
-            self._finishing and not any(own.flight or own.steps for own in unsettled)
+        unsettled = [progress for progress in self.fragments if not progress.ended]
+        if not unsettled:
+            return True
+        return self._finishing and not any(
+            progress.flight or progress.steps for progress in unsettled
         )
 
     # Launching
@@ -449,210 +503,232 @@ class Follower:
         if not self.follows:
             return []
         return [
-            own.fragment
-            for own in self.fragments
-            if own.launches(step, self.terms, self._finishing)
+            progress.fragment
+            for progress in self.fragments
+            if progress.launches(step, self.terms, self._finishing)
         ]
 
     def skips(self) -> list[Call]:
-        """Returns the calls that will not be answered, each once, because the site has trained too
+        """Returns the calls that this site declines, each once, because it has trained too
         little.
         """
+        if self._finishing:
+            return []
         calls = []
-        for own in () if self._finishing else self.fragments:
-            called = own.called
-            busy = own.flight or own.stands or own.ended
-            answers = busy or own.steps >= self.terms.least_steps(own.next_round)
-            if called and not called.final and own.skipped != called.round and not answers:
-                own.skipped = called.round
+        for progress in self.fragments:
+            called = progress.called
+            if called is None or called.final or progress.skipped == called.round:
+                continue
+            has_trained_enough = progress.steps >= self.terms.least_steps(progress.next_round)
+            if progress.can_launch and not has_trained_enough:
+                progress.skipped = called.round
                 calls.append(called)
         return calls
 
     def begin(self, fragment: int, step: int) -> Contribution:
-        """Launches; what is encoded while training goes on `complete` sends."""
-        own = self.fragments[fragment]
-        assert own.digest is not None, "what has no outer parameters cannot launch"
-        sent = Contribution(
+        """Launches. `complete` finishes the contribution, which is encoded while training
+        continues.
+        """
+        progress = self.fragments[fragment]
+        assert progress.digest is not None, "what has no outer parameters cannot launch"
+        begun = Contribution(
             fragment,
-            own.next_round,
+            progress.next_round,
             self.site,
             self.incarnation,
-            own.applied.key,
-            own.samples,
-            own.digest,
+            progress.applied.key,
+            progress.samples,
+            progress.digest,
             payloads=(),
-            steps=own.steps,
-            exact=own.is_last(self.terms),
+            steps=progress.steps,
+            exact=progress.is_last(self.terms),
         )
-        own.flight = InFlight(sent, step, own.steps)
-        own.launched_at = step
-        own.drop()
-        return sent
+        progress.flight = InFlight(begun, step, progress.steps)
+        progress.launched_at = step
+        progress.drop()
+        return begun
 
-    def complete(self, sent: Contribution) -> Contribution | None:
-        own = self.fragments[sent.fragment]
-        if own.flight is None or own.flight.own.payloads or own.flight.own.round != sent.round:
+    def complete(self, encoded: Contribution) -> Contribution | None:
+        """Puts a contribution with its payloads into the flight; returns it if it can be sent."""
+        progress = self.fragments[encoded.fragment]
+        flight = progress.flight
+        if flight is None or flight.own.payloads or flight.own.round != encoded.round:
             return None
-        if sent.digest != own.digest:
-            own.forget()
+        if encoded.digest != progress.digest:
+            progress.forget()
             return None
-        own.flight.own = sent if sent.finite else replace(sent, norm_squared=0.0)
-        return own.flight.own
+        flight.own = encoded if encoded.finite else replace(encoded, norm_squared=0.0)
+        return flight.own
 
     def outstanding(self) -> list[Contribution]:
         """Returns what to send again after a hello: flights whose round is not known to be
         closed.
         """
-        flights = [
-            own.flight.own for own in self.fragments if own.flight and own.flight.own.payloads
-        ]
-        return [own for own in flights if own.round > self.fragments[own.fragment].closed]
+        contributions = []
+        for progress in self.fragments:
+            flight = progress.flight
+            if flight and flight.own.payloads and flight.own.round > progress.closed:
+                contributions.append(flight.own)
+        return contributions
 
     # Landing
 
     def due(self, step: int) -> list[Record]:
-        # A site that trains no more has nothing to overlap with.
-        due = list[Record]()
-        for own in self.fragments:
-            overlap = 0 if self._finishing else self.terms.schedule.overlap_of_round(own.next_round)
-            early = (
-                own.flight is not None
-                and step < own.flight.launched_at + overlap
-                and not own.is_overtaken
-            )
-            record = own.records.get(own.next_round)
-            if record is not None and own.digest is not None and not early:
+        due = []
+        for progress in self.fragments:
+            record = progress.records.get(progress.next_round)
+            if record is None or progress.digest is None:
+                continue
+            if not self._overlaps(progress, step):
                 due.append(record)
         return due
+
+    def _overlaps(self, progress: Progress, step: int) -> bool:
+        """Returns whether a flight still overlaps with training."""
+        if progress.flight is None or progress.is_overtaken:
+            return False
+        # A site that trains no more has nothing to overlap with.
+        overlap = 0
+        if not self._finishing:
+            overlap = self.terms.schedule.overlap_of_round(progress.next_round)
+        return step < progress.flight.launched_at + overlap
 
     def waits(self, step: int, now: float) -> float:
         """Returns for how many seconds training waits for a landing; 0 while the hub cannot be
         reached.
         """
-        longest = 0.0
-        # Every flight is asked, so that all their waits begin together.
-        for own in self.fragments if self.reachable else ():
-            flight = own.flight
+        longest_wait = 0.0
+        if not self.reachable:
+            return longest_wait
+        # All flights are looked at, so that all their waits begin together.
+        for progress in self.fragments:
+            flight = progress.flight
             if flight is None:
                 continue
-            if (
-                step
-                >= flight.launched_at
-                + self.terms.steps_before(own.fragment, flight.own.round + 1)
-                - 1
-            ):
-                flight.waits_since = now if flight.waits_since is None else flight.waits_since
-                longest = max(longest, flight.waits_since + self.terms.longest_wait - now)
-        return longest
+            steps = self.terms.steps_before(progress.fragment, flight.own.round + 1)
+            if step >= flight.launched_at + steps - 1:
+                if flight.waits_since is None:
+                    flight.waits_since = now
+                wait = flight.waits_since + self.terms.longest_wait - now
+                longest_wait = max(longest_wait, wait)
+        return longest_wait
 
     def land(self, record: Record, before: int, after: int) -> MergeAction:
-        own = self.fragments[record.fragment]
+        """Lands a record. ``before`` and ``after`` are the digests of this site's outer parameters
+        without and with it.
+        """
+        progress = self.fragments[record.fragment]
         if before != record.digest:
-            own.forget()
-            if own.refused == record.round:
+            progress.forget()
+            if progress.refused == record.round:
                 raise AgreementError(
-                    f"Round {record.round} of fragment {own.fragment} was measured against outer"
-                    " parameters that cannot"
-                    " be restored: with another state this site computed others, too. Its"
-                    " arithmetic differs from the"
-                    " other sites', or the sites that held them are gone. Roll the run back to"
-                    " an earlier round"
-                    " (sdiloco hub rollback)."
+                    f"Round {record.round} of fragment {record.fragment} was measured against outer"
+                    " parameters that cannot be restored: with another state this site computed"
+                    " others, too. Its arithmetic differs from the other sites', or the sites that"
+                    " held them are gone. Roll the run back to an earlier round (sdiloco hub"
+                    " rollback)."
                 )
-            own.refused = record.round
+            progress.refused = record.round
             return MergeAction.REFUSE
-        landing = own.landing(record, self.site)
-        without = record.without(self.site)
-        own.land(landing, record.position, after)
-        own.too_long = own.too_long + 1 if without and without.reason == "too long" else 0
-        if own.too_long >= _MOST_TOO_LONG:
+        action = progress.landing(record, self.site)
+        progress.land(action, record.position, after)
+        left_out = record.without(self.site)
+        if left_out and left_out.reason == "too long":
+            progress.too_long += 1
+        else:
+            progress.too_long = 0
+        if progress.too_long >= _MOST_TOO_LONG:
             raise AgreementError(
-                f"{self.site}'s contributions to fragment {own.fragment} were left out"
-                f" {own.too_long} times in a row:"
-                " they were too long compared with its earlier ones and the other sites'. This"
-                " site leaves, and the"
-                " others continue. Look at its data, its learning rate and its machine;"
-                " restarted without a checkpoint,"
-                " it begins from the others' state."
+                f"{self.site}'s contributions to fragment {record.fragment} were left out"
+                f" {progress.too_long} times in a row: they were too long compared with its earlier"
+                " ones and the other sites'. This site leaves, and the others continue. Look at its"
+                " data, its learning rate and its machine; restarted without a checkpoint, it"
+                " begins from the others' state."
             )
-        return landing
+        return action
 
     # States
 
     def header(self) -> StateHeader:
-        """Describes the state of this site, for a donor. It must be asked between landings."""
-        digests = tuple(own.digest for own in self.fragments if own.digest is not None)
+        """Describes the state of this site, which is a donor. Call it between landings."""
+        digests = tuple(
+            progress.digest for progress in self.fragments if progress.digest is not None
+        )
         assert len(digests) == len(self.fragments), "a site that needs a state cannot give one"
-        return StateHeader(tuple(own.applied for own in self.fragments), digests)
+        return StateHeader(tuple(progress.applied for progress in self.fragments), digests)
 
     def adopt(self, state: StateHeader, digests: Sequence[int]) -> dict[int, MergeAction]:
         """Takes over the state of a donor, or a snapshot. Then the site says hello again, for the
         records after it.
         """
-        for own, position, said, digest in zip(
+        for progress, position, expected, digest in zip(
             self.fragments, state.applied, state.digests, digests, strict=True
         ):
-            _require_sound(own, position, said, digest)
-        landings = {}
-        for own, position, digest in zip(self.fragments, state.applied, digests, strict=True):
-            if own.digest is None or position.round > own.applied.round:
-                # Values that are wrong, or none, make nothing that could be carried.
-                landing = (
-                    MergeAction.TAKE
-                    if own.digest is None
-                    else own.passed(position.round, self.site)
-                )
-                if own.digest is None:
-                    own.begin_again()
-                own.land(landing, position, digest)
-                landings[own.fragment] = landing
-        return landings
+            _require_sound(progress, position, expected, digest)
+        actions = {}
+        for progress, position, digest in zip(self.fragments, state.applied, digests, strict=True):
+            if progress.digest is None:
+                # Training against wrong values, or none, cannot be carried.
+                action = MergeAction.TAKE
+                progress.begin_again()
+            elif position.round > progress.applied.round:
+                action = progress.passed(position.round, self.site)
+            else:
+                continue
+            progress.land(action, position, digest)
+            actions[progress.fragment] = action
+        return actions
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "fragments": [
-                {name: plain(getattr(own, name)) for name in _SAVED} for own in self.fragments
-            ]
-        }
+        return {"fragments": [_saved(progress) for progress in self.fragments]}
 
     def load_state_dict(self, state: Mapping[str, Any], digests: Sequence[int]) -> None:
-        """Restores what `state_dict` returned. This incarnation goes on where the other one was."""
+        """Restores what `state_dict` returned. This incarnation continues where that one was."""
         hints = get_type_hints(Progress, include_extras=True)
         loaded = list[Progress]()
         for fragment, (saved, digest) in enumerate(zip(state["fragments"], digests, strict=True)):
-            known = {name: read(hints[name], saved[name], name) for name in _SAVED}
-            loaded.append(
-                own := Progress(fragment, late=self._late, closed=known["applied"].round, **known)
-            )
-            if own.digest not in (digest, None):
+            fields = {name: read(hints[name], saved[name], name) for name in _SAVED}
+            closed = fields["applied"].round
+            progress = Progress(fragment, late=self._late, closed=closed, **fields)
+            loaded.append(progress)
+            if progress.digest not in (digest, None):
                 raise ValueError(
-                    f"The checkpoint was damaged: fragment {own.fragment} has other outer"
+                    f"The checkpoint was damaged: fragment {fragment} has other outer"
                     " parameters than were saved."
                     " Resume from another one, or start without: the site then fetches a state."
                 )
         self.fragments = loaded
 
 
-def _require_sound(own: Progress, position: Position, said: int, digest: int) -> None:
-    if said != digest:
+def _saved(progress: Progress) -> dict[str, Any]:
+    return {name: plain(getattr(progress, name)) for name in _SAVED}
+
+
+def _require_sound(progress: Progress, position: Position, expected: int, digest: int) -> None:
+    """Refuses a state that was damaged, is too old, or differs from the records."""
+    fragment = progress.fragment
+    if expected != digest:
         raise Refused(
-            f"the state was damaged: fragment {own.fragment} has the digest {digest:x}, not"
-            f" {said:x}"
+            f"the state was damaged: fragment {fragment} has the digest {digest:x}, not"
+            f" {expected:x}"
         )
-    if position.round + 1 < own.kept:
+    if position.round + 1 < progress.kept_from:
         raise Refused(
-            f"the state is at round {position.round} of fragment {own.fragment}; later records"
-            " are gone"
+            f"the state is at round {position.round} of fragment {fragment}; later records are gone"
         )
-    at = own.records.get(position.round)
-    after = own.records.get(position.round + 1)
-    known = own.applied if own.applied.round == position.round else at.position if at else position
-    if position != known or (after and after.previous != position.key):
-        raise Refused(f"the state has another history of fragment {own.fragment} than the records")
+    record = progress.records.get(position.round)
+    after = progress.records.get(position.round + 1)
+    known_position = position
+    if progress.applied.round == position.round:
+        known_position = progress.applied
+    elif record:
+        known_position = record.position
+    if position != known_position or (after and after.previous != position.key):
+        raise Refused(f"the state has another history of fragment {fragment} than the records")
     if after and after.digest != digest:
         raise Refused(
-            f"the state differs from the others' in fragment {own.fragment} after round"
+            f"the state differs from the others' in fragment {fragment} after round"
             f" {position.round}"
         )

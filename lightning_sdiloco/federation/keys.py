@@ -1,7 +1,7 @@
-"""Keys of a federation, and what a hub lets their holders do.
+"""Keys of a federation, and the calls that a hub allows their holders.
 
-An authority lies in a folder. Each holder has one file that says who it is, in which run, and has a
-role: every call passes `peer_of` before anything else is looked at.
+An authority lies in a folder. Each holder has one file that names its run, role and name. A hub
+checks every call with `peer_of` before it reads anything else.
 """
 
 import contextlib
@@ -24,9 +24,8 @@ from lightning_sdiloco.federation.wire import OLDEST, PROTOCOL, Denied, Header, 
 Role = Literal["hub", "site", "operator", "reader"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
-UNBOUND = (
-    "-"  # in place of the run in certificates of an authority that has not been bound to one yet
-)
+# In place of the run in certificates of an authority that has not been bound to one yet.
+UNBOUND = "-"
 
 _BLOCKS = re.compile(rb"-----BEGIN ([A-Z ]+)-----.*?-----END \1-----\n?", re.DOTALL)
 
@@ -43,16 +42,16 @@ class Identity(NamedTuple):
 
     @classmethod
     def of_uri(cls, uri: str) -> "Identity | None":
-        scheme, _, rest = uri.partition("://")
-        parts = rest.split("/")
+        scheme, _, path = uri.partition("://")
+        parts = path.split("/")
         if scheme != "sdiloco" or len(parts) != 3 or parts[1] not in ROLES:
             return None
         return cls(*parts)
 
 
 class Bundle(NamedTuple):
-    """What a holder needs to identify itself, and to verify the others. It lacks the authority's
-    key.
+    """The keys with which a holder identifies itself and verifies others. The authority's private
+    key is not among them.
     """
 
     identity: Identity
@@ -64,20 +63,15 @@ class Bundle(NamedTuple):
 
     def bound(self, run: str) -> "Bundle":
         """Returns the bundle for a run. An authority that has none yet is bound to it for good."""
-        own = self.identity.run if self.folder is None else _run_of(self.folder)
-        if own == UNBOUND and self.folder is not None:
-            with contextlib.suppress(FileExistsError):
-                write_synced(self.folder / "run", f"{checked_name('run', run)}\n".encode())
-            own = _run_of(self.folder)
-        if own == UNBOUND and self.identity.role == "hub":
+        bound_run = self._bound_run(run)
+        if bound_run == UNBOUND and self.identity.role == "hub":
             raise ValueError(
-                f"The keys of hub {self.identity.name!r} name no run. Start the hub with the"
-                " folder of keys, or make"
-                " keys for this run: sdiloco keys init FOLDER --run RUN."
+                f"The keys of hub {self.identity.name!r} name no run. Start the hub with the folder"
+                " of keys, or make keys for this run: sdiloco keys init FOLDER --run RUN."
             )
-        if own not in (run, UNBOUND):
+        if bound_run not in (run, UNBOUND):
             raise ValueError(
-                f"These keys are for run {own!r}, not for run={run!r}: a certificate is valid"
+                f"These keys are for run {bound_run!r}, not for run={run!r}: a certificate is valid"
                 " for one run. Give the"
                 " name of that run, or make keys for this one: sdiloco keys init FOLDER --run RUN."
             )
@@ -87,23 +81,31 @@ class Bundle(NamedTuple):
             return load(self.folder, self.identity.name)
         return self
 
+    def _bound_run(self, run: str) -> str:
+        """Returns the run to which the keys are bound, after binding an unbound authority."""
+        if self.folder is None:
+            return self.identity.run
+        if _run_of(self.folder) == UNBOUND:
+            with contextlib.suppress(FileExistsError):
+                write_synced(self.folder / "run", f"{checked_name('run', run)}\n".encode())
+        return _run_of(self.folder)
+
     def revoked(self) -> frozenset[str]:
-        """Returns the fingerprints of certificates that the authority has taken back."""
+        """Returns the fingerprints of certificates that the authority has revoked."""
         return frozenset() if self.folder is None else _fingerprints(self.folder / "revoked")
 
 
-def checked_name(what: str, name: str) -> str:
+def checked_name(argument: str, name: str) -> str:
     if not NAME.fullmatch(name):
         raise ValueError(
-            f"{what}={name!r} cannot be a name. It has at most 63 letters, digits, dots, dashes"
-            " and underscores, and"
-            " begins with a letter or digit."
+            f"{argument}={name!r} cannot be a name. It has at most 63 letters, digits, dots, dashes"
+            " and underscores, and begins with a letter or digit."
         )
     return name
 
 
 def host_of(run: str) -> str:
-    """Returns the name under which a hub is known to TLS: by its run, and not by its address,
+    """Returns the host name of a hub for TLS: it depends on the run, not on the hub's address,
     which may change.
     """
     return f"{hashlib.sha256(run.encode()).hexdigest()[:32]}.hub.sdiloco.internal"
@@ -125,12 +127,12 @@ def init_keys(folder: str | Path, run: str | None = None, days: int = 3650) -> P
         )
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
-    # Of its certificate's nine uses: it signs certificates, and lists of revoked ones.
+    # Of the nine uses of a certificate: this one signs certificates, and lists of revoked ones.
     uses = x509.KeyUsage(
         *[False] * 5, key_cert_sign=True, crl_sign=True, encipher_only=False, decipher_only=False
     )
     extensions = {x509.BasicConstraints(ca=True, path_length=0): True, uses: True}
-    key, certificate = _made(f"sdiloco {run or 'federation'}", days, extensions)
+    key, certificate = _key_pair(f"sdiloco {run or 'federation'}", days, extensions)
     if run is not None:
         write_synced(folder / "run", f"{run}\n".encode())
     write_synced(folder / "ca.pem", certificate)
@@ -139,37 +141,26 @@ def init_keys(folder: str | Path, run: str | None = None, days: int = 3650) -> P
 
 
 def add_keys(folder: str | Path, name: str, role: Role = "site", days: int = 365) -> Path:
-    """Makes a bundle for a holder. If it had one, that stays valid until it expires, or all of its
-    keys are revoked.
+    """Makes a bundle for a holder. An earlier bundle remains valid until it expires, or all of the
+    holder's keys are revoked.
     """
     folder = Path(folder)
-    x509 = extra("cryptography.x509")
     if role not in ROLES:
         raise ValueError(f"role={role!r} is unknown. Choose one of {', '.join(ROLES)}.")
     try:
-        authority_key, authority = ((folder / file).read_bytes() for file in ("ca.key", "ca.pem"))
+        authority_key = (folder / "ca.key").read_bytes()
+        authority = (folder / "ca.pem").read_bytes()
     except FileNotFoundError:
         raise ValueError(
             f"{folder} has no keys yet. Make them: sdiloco keys init {folder}."
         ) from None
     identity = Identity(_run_of(folder), role, checked_name("name", name))
-    names = [x509.UniformResourceIdentifier(identity.uri)]
-    purposes = [x509.ExtendedKeyUsageOID.CLIENT_AUTH]
-    if role == "hub":
-        # Sites that were added before the run had a name look for it under none.
-        names += [x509.DNSName(host) for host in sorted({host_of(identity.run), host_of(UNBOUND)})]
-        purposes.append(x509.ExtendedKeyUsageOID.SERVER_AUTH)
-    extensions = {
-        x509.BasicConstraints(ca=False, path_length=None): True,
-        x509.KeyUsage(True, *[False] * 8): True,  # of nine uses: it signs
-        x509.ExtendedKeyUsage(purposes): False,
-        x509.SubjectAlternativeName(names): False,
-    }
-    key, certificate = _made(name, days, extensions, authority_key, authority)
+    extensions = _extensions(identity)
+    key, certificate = _key_pair(name, days, extensions, authority_key, authority)
     path = folder / f"{name}.bundle"
     part = path.with_suffix(".part")
     part.unlink(missing_ok=True)
-    # Noted first, so that it can be taken back whatever becomes of the bundle.
+    # Noted first, so that it can be revoked whatever happens to the bundle.
     _add_lines(folder / "issued", [f"{fingerprint(certificate)} {name}"])
     write_synced(part, key + certificate + authority)
     part.replace(path)
@@ -177,35 +168,35 @@ def add_keys(folder: str | Path, name: str, role: Role = "site", days: int = 365
     return path
 
 
-def _made(
+def _extensions(identity: Identity) -> dict[Any, bool]:
+    """Returns the extensions of a holder's certificate, and which of them are critical."""
+    x509 = extra("cryptography.x509")
+    names = [x509.UniformResourceIdentifier(identity.uri)]
+    purposes = [x509.ExtendedKeyUsageOID.CLIENT_AUTH]
+    if identity.role == "hub":
+        # Sites that were added before the run had a name look for the hub of an unbound authority.
+        names += [x509.DNSName(host) for host in sorted({host_of(identity.run), host_of(UNBOUND)})]
+        purposes.append(x509.ExtendedKeyUsageOID.SERVER_AUTH)
+    return {
+        x509.BasicConstraints(ca=False, path_length=None): True,
+        x509.KeyUsage(True, *[False] * 8): True,  # of nine uses: it signs
+        x509.ExtendedKeyUsage(purposes): False,
+        x509.SubjectAlternativeName(names): False,
+    }
+
+
+def _key_pair(
     name: str,
     days: int,
     extensions: Mapping[Any, bool],
     authority_key: bytes | None = None,
     authority: bytes | None = None,
 ) -> tuple[bytes, bytes]:
-    """Returns a new key, and its certificate with extensions that are critical or not, signed by
-    itself or another.
-    """
-    x509 = extra("cryptography.x509")
+    """Returns a new key, and its certificate, signed by itself or by an authority."""
     forms = extra("cryptography.hazmat.primitives.serialization")
     curves = extra("cryptography.hazmat.primitives.asymmetric.ec")
     key = curves.generate_private_key(curves.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-    # A clock may be some hours wrong.
-    day = datetime.timedelta(days=1)
-    now = datetime.datetime.now(datetime.timezone.utc)
-    builder = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(
-            subject if authority is None else x509.load_pem_x509_certificate(authority).subject
-        )
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - day - max(-days, 0) * day)
-        .not_valid_after(now + days * day)
-    )
+    builder = _unsigned(name, days, authority).public_key(key.public_key())
     for extension, critical in extensions.items():
         builder = builder.add_extension(extension, critical=critical)
     signer = key if authority_key is None else forms.load_pem_private_key(authority_key, None)
@@ -214,18 +205,36 @@ def _made(
     return bytes(private), bytes(certificate.public_bytes(forms.Encoding.PEM))
 
 
+def _unsigned(name: str, days: int, authority: bytes | None) -> Any:
+    """Returns a certificate that is not signed yet, and lacks its key."""
+    x509 = extra("cryptography.x509")
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    issuer = subject if authority is None else x509.load_pem_x509_certificate(authority).subject
+    day = datetime.timedelta(days=1)
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .serial_number(x509.random_serial_number())
+        # Valid from a day ago: a clock may be some hours wrong.
+        .not_valid_before(now - day - max(-days, 0) * day)
+        .not_valid_after(now + days * day)
+    )
+
+
 def revoke_keys(folder: str | Path, name: str) -> list[str]:
     """Revokes all certificates that a holder was ever given. A hub that was started with the
     folder refuses them.
     """
     folder = Path(folder)
-    before = _fingerprints(folder / "revoked", checked_name("name", name))
-    taken = sorted(_fingerprints(folder / "issued", name) - before)
-    if not taken:
+    earlier = _fingerprints(folder / "revoked", checked_name("name", name))
+    revoked = sorted(_fingerprints(folder / "issued", name) - earlier)
+    if not revoked:
         raise ValueError(f"{folder} has no keys for {name!r} to revoke.")
-    _add_lines(folder / "revoked", [f"{one} {name}" for one in taken])
+    _add_lines(folder / "revoked", [f"{digest} {name}" for digest in revoked])
     (folder / f"{name}.bundle").unlink(missing_ok=True)
-    return taken
+    return revoked
 
 
 def load(keys: str | Path, name: str = "") -> Bundle:
@@ -233,25 +242,37 @@ def load(keys: str | Path, name: str = "") -> Bundle:
     folder.
     """
     path = Path(keys)
-    folder = path if path.is_dir() else None
-    if folder is not None and not name:
-        raise ValueError(
-            f"{keys} is the authority's folder. Give a bundle, such as {path / 'NAME.bundle'}."
-        )
-    if folder is not None:
+    folder = None
+    if path.is_dir():
+        if not name:
+            raise ValueError(
+                f"{keys} is the authority's folder. Give a bundle, such as {path / 'NAME.bundle'}."
+            )
+        folder = path
         path = folder / f"{checked_name('name', name)}.bundle"
     if not path.is_file():
-        made = "" if folder is None else f" Make one: sdiloco keys add {folder} {name}."
-        raise ValueError(f"There are no keys at {path}.{made}")
+        advice = "" if folder is None else f" Make one: sdiloco keys add {folder} {name}."
+        raise ValueError(f"There are no keys at {path}.{advice}")
     if path.stat().st_mode & 0o077:
         warnings.warn(f"Other users may read the keys in {path}: chmod 600 {path}", stacklevel=2)
-    x509 = extra("cryptography.x509")
-    blocks = [(match[1], match[0]) for match in _BLOCKS.finditer(path.read_bytes())]
-    if [kind for kind, _ in blocks] != [b"PRIVATE KEY", b"CERTIFICATE", b"CERTIFICATE"]:
+    blocks = list(_BLOCKS.finditer(path.read_bytes()))
+    if [block[1] for block in blocks] != [b"PRIVATE KEY", b"CERTIFICATE", b"CERTIFICATE"]:
         raise ValueError(
             f"{path} is not a bundle: it must hold a key, its certificate and the authority's."
         )
-    (_, key), (_, certificate), (_, authority) = blocks
+    key, certificate, authority = (block[0] for block in blocks)
+    identity, ends = _certified(path, certificate)
+    if ends < datetime.datetime.now(datetime.timezone.utc):
+        raise ValueError(
+            f"The certificate in {path} expired on {ends:%Y-%m-%d}. Make another next to the folder"
+            f" of keys: sdiloco keys add FOLDER {identity.name} --role {identity.role}."
+        )
+    return Bundle(identity, key, certificate, authority, ends, folder)
+
+
+def _certified(path: Path, certificate: bytes) -> tuple[Identity, datetime.datetime]:
+    """Returns the holder of a certificate, and until when it is valid."""
+    x509 = extra("cryptography.x509")
     try:
         parsed = x509.load_pem_x509_certificate(certificate)
         names = parsed.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -261,14 +282,7 @@ def load(keys: str | Path, name: str = "") -> Bundle:
         raise ValueError(f"{path} is not a bundle: {error}") from error
     if identity is None:
         raise ValueError(f"{path} is not a bundle: its certificate is for {uri!r}.")
-    ends = parsed.not_valid_after_utc
-    if ends < datetime.datetime.now(datetime.timezone.utc):
-        raise ValueError(
-            f"The certificate in {path} expired on {ends:%Y-%m-%d}. Make another next to the"
-            " folder of keys: sdiloco"
-            f" keys add FOLDER {identity.name} --role {identity.role}."
-        )
-    return Bundle(identity, key, certificate, authority, ends, folder)
+    return identity, parsed.not_valid_after_utc
 
 
 def _add_lines(path: Path, lines: list[str]) -> None:
@@ -280,8 +294,10 @@ def _add_lines(path: Path, lines: list[str]) -> None:
 
 
 def _fingerprints(path: Path, name: str | None = None) -> frozenset[str]:
-    lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
-    return frozenset(line[0] for line in lines if line and name in (None, line[-1]))
+    if not path.exists():
+        return frozenset()
+    lines = [line.split() for line in path.read_text().splitlines()]
+    return frozenset(words[0] for words in lines if words and name in (None, words[-1]))
 
 
 def _run_of(folder: Path) -> str:
@@ -292,27 +308,24 @@ def _run_of(folder: Path) -> str:
 def bundle_of(hub: str, name: str, keys: str | Path | None, insecure: bool) -> Bundle | None:
     if (keys is None) != insecure:
         raise ValueError(
-            f"To reach hub {hub}, site {name!r} needs either keys or insecure=True. Ask the"
-            " owner of the folder of keys"
-            f" for a bundle: sdiloco keys add FOLDER {name}."
+            f"To reach hub {hub}, site {name!r} needs either keys or insecure=True. Ask the owner"
+            f" of the folder of keys for a bundle: sdiloco keys add FOLDER {name}."
         )
     if keys is None:
         return None
     bundle = load(keys, name)
     if bundle.identity.name != name:
         raise ValueError(
-            f"The keys belong to {bundle.identity.role} {bundle.identity.name!r}, not to"
-            f" {name!r}: a certificate is"
-            " valid for one site. Give that site's bundle."
+            f"The keys belong to {bundle.identity.role} {bundle.identity.name!r}, not to {name!r}:"
+            " a certificate is valid for one site. Give that site's bundle."
         )
     return bundle
 
 
 # Callers of a hub
 
-MAY: Mapping[
-    str, frozenset[str]
-] = {  # which roles may make which call; a call that is not here is refused
+# Which roles may make which call; a call that is not here is refused.
+MAY: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("ping", "watch", "status"), frozenset(ROLES)),
     **dict.fromkeys(
         ("put", "get", "hello", "contribute", "skip", "state", "give", "leave"), frozenset({"site"})
@@ -320,8 +333,8 @@ MAY: Mapping[
     **dict.fromkeys(("evict", "end", "rollback", "amend", "backup"), frozenset({"operator"})),
 }
 
-# Calls that speak for no incarnation of a site: the keys of one that trains may be used for them
-# elsewhere.
+# Calls that depend on no incarnation of a site: another process may make them with the keys of one
+# that trains.
 LOOKING = frozenset({"ping", "status", "watch"})
 
 
@@ -332,27 +345,26 @@ class Peer(NamedTuple):
 
 
 def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context: Any) -> Peer:
-    """Returns who makes a call to the hub of a run, if it may; without a bundle, the hub believes
-    who it says it is.
+    """Returns the caller of the hub of a run, if the call is allowed; without a bundle, the hub
+    believes the header.
     """
-    who = header.get("from")
+    caller = header.get("from")
     fields = ("run", "role", "name", "incarnation")
-    if not isinstance(who, dict) or not all(
-        isinstance(who.get(f), str) and len(who[f]) <= 63 for f in fields
+    if not isinstance(caller, dict) or not all(
+        isinstance(caller.get(field), str) and len(caller[field]) <= 63 for field in fields
     ):
         raise Malformed(
             "the header of a call must say who makes it: run, role, name and incarnation."
         )
-    if who.get("protocol") not in range(OLDEST, PROTOCOL + 1):
-        other = str(who.get("protocol"))[:20]
+    protocol = caller.get("protocol")
+    if protocol not in range(OLDEST, PROTOCOL + 1):
         raise Refused(
-            f"this hub speaks versions {OLDEST} to {PROTOCOL}, not {other}: update the older"
-            " side, a hub before its"
-            " sites."
+            f"this hub speaks versions {OLDEST} to {PROTOCOL}, not {str(protocol)[:20]}: update the"
+            " older side, a hub before its sites."
         )
-    if who["role"] not in ROLES:
-        raise Denied(f"{who['role']!r} is not a role.")
-    claimed = Identity(who["run"], who["role"], who["name"])
+    if caller["role"] not in ROLES:
+        raise Denied(f"{caller['role']!r} is not a role.")
+    claimed = Identity(caller["run"], caller["role"], caller["name"])
     if bundle is not None:
         _require_certified(run, bundle, claimed, context)
     if claimed.run != run:
@@ -362,18 +374,19 @@ def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context:
             f"a {claimed.role} may not call {call}: {claimed.name!r} has no certificate for that."
         )
     speaks_for_itself(claimed.role, claimed.name, header.get("about", {}))
-    return Peer(claimed.role, claimed.name, who["incarnation"])
+    return Peer(claimed.role, claimed.name, caller["incarnation"])
 
 
 def holder_of(context: Any) -> Identity:
-    """Returns for whom the certificate of a connection speaks."""
-    names = context.auth_context().get("x509_subject_alternative_name", [])
-    known = [
-        own for name in names if (own := Identity.of_uri(name.decode(errors="replace"))) is not None
-    ]
-    if len(known) != 1:
+    """Returns the holder of the certificate of a connection."""
+    holders = []
+    for name in context.auth_context().get("x509_subject_alternative_name", []):
+        identity = Identity.of_uri(name.decode(errors="replace"))
+        if identity is not None:
+            holders.append(identity)
+    if len(holders) != 1:
         raise Denied("the certificate does not name its run, role and holder.")
-    return known[0]
+    return holders[0]
 
 
 def require_valid(bundle: Bundle, context: Any) -> None:
@@ -381,19 +394,18 @@ def require_valid(bundle: Bundle, context: Any) -> None:
     (pem,) = context.auth_context()["x509_pem_cert"]
     revoked = bundle.revoked()
     if revoked and fingerprint(pem) in revoked:
-        raise Denied(f"the certificate of {_who(context)} has been revoked.")
+        raise Denied(f"the certificate of {_named(holder_of(context))} has been revoked.")
     ends = _ends(pem)
     if ends < datetime.datetime.now(datetime.timezone.utc):
-        raise Denied(f"the certificate of {_who(context)} expired on {ends:%Y-%m-%d}.")
+        raise Denied(f"the certificate of {_named(holder_of(context))} expired on {ends:%Y-%m-%d}.")
 
 
-def _who(context: Any) -> str:
-    own = holder_of(context)
-    return f"{own.role} {own.name!r}"
+def _named(identity: Identity) -> str:
+    return f"{identity.role} {identity.name!r}"
 
 
 def wall_clock() -> float:
-    """Returns the seconds of the clock by which certificates are valid; nothing else goes by it."""
+    """Returns the seconds of the clock by which certificates are valid; nothing else uses it."""
     return datetime.datetime.now(datetime.timezone.utc).timestamp()
 
 
@@ -406,20 +418,17 @@ def _ends(certificate: bytes) -> datetime.datetime:
 
 
 def _require_certified(run: str, bundle: Bundle, claimed: Identity, context: Any) -> None:
-    own = holder_of(context)
+    holder = holder_of(context)
     # An authority that was not bound to a run when it signed has since been bound to this hub's.
-    if own.run not in (run, UNBOUND):
-        raise Denied(f"this hub serves run {run!r}, but the certificate is for run {own.run!r}.")
-    if (own.role, own.name) != (claimed.role, claimed.name):
-        raise Denied(
-            f"the certificate of {own.role} {own.name!r} is not valid for {claimed.role}"
-            f" {claimed.name!r}."
-        )
+    if holder.run not in (run, UNBOUND):
+        raise Denied(f"this hub serves run {run!r}, but the certificate is for run {holder.run!r}.")
+    if (holder.role, holder.name) != (claimed.role, claimed.name):
+        raise Denied(f"the certificate of {_named(holder)} is not valid for {_named(claimed)}.")
     require_valid(bundle, context)
 
 
 def speaks_for_itself(role: str, name: str, about: Any) -> Header:
-    """Returns what a call is about, if a site that makes it names no other as its own."""
+    """Returns the part of a header for the call. A site that calls must not name another site."""
     if not isinstance(about, dict):
         raise Malformed("a call is about a JSON object.")
     if role == "site" and about.get("site", name) != name:

@@ -1,17 +1,17 @@
-"""The ledger: which sites are there, what they contributed, and which rounds close. Time comes in,
-records go out.
+"""The ledger: it knows the sites of a run and their contributions, and decides which rounds close.
+It takes the time as an argument, and returns records.
 
 [Note: durable before visible] The ledger does no input or output. Its owner, the hub, asks first
-(`examine`, `due`: neither changes anything), makes durable what is to be, says that it is
-(`contribute`, `append`), and only then tells anybody, of the `calls` too. No other call comes
+(`examine`, `due`: neither changes anything), makes the change durable, reports it (`contribute`,
+`append`), and only then informs the sites, of the `calls` as well. The hub makes no other call
 between ``due`` and the last ``append``.
 
-[Note: the last round] What comes of a last round replaces the parameters of all sites, and no later
-round makes up for
-what rounding loses of it: it takes what was sent in float32 alone. By the run config all know the
-last round when they launch. An operator ends a run at any time, and then something may be open, or
-on its way, that was not: its round closes as any other, with an outer step, and the next one is
-called as the last, though no site has launched for it.
+[Note: the last round] The result of a last round replaces the parameters of all sites, and no later
+round makes up for what rounding loses of it: so it counts only contributions in float32. If the run
+config names the last round, all sites know it when they launch. An operator may end a run at any
+time, and then a round may be open, or a contribution on its way, that is not exact: this round
+closes as any other, with an outer step, and the next one is called as the last, though no site has
+launched for it.
 """
 
 import math
@@ -51,24 +51,28 @@ class Founding:
         self._sites = sites
         self._find = find
         self.again = again
-        self._proposed: dict[str, RunConfig] = {}
-        self._brought: dict[str, tuple[Hello, RunConfig]] = {}
+        self._proposals: dict[str, RunConfig] = {}
+        self._run_configs: dict[str, RunConfig] = {}
+        self.hellos: dict[str, Hello] = {}
         self._founder: str | None = None
 
     def propose(self, site: str, run_config: RunConfig) -> RunConfig:
-        """Returns the run config of the first who came; a site that was the first may change its
-        mind.
-        """
+        """Returns the run config of the first site; that site may propose another one."""
         self._require_quorum(run_config)
-        others = (own for other, own in self._proposed.items() if other != site)
-        self._proposed[site] = next(others, run_config)
-        return self._proposed[site]
+        for proposer, proposal in self._proposals.items():
+            if proposer != site:
+                run_config = proposal
+                break
+        self._proposals[site] = run_config
+        return run_config
 
     def hello(self, hello: Hello, run_config: RunConfig) -> None:
         self._require_quorum(run_config)
-        for other in (own for site, (_, own) in self._brought.items() if site != hello.site):
-            run_config.require_same(other)
-        self._brought[hello.site] = hello, run_config
+        for site, agreed in self._run_configs.items():
+            if site != hello.site:
+                run_config.require_same(agreed)
+        self._run_configs[hello.site] = run_config
+        self.hellos[hello.site] = hello
 
     def _require_quorum(self, run_config: RunConfig) -> None:
         try:
@@ -77,36 +81,36 @@ class Founding:
             raise Refused(str(error)) from None
 
     def gone(self, site: str) -> bool:
-        """Forgets a site; returns whether it was there."""
-        self._proposed.pop(site, None)
-        self._founder = None if site == self._founder else self._founder
-        return self._brought.pop(site, None) is not None
-
-    @property
-    def hellos(self) -> dict[str, Hello]:
-        return {site: hello for site, (hello, _) in self._brought.items()}
+        """Forgets a site; returns whether it had said hello."""
+        self._proposals.pop(site, None)
+        self._run_configs.pop(site, None)
+        if site == self._founder:
+            self._founder = None
+        return self.hellos.pop(site, None) is not None
 
     @property
     def missing(self) -> int:
-        return max(0, self._sites - len(self._brought))
+        return max(0, self._sites - len(self.hellos))
 
     @property
     def run_config(self) -> RunConfig:
-        return next(run_config for _, run_config in self._brought.values())
+        return next(iter(self._run_configs.values()))
 
     @property
     def base(self) -> tuple[Position, ...]:
-        """Where a refounded run continues: for each fragment the position that most sites hold."""
-        held = zip(*(hello.applied for hello, _ in self._brought.values()), strict=True)
-        counted = (Counter(own) for own in held)
-        return tuple(
-            max((number, at.round, at) for at, number in own.items())[-1] for own in counted
-        )
+        """For each fragment, the position that most sites hold: there a refounded run continues."""
+        positions = []
+        for held in zip(*(hello.applied for hello in self.hellos.values()), strict=True):
+            votes = Counter(held)
+            positions.append(
+                max(votes, key=lambda position: (votes[position], position.round, position))
+            )
+        return tuple(positions)
 
     @property
     def founder(self) -> str:
         """The site that brings the outer parameters of round 0: the first by name."""
-        self._founder = self._founder or min(self._brought)
+        self._founder = self._founder or min(self.hellos)
         return self._founder
 
 
@@ -118,6 +122,10 @@ class Answer(Enum):
 
 @dataclass
 class Member:
+    """A site with a lease, which ends at ``until``. It ``follows`` if it is near enough to
+    contribute.
+    """
+
     incarnation: str
     until: float
     follows: bool
@@ -127,8 +135,17 @@ class Member:
 
 @dataclass
 class OpenRound:
+    """An open round.
+
+    Attributes:
+        opened: When the first contribution arrived; None if that was before the hub's last start.
+        contributions: The contributions by site.
+        arrived: When each site has contributed, or said that it will not.
+        undecided_since: When a tie between different outer parameters was noticed.
+    """
+
     opened: float | None = None
-    here: dict[str, Contribution] = field(default_factory=dict)
+    contributions: dict[str, Contribution] = field(default_factory=dict)
     arrived: dict[str, float] = field(default_factory=dict)
     undecided_since: float | None = None
 
@@ -166,58 +183,62 @@ class Ledger:
         self._ending = False
         for record in records:
             self.append(record)
-        for own in contributions:
-            if Position(own.round - 1, own.previous) == self.closed[own.fragment]:
-                self._take(own, now, None)
-        # Those that were there before this start are waited for: they may not have found the hub
-        # yet.
-        last = (
-            own
-            for history in self.history
-            for record in list(history)[-1:]
-            for own in record.counted
-        )
-        opened = (own for round in self.open.values() for own in round.here.values())
+        for contribution in contributions:
+            if contribution.builds_on(self.closed[contribution.fragment]):
+                self._take(contribution, now, None)
+        self._expect_earlier_sites(now)
+
+    def _expect_earlier_sites(self, now: float) -> None:
+        """Waits, for a lease, for the sites from before this start of the hub: they may not have
+        found it yet.
+        """
+        contributions = list[Contribution]()
+        for history in self.history:
+            if history:
+                contributions += history[-1].counted
+        for round in self.open.values():
+            contributions += round.contributions.values()
         applied = tuple(position.round for position in self.closed)
-        for own in (*last, *opened):
-            self.members[own.site] = Member(
-                own.incarnation, now + terms.lease, True, applied, connected=False
+        for contribution in contributions:
+            self.members[contribution.site] = Member(
+                contribution.incarnation, now + self.terms.lease, True, applied, connected=False
             )
 
     # Sites
 
     def hello(self, hello: Hello, now: float) -> Welcome:
-        member = self.members.get(hello.site)
         if (hello.site, hello.incarnation) in self.evicted:
             raise Refused(f"{hello.site} was evicted from the run: ask its operator")
-        if (
-            member
-            and member.incarnation != hello.incarnation
-            and member.connected
-            and member.until > now
-        ):
-            raise Refused(
-                f"the name {hello.site} is in use by a running process: stop it first, or wait"
-                f" {member.until - now:.1f}"
-                " s if it is dead"
-            )
+        conflict = self.conflict_of(hello, now)
+        if conflict:
+            raise Refused(conflict)
         applied = tuple(position.round for position in hello.applied)
-        follows = bool(
-            member
-            and member.connected
-            and member.incarnation == hello.incarnation
-            and member.follows
+        follows = self.has_joined(hello) and self.members[hello.site].follows
+        until = now + self.terms.lease
+        self.members[hello.site] = Member(hello.incarnation, until, follows, applied)
+        standing = []
+        for fragment, round in sorted(self.open.items()):
+            contribution = round.contributions.get(hello.site)
+            if contribution is not None and not contribution.reason:
+                standing.append(Standing(fragment, contribution.incarnation))
+        return Welcome(tuple(self.closed), self.kept_from, tuple(standing))
+
+    def has_joined(self, hello: Hello) -> bool:
+        """Returns whether this incarnation of a site is a connected member."""
+        member = self.members.get(hello.site)
+        return bool(member and member.connected and member.incarnation == hello.incarnation)
+
+    def conflict_of(self, hello: Hello, now: float) -> str | None:
+        """Returns why a site cannot have its name: another incarnation is connected under it."""
+        member = self.members.get(hello.site)
+        if member is None or member.incarnation == hello.incarnation:
+            return None
+        if not member.connected or member.until <= now:
+            return None
+        return (
+            f"the name {hello.site} is in use by a running process: stop it first, or wait"
+            f" {member.until - now:.1f} s if it is dead"
         )
-        self.members[hello.site] = Member(
-            hello.incarnation, now + self.terms.lease, follows, applied
-        )
-        own = [
-            (p, round.here[hello.site])
-            for p, round in sorted(self.open.items())
-            if hello.site in round.here
-        ]
-        standing = tuple(Standing(p, one.incarnation) for p, one in own if not one.reason)
-        return Welcome(tuple(self.closed), self.kept, standing)
 
     def heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
         member = self._member(heartbeat.site, heartbeat.incarnation)
@@ -226,27 +247,27 @@ class Ledger:
         member.applied = heartbeat.applied
 
     def leave(self, site: str, incarnation: str) -> bool:
-        """Waits no longer for a site: it has left, or its connection has ended. Tells whether it
-        was there.
+        """Waits no longer for a site, which has left or lost its connection; returns whether it was
+        a member.
         """
         member = self.members.get(site)
-        was_there = member is not None and member.incarnation == incarnation
-        if was_there:
-            del self.members[site]
-        return was_there
+        if member is None or member.incarnation != incarnation:
+            return False
+        del self.members[site]
+        return True
 
     def evict(self, site: str) -> None:
-        """Throws a site out, by the word of an operator, with what it contributed to open
-        rounds.
-        """
+        """Throws a site out, as an operator asks, with its contributions to open rounds."""
         member = self.members.pop(site, None)
         if member:
             self.evicted.add((site, member.incarnation))
         for round in self.open.values():
-            round.here.pop(site, None)
+            round.contributions.pop(site, None)
             round.arrived.pop(site, None)
             round.undecided_since = None
-        self.open = {fragment: round for fragment, round in self.open.items() if round.here}
+        self.open = {
+            fragment: round for fragment, round in self.open.items() if round.contributions
+        }
         self.closing.clear()
 
     def _member(self, site: str, incarnation: str) -> Member:
@@ -260,65 +281,68 @@ class Ledger:
 
     def behind(self, site: str) -> int:
         """Returns how many rounds a site is behind, in the fragment where it is worst."""
-        applied = self.members[site].applied
-        return max(closed.round - own for closed, own in zip(self.closed, applied, strict=True))
+        rounds = zip(self.closed, self.members[site].applied, strict=True)
+        return max(closed.round - applied for closed, applied in rounds)
+
+    def can_contribute(self, site: str) -> bool:
+        return self.members[site].follows and self.behind(site) <= RETENTION
 
     def _contributors(self, now: float) -> list[str]:
-        """Returns the sites that could contribute: leases that are valid, and what they lack can
-        be had.
+        """Returns the sites that could contribute: their leases are valid, and the records that
+        they lack are available.
         """
-        return [
-            site
-            for site in self.present(now)
-            if self.members[site].follows and self.behind(site) <= RETENTION
-        ]
+        return [site for site in self.present(now) if self.can_contribute(site)]
 
     # Contributions
 
-    def examine(self, own: Contribution, incarnation: str) -> Answer:
+    def examine(self, contribution: Contribution, incarnation: str) -> Answer:
         """Returns the answer to a contribution, and changes nothing."""
-        self._member(own.site, incarnation)
-        if not 0 <= own.fragment < self.terms.fragments:
-            raise Refused(f"there is no fragment {own.fragment}, only {self.terms.fragments}")
-        closed = self.closed[own.fragment].round
-        if own.round > closed + 1:
+        self._member(contribution.site, incarnation)
+        fragment = contribution.fragment
+        if not 0 <= fragment < self.terms.fragments:
+            raise Refused(f"there is no fragment {fragment}, only {self.terms.fragments}")
+        closed = self.closed[fragment]
+        if contribution.round > closed.round + 1:
             raise Refused(
-                f"round {own.round} of fragment {own.fragment} builds on records that are not"
-                f" here: {closed}"
+                f"round {contribution.round} of fragment {fragment} builds on records that are not"
+                f" here: {closed.round}"
             )
-        if own.round <= closed or own.fragment in self.closing or self.has_ended(own.fragment):
+        is_late = contribution.round <= closed.round
+        if is_late or fragment in self.closing or self.has_ended(fragment):
             return Answer.LATE
-        if own.previous != self.closed[own.fragment].key:
+        if contribution.previous != closed.key:
             raise Refused(
-                f"round {own.round} of fragment {own.fragment} builds on another history than"
+                f"round {contribution.round} of fragment {fragment} builds on another history than"
                 " this hub's"
             )
-        round = self.open.get(own.fragment)
-        return Answer.KNOWN if round and own.site in round.here else Answer.OPEN
+        round = self.open.get(fragment)
+        is_known = round is not None and contribution.site in round.contributions
+        return Answer.KNOWN if is_known else Answer.OPEN
 
-    def contribute(self, own: Contribution, incarnation: str, now: float) -> Answer:
+    def contribute(self, contribution: Contribution, incarnation: str, now: float) -> Answer:
         """Takes a contribution that is durable; with `OPEN` as the answer, all sites get the
         `call`.
         """
-        answer = self.examine(own, incarnation)
+        answer = self.examine(contribution, incarnation)
         if answer is Answer.OPEN:
-            self._take(own, now, now)
+            round = self._take(contribution, now, now)
             # A new launch shows that its site follows, a moment before its next heartbeat says so.
-            member = self.members[own.site]
-            member.follows = member.follows or own.incarnation == incarnation
-            self._timings.arrives(own, now, self.open[own.fragment].opened)
+            member = self.members[contribution.site]
+            member.follows = member.follows or contribution.incarnation == incarnation
+            self._timings.arrives(contribution, now, round.opened)
         elif answer is Answer.LATE:
-            self._timings.arrives_late(own, now)
+            self._timings.arrives_late(contribution, now)
         return answer
 
-    def _take(self, own: Contribution, now: float, opened: float | None) -> None:
-        round = self.open.setdefault(own.fragment, OpenRound(opened))
-        round.here[own.site] = own
-        round.arrived[own.site] = now
+    def _take(self, contribution: Contribution, now: float, opened: float | None) -> OpenRound:
+        round = self.open.setdefault(contribution.fragment, OpenRound(opened))
+        round.contributions[contribution.site] = contribution
+        round.arrived[contribution.site] = now
+        return round
 
     def skip(self, site: str, incarnation: str, call: Call, now: float) -> None:
-        """Notes that a site will not answer a call: it has trained too little. The round does not
-        wait for it.
+        """Notes that a site declines a call: it has trained too little. The round does not wait
+        for it.
         """
         self._member(site, incarnation)
         round = self.open.get(call.fragment)
@@ -326,135 +350,142 @@ class Ledger:
             round.arrived.setdefault(site, now)
 
     def calls(self) -> list[Call]:
-        """Returns the rounds for which to launch: those that are open, and all that are the last
-        by an operator.
+        """Returns the rounds for which to launch: the open ones, and the last of every fragment if
+        an operator ends the run.
         """
-        waiting = range(self.terms.fragments) if self._ending else ()
-        last = [p for p in waiting if p not in self.open and not self.has_ended(p)]
-        return [self._call(fragment) for fragment in (*self.open, *last)]
+        fragments = list(self.open)
+        if self._ending:
+            for fragment in range(self.terms.fragments):
+                if fragment not in self.open and not self.has_ended(fragment):
+                    fragments.append(fragment)
+        return [self._call(fragment) for fragment in fragments]
 
     def _call(self, fragment: int) -> Call:
         number = self.closed[fragment].round + 1
-        round = self.open.get(fragment, OpenRound())
-        is_exact = all(own.exact for own in round.here.values() if not own.reason)
+        contributions = self.open.get(fragment, OpenRound()).contributions.values()
+        is_exact = all(launched.exact for launched in contributions if not launched.reason)
         return Call(fragment, number, is_exact and (self._ending or self.terms.is_last(number)))
 
-    # What counts
+    # Rounds
 
     def due(self, now: float) -> list[Record]:
         """Returns the records of the rounds that close now. They count once they are appended."""
-        records: list[Record] = []
-        undecided: list[AgreementError] = []
+        records = list[Record]()
+        undecided = list[AgreementError]()
         sites = self._contributors(now)
         for fragment in sorted(self.open.keys() - self.closing.keys()):
             round = self.open[fragment]
-            # Sites that are there but do not count still answer: otherwise a round might never
-            # close.
-            if len(round.here) < self.quorum.fewest(len(sites)) or not self._closes(
-                fragment, round, sites, now
-            ):
+            # Present sites that do not count still answer: otherwise a round might never close.
+            is_enough = len(round.contributions) >= self.quorum.fewest(len(sites))
+            if not is_enough or not self._closes(fragment, round, sites, now):
                 continue
             try:
                 majority = self._majority(fragment, round, now)
             except AgreementError as error:
                 undecided.append(error)
                 continue
-            if not majority:
-                continue
-            call = self._call(fragment)
-            too_long = self._too_long(fragment, majority)
-            counted = tuple(own for own in majority if own.site not in too_long)
-            held = {own.site for own in majority}
-            left_out = tuple(
-                LeftOut(site, "too long", float(f"{too_long[site]:.4g}"))
-                if site in too_long
-                else LeftOut(site, own.reason or "other outer parameters")
-                for site, own in sorted(round.here.items())
-                if site in too_long or site not in held
-            )
-            timings = tuple(
-                own for _, own in sorted(self._timings.untold.get(fragment, {}).items())
-            )
-            seq = self.seq + len(records)
-            previous = self.closed[fragment].key
-            records.append(
-                Record(seq, fragment, call.round, previous, counted, left_out, call.final, timings)
-            )
+            if majority:
+                records.append(self._record(fragment, majority, self.seq + len(records)))
         if undecided and not records:
             raise undecided[0]
         return records
 
+    def _record(self, fragment: int, majority: Sequence[Contribution], seq: int) -> Record:
+        """Returns the record of a round that closes, with the reasons why some sites do not
+        count.
+        """
+        too_long = self._too_long(fragment, majority)
+        counted = tuple(launched for launched in majority if launched.site not in too_long)
+        counted_sites = {launched.site for launched in counted}
+        left_out = []
+        for site, launched in sorted(self.open[fragment].contributions.items()):
+            if site in too_long:
+                left_out.append(LeftOut(site, "too long", _rounded(too_long[site])))
+            elif site not in counted_sites:
+                left_out.append(LeftOut(site, launched.reason or "other outer parameters"))
+        timings = sorted(self._timings.unrecorded.get(fragment, {}).items())
+        call = self._call(fragment)
+        return Record(
+            seq,
+            fragment,
+            call.round,
+            self.closed[fragment].key,
+            counted,
+            tuple(left_out),
+            call.final,
+            tuple(timing for _, timing in timings),
+        )
+
     def _closes(self, fragment: int, round: OpenRound, sites: list[str], now: float) -> bool:
         if self._call(fragment).final:
-            # No site can count later, so all that are alive are waited for.
+            # No site can count later, so the round waits for all that are alive.
             return all(site in round.arrived for site in sites)
         awaited = self.quorum.awaited(tuple(self.history[fragment]), sites)
-        return (
-            self.quorum.closes(round.arrived, awaited, now)
-            or now >= min(round.arrived.values()) + self.terms.grace
-        )
+        if self.quorum.closes(round.arrived, awaited, now):
+            return True
+        return now >= min(round.arrived.values()) + self.terms.grace
 
     def _majority(self, fragment: int, round: OpenRound, now: float) -> list[Contribution]:
         """Returns the contributions that count: those measured against the outer parameters that
-        most sites hold.
+        most sites hold. It is empty while a tie is undecided.
         """
-        majorities: dict[int, list[Contribution]] = {}
-        for _, own in sorted(round.here.items()):
-            if not own.reason:
-                majorities.setdefault(own.digest, []).append(own)
-        if not majorities:
-            if any(not own.finite for own in round.here.values()):
+        camps = dict[int, list[Contribution]]()
+        for _, contribution in sorted(round.contributions.items()):
+            if not contribution.reason:
+                camps.setdefault(contribution.digest, []).append(contribution)
+        if not camps:
+            if any(not launched.finite for launched in round.contributions.values()):
                 raise AgreementError(
                     f"No site has finite values in fragment {fragment}:"
-                    f" {', '.join(sorted(round.here))}. Resume from an"
-                    " earlier checkpoint, for example with gradient clipping or a smaller"
-                    " learning rate."
+                    f" {', '.join(sorted(round.contributions))}. Resume from an earlier checkpoint,"
+                    " for example with gradient clipping or a smaller learning rate."
                 )
             return []
-        largest, *others = sorted(majorities.values(), key=len, reverse=True)
-        if not others or len(largest) > len(others[0]):
-            return largest
+        by_size = sorted(camps.values(), key=len, reverse=True)
+        if len(by_size) == 1 or len(by_size[0]) > len(by_size[1]):
+            return by_size[0]
         # A tie: the round is held until another witness comes, for as long as a lease lasts.
         if round.undecided_since is None:
             round.undecided_since = now
         if now < round.undecided_since + self.terms.lease:
             return []
-        sides = "; ".join(
-            f"{', '.join(own.site for own in side)} hold {side[0].digest:016x}"
-            for side in (largest, *others)
-        )
+        sides = []
+        for camp in by_size:
+            names = ", ".join([launched.site for launched in camp])
+            sides.append(f"{names} hold {camp[0].digest:016x}")
         raise AgreementError(
             f"The sites hold different outer parameters of fragment {fragment} after round"
-            f" {self.closed[fragment].round}, without a majority: {sides}. Evict the sites that"
-            " are wrong (sdiloco hub"
-            " evict), so that they fetch a state from the others."
+            f" {self.closed[fragment].round}, without a majority: {'; '.join(sides)}. Evict the"
+            " sites that are wrong (sdiloco hub evict), so that they fetch a state from the others."
         )
 
     def _too_long(self, fragment: int, majority: Sequence[Contribution]) -> dict[str, float]:
-        """Returns the sites whose outer gradients the guard leaves out, each with how many times
-        too long it is.
+        """Returns the sites whose outer gradients the guard leaves out, and how many times too
+        long each is.
         """
         if self.terms.guard is None:
             return {}
-        past = defaultdict[str, list[float]](list)
-        for own in (own for record in self.history[fragment] for own in record.counted):
-            past[own.site].append(self._length(own))
-        return outlying({own.site: self._length(own) for own in majority}, past, self.terms.guard)
+        earlier = defaultdict[str, list[float]](list)
+        for record in self.history[fragment]:
+            for counted in record.counted:
+                earlier[counted.site].append(self._length(counted))
+        lengths = {launched.site: self._length(launched) for launched in majority}
+        return outlying(lengths, earlier, self.terms.guard)
 
-    def _length(self, own: Contribution) -> float:
-        """Returns the norm for each inner step: some have trained more than others, for instance
-        without the hub.
+    def _length(self, contribution: Contribution) -> float:
+        """Returns the norm per inner step: some sites have trained more steps than others, for
+        instance without the hub.
         """
-        return math.sqrt(own.norm_squared) / max(own.steps, self.terms.least_steps(own.round))
+        steps = max(contribution.steps, self.terms.least_steps(contribution.round))
+        return math.sqrt(contribution.norm_squared) / steps
 
     def append(self, record: Record) -> None:
         closed = self.closed[record.fragment]
         if (record.seq, record.round, record.previous) != (self.seq, closed.round + 1, closed.key):
             raise AgreementError(
-                f"Record {record.seq}, of round {record.round} of fragment {record.fragment},"
-                " does not follow on"
-                f" {self.seq} records and round {closed.round}: the ledger was damaged. Restore"
-                " it, or roll back."
+                f"Record {record.seq}, of round {record.round} of fragment {record.fragment}, does"
+                f" not follow on {self.seq} records and round {closed.round}: the ledger was"
+                " damaged. Restore it, or roll back."
             )
         self.seq += 1
         self.closed[record.fragment] = record.position
@@ -465,21 +496,15 @@ class Ledger:
         self.snapshots.check(record)
 
     def next_due(self, now: float) -> float:
-        """Returns when to ask `due` again if nothing happens before: the first end of a grace, a
+        """Returns when to ask `due` again if nothing happens before: at the first end of a grace, a
         lease or a tie.
         """
-        times = [
-            time + self.terms.grace
-            for round in self.open.values()
-            for time in round.arrived.values()
-        ]
-        times += [member.until for member in self.members.values()]
-        times += [
-            round.undecided_since + self.terms.lease
-            for round in self.open.values()
-            if round.undecided_since
-        ]
-        return min((time for time in times if time > now), default=now + self.terms.lease)
+        deadlines = [member.until for member in self.members.values()]
+        for round in self.open.values():
+            deadlines += [arrived + self.terms.grace for arrived in round.arrived.values()]
+            if round.undecided_since:
+                deadlines.append(round.undecided_since + self.terms.lease)
+        return min((time for time in deadlines if time > now), default=now + self.terms.lease)
 
     # The end
 
@@ -487,8 +512,8 @@ class Ledger:
         self._ending = True
 
     def amend(self, terms: Terms, quorum: Quorum) -> None:
-        """Takes other terms from here on. A round that is open, and was to be the last, closes as
-        any other.
+        """Takes other terms from now on. An open round that was to be the last closes as any
+        other.
         """
         self.terms = terms
         self.quorum = quorum
@@ -502,38 +527,33 @@ class Ledger:
     def source(
         self, site: str, now: float, without: Collection[str] = ()
     ) -> str | StateHeader | None:
-        """Returns where a site gets a state: from a donor, by name, or from the snapshot."""
-        donors = [
-            other for other in self._contributors(now) if other != site and other not in without
-        ]
-        donors = [other for other in donors if self.members[other].connected]
-        if donors:
-            return max(
-                donors, key=lambda other: (-self.behind(other), sum(self.members[other].applied))
-            )
-        return self.snapshots.best
+        """Returns where a site gets a state: the name of a donor, or a snapshot."""
+        donors = []
+        for donor in self._contributors(now):
+            if donor != site and donor not in without and self.members[donor].connected:
+                donors.append(donor)
+        if not donors:
+            return self.snapshots.best
+        return max(donors, key=lambda name: (-self.behind(name), sum(self.members[name].applied)))
 
     @property
-    def kept(self) -> tuple[int, ...]:
-        """The first round of every fragment whose payloads are kept: the last rounds, and all
+    def kept_from(self) -> tuple[int, ...]:
+        """The first round of every fragment whose payloads are kept: the last rounds are, and all
         since the snapshot.
         """
-        best = self.snapshots.best
-        from_snapshots = (
-            [position.round for position in best.applied]
-            if best
-            else [position.round for position in self.closed]
-        )
-        rounds = zip(self.closed, from_snapshots, self.base, strict=True)
-        return tuple(
-            max(base.round, min(closed.round - RETENTION, own)) + 1 for closed, own, base in rounds
-        )
+        snapshot = self.snapshots.best
+        in_snapshot = snapshot.applied if snapshot else self.closed
+        rounds = []
+        for closed, saved, base in zip(self.closed, in_snapshot, self.base, strict=True):
+            rounds.append(max(base.round, min(closed.round - RETENTION, saved.round)) + 1)
+        return tuple(rounds)
 
 
 class Snapshots:
     """Knows which states at the hub can be trusted, and when it is time for a new one."""
 
     def __init__(self, headers: Iterable[StateHeader] = ()) -> None:
+        # The states, the oldest first, each with the fragments that a record has verified.
         self._states: list[tuple[StateHeader, set[int]]] = [(header, set()) for header in headers]
 
     @property
@@ -550,67 +570,79 @@ class Snapshots:
 
     def check(self, record: Record) -> None:
         """Compares the states with a record, and drops those that are wrong or no longer needed."""
-        sound = []
+        sound = list[tuple[StateHeader, set[int]]]()
+        newest_verified = 0
         for header, verified in self._states:
             position = header.applied[record.fragment]
             if position.round == record.round - 1:
-                if (position.key, header.digests[record.fragment]) != (
-                    record.previous,
-                    record.digest,
-                ):
+                digest = header.digests[record.fragment]
+                if (position.key, digest) != (record.previous, record.digest):
                     continue
                 verified.add(record.fragment)
+            if len(verified) == len(header.applied):
+                newest_verified = len(sound)
             sound.append((header, verified))
-        last = max(
-            (i for i, (header, ok) in enumerate(sound) if len(ok) == len(header.applied)), default=0
-        )
-        self._states = sound[last:]
+        self._states = sound[newest_verified:]
 
-    def is_due(self, rounds: Iterable[int], every: int | None = None) -> bool:
+    def is_due(self, rounds: Iterable[int], interval: int | None = None) -> bool:
         if not self._states:
             return True
+        if interval is None:
+            interval = SNAPSHOT_EVERY
         newest = self._states[-1][0].applied
-        every = SNAPSHOT_EVERY if every is None else every
-        return any(closed - own.round >= every for closed, own in zip(rounds, newest, strict=True))
+        return any(
+            closed - position.round >= interval
+            for closed, position in zip(rounds, newest, strict=True)
+        )
 
 
 class Timings:
+    """Measures by how much contributions are late, and how long an inner step of a site takes."""
+
     def __init__(self) -> None:
         # By fragment: the last round that was closed, and when it was opened.
         self._closed: dict[int, tuple[int, float | None]] = {}
-        # By fragment and site: when it came for a round, and in which incarnation it was counted
-        # when.
-        self._came: dict[tuple[int, str], tuple[int, float]] = {}
+        # By fragment and site: the last round to which it has contributed, and when.
+        self._arrived: dict[tuple[int, str], tuple[int, float]] = {}
+        # By fragment and site: the incarnation that was counted last, and when that had arrived.
         self._counted: dict[tuple[int, str], tuple[str, float]] = {}
-        self.untold: dict[int, dict[tuple[str, int], Timing]] = {}
+        # By fragment: the timings that the next record names.
+        self.unrecorded: dict[int, dict[tuple[str, int], Timing]] = {}
 
-    def arrives(self, own: Contribution, now: float, opened: float | None) -> None:
-        self._came[own.fragment, own.site] = own.round, now
-        if opened is not None:
-            # The seconds for each of the inner steps, which are those since the site was last
-            # counted.
-            incarnation, since = self._counted.get((own.fragment, own.site), ("", now))
-            step = (
-                float(f"{(now - since) / own.steps:.4g}")
-                if incarnation == own.incarnation and own.steps
-                else None
-            )
-            timing = Timing(own.site, own.round, round(now - opened, 3), step)
-            self.untold.setdefault(own.fragment, {})[own.site, own.round] = timing
+    def arrives(self, contribution: Contribution, now: float, opened: float | None) -> None:
+        fragment = contribution.fragment
+        site = contribution.site
+        self._arrived[fragment, site] = contribution.round, now
+        if opened is None:
+            return
+        # The inner steps of a contribution are those since the site was last counted.
+        incarnation, counted_at = self._counted.get((fragment, site), ("", now))
+        step_time = None
+        if incarnation == contribution.incarnation and contribution.steps:
+            step_time = _rounded((now - counted_at) / contribution.steps)
+        timing = Timing(site, contribution.round, round(now - opened, 3), step_time)
+        self.unrecorded.setdefault(fragment, {})[site, contribution.round] = timing
 
-    def arrives_late(self, own: Contribution, now: float) -> None:
+    def arrives_late(self, contribution: Contribution, now: float) -> None:
         """Notes a contribution to a closed round: once, and only if it was the last one."""
-        closed, opened = self._closed.get(own.fragment, (0, None))
-        came, _ = self._came.get((own.fragment, own.site), (0, 0.0))
-        if own.round == closed and came < closed:
-            self.arrives(own, now, opened)
+        fragment = contribution.fragment
+        closed, opened = self._closed.get(fragment, (0, None))
+        arrived, _ = self._arrived.get((fragment, contribution.site), (0, 0.0))
+        if contribution.round == closed and arrived < closed:
+            self.arrives(contribution, now, opened)
 
     def closes(self, record: Record, opened: float | None) -> None:
-        """Marks a record as reported."""
+        """Marks the timings of a record as recorded."""
         fragment = record.fragment
         self._closed[fragment] = record.round, opened
-        self.untold.pop(fragment, None)
-        for own in record.counted:
-            came, time = self._came.get((fragment, own.site), (0, 0.0))
-            if came == record.round:
-                self._counted[fragment, own.site] = own.incarnation, time
+        self.unrecorded.pop(fragment, None)
+        for contribution in record.counted:
+            site = contribution.site
+            arrived, time = self._arrived.get((fragment, site), (0, 0.0))
+            if arrived == record.round:
+                self._counted[fragment, site] = contribution.incarnation, time
+
+
+def _rounded(number: float) -> float:
+    """Returns a number to four digits."""
+    return float(f"{number:.4g}")

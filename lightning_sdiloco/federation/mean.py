@@ -1,7 +1,7 @@
-"""The mean at the hub: what sites have sent becomes one payload, which all of them fetch.
+"""The mean at the hub: the payloads of all sites become one payload, which all sites fetch.
 
-Numpy does it alone, which comes with Lightning: a hub does without torch. What rounding leaves out
-of a mean is remembered, and added to the next one of the fragment.
+It needs numpy alone, which comes with Lightning: a hub runs without torch. The hub remembers the
+residual that rounding leaves out of a mean, and adds it to the next mean of the fragment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from lightning_sdiloco.federation.untrained import Sizes, packed, unpacked
 
 Vector = npt.NDArray[np.float32]
 
-# The numbers that may be NaN, but for those that numpy does not know.
+# The numbers that may be NaN, except those that numpy does not know.
 _NUMBERS = {
     "float16": "<f2",
     "float32": "<f4",
@@ -30,34 +30,42 @@ _BLOCK = 128
 _EXPONENT = 23
 _LEAST_TOP = 0x0400
 _GREATEST_TOP = 0x7F7F
-_LEVELS = np.array(
-    [sign * level for sign in (1.0, -1.0) for level in (0.0, *(2.0**-k for k in range(6, -1, -1)))],
-    "f4",
-)
+_MAGNITUDES = (0.0, 2.0**-6, 2.0**-5, 2.0**-4, 2.0**-3, 2.0**-2, 2.0**-1, 2.0**0)
+_LEVELS = np.array([sign * level for sign in (1.0, -1.0) for level in _MAGNITUDES], "f4")
 
 
-def has_sizes(own: Contribution, sizes: Sizes, code: str) -> bool:
+def has_sizes(contribution: Contribution, sizes: Sizes, code: str) -> bool:
     """Returns whether the payloads of a site have the sizes that the shards of its ranks have.
 
-    The first rank also sends the untrained state, of which it leaves out what it has not changed.
+    The first rank also sends the untrained state, without the tensors that it has not changed.
     """
-    first, *others = [payload.size for payload in own.payloads]
-    size = _shard_bytes(own, sizes.numel, code)
-    sizes = sizes.sent(own.exact)
-    return sizes.least <= first - size <= sizes.most and all(other == size for other in others)
+    first_size, *other_sizes = [payload.size for payload in contribution.payloads]
+    shard_size = _shard_bytes(contribution, sizes.numel, code)
+    sizes = sizes.sent(contribution.exact)
+    if not sizes.least <= first_size - shard_size <= sizes.most:
+        return False
+    return all(size == shard_size for size in other_sizes)
 
 
-def _shard_bytes(own: Contribution, numel: int, code: str) -> int:
-    length = -(-numel // len(own.payloads))
-    if own.exact or code == "fp32":
+def _shard_bytes(contribution: Contribution, numel: int, code: str) -> int:
+    length = _shard_length(contribution, numel)
+    if contribution.exact or code == "fp32":
         return 4 * length
-    return 2 * -(-length // _BLOCK) + -(-length // 2)
+    return 2 * _blocks(length) + -(-length // 2)
+
+
+def _shard_length(contribution: Contribution, numel: int) -> int:
+    return -(-numel // len(contribution.payloads))
+
+
+def _blocks(numel: int) -> int:
+    return -(-numel // _BLOCK)
 
 
 def decoded(payload: Bytes, numel: int, code: str) -> Vector:
     if code == "fp32":
         return np.frombuffer(payload, "<f4", numel)
-    blocks = -(-numel // _BLOCK)
+    blocks = _blocks(numel)
     tops = (np.frombuffer(payload, "<u2", blocks).astype(np.uint32) << 16).view(np.float32)
     packed = np.frombuffer(payload, np.uint8, -(-numel // 2), offset=2 * blocks)
     codes = np.stack([packed & 15, packed >> 4], axis=1).reshape(-1)[:numel]
@@ -68,18 +76,18 @@ def decoded(payload: Bytes, numel: int, code: str) -> Vector:
 def encoded(values: Vector, code: str) -> bytes:
     if code == "fp32":
         return values.astype("<f4").tobytes()
-    padded = np.zeros(-(-len(values) // _BLOCK) * _BLOCK, np.float32)
+    padded = np.zeros(_blocks(len(values)) * _BLOCK, np.float32)
     padded[: len(values)] = values
     bits = padded.view(np.int32).reshape(-1, _BLOCK)
     magnitude = bits & 0x7FFFFFFF
     tops = np.clip(magnitude.max(axis=1) >> 16, _LEAST_TOP, _GREATEST_TOP)
-    thresholds = ((tops << 16).view(np.float32) * np.float32(0.75)).view(np.int32) - (
-        7 << _EXPONENT
-    )
-    passed = np.maximum((magnitude - thresholds[:, None]) >> _EXPONENT, 0)
-    codes = (
-        (passed | (bits >> 28) & 8).astype(np.uint8).reshape(-1)[: len(values) + len(values) % 2]
-    )
+    top_values = (tops << 16).view(np.float32)
+    thresholds = (top_values * np.float32(0.75)).view(np.int32) - (7 << _EXPONENT)
+    levels = np.maximum((magnitude - thresholds[:, None]) >> _EXPONENT, 0)
+    signs = (bits >> 28) & 8
+    codes = (levels | signs).astype(np.uint8).reshape(-1)
+    # Two codes make a byte.
+    codes = codes[: len(values) + len(values) % 2]
     return tops.astype("<u2").tobytes() + (codes[0::2] | codes[1::2] << 4).tobytes()
 
 
@@ -90,46 +98,50 @@ def averaged(
     code: str,
     residual: Bytes | None,
 ) -> tuple[bytes, bytes | None]:
-    """Returns the payload with the mean of what a record counts, and what rounding has left out of
-    it, if it rounds.
+    """Returns the payload with the mean of a record, and the new residual, if it rounds.
 
     Args:
-        record: Whose contributions count, and in which order they are added up.
+        record: The contributions that count, in the order in which they are added up.
         get: Returns a payload.
         sizes: Those of the fragment; its untrained state follows the values of each site's first
             payload.
         code: How outer gradients are encoded, and their mean: ``"fp4"`` or ``"fp32"``.
-        residual: What was left out of the mean before.
+        residual: The residual of the mean before: values in float32.
     """
-    weights = [1 if record.final else own.weight for own in record.counted]
+    weights = [1 if record.final else contribution.weight for contribution in record.counted]
     mean = np.zeros(sizes.numel, np.float32)
-    untrained = list[dict[int, bytes]]()
-    for own, weight in zip(record.counted, weights, strict=True):
-        values, changed = _sent(own, get, sizes, code)
+    changed_by_site = list[dict[int, bytes]]()
+    for contribution, weight in zip(record.counted, weights, strict=True):
+        values, changed = _sent(contribution, get, sizes, code)
         mean += np.float32(len(weights) * weight / sum(weights)) * values
-        untrained.append(changed)
+        changed_by_site.append(changed)
     mean /= np.float32(len(weights))
-    # A last mean is exact, and nothing comes after it.
-    code = "fp32" if record.final else code
-    if residual is not None and not record.final:
+    if record.final:
+        # A last mean is exact, and no mean comes after it.
+        code = "fp32"
+    elif residual is not None:
         mean += np.frombuffer(residual, np.float32)
     payload = encoded(mean, code)
-    remainder = None if code == "fp32" else (mean - decoded(payload, sizes.numel, code)).tobytes()
+    new_residual = None
+    if code != "fp32":
+        new_residual = (mean - decoded(payload, sizes.numel, code)).tobytes()
     sizes = sizes.sent(record.final)
-    return payload + packed(means_of(untrained, sizes), sizes), remainder
+    return payload + packed(means_of(changed_by_site, sizes), sizes), new_residual
 
 
-def means_of(sites: Sequence[Mapping[int, bytes]], sizes: Sizes) -> dict[int, bytes]:
-    """Returns what becomes of each tensor of the untrained state that some site has changed."""
+def means_of(changed_by_site: Sequence[Mapping[int, bytes]], sizes: Sizes) -> dict[int, bytes]:
+    """Returns the mean of each tensor of the untrained state that some site has changed."""
     means = dict[int, bytes]()
     for number, dtype in enumerate(sizes.dtypes):
-        sent = [changed[number] for changed in sites if number in changed]
+        sent = [changed[number] for changed in changed_by_site if number in changed]
         if sent and dtype:
             rows = [np.frombuffer(values, dtype) for values in sent]
             means[number] = elementwise_mean(rows).astype(dtype).tobytes()
-        elif whole := [values for values in sent if not has_nan(values, sizes.numbers[number])]:
-            # Where no site is whole, all keep what they have.
-            means[number] = whole[0]
+            continue
+        finite = [values for values in sent if not has_nan(values, sizes.numbers[number])]
+        # If every site has a NaN, all sites keep what they have.
+        if finite:
+            means[number] = finite[0]
     return means
 
 
@@ -149,8 +161,8 @@ def has_nan(values: bytes, number: str) -> bool:
 
 
 def elementwise_mean(rows: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Returns the plain mean over the sites. What all hold alike keeps its bits; a site that is not
-    finite is left out.
+    """Returns the plain mean over the sites. A value that all sites share keeps its bits; a site
+    with any other value that is not finite is left out.
 
     Examples:
         >>> rows = [np.array([np.inf, value], "f4") for value in (1.0, 3.0)]
@@ -159,23 +171,26 @@ def elementwise_mean(rows: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     """
     stacked = np.stack(rows)
     is_alike = (stacked == stacked[0]).all(axis=0)
-    left_out = (~np.isfinite(stacked) & ~is_alike).any(axis=1)
-    if left_out.all():
-        # Where none is finite, the sites keep their own.
+    is_left_out = (~np.isfinite(stacked) & ~is_alike).any(axis=1)
+    if is_left_out.all():
+        # If none is finite, the sites keep their own.
         return stacked[0]
-    mean = stacked[~left_out].mean(axis=0, dtype=stacked.dtype)
+    mean = stacked[~is_left_out].mean(axis=0, dtype=stacked.dtype)
     return np.where(is_alike, stacked[0], mean)
 
 
 def _sent(
-    own: Contribution, get: Callable[[str], Bytes], sizes: Sizes, code: str
+    contribution: Contribution, get: Callable[[str], Bytes], sizes: Sizes, code: str
 ) -> tuple[Vector, dict[int, bytes]]:
-    """Returns what a site has sent, from a shard of each of its ranks, and what it has changed of
+    """Returns the values that a site has sent, joined from the shards of its ranks, and its changed
     untrained state.
     """
-    code = "fp32" if own.exact else code
-    length = -(-sizes.numel // len(own.payloads))
-    payloads = [get(payload.key) for payload in own.payloads]
-    untrained = bytes(memoryview(payloads[0])[_shard_bytes(own, sizes.numel, code) :])
-    values = np.concatenate([decoded(payload, length, code) for payload in payloads])[: sizes.numel]
-    return values, unpacked(untrained, sizes.sent(own.exact))
+    if contribution.exact:
+        code = "fp32"
+    payloads = [get(payload.key) for payload in contribution.payloads]
+    length = _shard_length(contribution, sizes.numel)
+    shards = [decoded(payload, length, code) for payload in payloads]
+    end = _shard_bytes(contribution, sizes.numel, code)
+    untrained = bytes(memoryview(payloads[0])[end:])
+    changed = unpacked(untrained, sizes.sent(contribution.exact))
+    return np.concatenate(shards)[: sizes.numel], changed

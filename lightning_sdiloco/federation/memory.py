@@ -1,8 +1,8 @@
 """A hub in memory, in real or virtual time: for simulations and tests.
 
 [Note: whose turn it is] It is always the turn of the site whose clock is furthest behind, and its
-clock is the time. What is on its way arrives before a later turn begins. So nothing depends on the
-speed of this machine.
+clock is the time. Messages on their way arrive before a later turn begins. So nothing depends on
+the speed of this machine.
 """
 
 import heapq
@@ -32,22 +32,21 @@ class VirtualTime:
         self._coming: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = count()
 
-    def at(self, time: float, do: Callable[[], object]) -> None:
-        """Does something at a time; what is due at the same time comes in the order in which it
-        was said.
-        """
-        heapq.heappush(self._coming, (max(time, self.now), next(self._numbers), do))
+    def schedule(self, time: float, act: Callable[[], object]) -> None:
+        """Acts at a time; acts that are due at the same time come in the order of the calls."""
+        heapq.heappush(self._coming, (max(time, self.now), next(self._numbers), act))
 
     def passes(self, site: int, seconds: float) -> None:
         """Passes seconds for the site whose turn it is; the others have theirs meanwhile."""
-        own = self._clocks[site] = self.now + seconds
+        end = self.now + seconds
+        self._clocks[site] = end
         self._until(
-            lambda: min((clock, other) for other, clock in enumerate(self._clocks)) == (own, site)
+            lambda: min((clock, index) for index, clock in enumerate(self._clocks)) == (end, site)
         )
-        while self._coming and self._coming[0][0] <= own:
-            self.now, _, do = heapq.heappop(self._coming)
-            do()
-        self.now = own
+        while self._coming and self._coming[0][0] <= end:
+            self.now, _, act = heapq.heappop(self._coming)
+            act()
+        self.now = end
 
     def ends(self, site: int) -> None:
         self._clocks[site] = math.inf
@@ -55,8 +54,8 @@ class VirtualTime:
 
 @dataclass(frozen=True)
 class VirtualLink:
-    """The link of a site, on which payloads and states take time. Who waits listens for a
-    ``moment`` at least.
+    """The link of a site, on which payloads and states take time. A wait lasts for a ``moment`` at
+    least.
     """
 
     time: VirtualTime
@@ -84,14 +83,14 @@ class InProcessHub:
         self.journal = SQLiteLedger(MEMORY)
         self.store = InMemoryStore()
         self.clients: dict[str, InProcessClient] = {}
-        # Its sites are in this process too, so what they name is their own.
+        # Its sites are in this process, too, so the quorums that they name may be imported.
         self.coordinator = Coordinator(run, self.journal, self.store, sites, clock, imported)
-        self.coordinator.start(self.tell)
+        self.coordinator.start(self.notify)
 
     def connect(self, site: str, link: VirtualLink | None = None) -> HubConnection:
         return HubConnection(InProcessClient(self, site, link))
 
-    def tell(self, event: Event, to: Collection[str] | None = None) -> None:
+    def notify(self, event: Event, to: Collection[str] | None = None) -> None:
         for site, client in list(self.clients.items()):
             if to is None or site in to:
                 client.hear(event)

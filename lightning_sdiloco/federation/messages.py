@@ -1,16 +1,17 @@
-"""The messages of sites and hub: contributions, records, and what else they say to each other.
+"""The messages of sites and hub: contributions, records, and everything else that they exchange.
 
 [Note: the chain] The records of a fragment form a chain: each names the key of the one before it,
 and the first names the run config. Two sites whose last records have the same key have applied the
-same records in the same order, so one key per fragment says all that there is to say about the
-history of a site. The sequence number of a record counts over all fragments. It is where the record
-lies in the hub's journal, which creates it once and never again.
+same records in the same order, so one key per fragment identifies the whole history of a site. The
+sequence number of a record counts over all fragments. It is the place of the record in the hub's
+journal, which creates it once and never again.
 
 [Note: how a site uses its connection] One thread, that of training, owns the follower and makes all
 calls: `FederatedWorld` is that loop. The network has its own threads. They see of the follower only
-what `HubConnection.hello` and `heartbeat` have copied, so it needs no lock. A connection that
-breaks is made again, hello is said again, and what is outstanding is sent again: the caller does
-nothing for it. Everything may therefore be heard twice; the follower knows what to do then.
+the copies that `HubConnection.hello` and `heartbeat` have made, so it needs no lock. If a
+connection breaks, the network's threads connect again, say hello again, and send again all
+outstanding contributions: the caller does nothing for it. So every event may come twice; the
+follower knows how to handle that.
 """
 
 from collections.abc import Mapping
@@ -30,12 +31,12 @@ from lightning_sdiloco.federation.codec import (
     Message,
     Name,
     Positive,
+    absent_if_empty,
     decoded,
     encoded,
     key_of,
     plain,
     read,
-    unsaid,
 )
 from lightning_sdiloco.federation.run_config import Terms
 
@@ -75,21 +76,25 @@ class Contribution(Message):
     payloads: Annotated[tuple[Payload, ...], _MOST_SHARDS]
     finite: bool = True
     norm_squared: float = 0.0
-    steps: int = unsaid(0)
-    exact: bool = unsaid(False)
+    steps: int = absent_if_empty(0)
+    exact: bool = absent_if_empty(False)
 
     @property
     def launch(self) -> LaunchId:
         """Identifies it within its site and fragment."""
         return LaunchId(self.round, self.incarnation)
 
+    def builds_on(self, closed: Position) -> bool:
+        """Returns whether it is for the round after a position."""
+        return Position(self.round - 1, self.previous) == closed
+
     @property
     def reason(self) -> Literal["", "not finite", "no samples"]:
-        """Why it cannot count whatever the others say; empty if it can."""
-        # What a site holds is in the last mean, whether it has trained since or not.
-        return (
-            "not finite" if not self.finite else "" if self.weight or self.exact else "no samples"
-        )
+        """Why it cannot count, whatever the other contributions are; empty if it can."""
+        if not self.finite:
+            return "not finite"
+        # The last mean includes each site, whether it has trained since or not.
+        return "" if self.weight or self.exact else "no samples"
 
 
 class LeftOut(NamedTuple):
@@ -103,8 +108,8 @@ class LeftOut(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """When a contribution came, by the hub's monotonic clock. It only decides whom the hub waits
-    for.
+    """When a contribution arrived, by the hub's monotonic clock. It only decides which sites the
+    hub waits for.
     """
 
     site: Name
@@ -124,8 +129,8 @@ class Record(Message):
     counted: Annotated[tuple[Contribution, ...], MOST_SITES]
     left_out: Annotated[tuple[LeftOut, ...], MOST_SITES] = ()
     final: bool = False
-    timings: Annotated[tuple[Timing, ...], 2 * MOST_SITES] = unsaid(())
-    mean: Payload | None = unsaid(None)
+    timings: Annotated[tuple[Timing, ...], 2 * MOST_SITES] = absent_if_empty(())
+    mean: Payload | None = absent_if_empty(None)
 
     sealed = True
 
@@ -136,7 +141,9 @@ class Record(Message):
     @property
     def sources(self) -> list[tuple[Payload, ...]]:
         """The payloads to fetch: the hub's mean, or those that each counting site has sent."""
-        return [(self.mean,)] if self.mean else [own.payloads for own in self.counted]
+        if self.mean:
+            return [(self.mean,)]
+        return [contribution.payloads for contribution in self.counted]
 
     @property
     def digest(self) -> int:
@@ -148,27 +155,39 @@ class Record(Message):
         return Position(self.round, self.key)
 
     def of(self, site: str) -> Contribution | None:
-        return next((own for own in self.counted if own.site == site), None)
+        index = self.index_of(site)
+        return None if index < 0 else self.counted[index]
+
+    def index_of(self, site: str) -> int:
+        """Returns the place of a site's contribution among those that count; -1 if it does not."""
+        for index, contribution in enumerate(self.counted):
+            if contribution.site == site:
+                return index
+        return -1
 
     def without(self, site: str) -> LeftOut | None:
         """Returns why a site's contribution does not count."""
-        return next((own for own in self.left_out if own.site == site), None)
+        for left_out in self.left_out:
+            if left_out.site == site:
+                return left_out
+        return None
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "Record":
-        """Refuses a record whose contributions cannot make one round: it would split those who
+    def from_bytes(cls, text: bytes) -> "Record":
+        """Refuses a record whose contributions cannot make one round: it would split the sites that
         apply it.
         """
-        record = super().from_bytes(data)
-        sites = [own.site for own in record.counted]
+        record = super().from_bytes(text)
+        sites = [contribution.site for contribution in record.counted]
         if not sites or sites != sorted(set(sites)):
             raise Malformed("record.counted must name its sites once each, in their order")
-        for own in record.counted:
-            if (own.fragment, own.round) != (record.fragment, record.round) or own.reason:
+        for counted in record.counted:
+            is_of_round = (counted.fragment, counted.round) == (record.fragment, record.round)
+            if not is_of_round or counted.reason:
                 raise Malformed(
-                    f"record.counted has what {own.site} cannot have contributed to this round"
+                    f"record.counted has what {counted.site} cannot have contributed to this round"
                 )
-            if own.digest != record.digest or own.previous != record.previous:
+            if counted.digest != record.digest or counted.previous != record.previous:
                 raise Malformed("record.counted was measured against different outer parameters")
         return record
 
@@ -200,14 +219,14 @@ class Standing(NamedTuple):
 
 @dataclass(frozen=True)
 class Welcome(Message):
-    """The hub's position. A site that has applied more, or something else, refuses it."""
+    """The hub's position. A site that has applied more records, or other ones, refuses it."""
 
     closed: tuple[Position, ...]
     kept: tuple[Positive, ...]
     standing: Annotated[tuple[Standing, ...], MOST_FRAGMENTS] = ()
-    rolled_back: bool = unsaid(False)
-    terms: Terms | None = unsaid(None)  # where they were amended
-    founded_again: bool = unsaid(False)
+    rolled_back: bool = absent_if_empty(False)
+    terms: Terms | None = absent_if_empty(None)  # where they were amended
+    founded_again: bool = absent_if_empty(False)
 
 
 @dataclass(frozen=True)
@@ -226,13 +245,13 @@ class StateHeader(Message):
     digests: tuple[Digest, ...]
 
 
-# What training hears from its connection
+# Events of a site, from its connection
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """Nothing is wrong here, but something is waited for, such as other sites at the founding, or
-    room on a disk.
+    """Nothing is wrong here, but the hub waits for something, such as other sites at the founding,
+    or room on a disk.
     """
 
     why: Annotated[str, 1 << 17]
@@ -240,7 +259,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Welcomed:
-    """The hub has let this site in: after every hello, and as the first that is heard on every
+    """The hub has let this site in: after every hello, and as the first event of every
     connection.
     """
 
@@ -296,29 +315,28 @@ class Lost:
     is_busy: bool = False
 
 
-Told = Waiting | Welcomed | Called | Recorded | Amended | StateWanted | StateArrived | Lost
+SiteEvent = Waiting | Welcomed | Called | Recorded | Amended | StateWanted | StateArrived | Lost
 
 
 # On the wire
 
 Parts = Annotated[tuple[Payload, ...], range(1, 513)]  # the names of the blobs of a state
-MOST_BYTES = (
-    1 << 18
-)  # as much as two messages: a welcome and a snapshot, or a call and a contribution
+# As much as two messages: a welcome and a snapshot, or a call and a contribution.
+MOST_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
 class StateOffered:
-    """Where a state is stored, and whose it is."""
+    """The site whose state is stored, and its blobs."""
 
     source: str
     header: StateHeader
     parts: Parts
 
 
-Said = Waiting | Welcomed | Called | Recorded | Amended | StateWanted | StateOffered | Lost
+HubEvent = Waiting | Welcomed | Called | Recorded | Amended | StateWanted | StateOffered | Lost
 
-_KINDS: dict[str, type[Said]] = {
+_KINDS: dict[str, type[HubEvent]] = {
     "waiting": Waiting,
     "welcome": Welcomed,
     "call": Called,
@@ -328,7 +346,7 @@ _KINDS: dict[str, type[Said]] = {
 }
 
 # The events of a site, by name, for its other ranks.
-TOLD: dict[str, type[Told]] = {kind.__name__: kind for kind in get_args(Told)}
+SITE_EVENTS: dict[str, type[SiteEvent]] = {kind.__name__: kind for kind in get_args(SiteEvent)}
 
 
 class Snapshot(NamedTuple):
@@ -342,22 +360,21 @@ class Event(NamedTuple):
     body: bytes = b""
 
 
-def event_of(said: Waiting | Welcomed | Called | Amended | StateWanted | StateOffered) -> Event:
-    return Event(
-        next(kind for kind, own in _KINDS.items() if own is type(said)), {}, encoded(plain(said))
-    )
+def event_of(
+    event: Waiting | Welcomed | Called | Amended | StateWanted | StateOffered,
+) -> Event:
+    name = next(name for name, kind in _KINDS.items() if kind is type(event))
+    return Event(name, {}, encoded(plain(event)))
 
 
-def said_in(event: Event) -> Said | None:
-    """Reads an event; a record without its payloads. None if it is of a kind that only a newer hub
-    knows.
-    """
+def read_event(event: Event) -> HubEvent | None:
+    """Reads an event; a record without its payloads. None if only a newer hub knows its kind."""
     if event.kind == "record":
         return Recorded(Record.from_bytes(event.body), None)
     if event.kind == "lost":
-        # The connection says it, no hub.
+        # It comes from the connection, not from a hub.
         return Lost(str(event.header.get("why")), event.header.get("kind") == "Busy")
     if event.kind not in _KINDS:
         return None
-    said: Said = read(_KINDS[event.kind], decoded(event.body, MOST_BYTES), event.kind)
-    return said
+    hub_event: HubEvent = read(_KINDS[event.kind], decoded(event.body, MOST_BYTES), event.kind)
+    return hub_event

@@ -1,5 +1,5 @@
-"""When a round closes: a small policy, asked by the ledger, and written in the run config of the
-run.
+"""The quorum decides when a round closes: a small policy that the ledger asks, named in the run
+config.
 """
 
 import importlib
@@ -24,8 +24,8 @@ class Quorum(ABC):
     sites wait for longer.
 
     A quorum is a frozen dataclass whose arguments are values of JSON: class and arguments are part
-    of the run config, and every hub of the run makes the same quorum from them. It decides only by
-    what it is given.
+    of the run config, and every hub of the run makes the same quorum from them. It decides only
+    from its arguments.
 
     Examples:
         >>> @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Quorum(ABC):
         Args:
             arrived: The sites that have contributed, or have said that they will not, each with the
                 time.
-            awaited: What `awaited` returned.
+            awaited: The sites that `awaited` returned.
             now: The time, in seconds.
         """
         return all(site in arrived for site in awaited)
@@ -95,8 +95,8 @@ class DynamicBackup(Quorum):
 
     With k sites a round takes the inner steps of a site, T, plus the time until the k-th arrives,
     l_k after the first. T and l_k are medians over the last 8 rounds. The quorum is the k with the
-    largest k / (T + l_k): one slow site of M is left out if it arrives later than T / (M - 1). What
-    it trains is carried, and every 8th round waits for all, so it counts there.
+    largest k / (T + l_k): one slow site of M is left out if it arrives later than T / (M - 1). Its
+    training is carried, and every 8th round waits for all, so it counts there.
 
     Args:
         least: The least share of the sites with which a round closes; above 0, and at most 1.
@@ -115,10 +115,9 @@ class DynamicBackup(Quorum):
     def __post_init__(self) -> None:
         if not 0 < self.least <= 1:
             raise ValueError(
-                f"least={self.least!r} is out of range: it must be above 0 and at most 1, a"
-                " share of the sites. Choose"
-                " another least; 0.5 is the default. For a number of sites give"
-                " Federation(quorum=3)."
+                f"least={self.least!r} is out of range: it must be above 0 and at most 1, a share"
+                " of the sites. Choose another least; 0.5 is the default. For a number of sites"
+                " give Federation(quorum=3)."
             )
 
     def fewest(self, sites: int) -> int:
@@ -129,8 +128,8 @@ class DynamicBackup(Quorum):
         """Returns the sites that are worth waiting for."""
         names = sorted(sites)
         length = _round_length(history)
-        # A site that is not waited for would never count if always a little late; see the rule in
-        # the docstring.
+        # Every 8th round waits for all: otherwise a site that is always a little late would never
+        # count.
         if len(history) < RETENTION or length is None or (history[-1].round + 1) % RETENTION == 0:
             return names
         late = _lateness(history, names)
@@ -143,34 +142,37 @@ class DynamicBackup(Quorum):
 
 
 def _round_length(history: Sequence[Record]) -> float | None:
-    """Returns the median time in which a site trains what it contributes, in seconds; None if none
-    is known.
+    """Returns the median time in which a site trains for a contribution, in seconds; None if it is
+    unknown.
     """
-    steps = {(record.round, own.site): own.steps for record in history for own in record.counted}
-    lengths = [
-        entry.step * steps[entry.round, entry.site]
-        for record in history
-        for entry in record.timings
-        if entry.step is not None and (entry.round, entry.site) in steps
-    ]
+    steps = dict[tuple[int, str], int]()
+    for record in history:
+        for contribution in record.counted:
+            steps[record.round, contribution.site] = contribution.steps
+    lengths = []
+    for record in history:
+        for timing in record.timings:
+            if timing.step is not None and (timing.round, timing.site) in steps:
+                lengths.append(timing.step * steps[timing.round, timing.site])
     return median(lengths) if lengths else None
 
 
 def _lateness(history: Sequence[Record], sites: Collection[str]) -> dict[str, float]:
-    """Returns by how much each site is late, as a median: infinite if it mostly does not come at
-    all.
+    """Returns by how much each site is late, as a median: infinite if it mostly does not contribute
+    at all.
     """
-    heard: dict[str, dict[int, float]] = {site: {} for site in sites}
-    for entry in (entry for record in history for entry in record.timings):
-        if entry.site in heard:
-            heard[entry.site][entry.round] = entry.late
-    late = {}
+    late_by_round: dict[str, dict[int, float]] = {site: {} for site in sites}
+    for record in history:
+        for timing in record.timings:
+            if timing.site in late_by_round:
+                late_by_round[timing.site][timing.round] = timing.late
+    lateness = {}
     last = history[-1].round
-    for site, rounds in heard.items():
-        # Nothing is known of a site that has just come, and the grace bounds what that costs.
-        first = max(min(rounds, default=last + 1), last + 1 - RETENTION)
-        late[site] = median([rounds.get(round, inf) for round in range(first, last + 1)] or [0.0])
-    return late
+    for site, late in late_by_round.items():
+        # A site that has just joined counts as punctual; the grace bounds the cost of that.
+        first = max(min(late, default=last + 1), last + 1 - RETENTION)
+        lateness[site] = median([late.get(round, inf) for round in range(first, last + 1)] or [0.0])
+    return lateness
 
 
 # In the run config
@@ -180,30 +182,28 @@ _BUILT_IN: Mapping[str, type[Quorum]] = {"lightning_sdiloco.DynamicBackup": Dyna
 
 def chosen(quorum: Quorum) -> ChosenQuorum:
     kind = type(quorum)
-    path = next(
-        (path for path, own in _BUILT_IN.items() if own is kind),
-        f"{kind.__module__}.{kind.__qualname__}",
-    )
+    path = f"{kind.__module__}.{kind.__qualname__}"
+    for public_path, built_in_kind in _BUILT_IN.items():
+        if built_in_kind is kind:
+            path = public_path
     if not isinstance(quorum, Quorum) or not is_dataclass(quorum):
         raise ValueError(
-            f"quorum={quorum!r} is neither a number of sites nor a Quorum. Give one, such as 3"
-            " or DynamicBackup(), or"
-            " your own frozen dataclass that extends Quorum."
+            f"quorum={quorum!r} is neither a number of sites nor a Quorum. Give one, such as 3 or"
+            " DynamicBackup(), or your own frozen dataclass that extends Quorum."
         )
     if not CLASS_PATH.fullmatch(path) or path.startswith("__main__."):
         raise ValueError(
-            f"quorum={quorum!r} is of a class that the hub cannot import: {path}. Define it at"
-            " the top level of its own"
-            " module."
+            f"quorum={quorum!r} is of a class that the hub cannot import: {path}. Define it at the"
+            " top level of its own module."
         )
-    arguments = {item.name: getattr(quorum, item.name) for item in fields(quorum) if item.init}
+    names = [argument.name for argument in fields(quorum) if argument.init]
+    arguments = {name: getattr(quorum, name) for name in names}
     try:
         return ChosenQuorum(path, decoded(encoded(arguments), LONGEST_TEXT))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"quorum={quorum!r} has arguments that do not fit into the run config: {error}. They"
-            " must be numbers,"
-            " texts, lists and mappings, finite and short."
+            " must be numbers, texts, lists and mappings, finite and short."
         ) from None
 
 
@@ -213,31 +213,29 @@ def imported(path: str) -> type[Quorum]:
     try:
         if not CLASS_PATH.fullmatch(path):
             raise ImportError("it is not a dotted name of a class")
-        found = getattr(importlib.import_module(module), name)
+        kind = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"quorum={path!r} cannot be imported: {error}. Give module.Class, of a module that"
-            " is installed here or in"
-            " a folder of PYTHONPATH."
+            f"quorum={path!r} cannot be imported: {error}. Give module.Class, of a module that is"
+            " installed here or in a folder of PYTHONPATH."
         ) from None
-    if not (isinstance(found, type) and issubclass(found, Quorum)):
+    if not (isinstance(kind, type) and issubclass(kind, Quorum)):
         raise ValueError(
             f"quorum={path!r} is not a Quorum: it must extend lightning_sdiloco.Quorum."
         )
-    return found
+    return kind
 
 
 def built_in(path: str, named: str | None = None) -> type[Any]:
-    """Finds the class of a quorum: one of this package, or that which the operator of the hub has
+    """Finds the class of a quorum: one of this package, or the one that the hub's operator has
     named.
     """
     if path == named:
         return imported(path)
     if path not in _BUILT_IN:
         raise Malformed(
-            f"it is not one of this package: {', '.join(_BUILT_IN)}. The hub's operator must"
-            " allow it: sdiloco hub"
-            f" --quorum {path}"
+            f"it is not one of this package: {', '.join(_BUILT_IN)}. The hub's operator must allow"
+            f" it: sdiloco hub --quorum {path}"
         )
     return _BUILT_IN[path]
 
@@ -248,11 +246,11 @@ def quorum_of(
     if isinstance(terms_quorum, int):
         return All(terms_quorum)
     try:
-        made = find(terms_quorum.class_path)(**terms_quorum.init_args)
+        quorum = find(terms_quorum.class_path)(**terms_quorum.init_args)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"the quorum of this run, {terms_quorum}, is not available here: {error}"
         ) from None
-    if not isinstance(made, Quorum):
+    if not isinstance(quorum, Quorum):
         raise ValueError(f"the quorum of this run, {terms_quorum}, is not a Quorum")
-    return made
+    return quorum

@@ -1,10 +1,10 @@
 """A site's end of the connection to its hub: see [Note: how a site uses its connection].
 
 [Note: a site of several ranks] Every rank has a connection, under the same name and incarnation.
-That of the first one says hello, contributes, and hears; the others move payloads and say nothing.
-A contribution names the payloads of all ranks, and the hub takes it when the last of them is in its
-store: one rank's alone never counts. So what a site sends
-does not grow with its ranks, and neither does what it fetches: `places_of` gives every payload of
+The first rank's says hello, contributes, and gets the events; the others move payloads only. A
+contribution names the payloads of all ranks, and the hub takes it when the last of them is in its
+store: the payload of one rank never counts without the others. So the bytes that a site sends do
+not grow with its ranks, nor do the bytes that it fetches: `places_of` gives every payload of
 another site to one rank.
 """
 
@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_sdiloco.errors import ExchangeError, Refused
 from lightning_sdiloco.federation.client import Answer, Transport
@@ -28,14 +28,14 @@ from lightning_sdiloco.federation.messages import (
     Payload,
     Record,
     Recorded,
+    SiteEvent,
     StateArrived,
     StateHeader,
     StateOffered,
     StateWanted,
-    Told,
     Waiting,
     Welcomed,
-    said_in,
+    read_event,
 )
 from lightning_sdiloco.federation.run_config import RunConfig, Terms
 from lightning_sdiloco.federation.wire import CHUNK, Busy, Header, HubError, HubUnreachable
@@ -43,9 +43,9 @@ from lightning_sdiloco.federation.wire import CHUNK, Busy, Header, HubError, Hub
 log = logging.getLogger(__name__)
 
 _AGAIN = 1.0  # seconds after which a state is asked for again
-_FIRST = 60.0  # seconds after which a hub that was never there is given up
+_FIRST = 60.0  # seconds after which a site gives up a hub that it has never reached
 _LONGEST_LEASE = 12.0  # seconds after which a name in use does not belong to a process that died
-# records whose payloads are here, and not read yet, before no more are fetched: they take memory
+# Unread records, with payloads that take memory, after which no more are fetched.
 _UNREAD = 32
 # Small messages do not wait behind large ones, nor states behind payloads, nor anything for a hub
 # that is gone.
@@ -53,8 +53,8 @@ _THREADS = {"senders": 8, "calls": 8, "records": _UNREAD, "large": 8, "states": 
 
 
 def places_of(rank: int, ranks: int, payloads: int) -> list[int]:
-    """Returns which of a contribution's payloads a rank fetches: each is fetched by one rank of a
-    site.
+    """Returns the places, among a contribution's payloads, of those that a rank fetches: one rank
+    of a site fetches each.
 
     Examples:
         >>> [places_of(rank, 2, payloads=4) for rank in range(2)], [places_of(rank, 4, payloads=2) for rank in range(4)]
@@ -63,9 +63,134 @@ def places_of(rank: int, ranks: int, payloads: int) -> list[int]:
     return [place for place in range(payloads) if place * ranks // payloads == rank]
 
 
+class Early(NamedTuple):
+    """A large payload that is fetched before it is known whether it counts."""
+
+    fragment: int
+    round: int
+    future: "Future[Bytes]"
+
+
+class Outbox:
+    """Contributions on their way to the hub: the last one to each fragment, until it is overtaken.
+    Its owner, the connection, holds a lock for every call that changes it.
+    """
+
+    def __init__(self) -> None:
+        # By fragment: a contribution, with the payloads of this rank by key.
+        self._entries: dict[int, tuple[Contribution, Mapping[str, Bytes]]] = {}
+        # Contributions that a thread is sending, and those of which payloads were sent before.
+        self._sending: set[Contribution] = set()
+        self._tried: set[Contribution] = set()
+
+    def put(self, contribution: Contribution, blobs: Mapping[str, Bytes]) -> None:
+        self._entries[contribution.fragment] = contribution, dict(blobs)
+
+    def keep(self, outstanding: Collection[Contribution]) -> None:
+        """Forgets all contributions but those that may still count."""
+        for contribution in self.contributions():
+            if contribution not in outstanding:
+                del self._entries[contribution.fragment]
+        self._tried.intersection_update(outstanding)
+
+    def drop(self, record: Record) -> None:
+        """Forgets the contribution to the round of a record, or to an earlier one."""
+        entry = self._entries.get(record.fragment)
+        if entry and entry[0].round <= record.round:
+            del self._entries[record.fragment]
+
+    def contributions(self) -> list[Contribution]:
+        return [contribution for contribution, _ in self._entries.values()]
+
+    def blobs(self) -> dict[str, Bytes]:
+        """Returns all payloads by key."""
+        blobs = dict[str, Bytes]()
+        for _, sent in self._entries.values():
+            blobs |= sent
+        return blobs
+
+    def blobs_of(self, contribution: Contribution) -> Mapping[str, Bytes] | None:
+        """Returns the payloads of a contribution; None if it was overtaken."""
+        entry = self._entries.get(contribution.fragment)
+        return entry[1] if entry and entry[0] == contribution else None
+
+    def begin(self, contribution: Contribution) -> bool:
+        """Returns whether to send a contribution: False if a thread does so already."""
+        if contribution in self._sending:
+            return False
+        self._sending.add(contribution)
+        return True
+
+    def end(self, contribution: Contribution) -> None:
+        self._sending.discard(contribution)
+
+    def is_first_try(self, contribution: Contribution) -> bool:
+        """Notes a try; returns whether it is the first."""
+        is_first = contribution not in self._tried
+        self._tried.add(contribution)
+        return is_first
+
+
+class RecordQueue:
+    """Records on their way to training. Its owner, the connection, holds a lock for every call.
+
+    Attributes:
+        applied: The last round of every fragment that has landed; None without a state.
+        kept_from: The first round of every fragment whose payloads the hub keeps.
+        fetching: Keys of records whose payloads are being fetched.
+    """
+
+    def __init__(self) -> None:
+        self.applied: Sequence[int | None] = ()
+        self.kept_from: Sequence[int] = ()
+        self.fetching: set[str] = set()
+        self._waiting: list[Record] = []
+
+    def add(self, record: Record) -> None:
+        if record.key not in self.fetching and not self._is_applied(record):
+            self._waiting.append(record)
+
+    def welcome(self, kept_from: Sequence[int]) -> None:
+        """Starts anew: after a welcome, the hub sends all records again."""
+        self.kept_from = kept_from
+        self._waiting.clear()
+
+    def take(self, room: int) -> list[Record]:
+        """Returns the records to fetch now, at most so many."""
+        waiting = [record for record in self._waiting if not self._is_applied(record)]
+        taken = [record for record in waiting if self.is_useful(record)][:room]
+        self.fetching.update(record.key for record in taken)
+        self._waiting = [record for record in waiting if record.key not in self.fetching]
+        return taken
+
+    def is_dropped(self, record: Record) -> bool:
+        """Returns whether the hub no longer keeps the payloads of a record."""
+        return bool(self.kept_from) and record.round < self.kept_from[record.fragment]
+
+    def _is_applied(self, record: Record) -> bool:
+        applied = self.applied[record.fragment] if self.applied else None
+        return applied is not None and record.round <= applied
+
+    def is_useful(self, record: Record) -> bool:
+        """Returns whether a record can be applied after those before it, without a state."""
+        if not self.kept_from or not self.applied:
+            return True
+        applied = self.applied[record.fragment]
+        return (
+            applied is not None and self.kept_from[record.fragment] <= applied + 1 <= record.round
+        )
+
+
 class HubConnection:
     """A rank's connection to a hub, with its own threads. Its events wait until training reads
     them.
+
+    Attributes:
+        hello_header: The hello that the transport sends on every new connection.
+        heartbeat_header: The heartbeat that the transport sends.
+        amended: The terms of the run, if they were amended; None if they are those of the run
+            config.
+        sends_bytes_per_s: How fast the last large payload was sent.
     """
 
     def __init__(
@@ -79,41 +204,37 @@ class HubConnection:
         self.incarnation = client.incarnation
         self.now = client.now
         self.sends_bytes_per_s = client.sends_bytes_per_s
-        # The hello and the heartbeat that the transport says; which rounds have landed last, None
-        # without a state.
-        self.words: tuple[Header, Header] = {}, {}
-        self.applied: Sequence[int | None] = ()
+        self.hello_header: Header = {}
+        self.heartbeat_header: Header = {}
         self.amended: Terms | None = None
-        self._agreed = b""
+        self._run_config = b""
         self.lease = 0.0
-        # No call of the client is made under it: where hub and site are in one process, the hub has
-        # a lock too.
+        # Guards what threads share. No call of the client is made under it: a hub in the same
+        # process has a lock, too.
         self._changed = threading.Condition(threading.RLock())
         self._closed = threading.Event()
+        # Set when the hub is back: pending retries run at once.
         self._nudge = threading.Event()
         self._pools = {
             name: client.pool(threads, f"hub-{name}") for name, threads in _THREADS.items()
         }
         self._pending: set[Future[None]] = set()
-        # The last contribution to each fragment, until it is overtaken, and which of them have been
-        # sent before.
-        self._outbox: dict[int, tuple[Contribution, Mapping[str, Bytes]]] = {}
-        self._sending: set[Contribution] = set()
-        self._begun: set[Contribution] = set()
-        self._early: dict[str, tuple[int, int, Future[Bytes]]] = {}
-        self._told: list[Told] = []
+        self._outbox = Outbox()
+        # By key: payloads of contributions that may count.
+        self._early: dict[str, Early] = {}
+        self._events: list[SiteEvent] = []
         self._error: Exception | None = None
-        # Records that are being fetched, and those that wait for room; from which rounds on they
-        # are of use.
-        self._coming: set[str] = set()
-        self._waiting: list[Record] = []
-        self._kept: Sequence[int] = ()
-        # The hub refuses what comes before it has let the site in; then all goes that is
-        # outstanding.
+        self._records = RecordQueue()
+        # The hub refuses all calls until it has let the site in; then all outstanding contributions
+        # are sent.
         self._let_in = rank > 0
-        self._listens = self._asking = False
+        self._listens = False
+        # True while a state is asked for; and when to ask again at the earliest.
+        self._asking = False
         self._ask_at = float("-inf")
+        # Since when the hub says that the name is in use.
         self._busy_since: float | None = None
+        # Since when payloads do not reach the hub.
         self._away_since: float | None = None
 
     # Before training
@@ -125,11 +246,11 @@ class HubConnection:
     def _insist(
         self, ask: Callable[[], Answer], seconds: float = _FIRST, advice: str = ""
     ) -> Answer:
-        """Asks until there is an answer, for some seconds; while the name is in use, for as long
-        as a dead one is.
+        """Asks until there is an answer, for some seconds; if the name is in use, for as long as
+        the lease of a process that died.
         """
         began = self.now()
-        told = ""
+        warned_of = ""
         tries = 0
         while True:
             try:
@@ -141,8 +262,9 @@ class HubConnection:
                     raise ExchangeError(
                         f"A rank of {self.site} has not reached the hub: {error}{advice}"
                     ) from error
-                if str(error) != told:
-                    log.warning("%s waits for its hub: %s", self.site, told := str(error))
+                if str(error) != warned_of:
+                    warned_of = str(error)
+                    log.warning("%s waits for its hub: %s", self.site, warned_of)
                 tries = min(tries + 1, 2)
 
     def agree(self, run_config: RunConfig) -> RunConfig:
@@ -151,14 +273,12 @@ class HubConnection:
             key = str(answer.get("run_config"))
             terms = answer.get("terms")
             self.amended = None if terms is None else read(Terms, terms, "terms")
-            return (
-                run_config
-                if key == run_config.key
-                else RunConfig.from_bytes(bytes(self._client.get(key)))
-            )
+            if key == run_config.key:
+                return run_config
+            return RunConfig.from_bytes(bytes(self._client.get(key)))
 
         agreed = self._insist(ask)
-        self._agreed = agreed.to_bytes()
+        self._run_config = agreed.to_bytes()
         return agreed
 
     def _bring(self, run_config: bytes) -> Header:
@@ -168,34 +288,29 @@ class HubConnection:
         self.heartbeat(follower)
         self.lease = follower.terms.lease
         if self._listens or self._rank:
-            self._submit("calls", self._call, "hello", self.words[0])
+            self._say_hello()
         else:
             self._listens = True
             self._client.listen(self)
 
-    # What training says
+    # Calls of training
 
-    def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
+    def contribute(self, contribution: Contribution, blobs: Mapping[str, Bytes]) -> None:
         with self._changed:
-            self._outbox[own.fragment] = own, dict(blobs)
+            self._outbox.put(contribution, blobs)
         if self._let_in:
-            self._start(own)
+            self._start(contribution)
 
-    def keep(self, outstanding: Collection[Contribution]) -> None:
-        """Forgets all contributions but those that may still count."""
-        with self._changed:
-            self._outbox = {
-                fragment: kept for fragment, kept in self._outbox.items() if kept[0] in outstanding
-            }
-            self._begun = {own for own in self._begun if own in outstanding}
-
-    def prefetch(self, own: Contribution) -> None:
+    def prefetch(self, contribution: Contribution) -> None:
         """Begins to fetch large payloads that will be needed if they count."""
-        if own.site != self.site and not self._closed.is_set():
-            with self._changed:
-                for payload in self._wanted(own.payloads):
-                    if payload.size > CHUNK and payload.key not in self._early:
-                        self._early[payload.key] = own.fragment, own.round, self._begin(payload)
+        if contribution.site == self.site or self._closed.is_set():
+            return
+        with self._changed:
+            for payload in self._wanted(contribution.payloads):
+                if payload.size > CHUNK and payload.key not in self._early:
+                    self._early[payload.key] = Early(
+                        contribution.fragment, contribution.round, self._begin(payload)
+                    )
 
     def _wanted(self, payloads: Sequence[Payload]) -> list[Payload]:
         return [payloads[place] for place in places_of(self._rank, self._ranks, len(payloads))]
@@ -205,15 +320,16 @@ class HubConnection:
 
     def heartbeat(self, follower: Follower) -> None:
         hello = follower.hello(self._client.identity.run)
-        heartbeat = follower.heartbeat()
-        self.words = (
-            {"site": self.site, "hello": plain(hello)},
-            {"site": self.site, "heartbeat": plain(heartbeat)},
-        )
-        self.keep(follower.outstanding())
-        applied = [None if own.digest is None else own.applied.round for own in follower.fragments]
-        if applied != self.applied:
-            self.applied = applied
+        self.hello_header = {"site": self.site, "hello": plain(hello)}
+        self.heartbeat_header = {"site": self.site, "heartbeat": plain(follower.heartbeat())}
+        with self._changed:
+            self._outbox.keep(follower.outstanding())
+        applied = [
+            None if progress.digest is None else progress.applied.round
+            for progress in follower.fragments
+        ]
+        if applied != self._records.applied:
+            self._records.applied = applied
             self._fetch_waiting()
         self._client.turn()
 
@@ -222,7 +338,8 @@ class HubConnection:
 
     def ask(self, without: Collection[str] = ()) -> None:
         if self._let_in and not self._asking and self.now() >= self._ask_at:
-            self._asking, self._ask_at = True, self.now() + _AGAIN
+            self._asking = True
+            self._ask_at = self.now() + _AGAIN
             self._submit("calls", self._call, "state", {"without": sorted(without)})
 
     def give(self, request: str, header: StateHeader, parts: Sequence[Bytes]) -> None:
@@ -239,33 +356,33 @@ class HubConnection:
 
         self._submit("calls", after_all_else)
 
-    # What training hears
+    # Events for training
 
-    def events(self) -> list[Told]:
-        """Returns what was heard, or raises the last word when there is nothing else."""
+    def events(self) -> list[SiteEvent]:
+        """Returns the events since the last call, or raises the error that ended them."""
         self._client.turn()
-        away = self._away_since
-        if self._rank and away is not None and self.now() - away > self._patience:
+        away_since = self._away_since
+        if self._rank and away_since is not None and self.now() - away_since > self._patience:
             raise ExchangeError(
                 f"A rank of {self.site} has not reached the hub for longer than"
                 f" patience={self._patience:.0f} s. The"
                 " site's checkpoint holds what it trained: restart it when the hub can be reached."
             )
         with self._changed:
-            told = self._told
-            self._told = []
-            if not told and self._error:
+            events = self._events
+            self._events = []
+            if not events and self._error:
                 raise self._error
-        if told:
+        if events:
             self._fetch_waiting()
-        return told
+        return events
 
     def wait(self, timeout: float) -> bool:
-        """Waits until there is something to hear; other ranks than the first do not: they wait for
-        that one.
+        """Waits until there is an event; other ranks than the first do not: they wait for the
+        first.
         """
         return not self._rank and self._client.wait(
-            self._changed, lambda: bool(self._told or self._error), timeout
+            self._changed, lambda: bool(self._events or self._error), timeout
         )
 
     def close(self, timeout: float = 5.0) -> None:
@@ -285,7 +402,7 @@ class HubConnection:
             try:
                 task(*arguments)
             except (HubError, Refused, CancelledError) as error:
-                # What matters is said again with the next hello.
+                # Everything that matters is sent again with the next hello.
                 log.info("%s: %s", self.site, error)
             except Exception as error:
                 self.fail(error)
@@ -306,68 +423,67 @@ class HubConnection:
             self._changed.notify_all()
 
     def _call(self, name: str, about: Mapping[str, Any] | None = None, body: bytes = b"") -> Header:
-        """Sends something to the hub; the first rank does so for all."""
-        return (
-            {}
-            if self._rank
-            else self._client.call(name, {"site": self.site, **(about or {})}, body)[0]
-        )
+        """Makes a call to the hub; the first rank does so for all."""
+        if self._rank:
+            return {}
+        return self._client.call(name, {"site": self.site, **(about or {})}, body)[0]
 
-    def _start(self, own: Contribution) -> None:
+    def _say_hello(self) -> None:
+        self._submit("calls", self._call, "hello", self.hello_header)
+
+    def _start(self, contribution: Contribution) -> None:
         with self._changed:
-            if own in self._sending:
-                return
-            self._sending.add(own)
-        self._submit("senders", self._send, own)
+            begins = self._outbox.begin(contribution)
+        if begins:
+            self._submit("senders", self._send, contribution)
 
-    def _send(self, own: Contribution) -> None:
+    def _send(self, contribution: Contribution) -> None:
         """Sends the payloads of a contribution until they are taken, or it is overtaken."""
         try:
             tries = 0
-            while (
-                not self._closed.is_set()
-                and (kept := self._outbox.get(own.fragment))
-                and kept[0] == own
-            ):
-                # A hub that is back is tried at once; one that refuses, ever more seldom, however
-                # often it says hello.
+            while (blobs := self._unsent(contribution)) is not None:
+                # A site tries at once when the hub is back; a hub that refuses is tried ever more
+                # seldom, however often the site says hello.
                 nudge = self._nudge
                 is_refused = False
                 try:
-                    if self._is_taken(own, kept[1]):
+                    if self._is_taken(contribution, blobs):
                         return
                 except Refused as error:
                     is_refused = True
-                    # Where another rank sends, the first one may have to say hello first.
-                    level = logging.INFO if self._rank or tries else logging.WARNING
-                    told = (own.round, own.fragment)
+                    # If another rank sends, the first one may have to say hello first.
                     log.log(
-                        level,
+                        logging.INFO if self._rank or tries else logging.WARNING,
                         "%s: round %d of fragment %d was not taken: %s",
                         self.site,
-                        *told,
+                        contribution.round,
+                        contribution.fragment,
                         error,
                     )
-                    self._submit("calls", self._call, "hello", self.words[0])
+                    self._say_hello()
                 if not self._client.pause(self._closed if is_refused else nudge, tries):
                     return
                 tries = tries + 1 if is_refused or not nudge.is_set() else 0
         finally:
             with self._changed:
-                self._sending.discard(own)
+                self._outbox.end(contribution)
 
-    def _is_taken(self, own: Contribution, blobs: Mapping[str, Bytes]) -> bool:
-        with self._changed:  # a set must not change while `keep` reads it
-            is_first = own not in self._begun
-            self._begun.add(own)
+    def _unsent(self, contribution: Contribution) -> Mapping[str, Bytes] | None:
+        """Returns the payloads of a contribution, as long as it may count and the hub is called."""
+        return None if self._closed.is_set() else self._outbox.blobs_of(contribution)
+
+    def _is_taken(self, contribution: Contribution, blobs: Mapping[str, Bytes]) -> bool:
+        with self._changed:
+            is_first = self._outbox.is_first_try(contribution)
         try:
             for key, blob in blobs.items():
                 began = self.now()
                 self._client.send(blob, {"site": self.site, "kind": "payload"}, key=key)
-                # Later some of it may be there already.
-                if is_first and (seconds := self.now() - began) > 0:
+                seconds = self.now() - began
+                # In later tries the hub may have some of it already.
+                if is_first and seconds > 0:
                     self.sends_bytes_per_s = len(blob) / seconds
-            answer = self._call("contribute", None, own.to_bytes())
+            answer = self._call("contribute", None, contribution.to_bytes())
         except HubUnreachable as error:
             self._missed(error)
             return False
@@ -375,76 +491,75 @@ class HubConnection:
             self._put(Waiting(str(error)))
             return False
         self._away_since = None
-        # With all payloads sent and some missing, they were dropped as they arrived.
-        return answer.get("answer") != "waiting" or len(blobs) < len(
-            {payload.key for payload in own.payloads}
-        )
+        if answer.get("answer") != "waiting":
+            return True
+        # If this rank has sent all payloads and some are missing, the store has dropped them as
+        # they arrived.
+        return len(blobs) < len({payload.key for payload in contribution.payloads})
 
     def _missed(self, error: Exception) -> None:
-        self._away_since = self.now() if self._away_since is None else self._away_since
+        if self._away_since is None:
+            self._away_since = self.now()
         log.info("%s: %s", self.site, error)
 
     def _deliver(self, record: Record) -> None:
         """Announces a record when all wanted payloads are here, or some are gone."""
-        blobs = self._blobs(
-            [payload for payloads in record.sources for payload in self._wanted(payloads)]
-        )
+        wanted = [payload for payloads in record.sources for payload in self._wanted(payloads)]
+        blobs = self._blobs(wanted)
         with self._changed:
-            # What came early and did not count is not needed.
-            self._early = {
-                key: early
-                for key, early in self._early.items()
-                if early[0] != record.fragment or early[1] > record.round
-            }
-            # Events of an earlier connection come again, or did not happen in a run that was
+            for key, early in list(self._early.items()):
+                # Payloads that came early and do not count are not needed.
+                if early.fragment == record.fragment and early.round <= record.round:
+                    del self._early[key]
+            # A record of an earlier connection comes again, or did not happen in a run that was
             # founded again.
-            if self._rank or record.key in self._coming:
-                self._coming.discard(record.key)
+            if self._rank or record.key in self._records.fetching:
+                self._records.fetching.discard(record.key)
                 self._close(record, blobs)
 
     def _close(self, record: Record, blobs: Mapping[str, Bytes] | None) -> None:
-        """Announces a record, and forgets what this site has contributed to its round, or to
-        earlier ones.
+        """Announces a record, and forgets this site's contribution to its round, or to earlier
+        ones.
         """
-        kept = self._outbox.get(record.fragment)
-        if kept and kept[0].round <= record.round:
-            del self._outbox[record.fragment]
+        self._outbox.drop(record)
         self._put(Recorded(record, blobs))
 
-    def _put(self, told: Told) -> None:
+    def _put(self, event: SiteEvent) -> None:
         with self._changed:
-            self._told.append(told)
+            self._events.append(event)
             self._changed.notify_all()
 
     def _blobs(self, payloads: Sequence[Payload], pool: str = "large") -> dict[str, Bytes] | None:
         """Returns blobs: the small ones come in one stream, the others at the same time; None if
-        some of it is gone.
+        some are gone.
         """
         with self._changed:
-            here = {key: blob for _, blobs in self._outbox.values() for key, blob in blobs.items()}
-            wanted = [one for one in dict.fromkeys(payloads) if one.key not in here]
-            small = [one for one in wanted if one.size <= CHUNK]
+            blobs = self._outbox.blobs()
+            wanted = [need for need in dict.fromkeys(payloads) if need.key not in blobs]
+            small = [payload for payload in wanted if payload.size <= CHUNK]
             futures = {
-                one.key: early[2]
-                if (early := self._early.get(one.key))
-                and not (early[2].done() and early[2].exception())
-                else self._begin(one, pool)
-                for one in wanted
-                if one.size > CHUNK
+                payload.key: self._early_future(payload) or self._begin(payload, pool)
+                for payload in wanted
+                if payload.size > CHUNK
             }
         try:
             if small:
-                here |= self._insistently(lambda: self._client.get_small(small))
-            return {
-                one.key: futures[one.key].result() if one.key in futures else here[one.key]
-                for one in payloads
-            }
+                blobs |= self._insistently(lambda: self._client.get_small(small))
+            for key, future in futures.items():
+                blobs[key] = future.result()
+            return {payload.key: blobs[payload.key] for payload in payloads}
         except (HubUnreachable, CancelledError):
-            # It comes again on the next connection.
+            # The record comes again on the next connection.
             raise
         except Exception as error:
             log.warning("a payload is not available: %s", error)
             return None
+
+    def _early_future(self, payload: Payload) -> "Future[Bytes] | None":
+        early = self._early.get(payload.key)
+        if early is None or (early.future.done() and early.future.exception()):
+            return None
+        return early.future
 
     def _begin(self, payload: Payload, pool: str = "large") -> "Future[Bytes]":
         return self._pools[pool].submit(
@@ -452,95 +567,101 @@ class HubConnection:
         )
 
     def _insistently(self, fetch: Callable[[], Answer]) -> Answer:
-        """Fetches again where a connection broke; what comes again on a new one is fetched
-        again.
+        """Fetches again after a connection broke, unless the hub sends everything anew on the next
+        one.
         """
         tries = 0
         while True:
             try:
-                came = fetch()
+                fetched = fetch()
                 self._away_since = None
-                return came
+                return fetched
             except HubUnreachable as error:
                 self._missed(error)
-                if (
-                    not self._let_in
-                    or self._closed.is_set()
-                    or not self._client.pause(self._closed, tries)
-                ):
+                if not self._let_in or self._closed.is_set():
+                    raise
+                if not self._client.pause(self._closed, tries):
                     raise
                 tries += 1
 
     def _give(self, request: str, header: StateHeader, parts: Sequence[Bytes]) -> None:
-        named = [Payload(key_of(part), memoryview(part).nbytes) for part in parts]
+        payloads = [Payload(key_of(part), memoryview(part).nbytes) for part in parts]
         about = {"site": self.site, "kind": "state"}
+
+        def send(part: Bytes, payload: Payload) -> None:
+            self._client.send(part, about, key=payload.key)
+
         with self._client.pool(_THREADS["calls"], "hub-giver") as pool:
-            list(
-                pool.map(
-                    lambda part, own: self._client.send(part, about, key=own.key), parts, named
-                )
-            )
-        self._call("give", {"request": request, "parts": plain(named)}, header.to_bytes())
+            list(pool.map(send, parts, payloads))
+        self._call("give", {"request": request, "parts": plain(payloads)}, header.to_bytes())
 
     # Listening; nothing here waits, or a hub that is gone would be noticed late
 
     def hear(self, event: Event) -> None:
-        said = said_in(event)
-        if not isinstance(said, Lost):
+        """Handles an event of the hub, or of the transport."""
+        hub_event = read_event(event)
+        if not isinstance(hub_event, Lost):
             self._busy_since = None
-        match said:
+        match hub_event:
             case Recorded():
-                # Told at once where its payloads are of no use, and otherwise when these are here.
-                record = said.record
-                with self._changed:
-                    is_dropped = bool(self._kept) and record.round < self._kept[record.fragment]
-                    if is_dropped:
-                        self._close(record, None)
-                    elif record.key not in self._coming and not self._is_applied(record):
-                        self._waiting.append(record)
-                    if not is_dropped and not self._is_useful(record):
-                        self._put(Recorded(record, None))
-                self._fetch_waiting()
+                self._hear_record(hub_event.record)
             case Welcomed():
-                with self._changed:
-                    self._let_in = True
-                    self._asking = False
-                    self._ask_at = float("-inf")
-                    # What waits comes again.
-                    self._kept = said.welcome.kept
-                    self._waiting.clear()
-                    outstanding = [own for own, _ in self._outbox.values()]
-                self._put(said)
-                # Pending retries run at once.
-                before = self._nudge
-                self._nudge = threading.Event()
-                before.set()
-                for own in outstanding:
-                    self._start(own)
+                self._hear_welcome(hub_event)
             case Called():
-                self._put(said)
-                if said.own:
-                    self.prefetch(said.own)
+                self._put(hub_event)
+                if hub_event.own:
+                    self.prefetch(hub_event.own)
             case StateWanted() | Amended():
-                self._put(said)
+                self._put(hub_event)
             case StateOffered():
-                self._submit("calls", self._fetch_state, said)
+                self._submit("calls", self._fetch_state, hub_event)
             case Waiting():
                 self._asking = False
-                self._put(said)
+                self._put(hub_event)
             case Lost():
-                self._let_in = self._asking = False
-                # Pending fetches may not arrive.
-                self._coming.clear()
-                if event.header.get("kind") == "Missing" and not self._rank:
-                    # A hub that has lost its ledger knows nothing of the run.
-                    self._submit("calls", self._bring, self._agreed)
-                if said.is_busy:
-                    # A process that died is not in the way for longer than its lease.
-                    self._busy_since = self.now() if self._busy_since is None else self._busy_since
-                    if self.now() > self._busy_since + self.lease + 1.0:
-                        raise Refused(said.why)
-                self._put(said)
+                self._hear_lost(hub_event, event.header.get("kind") == "Missing")
+
+    def _hear_record(self, record: Record) -> None:
+        # A record is announced at once if its payloads are of no use, and otherwise when these are
+        # here.
+        with self._changed:
+            if self._records.is_dropped(record):
+                self._close(record, None)
+            else:
+                self._records.add(record)
+                if not self._records.is_useful(record):
+                    self._put(Recorded(record, None))
+        self._fetch_waiting()
+
+    def _hear_welcome(self, event: Welcomed) -> None:
+        with self._changed:
+            self._let_in = True
+            self._asking = False
+            self._ask_at = float("-inf")
+            self._records.welcome(event.welcome.kept)
+            outstanding = self._outbox.contributions()
+        self._put(event)
+        pending_retries = self._nudge
+        self._nudge = threading.Event()
+        pending_retries.set()
+        for contribution in outstanding:
+            self._start(contribution)
+
+    def _hear_lost(self, event: Lost, lacks_run_config: bool) -> None:
+        self._let_in = False
+        self._asking = False
+        # Pending fetches may not arrive.
+        self._records.fetching.clear()
+        if lacks_run_config and not self._rank:
+            # A hub that has lost its ledger knows nothing of the run.
+            self._submit("calls", self._bring, self._run_config)
+        if event.is_busy:
+            # A process that died is not in the way for longer than its lease.
+            if self._busy_since is None:
+                self._busy_since = self.now()
+            if self.now() > self._busy_since + self.lease + 1.0:
+                raise Refused(event.why)
+        self._put(event)
 
     def _fetch_state(self, offered: StateOffered) -> None:
         blobs = self._blobs(offered.parts, pool="states")
@@ -550,26 +671,11 @@ class HubConnection:
             self._put(StateArrived(offered.header, parts, offered.source))
 
     def _fetch_waiting(self) -> None:
-        """Fetches for the records that wait, as far as there is room."""
+        """Fetches the payloads of the records that wait, as far as there is room."""
         with self._changed:
             unread = sum(
-                isinstance(told, Recorded) and told.blobs is not None for told in self._told
+                isinstance(event, Recorded) and event.blobs is not None for event in self._events
             )
-            room = max(0, _UNREAD - unread - len(self._coming))
-            left = [record for record in self._waiting if not self._is_applied(record)]
-            begun = [record for record in left if self._is_useful(record)][:room]
-            self._coming.update(record.key for record in begun)
-            self._waiting = [record for record in left if record.key not in self._coming]
-        for record in begun:
+            records = self._records.take(max(0, _UNREAD - unread - len(self._records.fetching)))
+        for record in records:
             self.fetch(record)
-
-    def _is_applied(self, record: Record) -> bool:
-        applied = self.applied[record.fragment] if self.applied else None
-        return applied is not None and record.round <= applied
-
-    def _is_useful(self, record: Record) -> bool:
-        """Whether a record can be applied when those before it are, without a state."""
-        if not self._kept or not self.applied:
-            return True
-        applied = self.applied[record.fragment]
-        return applied is not None and self._kept[record.fragment] <= applied + 1 <= record.round

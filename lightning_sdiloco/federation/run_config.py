@@ -1,4 +1,4 @@
-"""The run config: what a run was founded on. A site with another one is refused, with the list of
+"""The run config, on which a run was founded. A site with another one is refused, with the list of
 differences.
 """
 
@@ -18,17 +18,16 @@ from lightning_sdiloco.federation.codec import (
     MOST_FRAGMENTS,
     Message,
     Name,
+    absent_if_empty,
     encoded,
     key_of,
     plain,
-    unsaid,
 )
 from lightning_sdiloco.federation.untrained import Sizes
 
 RETENTION = 8  # rounds for which payloads are kept; a site further behind needs a state
-SNAPSHOT_EVERY = (
-    50  # rounds between two states that are left at the hub, which survive the loss of all sites
-)
+# Rounds between two states that sites leave at the hub, which survive the loss of all sites.
+SNAPSHOT_EVERY = 50
 LONGEST_GRACE = 10.0
 _SHOWN = 5
 _SIZES = re.compile(r"\d+")
@@ -48,7 +47,8 @@ class ChosenQuorum:
             raise ValueError(f"the quorum is longer than {LONGEST_TEXT} characters")
 
     def __str__(self) -> str:
-        return f"{self.class_path}({', '.join(f'{name}={value!r}' for name, value in self.init_args.items())})"
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.init_args.items())
+        return f"{self.class_path}({arguments})"
 
 
 @dataclass(frozen=True)
@@ -64,37 +64,34 @@ class Terms:
     rounds: int | None = None
     guard: float | None = GUARD
     hub_mean: Literal["fp4", "fp32"] | None = None  # the code of what the hub means, where it does
-    dense_beginning: DenseBeginning | None = unsaid(None)
+    dense_beginning: DenseBeginning | None = absent_if_empty(None)
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            least = {"overlap_steps": 0, "grace": 0}.get(
-                item.name, 1 if item.name != "lease" else 0
-            )
-            is_chosen = (
-                isinstance(value, ChosenQuorum | DenseBeginning | str)
-                or (item.default is None or item.name == "guard")
-                and value is None
-            )
-            if not is_chosen and not value >= least:
+        least_values = {"overlap_steps": 0, "grace": 0, "lease": 0}
+        may_be_none = {"rounds", "guard", "hub_mean", "dense_beginning"}
+        for term in fields(self):
+            value = getattr(self, term.name)
+            if isinstance(value, ChosenQuorum | DenseBeginning | str):
+                continue
+            if value is None and term.name in may_be_none:
+                continue
+            least = least_values.get(term.name, 1)
+            if not value >= least:
                 raise ValueError(
-                    f"{item.name}={value!r} is out of range: it must be at least {least}."
+                    f"{term.name}={value!r} is out of range: it must be at least {least}."
                 )
         if self.overlap_steps >= self.sync_every:
             raise ValueError(
-                f"overlap_steps={self.overlap_steps} is out of range: it must be below"
-                " sync_every, which is"
-                f" {self.sync_every}. Choose a smaller one."
+                f"overlap_steps={self.overlap_steps} is out of range: it must be below sync_every,"
+                f" which is {self.sync_every}. Choose a smaller one."
             )
         if (
             self.dense_beginning is not None
             and 2 * self.dense_beginning.sync_every > self.sync_every
         ):
             raise ValueError(
-                f"dense_beginning={self.dense_beginning!r} is out of range: its sync_every must"
-                " be at most half of"
-                f" sync_every, which is {self.sync_every}. Choose a smaller one."
+                f"dense_beginning={self.dense_beginning!r} is out of range: its sync_every must be"
+                f" at most half of sync_every, which is {self.sync_every}. Choose a smaller one."
             )
 
     @cached_property
@@ -104,9 +101,8 @@ class Terms:
 
     def steps_before(self, fragment: int, round: int) -> int:
         """Returns the inner steps between the launch of a round and that of the one before."""
-        return self.schedule.launch_of(fragment, round) - self.schedule.launch_of(
-            fragment, round - 1
-        )
+        launch_of = self.schedule.launch_of
+        return launch_of(fragment, round) - launch_of(fragment, round - 1)
 
     def least_steps(self, round: int) -> int:
         """Returns the fewest inner steps since a site last counted with which it launches for a
@@ -126,13 +122,8 @@ class Terms:
         return self.rounds is not None and round >= self.rounds
 
 
-AMENDABLE = (
-    "rounds",
-    "grace",
-    "lease",
-    "quorum",
-    "guard",
-)  # terms that an operator may amend while a run goes on
+# Terms that an operator may amend during a run.
+AMENDABLE = ("rounds", "grace", "lease", "quorum", "guard")
 
 # A fragment's parameters in the order of their values: names, and what describes shape and dtype.
 Parameters = Annotated[tuple[tuple[str, str], ...], 1 << 20]
@@ -146,11 +137,10 @@ class RunConfig(Message):
     terms: Terms
     settings: Mapping[str, str]  # every one as text, with no "auto" left in it
     fragments: tuple[Parameters, ...]
-    shards: tuple[
-        tuple[int, ...], ...
-    ]  # of each fragment their sizes, where ranks must be the same everywhere
-    versions: Mapping[str, str]  # of what takes part in the arithmetic
-    self_test: str  # what the arithmetic of a site makes of known values
+    # Of each fragment the sizes of its shards, if the ranks must be the same everywhere.
+    shards: tuple[tuple[int, ...], ...]
+    versions: Mapping[str, str]  # of all that takes part in the arithmetic
+    self_test: str  # digest of a site's arithmetic on known values
 
     most_bytes = 1 << 26  # it names every parameter
     sealed = True
@@ -179,23 +169,27 @@ class RunConfig(Message):
         numel = 0
         untrained = list[int]()
         dtypes = list[str]()
-        kept = list[int]()
         numbers = list[str]()
-        numbers_of_kept = list[str]()
+        sizes_of_own = list[int]()
+        numbers_of_own = list[str]()
         for _, described in self.fragments[fragment]:
-            found = _UNTRAINED.search(described)
-            if found is None:
+            match = _UNTRAINED.search(described)
+            if match is None:
                 shape = described.split(")")[0]
                 numel += math.prod(map(int, _SIZES.findall(shape)))
-            elif found["kind"] == "own":
-                kept.append(int(found["bytes"]))
-                numbers_of_kept.append(found["dtype"])
+            elif match["kind"] == "own":
+                sizes_of_own.append(int(match["bytes"]))
+                numbers_of_own.append(match["dtype"])
             else:
-                numbers.append(found["dtype"])
-                untrained.append(int(found["bytes"]))
-                dtypes.append(_DTYPES[found["dtype"]] if found["kind"] == "mean" else "")
+                untrained.append(int(match["bytes"]))
+                numbers.append(match["dtype"])
+                dtypes.append(_DTYPES[match["dtype"]] if match["kind"] == "mean" else "")
         return Sizes(
-            numel, tuple(untrained), tuple(dtypes), tuple(kept), (*numbers, *numbers_of_kept)
+            numel,
+            tuple(untrained),
+            tuple(dtypes),
+            tuple(sizes_of_own),
+            tuple(numbers + numbers_of_own),
         )
 
     def most_bytes_of(self, kind: str) -> int:
@@ -208,67 +202,63 @@ class RunConfig(Message):
         return (1 << 20) + {"payload": 16, "state": 64}[kind] * self.numel + 16 * untrained
 
     def summary(self) -> dict[str, Any]:
-        """Returns what is to be said of it in short, as an object of JSON: without the names of
-        parameters.
-        """
-        own = plain(self) | {"key": self.key, "fragments": len(self.fragments)}
-        del own["shards"]
-        return {**own, "parameters": sum(map(len, self.fragments))}
+        """Returns it as an object of JSON, without the names of parameters."""
+        summary: dict[str, Any] = plain(self)
+        del summary["shards"]
+        summary["key"] = self.key
+        summary["fragments"] = len(self.fragments)
+        summary["parameters"] = sum(map(len, self.fragments))
+        return summary
 
-    def differences(self, other: "RunConfig") -> list[str]:
-        """Names what differs from another run config, this one being "here": empty if nothing
-        does.
-        """
+    def differences(self, reference: "RunConfig") -> list[str]:
+        """Names the differences from another run config, which is "there"; this one is "here"."""
         ours = dict(_leaves(plain(self)))
-        theirs = dict(_leaves(plain(other)))
+        theirs = dict(_leaves(plain(reference)))
         return [
             f"{name} is {ours.get(name, 'missing')} here and {theirs.get(name, 'missing')} there"
             for name in dict.fromkeys([*ours, *theirs])
             if ours.get(name) != theirs.get(name)
         ]
 
-    def require_same(self, other: "RunConfig") -> list[str]:
-        """Refuses this run config, which a site has brought, where the run was founded on another
+    def require_same(self, founded: "RunConfig") -> list[str]:
+        """Refuses this run config, which a site has brought, if the run was founded on another
         one.
 
-        Another patch of a version may join where its arithmetic makes the same of known values.
-        That is returned.
+        A site with another patch of a version may join if its arithmetic is the same on known
+        values. Those differences are returned.
         """
-        different = self.differences(other)
-        patches = [
-            one
-            for one in different
-            if one.startswith("versions.") and self.self_test == other.self_test
-        ]
-        patches = [
-            one
-            for one in patches
-            if self._is_patch(other, one.split(" is ")[0].removeprefix("versions."))
-        ]
-        different = [one for one in different if one not in patches]
-        if different:
-            more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
+        patches = list[str]()
+        refused = list[str]()
+        for difference in self.differences(founded):
+            name = difference.split(" is ")[0]
+            is_patch = name.startswith("versions.") and self._is_patch(
+                founded, name.removeprefix("versions.")
+            )
+            (patches if is_patch else refused).append(difference)
+        if refused:
+            more = f"; and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
             raise Refused(
-                f"This site cannot join the run {other.run!r}, which was founded on another run"
-                " config:"
-                f" {'; '.join(different[:_SHOWN])}{more}. All sites must train the same model"
-                " with the same settings"
-                " and versions. Start this one with the run's."
+                f"This site cannot join the run {founded.run!r}, which was founded on another run"
+                f" config: {'; '.join(refused[:_SHOWN])}{more}. All sites must train the same model"
+                " with the same settings and versions. Start this one with the run's."
             )
         return patches
 
-    def _is_patch(self, other: "RunConfig", name: str) -> bool:
-        ours, theirs = (own.versions.get(name, "").split(".") for own in (self, other))
-        return len(ours) > 2 < len(theirs) and ours[:2] == theirs[:2]
+    def _is_patch(self, founded: "RunConfig", package: str) -> bool:
+        """Returns whether two versions differ in their patch alone, and compute the same."""
+        ours = self.versions.get(package, "").split(".")
+        theirs = founded.versions.get(package, "").split(".")
+        has_patch = len(ours) > 2 < len(theirs)
+        return self.self_test == founded.self_test and has_patch and ours[:2] == theirs[:2]
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yields the dotted names of all that an object of JSON holds, each with its text."""
+    """Yields the dotted names of all values in an object of JSON, each with its text."""
     if isinstance(value, dict):
-        for key, own in value.items():
-            yield from _leaves(own, f"{name}.{key}" if name else key)
+        for key, element in value.items():
+            yield from _leaves(element, f"{name}.{key}" if name else key)
     elif isinstance(value, list):
-        for index, own in enumerate(value):
-            yield from _leaves(own, f"{name}[{index}]")
+        for index, element in enumerate(value):
+            yield from _leaves(element, f"{name}[{index}]")
     else:
         yield name, str(value)

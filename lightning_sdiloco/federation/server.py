@@ -1,5 +1,5 @@
-"""The hub's end of the connections to all sites: it knows who calls, moves blobs and events, and
-leaves the rest.
+"""The hub's end of the connections to all sites: it identifies callers, moves blobs and events, and
+leaves all decisions to the coordinator.
 """
 
 import logging
@@ -23,6 +23,7 @@ from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.keys import (
     LOOKING,
+    Bundle,
     Peer,
     holder_of,
     load,
@@ -55,21 +56,20 @@ from lightning_sdiloco.federation.wire import (
 
 log = logging.getLogger(__name__)
 
-# that are served at the same time; a site makes one for each of its connections, and one that stays
+# Calls that are served at the same time. A site makes one for each of its connections, and one that
+# lasts.
 MAX_CALLS = 512
-_FOR_OPERATORS = 32  # further ones, so that there is always room for them
-_MOST_OF_ONE = {"site": 256}  # calls that one certificate may have open; others fewer
+_FOR_OPERATORS = 32  # further calls, so that there is always room for operators
+_MOST_OF_ONE = {"site": 256}  # calls that one certificate of a role may have open
 _MOST_OF_OTHERS = 32
-_SILENT = 10.0  # seconds within which a call says who makes it
+_SILENT = 10.0  # seconds within which a call must identify its caller
 MAX_UPLOADS = 64  # blobs that one holder may be sending at the same time
-# that wait for a peer that does not read them; with one more it is sent away, and must start again
+# Events that wait for a peer that does not read them; with one more the peer is sent away.
 MAX_EVENTS = 1024
-MAX_WATCHING = 16  # how often a holder that is no site may watch at the same time
-_GIVEN_UP = 600.0  # seconds without a connection after which what has arrived of a blob is dropped
-_AGAIN = 1.0  # seconds after which something is tried again that did not succeed
-_NOISE = random.Random(0).randbytes(
-    CHUNK
-)  # what pings are answered with; nothing on the way makes it smaller
+MAX_WATCHING = 16  # times that a holder may watch at once; a site does once
+_GIVEN_UP = 600.0  # seconds without a connection after which an incomplete blob is dropped
+_AGAIN = 1.0  # seconds after which a failed attempt is repeated
+_NOISE = random.Random(0).randbytes(CHUNK)  # answers to pings; nothing on the way can compress it
 
 
 class Session:
@@ -124,23 +124,28 @@ class Door:
     @contextmanager
     def passed(self, context: Any, is_certified: bool) -> Iterator[None]:
         """Holds a place for a call as long as it lasts."""
-        holder = holder_of(context) if is_certified else None
-        who = ("site", "") if holder is None else (holder.role, holder.name)
-        most = MAX_CALLS if holder is None else _MOST_OF_ONE.get(who[0], _MOST_OF_OTHERS)
+        role = "site"
+        name = ""
+        limit = MAX_CALLS
+        if is_certified:
+            holder = holder_of(context)
+            role = holder.role
+            name = holder.name
+            limit = _MOST_OF_ONE.get(role, _MOST_OF_OTHERS)
         with self._lock:
-            if self._open[who] >= most or (
-                who[0] != "operator" and self._open.total() >= MAX_CALLS
-            ):
+            total = self._open.total()
+            is_full = role != "operator" and total >= MAX_CALLS
+            if is_full or self._open[role, name] >= limit:
                 raise HubUnreachable(
-                    f"{who[1]!r} has {self._open[who]} calls open, of {self._open.total()} in"
+                    f"{name!r} has {self._open[role, name]} calls open, of {total} in"
                     " all: too many."
                 )
-            self._open[who] += 1
+            self._open[role, name] += 1
         try:
             yield
         finally:
             with self._lock:
-                self._open[who] -= 1
+                self._open[role, name] -= 1
                 self._open += Counter()  # drops peers without any
 
     def first(self, requests: Iterator[bytes], context: Any) -> bytes | None:
@@ -157,9 +162,8 @@ class Door:
         """Ends streams that stay silent, until `close`."""
         while not self._closed.wait(_AGAIN):
             with self._lock:
-                late = [
-                    context for context, until in self._silent.items() if until < time.monotonic()
-                ]
+                now = time.monotonic()
+                late = [context for context, deadline in self._silent.items() if deadline < now]
             for context in late:
                 context.cancel()
 
@@ -185,27 +189,12 @@ class Hub:
         self._heartbeat = heartbeat
         self._lock = threading.Lock()
         self._sessions: list[Session] = []
+        # By site: the session of its current incarnation.
         self._of_site: dict[str, Session] = {}
+        # By role, name and key: blobs of which parts have arrived.
         self._arriving: dict[tuple[str, str, str], Upload] = {}
-        if (keys is None) != insecure:
-            raise ValueError(
-                "A hub needs either keys or insecure=True. Make keys with: sdiloco keys init"
-                " FOLDER --run RUN."
-            )
-        bundle = None if keys is None else load(keys, "hub").bound(run)
-        if bundle is None:
-            warnings.warn(
-                "The hub serves without TLS: anyone who reaches its port can read and change all"
-                " (insecure=True).",
-                stacklevel=2,
-            )
-        elif bundle.identity.role != "hub":
-            whose = f"{bundle.identity.role} {bundle.identity.name!r}"
-            raise ValueError(
-                f"The keys belong to {whose}, but a hub needs its own: give hub.bundle."
-            )
         self._run = run
-        self._bundle = bundle
+        self._bundle = _bundle_of_hub(run, keys, insecure)
         grpc = extra("grpc")
         self._server = grpc.server(
             ThreadPoolExecutor(MAX_CALLS + _FOR_OPERATORS, thread_name_prefix="hub"),
@@ -213,52 +202,57 @@ class Hub:
             maximum_concurrent_rpcs=MAX_CALLS + _FOR_OPERATORS,
         )
         self._door = Door()
-        handlers = {
-            "put": grpc.stream_unary_rpc_method_handler(self._answering(self._put)),
-            "get": grpc.unary_stream_rpc_method_handler(self._telling(self._get)),
-            "call": grpc.unary_unary_rpc_method_handler(self._answering(self._call)),
-            "watch": grpc.stream_stream_rpc_method_handler(self._telling(self._watch)),
-        }
-        self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE, handlers),)
+        self._add_handlers(
+            SERVICE,
+            {
+                "put": grpc.stream_unary_rpc_method_handler(self._answering(self._put)),
+                "get": grpc.unary_stream_rpc_method_handler(self._streaming(self._get)),
+                "call": grpc.unary_unary_rpc_method_handler(self._answering(self._call)),
+                "watch": grpc.stream_stream_rpc_method_handler(self._streaming(self._watch)),
+            },
         )
         health = extra("grpc_health.v1.health")
         self._messages = extra("grpc_health.v1.health_pb2")
         self._health = health.HealthServicer()
         self._set_health("NOT_SERVING")
-        # It gives its status to all that TLS lets in, without a header. `Watch` would hold a thread
+        # All that TLS lets in get the hub's status, without a header. `Watch` would hold a thread
         # for each caller.
         check = grpc.unary_unary_rpc_method_handler(
             self._health.Check,
             self._messages.HealthCheckRequest.FromString,
             self._messages.HealthCheckResponse.SerializeToString,
         )
-        self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": check}),)
-        )
-        try:
-            if bundle is None:
-                self.port = int(self._server.add_insecure_port(listen))
-            else:
-                pair = [(bundle.key, bundle.certificate)]
-                credentials = grpc.ssl_server_credentials(
-                    pair, bundle.authority, require_client_auth=True
-                )
-                self.port = int(self._server.add_secure_port(listen, credentials))
-        except RuntimeError:
-            self.port = 0
+        self._add_handlers(health.SERVICE_NAME, {"Check": check})
+        self.port = self._bind(listen)
         if not self.port:
             raise ValueError(
                 f"listen={listen!r} cannot be used: give a free port and an address of this"
                 " machine."
             )
 
+    def _add_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+        handler = extra("grpc").method_handlers_generic_handler(service, handlers)
+        self._server.add_generic_rpc_handlers((handler,))
+
+    def _bind(self, listen: str) -> int:
+        """Returns the port at which the hub listens; 0 if it cannot have the address."""
+        bundle = self._bundle
+        try:
+            if bundle is None:
+                return int(self._server.add_insecure_port(listen))
+            credentials = extra("grpc").ssl_server_credentials(
+                [(bundle.key, bundle.certificate)], bundle.authority, require_client_auth=True
+            )
+            return int(self._server.add_secure_port(listen, credentials))
+        except RuntimeError:
+            return 0
+
     def start(self) -> None:
         self._calls.start(self.push)
         self._serve()
 
     def is_serving(self) -> bool:
-        """Returns what the health service answers: whether the hub has started, and is not
+        """Returns the answer of the health service: whether the hub has started, and is not
         ending.
         """
         answer = self._health.Check(self._messages.HealthCheckRequest(), None)
@@ -278,46 +272,48 @@ class Hub:
     def close(self, grace: float = 0.5) -> None:
         self._health.enter_graceful_shutdown()
         with self._lock:
-            ended = list(self._sessions)
-        for session in ended:
+            sessions = list(self._sessions)
+        for session in sessions:
             session.end()
         self._door.close()
         self._server.stop(grace).wait()
 
     def push(self, event: Event, to: Collection[str] | None = None) -> None:
         with self._lock:
-            told = [session for session in self._sessions if to is None or session.peer.name in to]
-        for session in told:
+            sessions = [
+                session for session in self._sessions if to is None or session.peer.name in to
+            ]
+        for session in sessions:
             session.push(event)
 
-    def _asked(
+    def _read(
         self, call: str, message: bytes | None, context: Any
     ) -> tuple[Peer, Header, Header, bytes]:
-        """Returns who asks, the whole header, what the call is about, and the bytes that belong to
-        it.
-        """
+        """Returns the caller, the whole header, its part for the call, and the body."""
         if message is None:
             raise Malformed("a call begins with a header.")
         header, body = unpack(message)
-        call = str(header.get("call"))[:80] if call == "call" else call
+        if call == "call":
+            call = str(header.get("call"))[:80]
         peer = peer_of(self._run, self._bundle, call, header, context)
         with self._lock:
             current = self._of_site.get(peer.name)
-        # No other incarnation of a site calls than that which watches now, before or after it.
-        watches = peer.incarnation if current is None else current.peer.incarnation
-        if call not in LOOKING and peer.role == "site" and peer.incarnation != watches:
+        # While an incarnation of a site watches, no earlier or later one may make calls.
+        is_other = current is not None and current.peer.incarnation != peer.incarnation
+        if call not in LOOKING and peer.role == "site" and is_other:
             raise Busy(
                 f"the name {peer.name} is in use by a running process: incarnation"
-                f" {peer.incarnation!r} is not the one"
-                " that watches."
+                f" {peer.incarnation!r} is not the one that watches."
             )
         return peer, header, header.get("about", {}), body
 
     # Blobs
 
     def _put(self, requests: Iterator[bytes], context: Any) -> bytes:
-        """Takes a part of a blob, or none, and says what has become of it, or what is missing."""
-        peer, header, about, _ = self._asked("put", self._door.first(requests, context), context)
+        """Takes a part of a blob, or none; answers whether it is stored, or which parts are
+        missing.
+        """
+        peer, header, about, _ = self._read("put", self._door.first(requests, context), context)
         key = checked_key(header.get("key"))
         size = checked_size(header.get("size"), self.store.max_blob, "blob")
         start = checked_size(header.get("start", 0), size, "part")
@@ -326,12 +322,13 @@ class Hub:
             self.store.size(key)
         except Missing:
             upload = self._upload(peer, key, size)
-            # Complete at once: an empty blob, or one whose sender asks what became of it.
-            complete = not upload.missing
+            # Some blobs are complete already: empty ones, and those whose sender asks what is
+            # missing.
+            is_complete = not upload.missing
             for message in requests:
-                complete = upload.take(start, message) or complete
+                is_complete = upload.take(start, message) or is_complete
                 start += len(message)
-            if not complete:
+            if not is_complete:
                 return pack({"stored": False, "missing": upload.missing})
             try:
                 upload.commit()
@@ -344,12 +341,14 @@ class Hub:
         place = (peer.role, peer.name, key)
         now = time.monotonic()
         with self._lock:
-            for other in [
-                own for own, upload in self._arriving.items() if upload.used < now - _GIVEN_UP
-            ]:
-                self._arriving.pop(other).discard()
+            given_up = [
+                place for place, upload in self._arriving.items() if upload.used < now - _GIVEN_UP
+            ]
+            for old_place in given_up:
+                self._arriving.pop(old_place).discard()
             if place not in self._arriving:
-                if sum(other[:2] == place[:2] for other in self._arriving) >= MAX_UPLOADS:
+                uploads = sum(sender[:2] == place[:2] for sender in self._arriving)
+                if uploads >= MAX_UPLOADS:
                     raise NoSpace(f"{peer.name!r} is sending {MAX_UPLOADS} blobs already.")
                 self._arriving[place] = self.store.begin(key, size)
             upload = self._arriving[place]
@@ -364,17 +363,18 @@ class Hub:
         """Sends the size of a blob, and then a part of it; or several small ones, one behind the
         other.
         """
-        _, header, _, keys = self._asked("get", message, context)
+        _, header, _, keys = self._read("get", message, context)
         if keys:
-            yield from self._together([keys[at : at + 32].hex() for at in range(0, len(keys), 32)])
+            starts = range(0, len(keys), 32)
+            yield from self._together([keys[start : start + 32].hex() for start in starts])
             return
         key = checked_key(header.get("key"))
         size = self.store.size(key)
         start = checked_size(header.get("start", 0), size, "part")
         end = checked_size(header.get("end", size), size, "part")
         yield pack({"size": size})
-        for at in range(start, end, CHUNK):
-            yield self.store.read(key, at, min(at + CHUNK, end))
+        for position in range(start, end, CHUNK):
+            yield self.store.read(key, position, min(position + CHUNK, end))
 
     def _together(self, keys: Sequence[str]) -> Iterator[bytes]:
         waiting = bytearray()
@@ -388,25 +388,26 @@ class Hub:
                 del waiting[:CHUNK]
         yield bytes(waiting)
 
-    # Words
+    # Calls and events
 
     def _call(self, message: bytes, context: Any) -> bytes:
-        peer, header, about, body = self._asked("call", message, context)
+        peer, header, about, body = self._read("call", message, context)
         if header["call"] == "ping":
-            # Its own bytes, or as many as it asks for: so the way is measured.
-            answer = (
-                _NOISE[: checked_size(about["bytes"], CHUNK, "answer")]
-                if "bytes" in about
-                else body
-            )
-            return pack({"clock": wall_clock()} if about.get("clock") else {}, answer)
+            # A site measures its bandwidth with pings: it gets as many bytes as it asks for.
+            answer: Header = {}
+            if "bytes" in about:
+                body = _NOISE[: checked_size(about["bytes"], CHUNK, "answer")]
+            if about.get("clock"):
+                answer["clock"] = wall_clock()
+            return pack(answer, body)
         return pack(*self._calls.call(peer, header["call"], about, body))
 
     def _watch(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        peer, _, about, _ = self._asked("watch", self._door.first(requests, context), context)
+        peer, _, about, _ = self._read("watch", self._door.first(requests, context), context)
         session = Session(peer)
         with self._lock:
-            if sum(other.peer.name == peer.name for other in self._sessions) >= MAX_WATCHING:
+            names = [watching.peer.name for watching in self._sessions]
+            if names.count(peer.name) >= MAX_WATCHING:
                 raise NoSpace(f"{peer.name!r} watches {MAX_WATCHING} times already.")
             self._sessions.append(session)
         try:
@@ -414,7 +415,8 @@ class Hub:
             session.admitted = True
             if peer.role == "site":
                 with self._lock:
-                    before, self._of_site[peer.name] = self._of_site.get(peer.name), session
+                    before = self._of_site.get(peer.name)
+                    self._of_site[peer.name] = session
                 if before is not None:
                     before.end(Refused(f"site {peer.name!r} watches from elsewhere."))
             name = f"heartbeats-{secrets.token_hex(2)}"
@@ -447,44 +449,59 @@ class Hub:
         except (HubError, Refused) as error:
             session.end(error)
         except Exception as error:
-            # gRPC ends a broken stream with an exception that is nothing but itself.
+            # gRPC ends a broken stream with a bare exception.
             log.debug("%s stopped: %r", peer.name, error)
         session.end()
 
-    def _telling(
-        self, tell: Callable[[Any, Any], Iterator[bytes]]
+    def _streaming(
+        self, stream: Callable[[Any, Any], Iterator[bytes]]
     ) -> Callable[[Any, Any], Iterator[bytes]]:
-        """Returns a call that ends with the status of what goes wrong, and does not show a
-        stranger our insides.
-        """
+        """Returns a call that ends with a status if it fails, and shows a stranger no internals."""
 
-        def told(request: Any, context: Any) -> Iterator[bytes]:
+        def guarded(request: Any, context: Any) -> Iterator[bytes]:
             try:
                 with self._door.passed(context, self._bundle is not None):
-                    yield from tell(request, context)
+                    yield from stream(request, context)
             except Exception as error:
                 if not context.is_active():
                     raise
                 codes = extra("grpc").StatusCode
                 if isinstance(error, Failure):
-                    # A line each, whatever a stranger has sent. The operator has to make room.
-                    why = " ".join(str(error).split())
-                    log.log(
-                        logging.ERROR if isinstance(error, NoSpace) else logging.INFO,
-                        "%s: %s",
-                        context.peer(),
-                        why,
-                    )
-                    context.abort(getattr(codes, CODES.get(type(error), "INTERNAL")), why[:1000])
+                    # One line each, whatever a stranger has sent. The operator has to make room.
+                    reason = " ".join(str(error).split())
+                    level = logging.ERROR if isinstance(error, NoSpace) else logging.INFO
+                    log.log(level, "%s: %s", context.peer(), reason)
+                    code = getattr(codes, CODES.get(type(error), "INTERNAL"))
+                    context.abort(code, reason[:1000])
                 log.exception("a call of %s failed", context.peer())
                 context.abort(codes.INTERNAL, "the hub failed; see its log.")
 
-        return told
+        return guarded
 
     def _answering(self, answer: Callable[[Any, Any], bytes]) -> Callable[[Any, Any], bytes]:
-        """As `_telling`, for calls with one answer."""
-        told = self._telling(lambda request, context: iter([answer(request, context)]))
-        return lambda request, context: next(told(request, context))
+        """As `_streaming`, for calls with one answer."""
+        guarded = self._streaming(lambda request, context: iter([answer(request, context)]))
+        return lambda request, context: next(guarded(request, context))
+
+
+def _bundle_of_hub(run: str, keys: str | Path | None, insecure: bool) -> Bundle | None:
+    if (keys is None) != insecure:
+        raise ValueError(
+            "A hub needs either keys or insecure=True. Make keys with: sdiloco keys init"
+            " FOLDER --run RUN."
+        )
+    if keys is None:
+        warnings.warn(
+            "The hub serves without TLS: anyone who reaches its port can read and change all"
+            " (insecure=True).",
+            stacklevel=3,
+        )
+        return None
+    bundle = load(keys, "hub").bound(run)
+    if bundle.identity.role != "hub":
+        owner = f"{bundle.identity.role} {bundle.identity.name!r}"
+        raise ValueError(f"The keys belong to {owner}, but a hub needs its own: give hub.bundle.")
+    return bundle
 
 
 class HubService(Hub):
@@ -514,8 +531,7 @@ class HubService(Hub):
         if backups is not None and Path(backups).resolve() == Path(ledger).resolve().parent:
             raise ValueError(
                 f"backups={str(backups)!r} is not a place for copies: the run itself is in that"
-                " folder, and a copy"
-                " would overwrite it. Give another folder, on another disk."
+                " folder, and a copy would overwrite it. Give another folder, on another disk."
             )
         if quorum is not None:
             imported(quorum)  # now, and not when a site names it
@@ -548,7 +564,7 @@ class HubService(Hub):
 
     @override
     def close(self, grace: float = 0.5) -> None:
-        # first of all: a copy that is being made may take long to end
+        # It comes first: a copy that is being made may take long to end.
         self._health.enter_graceful_shutdown()
         self._closed.set()
         self._awake.set()
@@ -556,12 +572,12 @@ class HubService(Hub):
             if thread.ident is not None:
                 thread.join()
         super().close(grace)
-        # What is still being answered informs no site.
+        # Calls that are still being answered inform no site.
         self.coordinator.start(lambda event, to=None: None)
         self.ledger.close()
 
-    def _back_up(self, every: float) -> None:
-        while not self._closed.wait(every):
+    def _back_up(self, interval: float) -> None:
+        while not self._closed.wait(interval):
             try:
                 self.coordinator.back_up(self.coordinator.backup_folder or Path())
             except (HubError, Refused, OSError) as error:

@@ -1,13 +1,13 @@
-"""The world of a site: when its fragments launch and land is what the rules of the federation say.
+"""The world of a site: its fragments launch and land when the rules of the federation say so.
 
-The training thread owns the follower and talks to the connection; see [Note: how a site uses its
-connection]. Encoding and averaging run in the background, and are looked after once in every inner
-step. A site never waits for what is not there, except where the follower says so.
+The training thread owns the follower and calls the connection; see [Note: how a site uses its
+connection]. Encoding and averaging run in the background; the training thread checks on them once
+in every inner step. A site never waits for the network, except where the follower says so.
 
-[Note: one site, many followers] Every rank has its own follower. The first rank speaks with the hub
-for all, each rank moves its own payloads, and all hear the same events, of the same time, after the
-same inner step. So all decide the same, and nothing has to be agreed on but what is heard. A record
-is heard when every rank has what it needs of its payloads.
+[Note: one site, many followers] Every rank has its own follower. The first rank calls the hub for
+all ranks, each rank moves its own payloads, and all ranks get the same events, with the same time,
+after the same inner step. So all of them decide the same, and they agree on nothing but the events.
+A record becomes an event when every rank has the payloads of it that it needs.
 """
 
 import io
@@ -41,17 +41,17 @@ from lightning_sdiloco.federation.arithmetic import (
 from lightning_sdiloco.federation.codec import Bytes, plain, read
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.messages import (
-    TOLD,
+    SITE_EVENTS,
     Amended,
     Called,
     Contribution,
     Lost,
     Record,
     Recorded,
+    SiteEvent,
     StateArrived,
     StateHeader,
     StateWanted,
-    Told,
     Waiting,
     Welcome,
     Welcomed,
@@ -61,14 +61,51 @@ from lightning_sdiloco.federation.run_config import RunConfig, Terms
 
 _log = logging.getLogger(__name__)
 
-# How long a site listens at a time while it waits, in seconds.
+# How long a site waits for events at a time, in seconds.
 _MOMENT = 0.05
-_ERRORS = {own.__name__: own for own in (AgreementError, ExchangeError, Refused, ValueError)}
+_ERRORS = {kind.__name__: kind for kind in (AgreementError, ExchangeError, Refused, ValueError)}
+
+
+class RankReport(NamedTuple):
+    """The values that a rank passes on to the other ranks of its site after an inner step.
+
+    Attributes:
+        events: At the first rank, the new events: their kinds, and their fields as plain values.
+        fetched: Keys of records whose payloads this rank has fetched, or knows to be gone (False).
+        now: The time of this rank.
+        requests: Bits that this rank requests of all ranks.
+        samples: Samples that this rank has trained since the last report.
+    """
+
+    events: list[Any]
+    fetched: dict[str, bool]
+    now: float
+    requests: int
+    samples: int
+
+
+class SiteReport(NamedTuple):
+    """The same at all ranks: new events, the time, and the requests and samples of all ranks."""
+
+    events: list[SiteEvent]
+    now: float
+    requests: int
+    samples: int
+
+
+class _Fetching(NamedTuple):
+    """A record that is no event yet, and the ranks that have its payloads."""
+
+    record: Record
+    ranks: set[int]
 
 
 class SharedConnection:
-    """The connections of a rank; see [Note: one site, many followers] and [Note: a site of several
-    ranks].
+    """The connections of a site's ranks, as one; see [Note: one site, many followers] and
+    [Note: a site of several ranks].
+
+    Attributes:
+        hub: This rank's connection to the hub.
     """
 
     def __init__(
@@ -77,101 +114,114 @@ class SharedConnection:
         self._ranks = topology.in_site
         rank = topology.group_rank
         self._leads = rank == 0
+        # Payloads that this rank has fetched of records which other ranks are still fetching.
         self._payloads: dict[str, Mapping[str, Bytes]] = {}
-        self._coming: dict[str, tuple[Record, set[int]]] = {}
-        made = list[HubConnection]()
+        self._fetching: dict[str, _Fetching] = {}
+        connections = list[HubConnection]()
         incarnation = self._ranks.all_gather_object(secrets.token_hex(8))[0]
 
-        def connects() -> None:
-            made.append(connect(rank, topology.group_size, incarnation))
+        def connect_rank() -> None:
+            connections.append(connect(rank, topology.group_size, incarnation))
             if rank:
-                made[0].reach()
+                connections[0].reach()
 
         try:
-            self.all_say(connects)
+            self.on_all_ranks(connect_rank)
         except Exception:
-            for connection in made:
+            for connection in connections:
                 connection.close()
             raise
-        (self.own,) = made
+        (self.hub,) = connections
 
-    def all_say(self, ask: Callable[[], Any]) -> list[Any]:
-        """Returns what all ranks say. An error of one is raised on all, so that none waits for the
-        others.
+    def on_all_ranks(self, task: Callable[[], Any]) -> list[Any]:
+        """Runs a task on every rank; returns the results of all ranks. An error of one rank is
+        raised on all, so that none waits for the others.
         """
-        every = self._ranks.attempt(ask)
-        for outcome in every:
+        outcomes = self._ranks.attempt(task)
+        for outcome in outcomes:
             if outcome.failure:
                 kinds = (_ERRORS[name] for name in outcome.failure if name in _ERRORS)
                 raise outcome.raised or next(kinds, RuntimeError)(outcome.text)
-        return [outcome.value for outcome in every]
+        return [outcome.value for outcome in outcomes]
 
     def agree(self, run_config: RunConfig) -> tuple[RunConfig, Terms]:
-        """Returns the run config of the run, and its terms of now."""
+        """Returns the run config of the run, and its current terms."""
 
         def ask() -> Any:
-            return self._leads and [self.own.agree(run_config).to_bytes(), plain(self.own.amended)]
+            return self._leads and [self.hub.agree(run_config).to_bytes(), plain(self.hub.amended)]
 
-        text, amended = self.all_say(ask)[0]
+        text, amended = self.on_all_ranks(ask)[0]
         founded = RunConfig.from_bytes(text)
         return founded, founded.terms if amended is None else read(Terms, amended, "terms")
 
-    def heard(self, requests: int = 0, samples: int = 0) -> tuple[list[Told], float, int, int]:
-        """Returns what was heard since the last time, the time, and what all ranks request and
-        have trained.
-        """
+    def hear(self, requests: int = 0, samples: int = 0) -> SiteReport:
+        """Returns the events since the last call, and what all ranks request and have trained."""
         if self._ranks.size == 1:
-            return self.own.events(), self.own.now(), requests, samples
-        every = self.all_say(lambda: (*self._listen(), requests, samples))
-        told = list[Told]()
-        for kind, said in every[0][0]:
-            one: Told = read(TOLD[kind], said, kind.lower())
-            if isinstance(one, Called) and one.own and not self._leads:
-                self.own.prefetch(one.own)
-            if not isinstance(one, Recorded):
-                told.append(one)
-            elif one.record.key not in self._coming:
-                # It is handed out once all ranks have what they need of it.
-                self._coming[one.record.key] = one.record, set()
-                if not self._leads:
-                    self.own.fetch(one.record)
-        for rank, (_, fetched, _, asked, _) in enumerate(every):
-            requests |= asked
-            for key, is_there in fetched.items():
-                if key not in self._coming:
-                    # It was fetched twice.
-                    self._payloads.pop(key, None)
-                    continue
-                record, there = self._coming[key]
-                there.add(rank)
-                if not is_there or len(there) == self._ranks.size:
-                    del self._coming[key]
-                    blobs = self._payloads.pop(key, None)
-                    told.append(Recorded(record, blobs if is_there else None))
-        return told, every[0][2], requests, sum(samples for *_, samples in every)
+            return SiteReport(self.hub.events(), self.hub.now(), requests, samples)
+        values = self.on_all_ranks(lambda: tuple(self._report(requests, samples)))
+        reports = [RankReport(*fields) for fields in values]
+        events = self._read(reports[0].events)
+        for rank, report in enumerate(reports):
+            requests |= report.requests
+            for key, is_available in report.fetched.items():
+                recorded = self._note_fetched(rank, key, is_available)
+                if recorded is not None:
+                    events.append(recorded)
+        samples = sum(report.samples for report in reports)
+        return SiteReport(events, reports[0].now, requests, samples)
 
-    def _listen(self) -> tuple[list[Any], dict[str, bool], float]:
-        """Returns what this rank has heard: events at the first one, and which records it has
-        fetched payloads for.
-        """
-        told = list[Any]()
+    def _report(self, requests: int, samples: int) -> RankReport:
+        events = list[Any]()
         fetched = dict[str, bool]()
-        for one in self.own.events():
-            if isinstance(one, Recorded):
-                fetched[one.record.key] = one.blobs is not None
-                if one.blobs is not None:
-                    self._payloads[one.record.key] = one.blobs
-                one = Recorded(one.record, None)
-            told.append((type(one).__name__, plain(one)))
-        return told, fetched, self.own.now()
+        for event in self.hub.events():
+            if isinstance(event, Recorded):
+                fetched[event.record.key] = event.blobs is not None
+                if event.blobs is not None:
+                    self._payloads[event.record.key] = event.blobs
+                event = Recorded(event.record, None)
+            events.append((type(event).__name__, plain(event)))
+        return RankReport(events, fetched, self.hub.now(), requests, samples)
+
+    def _read(self, plain_events: Sequence[tuple[str, Any]]) -> list[SiteEvent]:
+        """Returns the events of the first rank, except records, which all ranks begin to fetch."""
+        events = list[SiteEvent]()
+        for kind, fields in plain_events:
+            event: SiteEvent = read(SITE_EVENTS[kind], fields, kind.lower())
+            if isinstance(event, Called) and event.own and not self._leads:
+                self.hub.prefetch(event.own)
+            if not isinstance(event, Recorded):
+                events.append(event)
+            elif event.record.key not in self._fetching:
+                self._fetching[event.record.key] = _Fetching(event.record, set())
+                if not self._leads:
+                    self.hub.fetch(event.record)
+        return events
+
+    def _note_fetched(self, rank: int, key: str, is_available: bool) -> Recorded | None:
+        """Returns the event of a record, once all ranks have its payloads or one knows that they
+        are gone.
+        """
+        fetching = self._fetching.get(key)
+        if fetching is None:
+            # It was fetched twice.
+            self._payloads.pop(key, None)
+            return None
+        fetching.ranks.add(rank)
+        if is_available and len(fetching.ranks) < self._ranks.size:
+            return None
+        del self._fetching[key]
+        blobs = self._payloads.pop(key, None)
+        return Recorded(fetching.record, blobs if is_available else None)
 
     def ready(self, pending: Mapping[int, Pending[Any]]) -> Collection[int]:
-        """Returns the background work that is ready at rank 0: the others wait a moment for
+        """Returns the background work that is ready at rank 0: the other ranks wait a moment for
         theirs.
         """
         if not pending:
             return ()
-        return set(self.all_say(lambda: {key for key, one in pending.items() if one.is_ready})[0])
+        return set(
+            self.on_all_ranks(lambda: {key for key, work in pending.items() if work.is_ready})[0]
+        )
 
 
 def to_part(fragment: FragmentState, shards: Sequence[Mapping[str, Any]]) -> bytes:
@@ -181,38 +231,45 @@ def to_part(fragment: FragmentState, shards: Sequence[Mapping[str, Any]]) -> byt
     parameters = to_parameters(
         fragment.layout.state_dict(), [OuterState.of(shard) for shard in shards]
     )
-    untrained = {name: values.to("cpu") for name, values in fragment.untrained.named().items()}
-    file = io.BytesIO()
     state = {
         "parameters": {name: tuple(parameter) for name, parameter in parameters.items()},
-        "buffers": untrained,
-        "own": {name: values.to("cpu") for name, values in fragment.untrained.own.of_first.items()},
+        "buffers": _on_host(fragment.untrained.named()),
+        "own": _on_host(fragment.untrained.own.of_first),
     }
+    file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
 
 
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to("cpu") for name, tensor in tensors.items()}
+
+
 class Part(NamedTuple):
-    """What arrives of the outer state of a fragment, and after the last round what the first site
-    kept.
+    """The outer state of a fragment as it arrives from another site.
+
+    Attributes:
+        outer: This rank's shard of the outer state.
+        untrained: The untrained state by name.
+        of_first: After the last round, the tensors that the first site has kept of its own.
     """
 
     outer: OuterState
     untrained: Mapping[str, Tensor]
-    own: Mapping[str, Tensor]
+    of_first: Mapping[str, Tensor]
 
 
 def from_part(fragment: FragmentState, part: Bytes) -> Part:
-    """Reads the part that this rank holds, perhaps at a site with another number of ranks.
+    """Reads the part that this rank holds, perhaps of a site with another number of ranks.
     Executes nothing.
     """
     try:
         state = torch.load(io.BytesIO(part), map_location="cpu", weights_only=True)
-        parameters = {name: OuterParameter(*own) for name, own in state["parameters"].items()}
+        parameters = {name: OuterParameter(*fields) for name, fields in state["parameters"].items()}
         outer = fragment.layout.to_shard([parameters[name] for name in fragment.layout.names])
         untrained = {name: state["buffers"][name] for name in fragment.untrained.names}
-        own = fragment.untrained.own.fitting(state["own"])
-    except Exception as error:  # whatever is wrong with what a stranger may have made
+        of_first = fragment.untrained.own.fitting(state["own"])
+    except Exception as error:  # whatever is wrong in a file that a stranger may have made
         raise ValueError(
             f"what arrived is not a state of fragment {fragment.index}: {error}"
         ) from error
@@ -221,13 +278,22 @@ def from_part(fragment: FragmentState, part: Bytes) -> Part:
             f"the state of fragment {fragment.index} that arrived has"
             f" {tuple(outer.values.shape)} values"
         )
-    return Part(outer, untrained, own)
+    return Part(outer, untrained, of_first)
 
 
 @dataclass
 class Launched:
+    """A flight of this site; ``encoded`` is None as long as the background works on it."""
+
     flight: PendingFlight
     encoded: Encoded | None = None
+
+
+class Applying(NamedTuple):
+    """A record that the background applies, or has applied."""
+
+    record: Record
+    pending: Pending[Stepped]
 
 
 class FederatedWorld:
@@ -249,16 +315,26 @@ class FederatedWorld:
         self._connection = connection
         self.follower = follower
         self._waits = waits
+        # By fragment: the flight of this site, and the record that is being applied.
         self._launched: dict[int, Launched] = {}
-        # Records that are being applied, and the payloads of those that came.
-        self._applied: dict[int, tuple[Record, Pending[Stepped]]] = {}
+        self._applying: dict[int, Applying] = {}
+        # By key: the payloads of records that have not been applied.
         self._blobs: dict[str, Mapping[str, Bytes]] = {}
+        # Donors whose states were refused.
         self._refused: list[str] = []
+        # The time of the last events.
         self._now = time.monotonic()
-        self._has_said_hello = self._has_left = self._has_told_of_drop = self._is_alone = False
+        self._has_said_hello = False
+        self._has_left = False
+        self._has_warned_of_drop = False
+        # True if the hub cannot be reached, and if that is because its history is another one.
+        self._is_alone = False
         self._has_parted = False
+        # Why rounds do not close, as the hub says; empty if they do.
         self._waits_for = ""
+        # The requests of all ranks, as of the last launch.
         self.requested = 0
+        # The training of this rank since the last `hear`.
         self._samples = 0
         self._has_trained = False
 
@@ -266,66 +342,75 @@ class FederatedWorld:
 
     @property
     def is_over(self) -> bool:
-        return all(own.ended for own in self.follower.fragments)
+        return all(progress.ended for progress in self.follower.fragments)
 
     def join(self, step: int) -> None:
         """Waits until the hub has let this site in, it has a state, and all records so far have
         landed.
         """
         self.hear()
+        while not self._has_joined():
+            # One landing at a time: far behind, a state is faster, and arrives meanwhile.
+            landing = next(self._land_ready(step), None)
+            self._look_after()
+            if landing is None:
+                self._connection.hub.wait(_MOMENT)
+            self.hear()
+
+    def _has_joined(self) -> bool:
         follower = self.follower
-        while not (
+        return (
             follower.reachable
             and follower.follows
-            and all(own.has_joined for own in follower.fragments)
-        ):
-            # One at a time: where there are many, a state is the shorter way, and comes meanwhile.
-            landed = next(self._land_ready(step), None)
-            self._look_after()
-            if landed is None:
-                self._connection.own.wait(_MOMENT)
-            self.hear()
+            and all(progress.has_joined for progress in follower.fragments)
+        )
 
     def trained(self, micro_batches: int, samples: int) -> None:
         """Counts an inner step by its samples, which may differ between ranks: `hear` adds them
         up.
         """
         self._has_trained = True
-        self._samples = self._samples + samples
+        self._samples += samples
 
     @torch.no_grad()
     def launch_due(self, step: int) -> int:
-        """Launches what is due. What a rank requests all ranks hear at once."""
+        """Launches what is due; returns how many fragments. All ranks learn the requests of each
+        rank at once.
+        """
         self.requested = self.hear(self._rounds.take_requests())
         for call in self.follower.skips():
-            self._connection.own.skip(call)
+            self._connection.hub.skip(call)
         due = self.follower.launches(step)
         if due:
             self._rounds.require_coverage()
         for index in due:
-            began = time.perf_counter()
-            fragment = self._rounds.fragments[index]
-            begun = self.follower.begin(index, step)
-            launch = fragment.launch(step, float("inf"), Purpose.ROUND, 0)
-            buffers = launch.buffers
-            if begun.exact:
-                buffers = [*buffers, *fragment.untrained.own.copies()]
-            # A site cannot know what others have changed: it sends what it has changed itself.
-            launch = launch._replace(
-                buffers=buffers,
-                is_dense=self._rounds.schedule.is_dense_round(begun.round),
-                travelling=tuple(fragment.untrained.changed_since(buffers)),
-                step_time=self._rounds.step_clock.seconds,
-            )
-            self._rounds.link.note(self._connection.own.sends_bytes_per_s)
-            self._launch(self._rounds.chosen(launch), begun, (began, time.perf_counter()))
+            self._launch(index, step)
         self._send()
         return len(due)
 
-    def _launch(self, launch: Launch, begun: Contribution, launched: Span) -> None:
+    def _launch(self, index: int, step: int) -> None:
+        began = time.perf_counter()
+        fragment = self._rounds.fragments[index]
+        begun = self.follower.begin(index, step)
+        launch = fragment.launch(step, float("inf"), Purpose.ROUND, 0)
+        buffers = launch.buffers
+        if begun.exact:
+            buffers = [*buffers, *fragment.untrained.own.copies()]
+        launch = launch._replace(
+            buffers=buffers,
+            is_dense=self._rounds.schedule.is_dense_round(begun.round),
+            # A site cannot know what others have changed: it sends what it has changed itself.
+            travelling=tuple(fragment.untrained.changed_since(buffers)),
+            step_time=self._rounds.step_clock.seconds,
+        )
+        self._rounds.link.note(self._connection.hub.sends_bytes_per_s)
+        self._encode(self._rounds.chosen(launch), begun, (began, time.perf_counter()))
+
+    def _encode(self, launch: Launch, begun: Contribution, launched: Span) -> None:
         pending = self._in_background(lambda: self._arithmetic.encode(launch, begun))
-        self._launched[launch.fragment] = Launched(PendingFlight(launch, pending, launched))
-        self._rounds.flights.append(self._launched[launch.fragment].flight)
+        flight = PendingFlight(launch, pending, launched)
+        self._launched[launch.fragment] = Launched(flight)
+        self._rounds.flights.append(flight)
 
     def _in_background(self, work: Callable[[], Any]) -> Pending[Any]:
         def in_one_stage() -> Work[Any]:
@@ -335,31 +420,35 @@ class FederatedWorld:
         return self._rounds.background.start(in_one_stage())
 
     def _send(self, wait: bool = False) -> None:
+        """Sends the launches that are encoded; with ``wait``, all of them."""
         encoding: dict[int, Pending[Any]] = {
-            index: one.flight.pending
-            for index, one in self._launched.items()
-            if one.encoded is None
+            index: launched.flight.pending
+            for index, launched in self._launched.items()
+            if launched.encoded is None
         }
         for index in encoding if wait else self._connection.ready(encoding):
-            self._launched[index].encoded = encoded = encoding[index].result()
-            own = self.follower.fragments[index].flight
-            sent = encoded.sent
-            # A launch of before the checkpoint is complete already.
-            complete = sent if own is not None and own.own == sent else self.follower.complete(sent)
-            if complete is not None:
-                self._connection.own.contribute(complete, encoded.blobs)
+            encoded = encoding[index].result()
+            self._launched[index].encoded = encoded
+            flight = self.follower.fragments[index].flight
+            contribution: Contribution | None = encoded.sent
+            # A launch from before the checkpoint is complete already.
+            if flight is None or flight.own != contribution:
+                contribution = self.follower.complete(encoded.sent)
+            if contribution is not None:
+                self._connection.hub.contribute(contribution, encoded.blobs)
         self._drop_landed()
 
     def _drop_landed(self) -> None:
-        for index in [i for i in self._launched if self.follower.fragments[i].flight is None]:
-            self._rounds.flights.remove(self._launched.pop(index).flight)
+        for index in list(self._launched):
+            if self.follower.fragments[index].flight is None:
+                self._rounds.flights.remove(self._launched.pop(index).flight)
 
     def land_due(self, step: int) -> Iterator[Landing]:
         """Lands what is due, and waits where the rules say so."""
         yield from self._land_ready(step)
         began = time.perf_counter()
-        while self._waits and (longest := self.follower.waits(step, self._now)) > 0.0:
-            self._connection.own.wait(min(_MOMENT, longest))
+        while self._waits and (longest_wait := self.follower.waits(step, self._now)) > 0.0:
+            self._connection.hub.wait(min(_MOMENT, longest_wait))
             self.hear()
             yield from self._land_ready(step, (began, time.perf_counter()))
         self._look_after()
@@ -369,11 +458,11 @@ class FederatedWorld:
         yield from self._end(step, lambda: True)
 
     def leave(self, step: int) -> Iterator[Landing]:
-        """Does the same, and waits for the hub as long as for a landing: a site that must end has
-        little time.
+        """Does the same as `land_all`, but waits for the hub no longer than for a landing: a site
+        that must end has little time.
         """
-        until = self._now + self.follower.terms.longest_wait
-        yield from self._end(step, lambda: self.follower.reachable and self._now < until)
+        deadline = self._now + self.follower.terms.longest_wait
+        yield from self._end(step, lambda: self.follower.reachable and self._now < deadline)
 
     @torch.no_grad()
     def _end(self, step: int, goes_on: Callable[[], bool]) -> Iterator[Landing]:
@@ -383,7 +472,7 @@ class FederatedWorld:
             yield from self._land_ready(step)
             self._look_after()
             if not self.follower.finished:
-                self._connection.own.wait(_MOMENT)
+                self._connection.hub.wait(_MOMENT)
         self.close()
 
     def final_exchange(self, step: int) -> Iterator[Landing | None]:
@@ -393,215 +482,261 @@ class FederatedWorld:
     def close(self) -> None:
         if not self._has_left:
             self._has_left = True
-            self._connection.own.heartbeat(self.follower)
-            self._connection.own.leave()
-            self._connection.own.close()
+            hub = self._connection.hub
+            hub.heartbeat(self.follower)
+            hub.leave()
+            hub.close()
 
     def _look_after(self) -> None:
         self._send()
         if self.follower.reachable and self.follower.wants_state:
-            self._connection.own.ask(self._refused)
-        self._connection.own.heartbeat(self.follower)
+            self._connection.hub.ask(self._refused)
+        self._connection.hub.heartbeat(self.follower)
 
     # Landing
 
     @torch.no_grad()
     def _land_ready(self, step: int, wait: Span | None = None) -> Iterator[Landing]:
-        """Applies in the background the records that land next, if what they name is here, and
+        """Applies in the background the records that land next, if their payloads are here, and
         lands those due.
         """
-        landed = True
-        while landed:
-            landed = False
-            for own in self.follower.fragments:
-                record = own.records.get(own.next_round)
-                if record is None or own.digest is None or record.key not in self._blobs:
-                    continue
-                applied = self._applied.get(own.fragment)
-                launched = self._launched.get(own.fragment)
-                if applied is None or applied[0].key != record.key:
-                    blobs = self._blobs[record.key]
-                    before = self._rounds.fragments[own.fragment].outer
-                    encoded = launched.encoded if launched else None
-                    work = partial(self._arithmetic.apply, record, blobs, before, encoded)
-                    self._applied[own.fragment] = record, self._in_background(work)
-            due = {}
-            for record in self.follower.due(step):
-                applied = self._applied.get(record.fragment)
-                if applied is not None and applied[0].key == record.key:
-                    due[record.fragment] = applied
+        while True:
+            self._apply_next()
+            due = self._due(step)
             # A site far behind waits for the arithmetic, not for an inner step per round.
-            behind = [i for i in due if self.follower.fragments[i].closed > due[i][0].round]
-            waiting = {index: pending for index, (_, pending) in due.items() if index not in behind}
-            for index in (*behind, *self._connection.ready(waiting)):
-                report = self._land(due[index][0], due[index][1].result(), step, wait)
-                landed = True
-                if report is not None:
-                    yield report
+            behind = []
+            pending = {}
+            for index, applying in due.items():
+                if self.follower.fragments[index].closed > applying.record.round:
+                    behind.append(index)
+                else:
+                    pending[index] = applying.pending
+            ready = [*behind, *self._connection.ready(pending)]
+            for index in ready:
+                record, stepped = due[index]
+                landing = self._land(record, stepped.result(), step, wait)
+                if landing is not None:
+                    yield landing
+            if not ready:
+                return
+
+    def _apply_next(self) -> None:
+        """Starts to apply, in the background, each fragment's next record."""
+        for progress in self.follower.fragments:
+            record = progress.records.get(progress.next_round)
+            if record is None or progress.digest is None or record.key not in self._blobs:
+                continue
+            applying = self._applying.get(progress.fragment)
+            if applying is not None and applying.record.key == record.key:
+                continue
+            launched = self._launched.get(progress.fragment)
+            work = partial(
+                self._arithmetic.apply,
+                record,
+                self._blobs[record.key],
+                self._rounds.fragments[progress.fragment].outer,
+                launched.encoded if launched else None,
+            )
+            self._applying[progress.fragment] = Applying(record, self._in_background(work))
+
+    def _due(self, step: int) -> dict[int, Applying]:
+        due = {}
+        for record in self.follower.due(step):
+            applying = self._applying.get(record.fragment)
+            if applying is not None and applying.record.key == record.key:
+                due[record.fragment] = applying
+        return due
 
     def _land(
         self, record: Record, stepped: Stepped, step: int, wait: Span | None
     ) -> Landing | None:
-        arrived = time.perf_counter()
-        fragment = self._rounds.fragments[record.fragment]
+        arrived_at = time.perf_counter()
         launched = self._launched.get(record.fragment)
-        was_finite = launched is None or launched.encoded is None or launched.encoded.sent.finite
-        landing = self.follower.land(record, stepped.before, stepped.after)
-        del self._applied[record.fragment]
+        encoded = launched.encoded if launched else None
+        was_finite = encoded is None or encoded.sent.finite
+        action = self.follower.land(record, stepped.before, stepped.after)
+        del self._applying[record.fragment]
         self._blobs.pop(record.key, None)
-        if landing is MergeAction.REFUSE:
+        if action is MergeAction.REFUSE:
             _log.warning(
-                "Round %d of fragment %d was measured against other outer parameters than this"
-                " site holds: it fetches a"
-                " state.",
+                "Round %d of fragment %d was measured against other outer parameters than this site"
+                " holds: it fetches a state.",
                 record.round,
                 record.fragment,
             )
             self._drop_landed()
             return None
         self._rounds.reshard()
-        own = next(
-            (i for i, one in enumerate(record.counted) if one.site == self.follower.site), -1
-        )
-        without = record.without(self.follower.site)
-        outlying = tuple[int, ...]()
-        if without and without.reason in ("too long", "not finite"):
-            why = "it was not finite"
-            if without.reason == "too long":
-                why = f"{without.times:.4g} times as long as usual"
-                outlying = (0,)
-            _log.warning(
-                "This site's contribution to round %d of fragment %d was left out: %s. It takes"
-                " the outer parameters of"
-                " that fragment.",
-                record.round,
-                record.fragment,
-                why,
-            )
-        if landing is MergeAction.DROP and not self._has_told_of_drop:
-            self._has_told_of_drop = True
-            _log.warning(
-                "Round %d of fragment %d closed before this site's contribution arrived: it"
-                " counts nowhere. If the next"
-                " one is late too, it is carried. sdiloco status shows how often that happens."
-                " If it is often, raise"
-                " grace or overlap_steps, or let the site send less.",
-                record.round,
-                record.fragment,
-            )
-        if landing is MergeAction.CARRY:
-            fragment.carry(stepped.arrival, stepped.moved)
-        else:
-            mixes = landing in (MergeAction.MIX, MergeAction.DROP)
-            # A site that counts has sent what its compression remembers; the others keep it.
-            arrival = stepped.arrival
-            if not mixes or own not in arrival.landing.counted:
-                commit = fragment.committed()._replace(outer=arrival.commit.outer)
-                arrival = arrival._replace(commit=commit)
-            fragment.land(arrival, arrival.rule if mixes else Mix(0.0), 0, final=record.final)
-        if landing is MergeAction.TAKE and not record.final:
-            fragment.memory = fragment.tuning = None
+        self._warn(record, action)
+        self._commit(record, stepped, action)
         if not was_finite:
-            self._rounds.recover(fragment.index)
+            self._rounds.recover(record.fragment)
         self._drop_landed()
-        sent = launched.encoded.blobs.values() if launched and launched.encoded else ()
-        wait = wait or (arrived, arrived)
-        group = self._topology
-        told = stepped.arrival.landing._replace(
-            launched_at=step if launched is None else launched.flight.launch.step,
+        landing = self._reported(record, stepped.arrival.landing, encoded)
+        wait = wait or (arrived_at, arrived_at)
+        launch_span = (wait[0], wait[0])
+        launched_at = step
+        if launched is not None:
+            launch_span = launched.flight.launch_span
+            launched_at = launched.flight.launch.step
+        landing = landing._replace(launched_at=launched_at)
+        return completed(landing, launch_span, wait, max(0.0, wait[1] - launch_span[1]), step)
+
+    def _warn(self, record: Record, action: MergeAction) -> None:
+        """Warns if this site's contribution does not count in a record."""
+        left_out = record.without(self.follower.site)
+        if left_out and left_out.reason in ("too long", "not finite"):
+            reason = "it was not finite"
+            if left_out.reason == "too long":
+                reason = f"{left_out.times:.4g} times as long as usual"
+            _log.warning(
+                "This site's contribution to round %d of fragment %d was left out: %s. It takes the"
+                " outer parameters of that fragment.",
+                record.round,
+                record.fragment,
+                reason,
+            )
+        if action is MergeAction.DROP and not self._has_warned_of_drop:
+            self._has_warned_of_drop = True
+            _log.warning(
+                "Round %d of fragment %d closed before this site's contribution arrived: it counts"
+                " nowhere. If the next one is late too, it is carried. sdiloco status shows how"
+                " often that happens. If it is often, raise grace or overlap_steps, or let the site"
+                " send less.",
+                record.round,
+                record.fragment,
+            )
+
+    def _commit(self, record: Record, stepped: Stepped, action: MergeAction) -> None:
+        """Does to the values of a fragment what an action says."""
+        fragment = self._rounds.fragments[record.fragment]
+        arrival = stepped.arrival
+        if action is MergeAction.CARRY:
+            fragment.carry(arrival, stepped.moved)
+            return
+        # The memory of a compression changes only if what it encoded has counted.
+        is_counted = record.index_of(self.follower.site) in arrival.landing.counted
+        if not (action.mixes and is_counted):
+            commit = fragment.committed()._replace(outer=arrival.commit.outer)
+            arrival = arrival._replace(commit=commit)
+        rule = arrival.rule if action.mixes else Mix(0.0)
+        fragment.land(arrival, rule, 0, final=record.final)
+        if action is MergeAction.TAKE and not record.final:
+            fragment.memory = None
+            fragment.tuning = None
+
+    def _reported(self, record: Record, landing: Landing, encoded: Encoded | None) -> Landing:
+        """Returns the report of a landing with what concerns this site: it is group 0 there."""
+        site = self.follower.site
+        topology = self._topology
+        left_out = record.without(site)
+        is_outlying = left_out is not None and left_out.reason == "too long"
+        bytes_received = 0
+        for fetch in fetched_by(topology.group_rank, topology.group_size, record):
+            # A site has its own payloads.
+            if record.mean or fetch.source != record.index_of(site):
+                bytes_received += fetch.payload.size
+        bytes_sent = 0
+        was_finite = True
+        if encoded is not None:
+            bytes_sent = sum(map(len, encoded.blobs.values()))
+            was_finite = encoded.sent.finite
+        return landing._replace(
             left_out=() if was_finite else (0,),
-            outlying=outlying,
-            bytes_sent=sum(map(len, sent)),
-            bytes_received=sum(
-                payload.size
-                for index, _, payload in fetched_by(group.group_rank, group.group_size, record)
-                if record.mean or index != own
-            ),
-            sites=tuple(one.site for one in record.counted),
+            outlying=(0,) if is_outlying else (),
+            bytes_sent=bytes_sent,
+            bytes_received=bytes_received,
+            sites=tuple(contribution.site for contribution in record.counted),
         )
-        launch = (wait[0], wait[0]) if launched is None else launched.flight.launch_span
-        return completed(told, launch, wait, max(0.0, wait[1] - launch[1]), step)
 
     # Incoming events
 
     def hear(self, requests: int = 0) -> int:
-        """Takes what the connection has heard since the last time; says hello before."""
+        """Handles the events since the last call, and says hello before the first; returns the
+        requests of all ranks.
+        """
         if not self._has_said_hello:
             self._has_said_hello = True
-            self._connection.own.hello(self.follower)
-        told, self._now, requests, samples = self._connection.heard(requests, self._samples)
+            self._connection.hub.hello(self.follower)
+        report = self._connection.hear(requests, self._samples)
+        self._now = report.now
         if self._has_trained:
-            self.follower.trained(samples)
+            self.follower.trained(report.samples)
             self._has_trained = False
             self._samples = 0
         self._send()
-        for event in told:
-            match event:
-                case Welcomed():
-                    if not self._is_welcome(event.welcome):
-                        continue
-                    self._drop_landed()
-                    if self._is_alone:
-                        _log.warning(
-                            "The hub is back: site %s sends what it has trained.",
-                            self.follower.site,
-                        )
-                    self._is_alone = False
-                    self._waits_for = ""
-                    snapshot = event.snapshot
-                    fragments = self.follower.fragments
-                    begins = all(own.digest is None for own in fragments)
-                    if (
-                        begins
-                        and snapshot
-                        and not any(position.round for position in snapshot.applied)
-                    ):
-                        # At round 0 it has what the run was founded on, where its values are the
-                        # same.
-                        digests = self.digests()
-                        if list(snapshot.digests) == digests:
-                            self.follower.found(digests)
-                case Called():
-                    self.follower.hear(event.call)
-                case Amended():
-                    _log.warning("An operator has amended the terms of the run: %s", event.terms)
-                    self.follower.terms = event.terms
-                case Recorded():
-                    if self._waits_for and self.follower.follows:
-                        self._waits_for = ""
-                        _log.warning("Rounds close again.")
-                    self.follower.learn(event.record)
-                    own = self.follower.fragments[event.record.fragment]
-                    if event.blobs is not None and event.record.round > own.applied.round:
-                        self._blobs[event.record.key] = event.blobs
-                case StateWanted():
-                    given = self._given(event.founding)
-                    if given:
-                        self._connection.own.give(event.request, *given)
-                case StateArrived():
-                    self._adopt(event)
-                case Lost():
-                    if self.follower.reachable:
-                        self._is_alone = True
-                        _log.warning(
-                            "%s The site trains on without it, and sends what it trains when it"
-                            " is back.",
-                            event.why,
-                        )
-                    self.follower.lose(self._now)
-                case Waiting():
-                    # Once for each reason: nothing else would show why training does not begin.
-                    if event.why != self._waits_for:
-                        self._waits_for = event.why
-                        goes_on = (
-                            "trains on while no rounds close" if self.follower.follows else "waits"
-                        )
-                        _log.warning("Site %s %s: %s", self.follower.site, goes_on, event.why)
-        return requests
+        for event in report.events:
+            self._handle(event)
+        return report.requests
+
+    def _handle(self, event: SiteEvent) -> None:
+        match event:
+            case Welcomed():
+                self._enter(event)
+            case Called():
+                self.follower.hear(event.call)
+            case Amended():
+                _log.warning("An operator has amended the terms of the run: %s", event.terms)
+                self.follower.terms = event.terms
+            case Recorded():
+                self._learn(event)
+            case StateWanted():
+                state = self._state(event.founding)
+                if state:
+                    self._connection.hub.give(event.request, *state)
+            case StateArrived():
+                self._adopt(event)
+            case Lost():
+                if self.follower.reachable:
+                    self._is_alone = True
+                    _log.warning(
+                        "%s The site trains on without it, and sends what it trains when it"
+                        " is back.",
+                        event.why,
+                    )
+                self.follower.lose(self._now)
+            case Waiting():
+                self._warn_of_waiting(event.why)
+
+    def _enter(self, event: Welcomed) -> None:
+        """Takes part in the run, from where the hub says that it is."""
+        if not self._is_welcome(event.welcome):
+            return
+        self._drop_landed()
+        if self._is_alone:
+            _log.warning("The hub is back: site %s sends what it has trained.", self.follower.site)
+        self._is_alone = False
+        self._waits_for = ""
+        snapshot = event.snapshot
+        is_new = all(progress.digest is None for progress in self.follower.fragments)
+        if is_new and snapshot and not any(position.round for position in snapshot.applied):
+            # At round 0 it has the state on which the run was founded, if its values are the same.
+            digests = self.digests()
+            if list(snapshot.digests) == digests:
+                self.follower.found(digests)
+
+    def _learn(self, event: Recorded) -> None:
+        if self._waits_for and self.follower.follows:
+            self._waits_for = ""
+            _log.warning("Rounds close again.")
+        record = event.record
+        self.follower.learn(record)
+        applied = self.follower.fragments[record.fragment].applied
+        if event.blobs is not None and record.round > applied.round:
+            self._blobs[record.key] = event.blobs
+
+    def _warn_of_waiting(self, why: str) -> None:
+        # Once for each reason: nothing else would show why training does not begin.
+        if why != self._waits_for:
+            self._waits_for = why
+            activity = "waits"
+            if self.follower.follows:
+                activity = "trains on while no rounds close"
+            _log.warning("Site %s %s: %s", self.follower.site, activity, why)
 
     def _is_welcome(self, welcome: Welcome) -> bool:
-        """Takes in what the hub has. A hub that has less, or something else, counts as gone: it
-        may come back.
+        """Takes in the hub's position. A hub with fewer records, or other ones, is treated as gone:
+        it may come back.
         """
         try:
             self._begin_again(self.follower.welcome(welcome))
@@ -612,7 +747,8 @@ class FederatedWorld:
                 _log.warning(
                     "%s The site trains on without that hub, for as long as patience allows.", error
                 )
-            self._is_alone = self._has_parted = True
+            self._is_alone = True
+            self._has_parted = True
             self.follower.lose(self._now, str(error))
             return False
         self._has_parted = False
@@ -622,24 +758,23 @@ class FederatedWorld:
 
     def digests(self, values: Sequence[Tensor] | None = None) -> list[int]:
         fragments = self._rounds.fragments
-        values = [own.outer.values for own in fragments] if values is None else values
-        return digests_of(values, [own.layout.start for own in fragments], self._topology.in_site)
+        if values is None:
+            values = [fragment.outer.values for fragment in fragments]
+        starts = [fragment.layout.start for fragment in fragments]
+        return digests_of(values, starts, self._topology.in_site)
 
-    def _given(self, founding: bool) -> tuple[StateHeader, list[bytes]] | None:
-        """Returns the state of this site, if it follows, or founds the run."""
-        digests = self.digests()
-        if founding:
-            header = StateHeader(
-                tuple(own.applied for own in self.follower.fragments), tuple(digests)
-            )
-        elif (
-            not self.follower.follows or list((header := self.follower.header()).digests) != digests
-        ):
+    def _state(self, founding: bool) -> tuple[StateHeader, list[bytes]] | None:
+        """Returns the state of this site, if it is up to date, or founds the run."""
+        applied = tuple(progress.applied for progress in self.follower.fragments)
+        header = StateHeader(applied, tuple(self.digests()))
+        if not founding and not (self.follower.follows and self.follower.header() == header):
             return None
         gather = self._topology.in_site.all_gather_object
-        return header, [
-            to_part(own, gather(own.outer.state_dict())) for own in self._rounds.fragments
+        parts = [
+            to_part(fragment, gather(fragment.outer.state_dict()))
+            for fragment in self._rounds.fragments
         ]
+        return header, parts
 
     @torch.no_grad()
     def _begin_again(self, fragments: Sequence[int]) -> None:
@@ -649,68 +784,70 @@ class FederatedWorld:
         if not fragments:
             return
         _log.info(
-            "This site's launches from before its restart are in open rounds, of fragments %s."
-            " It trains on from their"
-            " outer parameters.",
+            "This site's launches from before its restart are in open rounds, of fragments %s. It"
+            " trains on from their outer parameters.",
             ", ".join(map(str, fragments)),
         )
         self._rounds.reshard()
         for index in fragments:
             fragment = self._rounds.fragments[index]
             fragment.write_outer(self._topology.in_group, stays=True)
-            # What the compression remembers is of launches of another incarnation, or of none.
-            fragment.memory = fragment.tuning = None
+            # The memory of the compression is of launches of another incarnation, or of none.
+            fragment.memory = None
+            fragment.tuning = None
 
     @torch.no_grad()
     def _adopt(self, state: StateArrived) -> None:
-        """Takes over a state that came, as far as it is newer than what this site has."""
+        """Takes over a state that arrived, as far as it is newer than this site's own."""
         if not self.follower.wants_state:
             return
         fragments = self._rounds.fragments
-        parts = state.parts
         try:
-            if len(parts) != len(fragments):
+            if len(state.parts) != len(fragments):
                 raise Refused(
-                    f"the state has {len(parts)} parts, but there are {len(fragments)} fragments"
+                    f"the state has {len(state.parts)} parts, but there are {len(fragments)}"
+                    " fragments"
                 )
-            came = [from_part(own, part) for own, part in zip(fragments, parts, strict=True)]
-            landings = self.follower.adopt(
-                state.header, self.digests([part.outer.values for part in came])
-            )
+            parts = [
+                from_part(fragment, part)
+                for fragment, part in zip(fragments, state.parts, strict=True)
+            ]
+            digests = self.digests([part.outer.values for part in parts])
+            actions = self.follower.adopt(state.header, digests)
         except ValueError as error:
             _log.warning("A state from %s was refused: %s.", state.source, error)
             self._refused.append(state.source)
             return
         self._rounds.reshard()
-        for index, landing in landings.items():
-            fragment = fragments[index]
-            in_group = self._topology.in_group
-            before = fragment.gathered(in_group)
-            fragment.start_from(came[index].outer, came[index].untrained)
-            fragment.untrained.own.of_first.update(came[index].own)
-            after = fragment.gathered(in_group)
-            self._applied.pop(index, None)
-            if landing is MergeAction.CARRY:
-                fragment.layout.shift(after - before)
-                continue
-            rule = (
-                self._rounds.settings.landing
-                if landing in (MergeAction.MIX, MergeAction.DROP)
-                else Mix(0.0)
-            )
-            fragment.layout.land(rule, [after], 0)
-            fragment.untrained.write()
-            fragment.memory = fragment.tuning = None
+        for index, action in actions.items():
+            self._applying.pop(index, None)
+            self._start_from(parts[index], fragments[index], action)
         self._refused.clear()
-        self._connection.own.hello(self.follower)
+        self._connection.hub.hello(self.follower)
         self._drop_landed()
+
+    def _start_from(self, part: Part, fragment: FragmentState, action: MergeAction) -> None:
+        """Gives a fragment the outer state that arrived, and its local parameters what an action
+        says.
+        """
+        in_group = self._topology.in_group
+        before = fragment.gathered(in_group)
+        fragment.start_from(part.outer, part.untrained)
+        fragment.untrained.own.of_first.update(part.of_first)
+        after = fragment.gathered(in_group)
+        if action is MergeAction.CARRY:
+            fragment.layout.shift(after - before)
+            return
+        rule = self._rounds.settings.landing if action.mixes else Mix(0.0)
+        fragment.layout.land(rule, [after], 0)
+        fragment.untrained.write()
+        fragment.memory = None
+        fragment.tuning = None
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what the site knows of the federation, and what is in flight, once that is
-        encoded.
-        """
+        """Returns the site's progress in the federation, and its flights, once they are encoded."""
         self._send(wait=True)
         return {
             "flights": [flight.launch.state_dict() for flight in self._rounds.flights],
@@ -718,26 +855,26 @@ class FederatedWorld:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another incarnation of this site was."""
+        """Continues from the state of another incarnation of this site."""
         saved = state.get("federation", {"site": None})
         if saved["site"] != self.follower.site:
             raise ValueError(
-                f"This is the state of site {saved['site']!r}, but this is"
-                f" {self.follower.site!r}: each site resumes"
-                " from its own. Give its checkpoint, or start without one: the site then fetches"
-                " a state."
+                f"This is the state of site {saved['site']!r}, but this is {self.follower.site!r}:"
+                " each site resumes from its own. Give its checkpoint, or start without one: the"
+                " site then fetches a state."
             )
         self.follower.load_state_dict(saved, self.digests())
-        self._applied.clear()
+        self._applying.clear()
         self._rounds.flights.clear()
         self._launched.clear()
-        for flight in state["flights"]:
-            own = self.follower.fragments[flight["fragment"]].flight
-            if own is not None:
+        for saved_flight in state["flights"]:
+            index = saved_flight["fragment"]
+            flight = self.follower.fragments[index].flight
+            if flight is not None:
                 began = time.perf_counter()
-                outer = self._rounds.fragments[flight["fragment"]].load_outer()
-                launch = Launch.of(flight, outer, float("inf"))
-                self._launch(launch, own.own, (began, time.perf_counter()))
+                outer = self._rounds.fragments[index].load_outer()
+                launch = Launch.of(saved_flight, outer, float("inf"))
+                self._encode(launch, flight.own, (began, time.perf_counter()))
         self._send(wait=True)
         self._has_said_hello = False
         self.hear()

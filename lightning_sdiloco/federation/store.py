@@ -1,4 +1,4 @@
-"""What a hub must not forget: a ledger in one SQLite file, and blobs, whole and synced before
+"""The durable memory of a hub: a ledger in one SQLite file, and blobs, complete and synced before
 anyone sees them.
 """
 
@@ -35,7 +35,7 @@ from lightning_sdiloco.federation.wire import (
 )
 
 _HEAD = 100  # bytes that SQLite keeps for itself at the beginning of a file
-_APPLICATION = 0x5D110C0  # says in the head of the file whose it is
+_APPLICATION = 0x5D110C0  # marks a file of ours, in that head
 _VERSION = 1
 _TABLES = """
     create table records (seq integer primary key, record blob not null, chain blob not null);
@@ -43,7 +43,7 @@ _TABLES = """
 """
 
 
-MEMORY = ":memory:"  # instead of a path: a ledger that is not needed later
+MEMORY = ":memory:"  # instead of a path: a ledger that is lost with the process
 
 
 class LedgerError(HubError):
@@ -53,10 +53,18 @@ class LedgerError(HubError):
 
 
 class SQLiteLedger:
-    """Records with their numbers, and notes: what a hub has to know when it starts again."""
+    """Records with their numbers, and notes: all that a hub must know when it starts again.
+
+    Attributes:
+        path: The file.
+        last: The number of the last record; -1 without records.
+        chain: Digest of all records, each with its number, in their order.
+    """
 
     def __init__(self, path: str | Path, must_exist: bool = False) -> None:
         self.path = Path(path)
+        self.last = -1
+        self.chain = b""
         self._lock = threading.Lock()
         if path != MEMORY:
             if self.path.exists():
@@ -75,32 +83,35 @@ class SQLiteLedger:
                 self._database.executescript(_TABLES)
             for pragma in ("locking_mode = exclusive", "journal_mode = wal", "synchronous = full"):
                 self._database.execute(f"pragma {pragma}").fetchall()
-            found = self._database.execute("pragma integrity_check").fetchone()[0]
-            if found != "ok":
-                raise sqlite3.DatabaseError(found)
+            verdict = self._database.execute("pragma integrity_check").fetchone()[0]
+            if verdict != "ok":
+                raise sqlite3.DatabaseError(verdict)
             self._verify()
         except (sqlite3.Error, LedgerError) as error:
             self._database.close()
-            in_use = "locked" in str(error)
             if isinstance(error, LedgerError):
                 raise
-            raise self._unusable("another process has it open" if in_use else str(error)) from error
+            reason = str(error)
+            if "locked" in reason:
+                reason = "another process has it open"
+            raise self._unusable(reason) from error
 
     def _check_head(self) -> None:
-        # SQLite itself would take a file that is too short for an empty one, and write to a file
-        # that is not its own.
+        # SQLite itself would treat a file that is too short as an empty one, and write to a file of
+        # another program.
         with self.path.open("rb") as file:
             head = file.read(_HEAD)
         if len(head) < _HEAD:
             raise self._unusable("it is empty, or was truncated")
         if not head.startswith(b"SQLite format 3\0"):
             raise self._unusable("it is not a database")
-        (version,), (application,) = (struct.unpack_from(">I", head, offset) for offset in (60, 68))
+        (version,) = struct.unpack_from(">I", head, 60)
+        (application,) = struct.unpack_from(">I", head, 68)
         if (application, version) != (_APPLICATION, _VERSION):
             raise self._unusable("it is another kind of database, or of another version")
 
     def _verify(self) -> None:
-        """Finds the last record, and the digest of all, each with its number, in their order."""
+        """Verifies all records, and finds `last` and `chain`."""
         self.last = -1
         self.chain = b""
         for seq, record, stored in self._database.execute(
@@ -121,9 +132,8 @@ class SQLiteLedger:
             if seq != self.last + 1:
                 raise Refused(f"record {seq} does not follow: the ledger has {self.last + 1}.")
             chain = _chained(self.chain, seq, record)
-            self._write(
-                ("insert into records values (?, ?, ?)", (seq, bytes(record), chain)), notes or {}
-            )
+            row = (seq, bytes(record), chain)
+            self._write(("insert into records values (?, ?, ?)", row), notes or {})
             self.last = seq
             self.chain = chain
 
@@ -167,7 +177,10 @@ class SQLiteLedger:
         """
         new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
         try:
-            with _telling_full_disks(path.parent), contextlib.closing(sqlite3.connect(new)) as copy:
+            with (
+                _reporting_full_disks(path.parent),
+                contextlib.closing(sqlite3.connect(new)) as copy,
+            ):
                 with self._lock:
                     self._database.backup(copy)
                 # A separate copy, without a journal beside it.
@@ -210,9 +223,8 @@ class SQLiteLedger:
 
     def _unusable(self, reason: str) -> LedgerError:
         return LedgerError(
-            f"The ledger {self.path} cannot be used: {reason}. It was not changed. Give the path"
-            " of this run's ledger,"
-            " or an intact copy; without a file there a new one is made."
+            f"The ledger {self.path} cannot be used: {reason}. It was not changed. Give the path of"
+            " this run's ledger, or an intact copy; without a file there a new one is made."
         )
 
 
@@ -241,33 +253,34 @@ def _chained(chain: bytes, seq: int, record: Bytes) -> bytes:
 # Blobs
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# Bytes after which what has arrived is sent on to the disk, so that the end of a blob does not wait
-# for all of it.
+# Bytes after which the arrived part of a blob is synced, so that its end has less to wait for.
 _SYNC_EVERY = 32 << 20
-_MOST_RANGES = 256  # into which what has arrived of a blob may be torn
+_MOST_RANGES = 256  # ranges of a blob that may have arrived, apart from each other
 
-Ranges = list[
-    list[int]
-]  # of a blob: pairs of the first byte and the one after the last, in order and apart
+# Of a blob: pairs of the first byte and the one after the last, in order and apart.
+Ranges = list[list[int]]
 
 
 def united(ranges: Ranges, start: int, end: int) -> Ranges:
     """Returns ranges with one more: of 0 to 2 and 5 to 6, with 1 to 5, come 0 to 6."""
-    whole: Ranges = []
+    union: Ranges = []
     for first, last in sorted([*ranges, [start, end]]):
-        if whole and first <= whole[-1][1]:
-            whole[-1][1] = max(whole[-1][1], last)
+        if union and first <= union[-1][1]:
+            union[-1][1] = max(union[-1][1], last)
         else:
-            whole.append([first, last])
-    return whole
+            union.append([first, last])
+    return union
 
 
 def lacking(ranges: Ranges, size: int) -> Ranges:
-    """Returns what ranges leave of a blob."""
-    ends = [0, *(last for _, last in ranges)]
-    return [
-        [a, b] for a, b in zip(ends, [*(first for first, _ in ranges), size], strict=True) if a < b
-    ]
+    """Returns the ranges of a blob that are not among these."""
+    gaps: Ranges = []
+    position = 0
+    for first, last in [*ranges, [size, size]]:
+        if position < first:
+            gaps.append([position, first])
+        position = last
+    return gaps
 
 
 class BlobStore:
@@ -293,9 +306,8 @@ class BlobStore:
             Path(root).mkdir(mode=0o700, parents=True, exist_ok=True)
             self.spool = Path(root) / "incomplete"
             self.spool.mkdir(exist_ok=True)
-        self._stored: dict[
-            str, float
-        ] = {}  # when this process stored a blob, on the clock of time.monotonic()
+        # By key: when this process stored a blob, on the clock of time.monotonic().
+        self._stored: dict[str, float] = {}
 
     @property
     def free(self) -> int | None:
@@ -324,28 +336,28 @@ class BlobStore:
         return blob
 
     def size(self, key: str) -> int:
-        with self._there(key) as path:
+        with self._existing(key) as path:
             return int(self._files.info(path)["size"])
 
     def read(self, key: str, start: int, end: int) -> bytes:
-        with self._there(key) as path:
+        with self._existing(key) as path:
             return bytes(self._files.cat_file(path, start=start, end=end))
 
     @contextmanager
-    def _there(self, key: str) -> Iterator[str]:
+    def _existing(self, key: str) -> Iterator[str]:
         self._files.invalidate_cache()
         try:
             yield f"{self._blobs}/{checked_key(key)}"
         except FileNotFoundError:
             raise Missing(f"{self._blobs}/{key} does not exist.") from None
 
-    def copy(self, other: "BlobStore", key: str) -> None:
+    def copy(self, source: "BlobStore", key: str) -> None:
         """Takes in a blob of another store, piece by piece."""
-        size = other.size(key)
+        size = source.size(key)
         upload = self.begin(key, size)
         with upload.discarded_on_error():
             for start in range(0, size, 4 * CHUNK):
-                upload.take(start, other.read(key, start, min(start + 4 * CHUNK, size)))
+                upload.take(start, source.read(key, start, min(start + 4 * CHUNK, size)))
             upload.commit()
 
     def store(self, spooled: Path, key: str) -> None:
@@ -385,7 +397,8 @@ class InMemoryStore:
         self._blobs: dict[str, bytes] = {}
 
     def put(self, blob: Bytes) -> str:
-        self._blobs[key := key_of(blob)] = bytes(blob)
+        key = key_of(blob)
+        self._blobs[key] = bytes(blob)
         return key
 
     def get(self, key: str) -> bytes:
@@ -414,12 +427,13 @@ class Upload:
         self.used = time.monotonic()
         self._store = store
         self._path = store.spool / f"{key}.{secrets.token_hex(8)}"
-        self._there: Ranges = []
+        self._arrived: Ranges = []
         self._unsynced = 0
-        self._given_up = self._committed = False
+        self._given_up = False
+        self._committed = False
         self._lock = threading.Lock()
         self._committing = threading.Lock()
-        with _telling_full_disks(store.spool):
+        with _reporting_full_disks(store.spool):
             # Closed with this object and not before: a thread may still be writing while another
             # gives up.
             self._file = open(  # noqa: SIM115
@@ -428,50 +442,51 @@ class Upload:
                 buffering=0,
                 opener=lambda path, flags: os.open(path, flags, 0o600),
             )
-        # A disk that is too small says so now; what was not sent takes no room.
+        # A disk that is too small is noticed now; bytes that were not sent take no room.
         if size > shutil.disk_usage(store.spool).free:
             self.discard()
             raise NoSpace(
                 f"there is no space left in {store.spool} for {size:,} bytes: nothing was stored."
             )
 
-    def take(self, start: int, data: Bytes) -> bool:
-        """Writes a piece that has arrived; returns whether all of the blob is there."""
-        end = start + len(data)
-        if not data or end > self.size:
+    def take(self, start: int, piece: Bytes) -> bool:
+        """Writes a piece that has arrived; returns whether the blob is complete."""
+        end = start + len(piece)
+        if not piece or end > self.size:
             raise Malformed(
                 f"bytes {start:,} to {end:,} are outside a blob of {self.size:,} bytes."
             )
-        with _telling_full_disks(self._store.spool):
+        with _reporting_full_disks(self._store.spool):
             with self._lock:
-                there = united(self._there, start, end)
-                if len(there) > _MOST_RANGES:
+                arrived = united(self._arrived, start, end)
+                if len(arrived) > _MOST_RANGES:
                     raise Malformed("a blob must arrive in parts without gaps.")
-                if there != self._there:  # what comes again changes nothing
-                    view = memoryview(data)
-                    at = start
-                    while len(view):
-                        written = os.pwrite(self._handle(), view, at)
-                        view = view[written:]
-                        at = at + written
-                    self._there = there
-                    self._unsynced += len(data)
-                complete = not self.missing
+                if arrived != self._arrived:  # a piece that comes again changes nothing
+                    self._write(start, piece)
+                    self._arrived = arrived
+                    self._unsynced += len(piece)
+                is_complete = not self.missing
                 syncs = self._unsynced >= _SYNC_EVERY
-                self._unsynced = 0 if syncs else self._unsynced
+                if syncs:
+                    self._unsynced = 0
             if syncs:
                 os.fsync(self._handle())
-        return complete
+        return is_complete
+
+    def _write(self, position: int, piece: Bytes) -> None:
+        view = memoryview(piece)
+        while len(view):
+            written = os.pwrite(self._handle(), view, position)
+            view = view[written:]
+            position += written
 
     @property
     def missing(self) -> Ranges:
-        return lacking(self._there, self.size)
+        return lacking(self._arrived, self.size)
 
     def commit(self) -> None:
-        """Gives the blob its name, once all of it is there and on the disk. It was invisible
-        before.
-        """
-        with self._committing, self.discarded_on_error(), _telling_full_disks(self._store.spool):
+        """Gives the blob its name, once it is complete and on the disk. It was invisible before."""
+        with self._committing, self.discarded_on_error(), _reporting_full_disks(self._store.spool):
             if self._committed:
                 return
             digest = hashlib.sha256()
@@ -489,7 +504,7 @@ class Upload:
 
     @contextmanager
     def discarded_on_error(self) -> Iterator[None]:
-        """Leaves nothing behind if what is done within fails."""
+        """Leaves nothing behind if the body of the ``with`` fails."""
         try:
             yield
         except BaseException:
@@ -503,25 +518,25 @@ class Upload:
 
 
 @contextmanager
-def _telling_full_disks(where: object) -> Iterator[None]:
+def _reporting_full_disks(place: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         if error.errno not in _FULL:
             raise
         raise NoSpace(
-            f"there is no space left in {where} ({error.strerror}): nothing was stored."
+            f"there is no space left in {place} ({error.strerror}): nothing was stored."
         ) from error
 
 
-def write_synced(path: Path, data: Bytes) -> None:
-    """Writes a new file of its owner alone, through to the disk; a file that could not be written
-    is gone.
+def write_synced(path: Path, content: Bytes) -> None:
+    """Writes a new file that only its owner may read, through to the disk. If it fails, there is no
+    file.
     """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
     except BaseException:

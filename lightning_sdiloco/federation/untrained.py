@@ -1,9 +1,10 @@
-"""Untrained state on the wire: what a site, or a mean at the hub, sends behind the values of a
+"""Untrained state on the wire: a site, or a mean at the hub, sends it behind the values of a
 fragment.
 
-A site sends what it has changed: a bit for each tensor says whether its bytes follow, means in
-float32 or float64. Kinds and sizes are in the run config. What is sent for a last round also
-carries what sites keep of their own, such as teachers. It needs no torch: a hub reads it, too.
+A site sends the tensors that it has changed: a bit for each tensor says whether its bytes follow,
+means in float32 or float64. Kinds and sizes are in the run config. A payload for a last round also
+carries the tensors that sites keep as their own, such as teachers. This module needs no torch: a
+hub reads the state, too.
 """
 
 from collections.abc import Mapping
@@ -16,10 +17,10 @@ class Sizes(NamedTuple):
     Attributes:
         numel: Values of its parameters.
         untrained: Bytes of each tensor of its untrained state.
-        dtypes: Of each of these, how numpy calls the dtype of a mean; empty where sites take it
-            from the first one.
-        own: Bytes of each tensor that sites keep until the last round.
-        numbers: How torch calls the dtype of each of all these tensors, where a hub reads them.
+        dtypes: For each of these, numpy's name for the dtype of its mean; empty if sites take the
+            tensor from the first site.
+        own: Bytes of each tensor that sites keep as their own until the last round.
+        numbers: torch's names for the dtypes of all these tensors, if a hub reads them.
     """
 
     numel: int
@@ -29,8 +30,8 @@ class Sizes(NamedTuple):
     numbers: tuple[str, ...] = ()
 
     def sent(self, is_exact: bool) -> "Sizes":
-        """Returns the sizes of what a site sends: for a last round, which is exact, also of what
-        sites keep.
+        """Returns the sizes of the tensors that a site sends: for a last round, which is exact,
+        also of its own.
         """
         if not is_exact:
             return self
@@ -48,7 +49,7 @@ class Sizes(NamedTuple):
 
 
 def packed(changed: Mapping[int, bytes], sizes: Sizes) -> bytes:
-    r"""Returns what to send of the tensors that have changed, by their number.
+    r"""Returns the bytes of the tensors that have changed, given these by their number.
 
     Examples:
         >>> sizes = Sizes(numel=10, untrained=(4, 2, 3), dtypes=("<f4", "", ""))
@@ -64,7 +65,7 @@ def packed(changed: Mapping[int, bytes], sizes: Sizes) -> bytes:
 
 
 def unpacked(sent: bytes, sizes: Sizes) -> dict[int, bytes]:
-    """Returns what was sent. Where its length is not what it says, nothing counts as changed."""
+    """Returns the tensors that were sent. If the length is wrong, nothing counts as changed."""
     bits = int.from_bytes(sent[: sizes.least], "little")
     changed = dict[int, bytes]()
     position = sizes.least

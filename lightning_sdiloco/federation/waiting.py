@@ -1,9 +1,9 @@
-"""Predicts whom the rounds of a federation wait for: its quorum is asked as the hub asks it, with
-times of a plan.
+"""Predicts which sites the rounds of a federation wait for: it asks the quorum as the hub does,
+with the times of a plan.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from lightning_sdiloco.federation.messages import Contribution, Record, Timing
@@ -53,52 +53,61 @@ def waits(
     require(0 <= grace < math.inf, "grace", grace, "at least 0 seconds")
     if quorum.fewest(len(ways)) > len(ways):
         raise ValueError(
-            f"quorum={quorum!r} needs {quorum.fewest(len(ways))} sites for a round, but there"
-            f" are {len(ways)}: no round"
-            " would ever close. Give a smaller quorum."
+            f"quorum={quorum!r} needs {quorum.fewest(len(ways))} sites for a round, but there are"
+            f" {len(ways)}: no round would ever close. Give a smaller quorum."
         )
     arrives = {site: way.up(payload) for site, way in ways.items()}
-    first = min(arrives.values())
+    deadline = min(arrives.values()) + grace
     history = list[Record]()
     rounds = list[Round]()
     for number in range(1, _ROUNDS + 1):
-        # The hub asks whenever a contribution comes, and when the grace is over.
         awaited = quorum.awaited(history[-RETENTION:], list(arrives))
-        closes = max(arrives.values())
-        for now in sorted({*arrives.values(), first + grace}):
-            here = {site: at for site, at in arrives.items() if at <= now}
-            is_over = now >= first + grace
-            if len(here) >= quorum.fewest(len(arrives)) and (
-                quorum.closes(here, awaited, now) or is_over
-            ):
-                closes = now
-                break
-        rounds.append(_round(closes, arrives, ways, payload))
-        counted = rounds[-1].counted
-        # It learns a round later which sites were late.
-        came = {site: number if site in counted else number - 1 for site in arrives}
-        timings = [
-            Timing(site, round, arrives[site] - first, step_time)
-            for site, round in came.items()
-            if round
-        ]
-        owns = tuple(
-            Contribution(0, number, site, "", "", 1, 0, (), steps=steps) for site in sorted(counted)
-        )
-        history.append(Record(number, 0, number, "", owns, timings=tuple(timings)))
-    known = rounds[-RETENTION:]
+        round = _round(_closes(quorum, arrives, awaited, deadline), arrives, ways, payload)
+        rounds.append(round)
+        history.append(_record(number, round, arrives, steps, step_time))
+    last_rounds = rounds[-RETENTION:]
     return Waits(
         arrives=arrives,
-        usual=max(known, key=known.count),
-        longest=max(known, key=lambda round: round.seconds),
+        usual=max(last_rounds, key=last_rounds.count),
+        longest=max(last_rounds, key=lambda round: round.seconds),
         all=_round(max(arrives.values()), arrives, ways, payload),
     )
+
+
+def _record(
+    number: int, round: Round, arrives: Mapping[str, float], steps: int, step_time: float
+) -> Record:
+    contributions = tuple(
+        Contribution(0, number, site, "", "", 1, 0, (), steps=steps)
+        for site in sorted(round.counted)
+    )
+    first = min(arrives.values())
+    timings = []
+    for site, arrival in arrives.items():
+        # The record after a round says by how much a site was late that has not counted.
+        round_of_site = number if site in round.counted else number - 1
+        if round_of_site:
+            timings.append(Timing(site, round_of_site, arrival - first, step_time))
+    return Record(number, 0, number, "", contributions, timings=tuple(timings))
+
+
+def _closes(
+    quorum: Quorum, arrives: Mapping[str, float], awaited: Collection[str], deadline: float
+) -> float:
+    """Returns when a round closes. The hub asks when a contribution comes, and at the deadline."""
+    for now in sorted({*arrives.values(), deadline}):
+        arrived = {site: arrival for site, arrival in arrives.items() if arrival <= now}
+        if len(arrived) < quorum.fewest(len(arrives)):
+            continue
+        if quorum.closes(arrived, awaited, now) or now >= deadline:
+            return now
+    return max(arrives.values())
 
 
 def _round(
     closes: float, arrives: Mapping[str, float], ways: Mapping[str, Way], payload: int
 ) -> Round:
-    counted = tuple(site for site, at in arrives.items() if at <= closes)
+    counted = tuple(site for site, arrival in arrives.items() if arrival <= closes)
     # A site has its own payload.
     takes = max(ways[site].down((len(counted) - 1) * payload) for site in counted)
     return Round(counted, closes, closes + takes)

@@ -1,4 +1,4 @@
-"""What both ends of a connection between site and hub have in common: errors, sizes, messages, and
+"""Parts that both ends of a connection between site and hub share: errors, sizes, messages, and
 options of gRPC.
 
 A message is a strict JSON header, then raw bytes. Nothing is ever unpickled.
@@ -20,25 +20,25 @@ MAX_RECORD = 128 << 10  # bytes of the largest record: it names blobs, it does n
 
 
 class HubError(RuntimeError):
-    """A hub could not do what was asked. Asking again may help; what is `Refused` it does not."""
+    """A hub could not do what was asked. Asking again may help, except after `Refused`."""
 
 
 class HubUnreachable(HubError):
-    """The hub does not answer, but may later. What was sent may or may not have arrived, and may
-    be sent again.
+    """The hub does not answer, but may later. A message may or may not have arrived, and may be
+    sent again.
     """
 
 
 class Denied(Refused):
-    """The certificate does not speak for who asked, or not for what was asked."""
+    """The certificate is not that of the caller, or does not allow the call."""
 
 
 class Busy(HubError):
-    """What was asked is in use elsewhere. Asking again may help."""
+    """The name is in use elsewhere. Asking again may help."""
 
 
 class NoSpace(HubError):
-    """The store is full, or may hold no more. What it has is not touched."""
+    """The store is full, or may hold no more. Its blobs are not touched."""
 
 
 class Missing(HubError):
@@ -59,11 +59,11 @@ def checked_key(key: Any) -> str:
     return key
 
 
-def checked_size(size: Any, limit: int, what: str) -> int:
+def checked_size(size: Any, limit: int, kind: str) -> int:
     if type(size) is not int or size < 0:
-        raise Malformed(f"the size of a {what} is a whole number, not {str(size)[:80]!r}.")
+        raise Malformed(f"the size of a {kind} is a whole number, not {str(size)[:80]!r}.")
     if size > limit:
-        raise Refused(f"a {what} of {size:,} bytes is too large: the limit is {limit:,}.")
+        raise Refused(f"a {kind} of {size:,} bytes is too large: the limit is {limit:,}.")
     return size
 
 
@@ -71,19 +71,17 @@ def extra(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        package = {"grpc": "grpcio", "grpc_health": "grpcio-health-checking"}.get(
-            module.split(".")[0], module.split(".")[0]
-        )
+        name = module.split(".")[0]
+        package = {"grpc": "grpcio", "grpc_health": "grpcio-health-checking"}.get(name, name)
         raise ValueError(
-            f"A federation needs {package}, which is not installed. Install all that a"
-            " federation needs: pip install"
-            " 'lightning-sdiloco[federated]'"
+            f"A federation needs {package}, which is not installed. Install all that a federation"
+            " needs: pip install 'lightning-sdiloco[federated]'"
         ) from error
 
 
 def backoff(tries: int, first: float = 1.0, longest: float = 30.0) -> float:
     """Returns how many seconds to wait after failed tries: ever longer, and not the same for all
-    that wait.
+    who wait.
     """
     return random.uniform(0.5, 1.0) * min(longest, first * 2.0 ** min(tries, 16))
 
@@ -93,15 +91,13 @@ def backoff(tries: int, first: float = 1.0, longest: float = 30.0) -> float:
 Header = dict[str, Any]
 
 PROTOCOL = 3  # version of the messages
-# the oldest site's that a hub understands: the hub of a run is updated first, and then its sites
+# The oldest version of a site that a hub understands: the hub of a run is updated before its sites.
 OLDEST = 3
-CHUNK = (
-    256 << 10
-)  # bytes of the largest piece in which blobs travel, between a header and the end of a stream
+# Bytes of the largest piece in which blobs travel, between a header and the end of a stream.
+CHUNK = 256 << 10
 MAX_HEADER = 64 << 10
-MAX_MESSAGE = (
-    8 + MAX_HEADER + CHUNK
-)  # gRPC refuses a larger one by its length, before it takes memory
+# gRPC refuses a larger message by its length, before it takes memory.
+MAX_MESSAGE = 8 + MAX_HEADER + CHUNK
 
 _LENGTH = struct.Struct(">I")
 
@@ -142,8 +138,8 @@ _SIZES: list[tuple[str, int | str]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE),
     # On a long link a connection carries a window per round trip; gRPC's own begins with 64 KiB.
     ("grpc.http2.lookahead_bytes", _WINDOW),
-    # It would make the window as large as the link can fill, and a slower writer would hold that
-    # much.
+    # The probe would make the window as large as the link can fill, and a slower writer would hold
+    # that many bytes.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.write_buffer_size", 256 << 10),
 ]
@@ -154,8 +150,7 @@ CLIENT_OPTIONS: list[tuple[str, int | str]] = [
     # Their own connections; otherwise gRPC joins channels to the same address.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
-    # Also the time that a connection may take to be made: with less, a site far away never
-    # connects.
+    # It also limits how long connecting may take: with less, a site far away never connects.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),

@@ -21,10 +21,10 @@ from lightning_sdiloco.federation.messages import (
     Position,
     Record,
     Recorded,
+    SiteEvent,
     StateArrived,
     StateHeader,
     StateWanted,
-    Told,
     Waiting,
     Welcome,
     Welcomed,
@@ -149,7 +149,7 @@ class ScriptedSite:
         for event in self.connection.events():
             self.hears(event)
 
-    def hears(self, event: Told) -> None:
+    def hears(self, event: SiteEvent) -> None:
         follower = self.follower
         match event:
             case Welcomed():

@@ -50,7 +50,7 @@ class VirtualHub(InProcessHub):
         for client in list(self.clients.values()):
             lose(client)
         self.coordinator = Coordinator("run", self.journal, self.store, None, self.clock)
-        self.coordinator.start(self.tell)
+        self.coordinator.start(self.notify)
 
     def passes(self, seconds: float) -> None:
         self.now += seconds

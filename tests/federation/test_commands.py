@@ -369,7 +369,9 @@ def test_the_doctor_reports_identity_run_distance_of_the_hub_and_obstacles(
         told = examined(*bundle)
     assert told["disk"]["state"] == "slow"
     # Two fragments with payloads of 16 bytes, of 50 rounds, and a state.
-    state = sum(part.size for own in hub.coordinator._snapshots.values() for part in own.parts)
+    state = sum(
+        part.size for own in hub.coordinator._states.snapshots.values() for part in own.parts
+    )
     needs = told["status"]["disk"]["still_needs"]
     rounds = [own["round"] for own in told["status"]["fragments"]]
     assert needs == 16 * sum(50 - round for round in rounds) + state

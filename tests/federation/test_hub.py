@@ -37,6 +37,7 @@ from lightning_sdiloco.federation.messages import (
 )
 from lightning_sdiloco.federation.remote import HubConnection
 from lightning_sdiloco.federation.run_config import RETENTION
+from lightning_sdiloco.federation.state_requests import holds
 from lightning_sdiloco.federation.store import BlobStore
 from lightning_sdiloco.federation.wire import CHUNK, HubError, HubUnreachable, NoSpace, pack
 from tests.federation.hubs import TERMS, Served, World, joined, put, require_agreement, until
@@ -425,7 +426,7 @@ def test_missing_payloads_are_fetched_again_and_a_cut_is_noticed_without_a_reade
     assert quiet.welcomes == 1
     del world.sites["b"]
     world.more(2)
-    unread = quiet.connection._told
+    unread = quiet.connection._events
     until(
         lambda: sum(isinstance(told, Recorded) and told.blobs is not None for told in unread) == 2
     )
@@ -437,7 +438,7 @@ def test_a_fetch_begun_by_an_earlier_connection_is_reported_by_the_next_one_only
     world: World,
 ) -> None:
     connection: Any = world.found("a", rounds=2).connection
-    until(lambda: not connection._coming and not connection.events())
+    until(lambda: not connection._records.fetching and not connection.events())
     record = world.service.coordinator.ledger.history[0][0]
     get = connection._client.get_small
     asked = threading.Event()
@@ -453,7 +454,7 @@ def test_a_fetch_begun_by_an_earlier_connection_is_reported_by_the_next_one_only
         return get(wanted)
 
     with patch.object(connection._client, "get_small", slow):
-        connection.applied = [0, 0]
+        connection._records.applied = [0, 0]
         for lost in (True, False):
             asked.clear()
             goes_on.clear()
@@ -496,7 +497,7 @@ def test_a_snapshot_that_arrives_some_rounds_later_takes_the_place_of_the_one_be
     rounds = [at.round for at in given[0][1].applied]
     until(lambda: rounds in world.status()["snapshots"])
     assert world.status()["snapshots"] == [rounds]
-    assert world.service.coordinator.ledger.kept == tuple(round + 1 for round in rounds)
+    assert world.service.coordinator.ledger.kept_from == tuple(round + 1 for round in rounds)
 
 
 def test_a_snapshot_comes_sooner_when_the_disk_cannot_hold_all_payloads_until_then(
@@ -510,8 +511,8 @@ def test_a_snapshot_comes_sooner_when_the_disk_cannot_hold_all_payloads_until_th
         world.run(lambda: min(at.round for at in ledger.snapshots.headers[-1].applied) > RETENTION)
         world.more(1)
     assert len(ledger.snapshots.headers) == 1, "it is verified, and the one before is gone"
-    assert min(ledger.kept) > min(site.rounds) - RETENTION - 2
-    assert min(ledger.kept) > 1
+    assert min(ledger.kept_from) > min(site.rounds) - RETENTION - 2
+    assert min(ledger.kept_from) > 1
 
 
 def test_flights_of_a_checkpoint_wait_until_the_hub_has_admitted_the_site(
@@ -578,7 +579,7 @@ def test_a_contribution_of_several_ranks_counts_once_every_ranks_payload_is_ther
     )
     assert own is not None
     first.contribute(own, {payloads[0].key: halves[0]})
-    until(lambda: coordinator.holds(payloads[:1]))
+    until(lambda: holds(coordinator.store, payloads[:1]))
     time.sleep(0.2)
     assert coordinator.ledger.members["a"].connected
     assert not list(coordinator.journal.read())

@@ -270,7 +270,7 @@ def test_a_joiner_gets_the_most_advanced_state_or_a_snapshot_and_never_begins_af
     assert made.source("joiner", 2.0, without=["b"]) == "a"
     assert made.source("joiner", 50.0) is None
     made = Ledger(TERMS, RUN_CONFIG, 0.0, RECORDS[:10], snapshots=[snapshot()])
-    assert (made.source("joiner", 50.0), made.kept) == (snapshot(), (1,))
+    assert (made.source("joiner", 50.0), made.kept_from) == (snapshot(), (1,))
     made.snapshots.add(snapshot(*RECORDS[:10]))
     assert made.source("joiner", 50.0) == snapshot(), (
         "nobody has said yet that the new one is right"
@@ -278,7 +278,7 @@ def test_a_joiner_gets_the_most_advanced_state_or_a_snapshot_and_never_begins_af
     for each in RECORDS[10:]:
         made.append(each)
     assert made.snapshots.headers == [snapshot(*RECORDS[:10])]
-    assert made.kept == (11,), "payloads since are kept"
+    assert made.kept_from == (11,), "payloads since are kept"
     made = Ledger(
         TERMS,
         RUN_CONFIG,

@@ -907,7 +907,7 @@ def test_at_the_end_all_sites_hold_the_teacher_of_the_first_one(mean: str) -> No
     # So does one that comes after it, and is given a state.
     given, taken = (site[0].engine.rounds.fragments[0] for site in (sites[2], sites[0]))
     assert equal(
-        [from_part(taken, to_part(given, [given.outer.state_dict()])).own["0.teacher.weight"]],
+        [from_part(taken, to_part(given, [given.outer.state_dict()])).of_first["0.teacher.weight"]],
         [launched[0]],
     )
 

@@ -111,7 +111,7 @@ MUTANTS: list[tuple[str, int, Any, str, Any]] = [
         0,
         Ledger,
         "_closes",
-        lambda _, p, at, sites, now: {*sites} <= {*at.here},
+        lambda _, p, at, sites, now: {*sites} <= {*at.contributions},
     ),
     ("rounds close with fewer than the quorum", 1, All, "fewest", lambda self, sites: 1),
     ("a site adds up its own first", 0, Site, "in_order", own_first),

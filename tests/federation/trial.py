@@ -25,7 +25,7 @@ import numpy as np
 
 from lightning_sdiloco.algorithm.schedule import DenseBeginning
 from lightning_sdiloco.errors import AgreementError, Malformed, Refused
-from lightning_sdiloco.federation import coordinator, ledger
+from lightning_sdiloco.federation import ledger, state_requests
 from lightning_sdiloco.federation.codec import encoded, key_of, plain
 from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.follower import Follower, MergeAction
@@ -41,14 +41,14 @@ from lightning_sdiloco.federation.messages import (
     Position,
     Record,
     Recorded,
+    SiteEvent,
     Snapshot,
     StateArrived,
     StateHeader,
     StateOffered,
-    Told,
     Waiting,
     Welcome,
-    said_in,
+    read_event,
 )
 from lightning_sdiloco.federation.run_config import RETENTION, ChosenQuorum, Terms
 from lightning_sdiloco.federation.store import MEMORY, InMemoryStore, SQLiteLedger
@@ -75,7 +75,7 @@ SHORT = {"_PATIENCE": 2.0, "_SENDING": 2.0}
 
 @lru_cache(1 << 12)
 def said(kind: str, body: bytes) -> Any:
-    return said_in(Event(kind, {}, body))
+    return read_event(Event(kind, {}, body))
 
 
 class Process:
@@ -267,7 +267,7 @@ class Site(ScriptedSite, Process):
                 return
         self.hears(heard)  # type: ignore[arg-type]
 
-    def hears(self, event: Told) -> None:
+    def hears(self, event: SiteEvent) -> None:
         super().hears(event)
         if isinstance(event, Waiting) and "no site has a state" in event.why:
             self.finds_nobody()
@@ -422,7 +422,9 @@ class Hub(Process):
         self.coordinator = Coordinator(RUN, disk.journal, disk.store, clock=lambda: world.now)
         self.coordinator.start(self.tell)
         self.acknowledged = {
-            (p, own.site): own for p, at in self.ledger.open.items() for own in at.here.values()
+            (p, own.site): own
+            for p, at in self.ledger.open.items()
+            for own in at.contributions.values()
         }
         world.after(TICK, self.ticks)
 
@@ -443,7 +445,7 @@ class Hub(Process):
             self.close()
             self.world.judge.closes(self)
             if self.disk.is_real and self.world.random.random() < 0.02:
-                self.coordinator.store.retain(self.coordinator._needed(self.ledger.kept))
+                self.coordinator.store.retain(self.coordinator._needed(self.ledger.kept_from))
         self.world.after(TICK, self.ticks)
 
     def close(self) -> None:
@@ -623,7 +625,7 @@ class World:
             return
         if events and events[0].kind == "record" and self.flips_now("flip_record"):
             with suppress(Malformed):
-                said_in(events[0]._replace(body=self.flipped(events[0].body)))
+                read_event(events[0]._replace(body=self.flipped(events[0].body)))
                 self.judge.violations.append(f"{name} took a damaged record")
             site.broken = True
             return
@@ -739,13 +741,13 @@ class World:
         """The hub cannot decide. Somebody looks at the sites, and evicts those that are wrong."""
         self.judge.deny(not self.trouble, f"a halt without a reason: {trouble}")
         for p, round in list(hub.ledger.open.items()):
-            held = {own.digest for own in round.here.values() if not own.reason}
+            held = {own.digest for own in round.contributions.values() if not own.reason}
             if len(held) == 1:
                 continue
             # Who looks finds out whose arithmetic is right, where one of them is.
             made = self.judge.made.get(hub.ledger.closed[p].key)
             right = made if made in held else next(iter(held), None)
-            for wrong in [own.site for own in round.here.values() if own.digest != right]:
+            for wrong in [own.site for own in round.contributions.values() if own.digest != right]:
                 hub.coordinator.call(Peer("operator", "boss", ""), "evict", {"who": wrong}, b"")
                 hub.acknowledged = {
                     key: own for key, own in hub.acknowledged.items() if key[1] != wrong
@@ -802,7 +804,7 @@ class World:
         of the run.
         """
         patches = (
-            mock.patch.multiple(coordinator, **SHORT),
+            mock.patch.multiple(state_requests, **SHORT),
             mock.patch.object(ledger, "SNAPSHOT_EVERY", 20),
         )
         with (
@@ -1027,10 +1029,10 @@ class Judge:
         ledger = hub.ledger
         terms = hub.world.terms
         for p, round in ledger.open.items():
-            able = [own for own in round.here.values() if not own.reason]
+            able = [own for own in round.contributions.values() if not own.reason]
             if (
                 not able
-                or len(round.here) < self.fewest(hub)
+                or len(round.contributions) < self.fewest(hub)
                 or len({own.digest for own in able}) > 1
             ):
                 continue
@@ -1038,7 +1040,7 @@ class Judge:
             # how many there are.
             settled = now > hub.started + terms.lease
             is_last = hub.world.ending and all(
-                own.exact or own.reason for own in round.here.values()
+                own.exact or own.reason for own in round.contributions.values()
             )
             over = not is_last and now > min(round.arrived.values()) + terms.grace
             over = over and (settled or isinstance(terms.quorum, int))

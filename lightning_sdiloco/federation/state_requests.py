@@ -1,0 +1,250 @@
+"""States at the hub: a site that needs a state gets it from another site, or from a snapshot.
+
+The coordinator owns the `States` of its run, and holds its lock for every call.
+"""
+
+import logging
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lightning_sdiloco.federation.codec import decoded, encoded, plain, read
+from lightning_sdiloco.federation.ledger import Ledger
+from lightning_sdiloco.federation.messages import (
+    MOST_BYTES,
+    Event,
+    Payload,
+    Snapshot,
+    StateHeader,
+    StateOffered,
+    StateWanted,
+    Waiting,
+    event_of,
+)
+from lightning_sdiloco.federation.store import BlobStore, InMemoryStore, SQLiteLedger
+from lightning_sdiloco.federation.wire import Missing
+
+log = logging.getLogger(__name__)
+
+# seconds after which another site is asked for a state that the first has not begun to send
+_PATIENCE = 60.0
+# seconds that a site may take to send a state, and for which others can fetch it afterwards
+_SENDING = 3600.0
+_SNAPSHOT = "the snapshot"  # the source of a state that the hub itself has kept
+
+Store = BlobStore | InMemoryStore
+
+
+@dataclass
+class StateRequest:
+    """A request for a state. One state serves all sites that need one meanwhile.
+
+    Attributes:
+        name: Identifies the request.
+        donor: The site that is asked.
+        until: When another site is asked instead.
+        founding: True if the run is founded on the state.
+        for_snapshot: True if the hub keeps it.
+        askers: The sites that need it, each with the sources that it refuses.
+        state: The state, from when the donor has named its blobs.
+    """
+
+    name: str
+    donor: str
+    until: float
+    founding: bool
+    for_snapshot: bool
+    askers: dict[str, frozenset[str]] = field(default_factory=dict)
+    state: Snapshot | None = None
+
+
+class States:
+    """The requests for states, and the states that the hub keeps.
+
+    Args:
+        notify: Sends an event to sites.
+
+    Attributes:
+        snapshots: The states that the hub keeps, by the name of their note, the oldest first.
+    """
+
+    def __init__(
+        self,
+        journal: SQLiteLedger,
+        store: Store,
+        clock: Callable[[], float],
+        notify: Callable[[Event, Collection[str]], None],
+    ) -> None:
+        self._journal = journal
+        self._store = store
+        self._clock = clock
+        self._notify = notify
+        self.snapshots: dict[str, Snapshot] = {}
+        for name, text in journal.notes("snapshot/").items():
+            self.snapshots[name] = read(Snapshot, decoded(text, MOST_BYTES), "snapshot")
+        self._requests: dict[str, StateRequest] = {}
+        # The blobs of states that sites are fetching, and until when they may.
+        self._handed: list[tuple[float, tuple[Payload, ...]]] = []
+
+    def keys(self) -> set[str]:
+        """Returns the keys of all blobs that are still of use."""
+        self._handed = [handed for handed in self._handed if handed[0] > self._clock()]
+        states = [parts for _, parts in self._handed]
+        states += [snapshot.parts for snapshot in self.snapshots.values()]
+        states += [request.state.parts for request in self._requests.values() if request.state]
+        return {part.key for parts in states for part in parts}
+
+    # Requests
+
+    def ask(self, ledger: Ledger, site: str, without: Collection[str]) -> None:
+        """Gets a state for a site: from a donor, which is asked, or from the snapshot."""
+        if any(site in request.askers for request in self._requests.values()):
+            return
+        request = self._open_request(site, without)
+        source = None
+        if request is None:
+            source = ledger.source(site, self._clock(), without)
+            if isinstance(source, str):
+                request = self.ask_donor(source)
+        if request:
+            request.askers[site] = frozenset(without)
+        elif isinstance(source, StateHeader) and _SNAPSHOT not in without:
+            snapshots = self.snapshots.values()
+            parts = next(snapshot.parts for snapshot in snapshots if snapshot.header == source)
+            self._notify(event_of(StateOffered(_SNAPSHOT, source, parts)), [site])
+        else:
+            log.warning(
+                "%s needs a state, but no site has one: waiting for a site that comes back with"
+                " one",
+                site,
+            )
+            why = "no site has a state: waiting for one that comes back with it"
+            self._notify(event_of(Waiting(why)), [site])
+
+    def _open_request(self, site: str, without: Collection[str]) -> StateRequest | None:
+        """Returns a request whose state can serve a site, too."""
+        for request in self._requests.values():
+            is_open = not request.founding and request.state is None
+            if is_open and request.donor not in {site, *without}:
+                return request
+        return None
+
+    def ask_donor(
+        self, donor: str, founding: bool = False, for_snapshot: bool = False
+    ) -> StateRequest:
+        name = secrets.token_hex(8)
+        until = self._clock() + _PATIENCE
+        request = StateRequest(name, donor, until, founding, for_snapshot)
+        self._requests[name] = request
+        self._notify(event_of(StateWanted(name, founding)), [donor])
+        return request
+
+    @property
+    def founds(self) -> bool:
+        """True if the founder has been asked."""
+        return any(request.founding for request in self._requests.values())
+
+    @property
+    def awaits_snapshot(self) -> bool:
+        return any(request.for_snapshot for request in self._requests.values())
+
+    def note_sending(self, donor: str) -> None:
+        """Notes that a donor is sending a blob: it gets time for the others."""
+        for request in self._requests.values():
+            if request.donor == donor:
+                request.until = max(request.until, self._clock() + _SENDING)
+
+    def request(self, name: str, donor: str) -> StateRequest | None:
+        """Returns a request, if it still is for this donor."""
+        request = self._requests.get(name)
+        return request if request and request.donor == donor else None
+
+    def complete(self) -> list[tuple[StateRequest, Snapshot]]:
+        """Returns the requests whose states are in the store."""
+        return [
+            (request, request.state)
+            for request in self._requests.values()
+            if request.state and holds(self._store, request.state.parts)
+        ]
+
+    def hand_on(self, request: StateRequest, state: Snapshot) -> None:
+        """Ends a request: offers its state to the sites that need one."""
+        del self._requests[request.name]
+        if request.askers:
+            self._handed.append((self._clock() + _SENDING, state.parts))
+            offered = StateOffered(request.donor, state.header, state.parts)
+            self._notify(event_of(offered), list(request.askers))
+
+    def give_up(self, ledger: Ledger | None, gone: str | None) -> bool:
+        """Asks another site if a donor does not answer, or has gone, or sends no heartbeat; returns
+        whether the founder is among those.
+        """
+        now = self._clock()
+        lost_donors = {gone}
+        if ledger:
+            members = ledger.members.items()
+            lost_donors.update(site for site, member in members if member.until <= now)
+        failed_requests = [
+            request
+            for request in self._requests.values()
+            if request.until <= now or request.donor in lost_donors
+        ]
+        for request in failed_requests:
+            del self._requests[request.name]
+            for site, without in request.askers.items():
+                if site != gone and ledger:
+                    self.ask(ledger, site, without | {request.donor})
+        return any(request.founding for request in failed_requests)
+
+    # Snapshots
+
+    def keep(self, state: Snapshot, notes: Mapping[str, bytes]) -> None:
+        """Keeps a state as a snapshot, with further notes."""
+        numbers = [int(name.partition("/")[2]) for name in self.snapshots]
+        name = f"snapshot/{1 + max(numbers, default=-1):06d}"
+        self._journal.note({**notes, name: encoded(plain(state))})
+        self.snapshots[name] = state
+
+    def drop_all_but(self, headers: Collection[StateHeader]) -> None:
+        dropped = []
+        for name, snapshot in self.snapshots.items():
+            if snapshot.header not in headers:
+                dropped.append(name)
+        if dropped:
+            self._journal.note(dict.fromkeys(dropped))
+            for name in dropped:
+                del self.snapshots[name]
+
+    def snapshots_until(self, rounds: Sequence[int]) -> dict[str, Snapshot]:
+        """Returns the snapshots that were taken at these rounds or before."""
+        snapshots = {}
+        for name, snapshot in self.snapshots.items():
+            positions = zip(snapshot.header.applied, rounds, strict=True)
+            if all(position.round <= round for position, round in positions):
+                snapshots[name] = snapshot
+        return snapshots
+
+    @property
+    def oldest_round(self) -> int:
+        """The last round in the oldest snapshot."""
+        for snapshot in self.snapshots.values():
+            return max((position.round for position in snapshot.header.applied), default=0)
+        return 0
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """The size of the largest snapshot."""
+        sizes = [_nbytes(snapshot) for snapshot in self.snapshots.values()]
+        return max(sizes, default=0)
+
+
+def holds(store: Store, parts: Sequence[Payload]) -> bool:
+    """Returns whether blobs are in a store."""
+    try:
+        return all(store.size(part.key) == part.size for part in parts)
+    except Missing:
+        return False
+
+
+def _nbytes(snapshot: Snapshot) -> int:
+    return sum(part.size for part in snapshot.parts)
