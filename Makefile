@@ -8,6 +8,7 @@
 #   make foreign run projects that were written for DDP, in .venv-foreign
 #   make oldest  run tests of the strategies with the oldest Lightning that is allowed, in .venv-oldest
 #   make newest  run tests of the engine and the strategies with the newest torch, in .venv-newest: some gigabytes
+#   make audit   make coverage, of lines by the fast tests, with a floor; and make mutants, a hundred: hours, weekly in CI
 #   make gpu     what a CUDA device shows in ten minutes, with the torch and Lightning of PYTHON; it installs nothing
 #   make dist    wheels and sources in dist/, checked, and the demo run from each wheel without this checkout
 #   make lint types docs venv clean
@@ -17,6 +18,7 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 DEMO_ARGS ?=
 GPU_ARGS ?=
+AUDIT_ARGS ?=
 # Many tests start several ranks and bound their waits. On a busy machine one may be held up for longer, so a test that
 # fails is tried once more, and shows as R and in the summary. They wait for a third of their time: three at a time keep
 # two cores busy.
@@ -38,7 +40,7 @@ OLDEST_TESTS := tests/test_surface.py \
 NEWEST_TESTS := tests/algorithm tests/compression tests/comm tests/engine \
   $(patsubst %,tests/lightning/test_%.py,register strategy fabric sharded checkpoint works_with loops)
 
-.PHONY: venv demo demo-federation test large slow chaos soak foreign oldest newest gpu dist lint types docs clean
+.PHONY: venv demo demo-federation test large slow chaos soak foreign oldest newest audit coverage mutants gpu dist lint types docs clean
 
 venv: $(VENV)/.installed
 
@@ -85,6 +87,20 @@ newest: build/constraints-newest.txt
 build/constraints-newest.txt: constraints.txt Makefile
 	@mkdir -p build
 	grep --invert-match --extended-regexp '^(torch|torchvision)==' constraints.txt > $@
+
+audit: coverage mutants
+
+# Lines that only a killed process ran are not counted.
+coverage: $(VENV)/.installed-audit
+	rm -rf build/coverage
+	mkdir -p build/coverage
+	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -m "not large and not slow and not chaos and not soak and not foreign" $(PYTEST_ARGS)
+	$(BIN)/coverage combine
+	$(BIN)/coverage report
+
+# Those that survive are listed with a reason, or have no test that they should have.
+mutants: $(VENV)/.installed-audit
+	$(BIN)/python -m tests.audit.mutants $(AUDIT_ARGS)
 
 # Not in .venv: on a machine with a GPU, torch and Lightning are there already, and perhaps no network.
 gpu:

@@ -36,7 +36,7 @@ def shown(page: Path) -> Iterator[tuple[list[str], list[str]]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands_print_what_the_page_shows(page: Path) -> None:
+def test_commands_print_the_lines_that_the_page_shows(page: Path) -> None:
     for words, lines in shown(page):
         if words[0] == "sdiloco" and words[1] in CHECKED and lines and "--model" not in words:
             printed = [line.rstrip() for line in told(*words[1:]).splitlines()]
@@ -46,7 +46,7 @@ def test_commands_print_what_the_page_shows(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_python_imports_names_that_there_are_and_gives_arguments_that_are_taken(page: Path) -> None:
+def test_python_blocks_import_existing_names_and_give_accepted_arguments(page: Path) -> None:
     known: dict[str, object] = {}
     for _, text in blocks(page, "python"):
         tree = ast.parse(text)

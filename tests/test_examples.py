@@ -31,7 +31,7 @@ def test_the_notebook_is_kept_without_outputs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_notebook_shows_what_it_promises(tmp_path: Path) -> None:
+def test_the_notebook_shows_the_promised_results(tmp_path: Path) -> None:
     for package in ("matplotlib", "nbconvert", "ipykernel"):
         pytest.importorskip(package)
     about = ("--to", "notebook", "--execute", NOTEBOOK, "--output-dir", tmp_path)

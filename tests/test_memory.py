@@ -127,7 +127,7 @@ def test_threads_that_take_and_free_at_once_never_share_pages() -> None:
     del asking
 
 
-def test_flights_take_what_those_before_left_and_nothing_that_anybody_still_reads(
+def test_flights_reuse_memory_of_earlier_ones_but_none_that_is_still_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = []
@@ -236,7 +236,7 @@ def held(choices: dict[str, Any], rank: int, world_size: int) -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 @pytest.mark.parametrize(("copies", "choices"), CASES)
-def test_a_flight_holds_at_most_three_copies_and_what_is_new_of_what_is_remembered(
+def test_a_flight_holds_at_most_three_copies_and_its_new_memories(
     copies: float, choices: dict[str, Any]
 ) -> None:
     # A rank that waits for a processor keeps its messages longer, now and then. A copy too many is

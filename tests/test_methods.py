@@ -61,7 +61,7 @@ def test_every_example_runs(
     assert capsys.readouterr().out.strip()
 
 
-def test_every_example_is_short_and_in_the_docs_and_what_is_one_says_where_it_is() -> None:
+def test_every_example_is_short_and_in_the_docs_and_errors_refer_to_its_file() -> None:
     """In an import, and as a class path of a YAML file."""
     docs = (FOLDER.parents[1] / "docs" / "methods.md").read_text()
     assert [path.name for path in EXAMPLES if f"examples/methods/{path.name}" not in docs] == []
@@ -243,7 +243,7 @@ class HandsOn(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize(("kind", "warns"), [(GPA, True), (torch.optim.AdamW, False)])
-def test_a_wrapper_averages_only_if_what_it_wraps_does(
+def test_a_wrapper_averages_only_if_its_inner_optimizer_does(
     kind: Any, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = mlp()
@@ -325,7 +325,7 @@ class Trained(EagerGroups):
     st.sampled_from([0.0, 0.9]),
     st.integers(1, 2),
 )
-def test_groups_do_what_the_paper_says(
+def test_groups_follow_the_paper(
     groups: int, every: int, overlap: int, momentum: float, fragments: int
 ) -> None:
     """Whenever the mean comes: nothing of it is taken in before the next launch."""

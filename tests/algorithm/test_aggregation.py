@@ -43,7 +43,7 @@ CONTROLS = st.lists(
 
 
 @given(controls=CONTROLS, clip_norm=st.floats(1e-6, 1e6), weight=st.integers(1, 2**32 - 1))
-def test_factors_are_the_weights_times_what_clipping_leaves(
+def test_factors_are_the_weights_times_the_clipped_share(
     controls: list[Control], clip_norm: float, weight: int
 ) -> None:
     groups = range(len(controls))

@@ -90,7 +90,7 @@ def test_directions_in_which_a_matrix_is_zero_or_almost_so_stay_small() -> None:
     assert float(values.sum()) == pytest.approx(3.0, rel=0.02)
 
 
-def test_zeros_and_what_is_not_finite_pass_beside_matrices_that_are_directed() -> None:
+def test_zero_and_non_finite_matrices_pass_unchanged_beside_directed_ones() -> None:
     matrices = torch.randn(4, 6, 9, generator=torch.Generator().manual_seed(3))
     matrices[1] = 0.0
     matrices[2, 0, 0] = torch.nan

@@ -148,7 +148,7 @@ def test_blocks_are_found_in_wrapped_and_compiled_models_and_every_tensor_goes_o
     assert cut(model) == cut(GPT(4))
 
 
-def test_a_model_without_blocks_falls_back_to_balanced_which_is_said_once(
+def test_a_model_without_blocks_falls_back_to_balanced_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for model in (nn.Linear(4, 3), nn.LSTM(4, 5, num_layers=2), nn.Bilinear(3, 4, 5)):

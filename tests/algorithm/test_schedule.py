@@ -112,7 +112,7 @@ def test_totals_for_a_whole_run_equal_those_counted_step_by_step(
 
 @settings(deadline=None)
 @given(schedule=schedules(), since=st.integers(0, 60))
-def test_no_request_waits_longer_than_is_said_and_one_waits_that_long(
+def test_no_request_waits_longer_than_the_bound_and_one_waits_that_long(
     schedule: Schedule, since: int
 ) -> None:
     launches, _ = looped(schedule, since + 150)
@@ -125,7 +125,7 @@ def test_no_request_waits_longer_than_is_said_and_one_waits_that_long(
 
 @settings(deadline=None)
 @given(schedule=schedules())
-def test_the_table_says_what_is_due(schedule: Schedule) -> None:
+def test_the_table_shows_launches_and_landings(schedule: Schedule) -> None:
     launches, landings = looped(schedule, 200)
     for line in schedule.table().splitlines()[1:]:
         step = int(line.split()[0])
@@ -140,7 +140,9 @@ def test_the_table_says_what_is_due(schedule: Schedule) -> None:
 @given(
     dense=st.builds(DenseBeginning, st.integers(1, 5), st.integers(1, 5)), step=st.integers(0, 40)
 )
-def test_rounds_that_restart_have_what_is_left(dense: DenseBeginning, step: int) -> None:
+def test_restarted_rounds_have_the_rest_of_a_dense_beginning(
+    dense: DenseBeginning, step: int
+) -> None:
     left = dense.after(step)
     steps = 0 if left is None else left.steps
     assert 0 <= dense.steps - step - steps < dense.sync_every or (

@@ -193,7 +193,7 @@ def test_every_compression_keeps_its_contract_on_payloads_values_and_memory(
         assert state.memory is None, name
 
 
-def test_the_mean_is_that_of_what_is_decoded_also_in_stretches(
+def test_the_mean_is_that_of_the_decoded_values_even_in_stretches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     numel = 5 * PLACES + 77

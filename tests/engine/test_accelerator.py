@@ -59,7 +59,7 @@ def ones(length: int = 4) -> Tensor:
 
 
 @alone
-def test_the_pretended_device_sees_accesses_that_nothing_orders_and_who_waits() -> None:
+def test_the_pretended_device_detects_unordered_accesses_and_waiting_threads() -> None:
     def unordered() -> None:
         event = Event()
         side = Stream()
@@ -290,7 +290,7 @@ def most_of(
     return most
 
 
-def test_beside_ddps_buckets_and_a_byte_the_device_holds_what_is_in_flight() -> None:
+def test_besides_ddps_buckets_the_device_holds_only_fragments_in_flight() -> None:
     """In steps, evaluations, checkpoints and the end."""
     # Outer parameters and momentum come from the host for the flight, and the new ones go there:
     # five copies. A memory comes and goes too.

@@ -85,7 +85,7 @@ def test_any_difference_of_the_outer_state_is_an_error_before_it_lands() -> None
     assert [error for error in map(message, errors.values()) if not re.search(told, error)] == []
 
 
-def test_a_rank_whose_processor_rounds_otherwise_is_named() -> None:
+def test_a_rank_whose_processor_rounds_differently_is_named() -> None:
     def begin(rank: int, world_size: int) -> None:
         if rank == 1:
             # What torch takes where the processor multiplies and adds in two roundings; only a new

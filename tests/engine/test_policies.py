@@ -636,7 +636,7 @@ def test_partners_check_digests_and_a_group_that_is_not_finite_takes_their_value
     assert stacked(models)[:, 0].tolist()[0] == stacked(models)[partner, 0] == partner
 
 
-def test_rounds_start_anew_from_the_mean() -> None:
+def test_rounds_restart_from_the_mean() -> None:
     choices: dict[str, Any] = {
         "sync_every": 4,
         "overlap_steps": 1,

@@ -138,7 +138,7 @@ def test_a_gan_with_two_engines_gives_the_bits_of_simulated_groups(
 
 
 @pytest.mark.parametrize("dense_beginning", [None, DENSE])
-def test_two_engines_in_groups_of_two_ranks_give_what_they_give_in_turns(
+def test_two_engines_at_once_in_groups_of_two_ranks_match_engines_in_turns(
     dense_beginning: DenseBeginning | None,
 ) -> None:
     def run(rank: int, world_size: int, overlaps: bool) -> Values:
@@ -244,7 +244,7 @@ def test_engines_that_ranks_make_in_unlike_order_are_refused() -> None:
         )
 
 
-def test_models_of_one_shape_that_ranks_exchange_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_models_of_one_shape_that_ranks_swap_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     def run(rank: int, world_size: int, order: int) -> list[str]:
         with caplog.at_level(logging.WARNING):
             for seed in (1, 2)[:: order if rank else 1]:

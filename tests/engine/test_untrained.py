@@ -185,7 +185,7 @@ def test_constants_of_any_dtype_keep_their_bits_and_never_travel() -> None:
     assert without == with_table > 0
 
 
-def test_counters_count_every_step_in_training_in_what_is_shown_and_at_the_end() -> None:
+def test_counters_count_every_step_in_training_in_validation_and_at_the_end() -> None:
     run = Run().until(24)
     for group, model in enumerate(run.models):
         shown = run.shown(group)
@@ -222,7 +222,7 @@ def test_state_that_groups_once_held_alike_is_shown_alike_after_it_diverges(
     assert torch.equal(shown[0], agreed)
 
 
-def test_unit_vectors_stay_unit_in_training_and_in_what_is_shown() -> None:
+def test_unit_vectors_stay_unit_in_training_and_in_validation() -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
         old = nn.utils.spectral_norm(nn.Linear(6, 4))
@@ -282,7 +282,7 @@ def test_codes_and_statistics_of_own_layers_agree_after_a_landing() -> None:
     assert unlike(copied(run.models[0].state_dict()), copied(run.models[1].state_dict())) == []
 
 
-def test_a_buffer_that_is_bound_anew_is_exchanged_shown_and_restored() -> None:
+def test_a_rebound_buffer_is_exchanged_shown_and_restored() -> None:
     run = Run().until(15)
     local = values(run, "moving.average")
     shown = [run.shown(group)["moving.average"] for group in range(2)]
@@ -293,7 +293,7 @@ def test_a_buffer_that_is_bound_anew_is_exchanged_shown_and_restored() -> None:
     ] == [True, True]
 
 
-def test_a_buffer_that_changes_its_shape_is_each_groups_own_and_is_told(
+def test_a_buffer_that_changes_its_shape_stays_each_groups_own_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = Run().until(3)

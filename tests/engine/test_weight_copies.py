@@ -241,7 +241,7 @@ def test_shown_weights_stay_as_they_are_whichever_mode_a_hook_leaves() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_copies_are_recognised_by_what_the_optimizer_does(dtype: torch.dtype) -> None:
+def test_copies_are_recognised_by_the_behaviour_of_the_optimizer(dtype: torch.dtype) -> None:
     def parameters() -> list[Any]:
         model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1)).to(dtype)
         return [
@@ -286,7 +286,7 @@ def test_an_optimizer_that_cannot_be_made_again_is_taken_for_its_parts() -> None
     )
 
 
-def test_a_copy_that_is_not_in_the_state_is_refused_with_what_to_use() -> None:
+def test_a_copy_outside_the_state_is_refused_with_a_remedy() -> None:
     model = mlp()
     optimizer: Any = HiddenMasterSGD(model.parameters())
     with pytest.raises(

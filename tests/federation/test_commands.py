@@ -242,7 +242,7 @@ def test_the_table_and_prometheus_match_the_status_and_strangers_read_no_more() 
         MetricsServer("9400", lambda: STATUS, lambda: True)
 
 
-def test_a_hub_answers_probes_with_what_is_true_of_it(tmp_path: Path) -> None:
+def test_a_hub_answers_probes_truthfully(tmp_path: Path) -> None:
     require_extra()
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     import grpc

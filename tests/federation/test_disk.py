@@ -204,7 +204,7 @@ def test_nobody_sees_a_blob_before_it_is_whole_and_right(tmp_path: Path) -> None
 # Keys
 
 
-def test_a_bundle_says_who_its_holder_is_and_only_its_owner_can_read_it(
+def test_a_bundle_names_its_holder_and_only_its_owner_can_read_it(
     keys: Path, tmp_path: Path
 ) -> None:
     authority = (keys / "ca.key").read_bytes()
@@ -322,7 +322,9 @@ for make, arguments, insecure in (
 """
 
 
-def test_without_the_extra_all_can_be_imported_and_says_what_to_install(tmp_path: Path) -> None:
+def test_without_the_extra_everything_imports_and_names_the_package_to_install(
+    tmp_path: Path,
+) -> None:
     said = run_python("-c", WITHOUT, folder=tmp_path, seconds=100)
     words = r"needs (\w+), which is not installed.* pip install 'lightning-sdiloco\[federated\]'"
     assert re.findall(words, said) == ["grpcio", "grpcio", "cryptography"], said

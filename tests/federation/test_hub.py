@@ -184,7 +184,7 @@ def test_forbidden_messages_of_a_member_are_refused_and_the_run_continues(world:
     world.more(1)
 
 
-def test_a_full_disk_is_told_nothing_is_lost_and_the_run_goes_on_with_room(
+def test_a_full_disk_is_reported_loses_nothing_and_the_run_continues_with_room(
     tmp_path: Path, keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with small_disk(tmp_path / "disk", 4) as disk:
@@ -324,7 +324,7 @@ def test_a_hub_copies_by_itself_and_says_when_it_cannot(
     assert ledger.read_bytes()[:16] == before[:16] == b"SQLite format 3\0"
 
 
-def test_a_run_whose_ledger_is_lost_is_founded_again_from_what_its_sites_hold(
+def test_a_run_whose_ledger_is_lost_is_founded_again_from_the_state_of_its_sites(
     world: World, tmp_path: Path
 ) -> None:
     again = tmp_path / "again.sqlite"

@@ -440,7 +440,7 @@ def test_dynamic_backup_leaves_out_sites_later_than_the_round_over_the_others() 
         assert "".join(DynamicBackup().awaited(known, sites)) == awaited, why
 
 
-def test_a_record_tells_how_late_each_contribution_came_and_the_seconds_of_a_step() -> None:
+def test_a_record_states_the_delay_of_each_contribution_and_the_seconds_of_a_step() -> None:
     made = ledger("abc")
     assert (
         offer(made, own("a", steps=20), now=5.0)

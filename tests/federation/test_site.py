@@ -143,7 +143,7 @@ def test_another_dense_beginning_is_refused_by_name_and_sites_without_read_old_t
     assert read(Terms, plain(with_dense), "terms") == with_dense
 
 
-def test_a_site_weighs_by_what_it_trained() -> None:
+def test_a_site_weighs_by_the_samples_it_trained() -> None:
     sites = founded(2, **CHOICES)
     for _ in range(12):
         sites[0].hub.passes(STEP)
@@ -415,7 +415,7 @@ def test_all_ranks_of_a_site_begin_again_together() -> None:
 # Late, slow, and told
 
 
-def test_a_site_that_drops_what_comes_too_late_mixes_all_the_same(
+def test_a_site_that_drops_late_contributions_still_mixes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = Run(2, mixing=0.25, compression="fp32", late="drop")
@@ -494,7 +494,7 @@ def test_training_waits_for_the_grace_and_a_second_and_not_a_moment_longer() -> 
     assert max(waited) == pytest.approx(1.03 + 1.0)
 
 
-def test_a_site_says_what_it_waits_for_and_that_its_hub_has_gone_and_is_back(
+def test_a_site_logs_the_reason_of_a_wait_and_the_loss_and_return_of_its_hub(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     hub = VirtualHub(2)
@@ -758,7 +758,7 @@ def test_buffers_of_a_site_that_are_not_finite_reach_no_other(
     )
 
 
-def test_ranks_share_what_their_site_sends_and_fetches() -> None:
+def test_ranks_share_the_bytes_that_their_site_sends_and_fetches() -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, site: int, number: int) -> None:
         nn.utils.vector_to_parameters(torch.full((WIDE,), 1.0 + number), model.parameters())
 
@@ -803,7 +803,7 @@ def test_ranks_share_what_their_site_sends_and_fetches() -> None:
     ],
     ids=["fp4", "memory", "kept", "by_link"],
 )
-def test_a_run_ends_with_what_all_its_sites_hold(
+def test_a_run_ends_with_the_mean_of_the_values_of_all_its_sites(
     compression: Any, steps: int, ranks: tuple[int, ...]
 ) -> None:
     """The end is no outer step: it changes no state of the outer optimizer, and leaves nothing

@@ -271,7 +271,7 @@ def test_a_name_with_a_new_line_writes_none_into_the_log(
     assert any("the hub was robbed" in text for text in caplog.messages)
 
 
-def test_each_role_may_call_what_the_table_says_and_nothing_else(served: Served) -> None:
+def test_each_role_may_make_the_calls_of_the_table_and_no_others(served: Served) -> None:
     members = dict(
         zip(ROLES, map(served.client, ("second", "site-a", "boss", "viewer")), strict=True)
     )
@@ -292,7 +292,7 @@ def test_each_role_may_call_what_the_table_says_and_nothing_else(served: Served)
                     act(member)
 
 
-def test_a_blob_is_refused_by_what_is_announced_and_by_other_bytes_than_that(
+def test_a_blob_is_refused_by_its_announcement_or_for_bytes_that_differ_from_it(
     served: Served,
 ) -> None:
     site = served.client("site-a")
@@ -368,9 +368,7 @@ def test_disk_errors_of_the_hub_are_reported_to_its_members(served: Served) -> N
 
 
 @patch.object(server, "_SILENT", 3.0)
-def test_a_reader_who_opens_streams_and_says_nothing_keeps_nobody_out(
-    hub: Served, keys: Path
-) -> None:
+def test_a_silent_reader_with_open_streams_keeps_nobody_out(hub: Served, keys: Path) -> None:
     own = load(keys, "viewer")
     goes_on = threading.Event()
     ended = list[str]()
@@ -397,7 +395,7 @@ def test_a_reader_who_opens_streams_and_says_nothing_keeps_nobody_out(
 
 @patch.object(server, "MAX_CALLS", 3)
 @patch.object(server, "_FOR_OPERATORS", 3)
-def test_there_is_room_for_an_operator_whoever_else_calls(tmp_path: Path, keys: Path) -> None:
+def test_an_operator_always_finds_room_beside_other_callers(tmp_path: Path, keys: Path) -> None:
     with Served(tmp_path, keys) as served:
         watching = [served.client(name).events(dict) for name in ("site-a", "site-b", "viewer")]
         assert [next(events).kind for events in watching] == ["welcome"] * 3
@@ -570,7 +568,7 @@ def test_a_silent_hub_is_gone_after_some_beats_and_lines_to_nowhere_are_made_aga
         site.close()
 
 
-def test_blobs_travel_at_the_same_time_and_what_has_arrived_is_not_sent_again(
+def test_blobs_travel_in_parallel_and_delivered_ones_are_not_sent_again(
     hub: Served, line: Line
 ) -> None:
     site = hub.client("site-a", port=line.port, channels=4)

@@ -268,7 +268,7 @@ def test_a_custom_loop_saves_the_mean_and_frozen_layers_keep_the_mean_they_learn
 
 
 @in_ranks(4)
-def test_a_loop_of_fabric_that_never_finishes_saves_what_it_has_trained(
+def test_a_loop_of_fabric_that_never_finishes_saves_its_trained_values(
     rank: int, tmp_path: Path
 ) -> None:
     """On an exception a rank saves its own values, and waits for nobody."""

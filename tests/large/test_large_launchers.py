@@ -73,7 +73,7 @@ def main() -> None:
         ((*TORCHRUN, "--nproc-per-node=3"), "popen", "big", 0, 3, 3),
     ],
 )
-def test_the_script_reads_what_its_rank_had(
+def test_the_script_reads_the_state_of_its_rank(
     launcher: tuple[str, ...],
     start_method: str,
     kind: str,

@@ -154,7 +154,7 @@ def train_federation(pods: Pods, hub: list[str], sites: dict[str, list[str]]) ->
     assert "The hub has ended" in pods.end("hub", process)
 
 
-def test_the_manifests_of_kubernetes_are_what_its_schemas_allow() -> None:
+def test_the_manifests_of_kubernetes_fit_its_schemas() -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
     kubernetes = pytest.importorskip(
         "kubernetes_validate", reason="kubernetes-validate is not installed"
@@ -176,7 +176,7 @@ def test_the_manifests_of_kubernetes_are_what_its_schemas_allow() -> None:
         )
 
 
-def test_the_dockerfile_is_without_fault_and_copies_nothing_but_what_it_names() -> None:
+def test_the_dockerfile_is_free_of_faults_and_copies_only_files_that_it_names() -> None:
     hadolint = shutil.which(
         "hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     )

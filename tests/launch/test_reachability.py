@@ -45,7 +45,7 @@ def rendezvous_of(rank: int, world_size: int, seconds: float = 20.0) -> Rendezvo
 
 
 @in_ranks(3)
-def test_ranks_meet_and_what_cannot_be_reached_is_named_on_all_of_them(rank: int) -> None:
+def test_ranks_meet_and_unreachable_addresses_are_named_on_all_of_them(rank: int) -> None:
     met = rendezvous_of(rank, 3)
     host = socket.gethostname()
 
@@ -149,7 +149,7 @@ def test_a_program_that_is_no_store_of_this_training_is_named_at_once(
             assert f"ValueError: {told}\n" in PAGE
 
 
-def test_the_page_shows_what_is_said_of_a_connection_that_cannot_be_made(
+def test_the_page_shows_the_message_for_a_connection_that_cannot_be_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     broken = [reachability.BrokenConnection(0, 1, "10.80.0.2:44213", "no answer within 10 s")]
@@ -194,7 +194,7 @@ def warned_while_waiting(rank: int, **environment: str) -> list[str]:
     return [*said, told]
 
 
-def test_a_node_that_waits_names_what_was_not_set_after_ten_seconds() -> None:
+def test_a_waiting_node_names_missing_variables_after_ten_seconds() -> None:
     def run(rank: int, world_size: int) -> list[str]:
         # One has no number and the other no address, so each looks for rank 0 on its own machine.
         return warned_while_waiting(rank, **({"NODE_RANK": "1"} if rank else {}))
@@ -212,7 +212,7 @@ def test_a_node_that_waits_names_what_was_not_set_after_ten_seconds() -> None:
 
 
 @pytest.mark.network
-def test_two_nodes_that_are_both_started_as_the_first_are_told_so() -> None:
+def test_two_nodes_that_are_both_started_as_the_first_get_an_error() -> None:
     def run(rank: int, world_size: int, sites: list[str]) -> list[str]:
         enter(sites[rank])
         time.sleep(rank)

@@ -61,7 +61,7 @@ def chosen(link: Link, *names: str, **given: Any) -> dict[str, Any]:
 
 
 @in_ranks(2)
-def test_all_ranks_take_what_the_planner_recommends_for_the_measured_numbers(rank: int) -> None:
+def test_all_ranks_take_the_planners_recommendation_for_the_measured_numbers(rank: int) -> None:
     trained = fit(
         rank,
         2,

@@ -147,7 +147,7 @@ def test_sharded_parameters_that_groups_write_differently_are_those_of_group_0(r
     )
 
 
-def test_the_caller_of_forked_ranks_gets_back_what_rank_0_wrote_at_the_end() -> None:
+def test_the_caller_of_forked_ranks_gets_back_the_final_writes_of_rank_0() -> None:
     def average(trainer: Any, module: Any) -> None:
         with torch.no_grad():
             module.net[0].weight.fill_(1.0 + trainer.global_rank)

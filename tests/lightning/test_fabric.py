@@ -179,7 +179,7 @@ def test_a_batch_counts_once_whichever_optimizers_step_in_it(tmp_path: Path) -> 
 
 
 @in_ranks(1)
-def test_a_loop_of_fabric_is_a_site_that_counts_by_what_goes_through_its_model(rank: int) -> None:
+def test_a_loop_of_fabric_as_a_site_counts_the_samples_that_go_through_its_model(rank: int) -> None:
     hub = InProcessHub("run", 1)
     here = type("Here", (Federation,), {"connect": lambda *_, **__: hub.connect("a")})
     # It says what worker groups send, of which a site knows nothing.

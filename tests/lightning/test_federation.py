@@ -30,7 +30,7 @@ from tests.lightning.federated_site import Rank, train, train_under_torchrun
 from tests.own_quorum import Core
 
 
-def test_a_strategy_refuses_by_name_what_a_federation_cannot_do() -> None:
+def test_a_strategy_refuses_by_name_options_that_a_federation_cannot_offer() -> None:
     federation = lightning_sdiloco.Federation("hub:1", "run", "a", insecure=True)
     choices: list[tuple[str, Any]] = [(name, "auto") for name in ("sync_every", "compression")]
     choices += [("exchange", "two_shot"), ("exchange", "auto:nccl"), ("evaluate", "mean")]
@@ -220,7 +220,7 @@ def test_a_site_of_two_ranks_validates_alone_and_a_signal_to_one_of_them_ends_it
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_ranks_of_a_site_leave_out_micro_batches_and_it_counts_what_all_have_trained(
+def test_ranks_of_a_site_leave_out_micro_batches_and_it_counts_those_of_all(
     federation: Federation,
 ) -> None:
     federation.train("a", 2, steps=60, seconds=0.05, budget="auto")

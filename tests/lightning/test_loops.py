@@ -477,7 +477,7 @@ def test_loops_that_cannot_train_end_all_groups_with_an_error_that_says_why(rank
 
 
 @in_ranks(2)
-def test_every_epoch_without_an_inner_step_is_said(rank: int) -> None:
+def test_every_epoch_without_an_inner_step_is_reported(rank: int) -> None:
     said = fits.said_by("lightning_sdiloco")
 
     def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
@@ -535,7 +535,7 @@ def test_only_optimizers_of_the_fit_in_its_thread_or_backward_count(rank: int) -
 
 
 @in_ranks(4)
-def test_a_loss_scaled_by_the_number_of_all_ranks_is_said_once(rank: int) -> None:
+def test_a_loss_scaled_by_the_number_of_all_ranks_is_reported_once(rank: int) -> None:
     def scaled(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
         return self.loss(parts) * self.trainer.world_size
 

@@ -115,7 +115,7 @@ def in_simulation(make: Callable[[int], nn.Module]) -> dict[str, list[list[Tenso
     }
 
 
-def test_sharded_groups_do_what_the_simulation_does_and_on_a_route_save_the_mean(
+def test_sharded_groups_match_the_simulation_and_save_the_mean_on_a_route(
     tmp_path: Path,
 ) -> None:
     expected = in_simulation(sharded.even)
@@ -154,7 +154,7 @@ def test_sharded_groups_do_what_the_simulation_does_and_on_a_route_save_the_mean
     run_processes(play, 2 * GROUPS)
 
 
-def test_loops_of_fabric_do_what_the_simulation_does(tmp_path: Path) -> None:
+def test_loops_of_fabric_match_the_simulation(tmp_path: Path) -> None:
     expected = in_simulation(mlp)
 
     def play(rank: int, world_size: int) -> None:
@@ -215,7 +215,7 @@ def net() -> nn.Module:
     )
 
 
-def test_a_trainer_does_what_the_simulation_does_with_every_policy(tmp_path: Path) -> None:
+def test_a_trainer_matches_the_simulation_with_every_policy(tmp_path: Path) -> None:
     expected = {
         name: simulated(
             net, "adamw", 2, name == "paced", 1 + (name == "drop compute"), **{**SHARED, **choices}

@@ -289,7 +289,7 @@ def test_a_low_outer_rate_is_warned_of_once_in_a_loop_of_ones_own(
     )
 
 
-def test_a_monitor_is_refused_when_it_is_made_with_what_is_no_path() -> None:
+def test_a_monitor_is_refused_when_it_is_made_without_a_valid_path() -> None:
     for name in ("timeline", "folder"):
         told = refusal(StreamingDiLoCoMonitor, **{name: True})
         assert told.startswith(
@@ -367,7 +367,7 @@ def test_the_link_rate_is_the_busier_directions_and_unknown_numbers_are_not_show
     assert interval.scalars_with(landing(landed_at=15)) == {}
 
 
-def test_a_message_that_waited_for_its_receiver_tells_no_rate() -> None:
+def test_a_message_that_waited_for_its_receiver_gives_no_rate() -> None:
     """Two groups on a loopback of some Gbit/s, of which one launches late, and one looks late."""
 
     def run(rank: int, world_size: int) -> list[float]:
@@ -587,7 +587,7 @@ def test_the_timeline_has_every_rank_and_every_flight_from_launch_to_landing(
     assert run.ranks[1].starts[0][0] == raw["time"]
 
 
-def test_one_line_says_what_is_active_and_another_what_the_link_has_to_carry(
+def test_one_line_lists_active_settings_and_another_the_load_of_the_link(
     worlds: dict[int, Any],
 ) -> None:
     (lines, sent, _), *others = worlds[4][1]

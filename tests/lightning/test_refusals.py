@@ -528,7 +528,7 @@ def test_a_world_that_cannot_be_split_or_connected_is_refused_inside_the_trainer
 
 
 @in_ranks(2)
-def test_one_group_is_said_once_and_by_one_rank_and_several_say_nothing(rank: int) -> None:
+def test_a_single_group_is_reported_once_by_one_rank_and_several_are_not(rank: int) -> None:
     said = fits.said_by("lightning_sdiloco")
     for groups in (2, 1):
         strategy = FirstStrategy(worker_groups=groups, sync_every=1, overlap_steps=0)

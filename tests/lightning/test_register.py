@@ -75,7 +75,7 @@ class Timer(importlib.import_module(LIGHTNING).Callback):
 
 
 @pytest.mark.parametrize("distribution", [LIGHTNING, OTHER])
-def test_a_name_that_is_missing_is_told(
+def test_a_missing_name_is_reported(
     distribution: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch:
@@ -126,7 +126,7 @@ def test_every_fit_looks_for_the_names(rank: int, caplog: pytest.LogCaptureFixtu
         assert (trainer.global_step, warnings_of(caplog)) == (steps, [])
 
 
-def test_only_what_is_in_the_register_and_there_is_replaced() -> None:
+def test_only_existing_names_of_the_register_are_replaced() -> None:
     loop = prepared(LIGHTNING).fit_loop
     before = loop.setup_data
     with ExitStack() as undo:

@@ -254,7 +254,7 @@ SHARDED = {"data_parallel_size": 2, "tensor_parallel_size": 1}
     ("ranks", "distribution", "sizes"),
     [(2, LIGHTNING, {}), (4, OTHER, {}), (4, LIGHTNING, SHARDED)],
 )
-def test_each_rank_of_a_fit_gets_back_what_it_held(
+def test_each_rank_of_a_fit_gets_back_its_state(
     ranks: int, distribution: str, sizes: dict[str, int], tmp_path: Path
 ) -> None:
     """Within an epoch, and at its end: schedulers, extra state, and what callbacks, data modules
@@ -410,7 +410,9 @@ def test_objects_that_a_checkpoint_io_trusts_come_back_in_every_rank(
 
 
 @in_ranks(3)
-def test_a_rank_of_a_restart_gets_what_a_rank_in_its_place_held(rank: int, tmp_path: Path) -> None:
+def test_a_rank_of_a_restart_gets_the_state_of_a_rank_in_its_place(
+    rank: int, tmp_path: Path
+) -> None:
     """Groups that there were not before get what rank 0 held; loops and model are those of all."""
     kept = keeping(rank=rank)
     held = list[Any]()
@@ -485,7 +487,9 @@ def in_fabric(
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_each_rank_of_a_loop_of_fabric_gets_back_what_it_saved(ranks: int, tmp_path: Path) -> None:
+def test_each_rank_of_a_loop_of_fabric_gets_back_the_state_it_saved(
+    ranks: int, tmp_path: Path
+) -> None:
     """Schedulers, plain values, objects with a state, and a module that the optimizer does not
     train.
     """

@@ -134,7 +134,7 @@ def test_weights_that_hooks_of_epochs_fill_on_all_ranks_are_the_outer_model() ->
     )
 
 
-def test_weights_that_hooks_overwrite_differently_are_told_once_with_what_to_call() -> None:
+def test_weights_that_hooks_overwrite_unequally_are_reported_once_with_a_remedy() -> None:
     def on_train_epoch_end(self: Any) -> None:
         with torch.no_grad():
             self.net[0].weight.clamp_(-0.05, 0.05)
@@ -149,7 +149,7 @@ def test_weights_that_hooks_overwrite_differently_are_told_once_with_what_to_cal
     assert "strategy.set_outer()" in ranks[0]["said"][0]
 
 
-def test_set_outer_takes_the_model_of_the_first_group_and_drops_what_is_in_flight() -> None:
+def test_set_outer_takes_the_model_of_the_first_group_and_drops_flights() -> None:
     models = [nn.Linear(3, 2) for _ in range(2)]
     groups = SimulatedGroups(models, **CHOICES)
     for _ in range(5):

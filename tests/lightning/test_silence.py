@@ -127,7 +127,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 @in_ranks(2)
-def test_a_gather_over_all_ranks_in_every_batch_is_said_once(rank: int, tmp_path: Path) -> None:
+def test_a_gather_over_all_ranks_in_every_batch_is_reported_once(rank: int, tmp_path: Path) -> None:
     """In fits that normalise, measure and log over all ranks, validate, save and may stop; and in
     loops of Fabric.
     """

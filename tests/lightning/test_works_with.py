@@ -550,7 +550,7 @@ def test_every_name_of_ddp_has_its_counterparts(distribution: str) -> None:
             )
 
 
-def test_parameters_that_are_not_used_are_told_with_the_name_that_takes_them(
+def test_unused_parameters_are_reported_with_the_argument_that_allows_them(
     distribution: str,
 ) -> None:
     name = "streaming_diloco_find_unused_parameters_true"
@@ -571,7 +571,7 @@ def test_parameters_that_are_not_used_are_told_with_the_name_that_takes_them(
     assert not any(other in message for other in ("'ddp_", "DDPStrategy"))
 
 
-def test_the_docs_explain_what_lightning_says(
+def test_the_docs_explain_the_messages_of_lightning(
     distribution: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = importlib.import_module(distribution)

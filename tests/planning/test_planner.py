@@ -203,7 +203,7 @@ def test_utilisation_is_that_of_the_engines_loop_with_a_clock(
     assert played == pytest.approx(stepped(method, groups, link), rel=1e-2)
 
 
-def test_ddp_sends_the_gradients_around_a_ring_and_hides_what_fits_into_backward() -> None:
+def test_ddp_sends_gradients_around_a_ring_and_hides_a_part_behind_backward() -> None:
     model = Model.of_size(1_000, layers=2)
     assert [DataParallel(model, Groups(1.0, groups)).bytes_per_step for groups in (2, 4)] == [
         4_000,
@@ -291,7 +291,7 @@ def test_a_bandwidth_for_a_utilisation_is_the_least_that_reaches_it() -> None:
     )
 
 
-def test_memory_is_that_of_the_engines_tensors_and_of_what_is_held_beside_them() -> None:
+def test_memory_is_that_of_the_engines_tensors_and_of_a_flight_beside_them() -> None:
     plain: dict[str, Any] = {"fragments": "strided:1", "compression": "fp32"}
     kept = OuterOptimizer(offload=False)
     choices: dict[str, Any] = {

@@ -79,7 +79,7 @@ def test_bad_values_are_refused_those_of_the_settings_with_their_words() -> None
     assert "schedule" in refused("no-such-command")
 
 
-def test_numbers_may_have_units_and_what_was_perhaps_meant_is_said_in_three_lines() -> None:
+def test_numbers_may_have_units_and_typos_get_a_suggestion_in_three_lines() -> None:
     plain = (
         "--params=1e9",
         "--layers=24",
@@ -114,7 +114,7 @@ def test_numbers_may_have_units_and_what_was_perhaps_meant_is_said_in_three_line
         assert "usage" not in refused(*args)
 
 
-def test_a_value_that_does_not_suit_is_refused_in_one_line_with_what_is_accepted() -> None:
+def test_an_unsuitable_value_is_refused_in_one_line_with_the_accepted_ones() -> None:
     rates = "Give one of kbit, Mbit, Gbit, Tbit, kbit/s, Mbit/s, Gbit/s, Tbit/s"
     cases = {
         (
@@ -335,7 +335,7 @@ def test_a_plan_is_alike_as_text_and_json_and_recommends_settings_that_it_would_
     )
 
 
-def test_the_page_of_the_planner_shows_what_the_commands_print() -> None:
+def test_the_page_of_the_planner_shows_the_output_of_the_commands() -> None:
     """Each text of the page is a part of what the command before it prints."""
     root = Path(__file__).parents[2]
     printed = ""
@@ -471,7 +471,7 @@ def test_a_hub_relays_every_payload_to_every_other_site_and_a_quorum_shortens_ro
     assert text.count("late") == 2
 
 
-def test_links_of_the_groups_tell_what_suitable_parts_bring(tmp_path: Path) -> None:
+def test_links_of_the_groups_give_the_gain_of_suitable_parts(tmp_path: Path) -> None:
     given = tmp_path / "links.yaml"
     given.write_text("{paris: 1, milan: 1, rome: 1, lisbon: 0.5}")
     answer = told(*STEP, f"--links={given}")

@@ -49,7 +49,7 @@ LAUNCHED = [
 ]
 
 
-def test_a_process_learns_its_rank_from_its_launcher_or_is_told_what_to_do() -> None:
+def test_a_process_learns_its_rank_from_its_launcher_or_gets_advice() -> None:
     for values, num_nodes, launch in LAUNCHED:
         with patch.dict(os.environ, values, clear=True):
             if isinstance(launch, Launch):
@@ -59,7 +59,7 @@ def test_a_process_learns_its_rank_from_its_launcher_or_is_told_what_to_do() -> 
                     detect_launch(num_nodes)
 
 
-def test_torchrun_is_told_what_it_needs_to_restart_processes(
+def test_users_of_torchrun_are_told_the_options_for_restarts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for lent, restarts, rank in (

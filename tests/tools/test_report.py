@@ -268,7 +268,7 @@ def test_the_advice_counts_on_the_exchange_that_ran(tmp_path: Path) -> None:
     assert verdict.sentences[1].startswith("Set exchange='auto'. The planner expects")
 
 
-def test_a_site_tells_who_counted_and_when_it_was_started(tmp_path: Path) -> None:
+def test_a_site_reports_the_counted_sites_and_its_start(tmp_path: Path) -> None:
     def as_a_site(ranks: list[Lines]) -> None:
         del ranks[1:]
         ranks[0][0] |= {"site": "a", "groups": 1, "world_size": 1}

@@ -230,7 +230,7 @@ def test_choices_replace_those_of_the_file_and_nothing_is_left_behind(tmp_path: 
 # Threads that take turns
 
 
-def test_groups_that_wait_in_vain_are_told_and_a_clock_stands_still_while_others_run() -> None:
+def test_groups_that_wait_in_vain_get_an_error_and_a_clock_stops_while_others_run() -> None:
     turns: Turns[Any] = Turns(2)
     with pytest.raises(
         RuntimeError, match="wait for groups that wait for something else or have ended: 0"
@@ -257,7 +257,7 @@ def test_groups_that_wait_in_vain_are_told_and_a_clock_stands_still_while_others
 # What the command tells
 
 
-def test_one_run_tells_losses_bytes_and_time(tmp_path: Path) -> None:
+def test_one_run_reports_losses_bytes_and_time(tmp_path: Path) -> None:
     answer = told(tmp_path, *LINK, "--set=trainer.max_steps=12", "--absence=1:1-4000")
     text = answer["text"]
     chosen = recommended(direction="elementwise")
@@ -308,7 +308,7 @@ def test_speeds_and_absences_change_the_time_and_no_loss(tmp_path: Path) -> None
     assert run_["prediction"]["seconds"] < 60 * 0.1 + 1.5
 
 
-def test_a_sweep_runs_every_combination_and_tells_them_in_a_table(tmp_path: Path) -> None:
+def test_a_sweep_runs_every_combination_and_shows_them_in_a_table(tmp_path: Path) -> None:
     sweeps = [
         "--sweep=groups=2,3",
         "--sweep=sync_every=5,10",
