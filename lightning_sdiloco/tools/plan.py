@@ -395,7 +395,7 @@ def _plan_as_text(numbers: Mapping[str, Any]) -> str:
         "",
         f"  sync_every={recommended['sync_every']}, overlap_steps={recommended['overlap_steps']},"
         f" fragments={recommended['fragments']!r}, compression={recommended['compression']!r}",
-        f"  for which 'auto' means {automatic} for language models",
+        f"  'auto' for language models: {automatic}",
         "",
         f"  {recommended_fragments}, compute utilisation {percent(recommended['utilisation'])}"
         f" ({percent(reached)} at {readable_rate(planner.MARGIN * link.gbit_s)})",

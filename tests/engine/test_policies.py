@@ -798,7 +798,7 @@ def test_given_numbers_are_kept_the_others_are_chosen_and_a_checkpoint_decides_l
     assert {**taken.saved(), "outer_momentum": saved["outer_momentum"]} == saved
     assert Settings().taken_from(Settings().saved()) == Settings(), "saved before the choice"
     settings = StreamingDiLoCo(mlp(), **SHORT).state_dict()["settings"]
-    assert settings["outer_lr"] == recommended().outer_lr
+    assert settings["outer_lr"] == recommended(direction="elementwise").outer_lr
     numbers = {"outer_lr": 0.625, "outer_momentum": 0.5, "mixing": 0.375}
     whole = Groups(**SHORT, **numbers)
     resumed = Groups(**SHORT)
