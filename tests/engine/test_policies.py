@@ -786,7 +786,10 @@ def test_given_numbers_are_kept_the_others_are_chosen_and_a_checkpoint_decides_l
     for compression in ("fp4", "sparse"):
         assert Settings(**given, compression=compression).chosen_for(4).numbers == given
     for engine in SimulatedGroups([mlp(), mlp()], outer_momentum=0.5).engines:
-        assert engine.settings.numbers == {**recommended()._asdict(), "outer_momentum": 0.5}
+        assert engine.settings.numbers == {
+            **recommended(direction="elementwise")._asdict(),
+            "outer_momentum": 0.5,
+        }
         assert engine.settings.numbers.items() <= engine.report().items()
     own = Settings(outer_optimizer=partial(torch.optim.SGD, lr=0.1)).chosen_for(2)
     assert own.numbers == {"mixing": recommended().mixing}, "an outer optimizer has its own rate"
