@@ -138,10 +138,8 @@ if not TYPE_CHECKING:
         if name in _EXAMPLES:
             raise _IsAnExample(
                 f"lightning_sdiloco has no {name}: it is an example, not a part of the package."
-                " Copy"
-                f" examples/methods/{_EXAMPLES[name]} from the repository next to your script,"
-                " and import it from"
-                " there."
+                f" Copy examples/methods/{_EXAMPLES[name]} from the repository next to your script,"
+                " and import it from there."
             )
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -73,8 +73,8 @@ class _Spares:
         self._change([])
 
     def lend(self, size: int) -> memoryview:
-        """Returns pages of at least that many bytes; they come back when nothing refers to them
-        any more.
+        """Returns pages of at least that many bytes; they come back when nothing refers to them any
+        more.
         """
         pages = self._change([], size) or _new_pages(size)
         lent = memoryview(pages)

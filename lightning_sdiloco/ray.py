@@ -48,9 +48,8 @@ class RayStreamingDiLoCoStrategy(StreamingDiLoCoStrategy, RayDDPStrategy):
             raise ValueError(
                 f"worker_groups='auto' makes each node a worker group, but Ray has placed {here} of"
                 f" {about.get_world_size()} workers on node {about.get_node_rank()}, and other"
-                " numbers elsewhere. Set"
-                " worker_groups to a number, or place equally many on every node with"
-                " ScalingConfig(placement_strategy=...)."
+                " numbers elsewhere. Set worker_groups to a number, or place equally many on every"
+                " node with ScalingConfig(placement_strategy=...)."
             )
         return int(about.get_world_size() // here)
 

@@ -17,13 +17,12 @@ Lightning goes on with the next epoch without counting it and without calling
 `on_train_epoch_start`, which finetuning callbacks need.
 
 [Note: the rest of a batch] A checkpoint that `every_n_train_steps` saves after a batch precedes
-whatever else is due
-there: a validation, a learning rate that depends on metrics, the end of the epoch. When Lightning
-resumes, it skips these. They may draw random numbers, as a loader of torch does, and early stopping
-and other checkpoints may depend on them. So the resumed run begins with them, unless the checkpoint
-was saved because of a signal, which happens after them. The same goes for learning rates after a
-checkpoint that was saved at the end of an epoch, as `ModelCheckpoint` does by default. With
-``max_steps`` Lightning would make such an epoch once more.
+whatever else is due there: a validation, a learning rate that depends on metrics, the end of the
+epoch. When Lightning resumes, it skips these. They may draw random numbers, as a loader of torch
+does, and early stopping and other checkpoints may depend on them. So the resumed run begins with
+them, unless the checkpoint was saved because of a signal, which happens after them. The same goes
+for learning rates after a checkpoint that was saved at the end of an epoch, as `ModelCheckpoint`
+does by default. With ``max_steps`` Lightning would make such an epoch once more.
 
 [Note: metrics after a resume] Lightning saves no metrics. A mean over an epoch that was resumed
 would cover only the batches since then. Early stopping, checkpoints and learning rates that depend
@@ -191,10 +190,9 @@ class Checkpointer:
         other = Settings.differences(saved, self._settings())
         if other:
             raise ValueError(
-                "The checkpoint cannot be resumed exactly with other settings:"
-                f" {'; '.join(other)}. Resume with the"
-                " settings it was saved with, or restart the rounds from its outer parameters"
-                " with resume='restart'."
+                f"The checkpoint cannot be resumed exactly with other settings: {'; '.join(other)}."
+                " Resume with the settings it was saved with, or restart the rounds from its outer"
+                " parameters with resume='restart'."
             )
 
     def _load_for_restart(
@@ -263,11 +261,10 @@ class Checkpointer:
         )
         if self._trainer.is_global_zero:
             _log.warning(
-                "The checkpoint is not resumed exactly: it was saved with %s, now there are"
-                " %s%s. Every group starts"
-                " from its outer parameters and outer momentum, and rounds restart. Flights lost"
-                " so far: %d. Worker"
-                " groups that start with a fresh inner optimizer: %s.",
+                "The checkpoint is not resumed exactly: it was saved with %s, now there are %s%s."
+                " Every group starts from its outer parameters and outer momentum, and rounds"
+                " restart. Flights lost so far: %d. Worker groups that start with a fresh inner"
+                " optimizer: %s.",
                 layout,
                 self._layout(),
                 "".join(
@@ -283,8 +280,9 @@ class Checkpointer:
     def save(
         self, engine: StreamingDiLoCo, checkpoint: Checkpoint, path: Any, write: Write
     ) -> None:
-        """Saves what all groups have in common, and what each rank holds beside it. All ranks must
-        call it.
+        """Saves what all groups have in common, and what each rank holds beside it.
+
+        All ranks must call it.
 
         See [Note: the order of a save].
         """
@@ -335,9 +333,7 @@ class Checkpointer:
         self._standing[path] = True
 
     def _of_ranks(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Returns what may differ between ranks in a checkpoint; see [Note: what a rank gets
-        back].
-        """
+        """Returns what may differ between ranks in a checkpoint; see [Note: what a rank gets back]."""
         left_out = {"optimizer_states"}
         if self._format.is_sharded:
             left_out.add("state_dict")
@@ -351,9 +347,8 @@ class Checkpointer:
     @property
     def _advice(self) -> str:
         return (
-            f"Resume from {self._last_standing}. Make room on the disk, or keep fewer"
-            " checkpoints: set"
-            " ModelCheckpoint's save_top_k, and resume='exact:newest' in the strategy."
+            f"Resume from {self._last_standing}. Make room on the disk, or keep fewer checkpoints:"
+            " set ModelCheckpoint's save_top_k, and resume='exact:newest' in the strategy."
         )
 
     def _save_alone(self, state: dict[str, Any], path: str) -> None:
@@ -369,8 +364,7 @@ class Checkpointer:
             return
         _log.warning(
             "After an exception this rank saved its own state in %s, beside %s. It cannot be"
-            " resumed: other ranks may"
-            " be at another step. Resume from %s.",
+            " resumed: other ranks may be at another step. Resume from %s.",
             kept,
             path,
             self._last_standing,

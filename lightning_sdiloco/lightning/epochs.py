@@ -25,9 +25,8 @@ passed. Here these decisions travel in the control vector of the next launch ins
 act on them after the same inner step, when that launch lands.
 
 [Note: nothing in users' objects] What metrics and synchronised BatchNorm gather is kept in the
-group by replacing it in
-their libraries, not in the objects of users, which may be copied or pickled: a process group
-cannot.
+group by replacing it in their libraries, not in the objects of users, which may be copied or
+pickled: a process group cannot.
 """
 
 import importlib
@@ -81,8 +80,9 @@ class Epochs:
         self._told: deque[tuple[int, Any]] = deque()  # After which inner step, and what was posted.
 
     def end_together(self, undo: ExitStack) -> None:
-        """Replaces what ends epochs in Lightning; see [Note: uneven data]. One worker group alone
-        needs nothing.
+        """Replaces what ends epochs in Lightning; see [Note: uneven data].
+
+        One worker group alone needs nothing.
         """
         trainer = self.fit.trainer
         loop = self.fit.trainer.fit_loop
@@ -160,10 +160,9 @@ class Epochs:
         except Unanswered as error:
             raise ExchangeError(
                 f"{error} while worker group {topology.group_index}, after batch {self._last} of"
-                " the epoch, waited to"
-                " hear where the others are. The run cannot continue without it. Find out why"
-                " that group stopped or is"
-                " unreachable; if it was only slow, raise timeout."
+                " the epoch, waited to hear where the others are. The run cannot continue without"
+                " it. Find out why that group stopped or is unreachable; if it was only slow, raise"
+                " timeout."
             ) from error
         return [word.clone().view(torch.int64).tolist() for word in words]
 
@@ -220,8 +219,9 @@ class Epochs:
             loop._data_fetcher.length = length
 
     def _agreed_length(self, failure: Exception | None) -> int | None:
-        """Agrees with all ranks on the batches of an epoch. Raises on all of them if one has none,
-        or cannot load.
+        """Agrees with all ranks on the batches of an epoch.
+
+        Raises on all of them if one has none, or cannot load.
         """
         trainer = self.fit.trainer
         topology = self.fit.groups.topology
@@ -260,9 +260,8 @@ class Epochs:
         )
         if agreed == 0:
             raise ValueError(
-                f"Some worker groups have no batch to train on: {text}. Epochs end together, so"
-                " no group would train."
-                " Give every group data, or train with fewer worker groups."
+                f"Some worker groups have no batch to train on: {text}. Epochs end together, so no"
+                " group would train. Give every group data, or train with fewer worker groups."
             )
         loop.max_batches = agreed
         if isinstance(trainer.val_check_interval, float):
@@ -318,13 +317,11 @@ class Epochs:
         if item is None:
             if _YIELDED_NONE not in said and topology.group_rank == 0:
                 _log.warning(
-                    "Worker group %d has no more batches in epoch %d after %d, but others have."
-                    " It follows them with"
-                    " idle batches, in which it does not train, until all groups end the epoch"
-                    " together: when all data"
-                    " has ended, or when its next launch has landed. To avoid them use a loader"
-                    " with a length, or"
-                    " limit_train_batches as a number of batches. Shown once.",
+                    "Worker group %d has no more batches in epoch %d after %d, but others have. It"
+                    " follows them with idle batches, in which it does not train, until all groups"
+                    " end the epoch together: when all data has ended, or when its next launch has"
+                    " landed. To avoid them use a loader with a length, or limit_train_batches as a"
+                    " number of batches. Shown once.",
                     topology.group_index,
                     trainer.current_epoch,
                     self.fetched,
@@ -387,9 +384,8 @@ def drop_what_not_all_logged(trainer: Any, topology: Topology) -> None:
     if dropped and topology.group_rank == 0:
         _log.warning(
             "Not every rank logged %s in epoch %d, and a reduction would wait for those that did"
-            " not: dropped. Log it"
-            " on every rank, or on one without sync_dist. A worker group without a batch in an"
-            " epoch logs nothing.",
+            " not: dropped. Log it on every rank, or on one without sync_dist. A worker group"
+            " without a batch in an epoch logs nothing.",
             ", ".join(dropped),
             trainer.current_epoch,
         )
@@ -431,17 +427,15 @@ def follow_engine(trainer: Any, engine: StreamingDiLoCo) -> bool:
             if isinstance(wrapper, DroppingLoader):
                 if not trainer.lightning_module.automatic_optimization:
                     raise ValueError(
-                        "DropCompute does not work with manual optimization: only the module"
-                        " knows when gradients are"
-                        " synchronised. Use automatic optimization, or skip the batches that are"
-                        " None in your own loop."
+                        "DropCompute does not work with manual optimization: only the module knows"
+                        " when gradients are synchronised. Use automatic optimization, or skip the"
+                        " batches that are None in your own loop."
                     )
                 if trainer.accumulate_grad_batches != wrapper.drop.micro_batches:
                     raise ValueError(
                         f"DropCompute(micro_batches={wrapper.drop.micro_batches}) and"
                         f" accumulate_grad_batches={trainer.accumulate_grad_batches} differ. Set"
-                        " both to the same"
-                        " number."
+                        " both to the same number."
                     )
                 # Lightning steps after its last batch, which limits of the trainer or of other
                 # groups may put earlier.
@@ -456,9 +450,7 @@ _BESIDE_METRICS = 66
 
 
 def keep_batches_silent(undo: ExitStack, fit: FitState) -> None:
-    """Replaces what would wait for all ranks at every batch; see [Note: silence between
-    launches].
-    """
+    """Replaces what would wait for all ranks at every batch; see [Note: silence between launches]."""
     trainer = fit.trainer
 
     def check(timer: Any, original: Callable[[Any], None], trainer: Any) -> None:
@@ -479,8 +471,7 @@ def keep_batches_silent(undo: ExitStack, fit: FitState) -> None:
     if len(by_time) > MOST_CHECKPOINTS:
         raise ValueError(
             f"{len(by_time)} ModelCheckpoint callbacks have a train_time_interval; worker groups"
-            " can agree on at"
-            f" most {MOST_CHECKPOINTS}. Use every_n_train_steps in some of them."
+            f" can agree on at most {MOST_CHECKPOINTS}. Use every_n_train_steps in some of them."
         )
 
     def decide(index: int, hook: Callable[..., None], *args: Any) -> None:

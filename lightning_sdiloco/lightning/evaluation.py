@@ -2,10 +2,9 @@
 average.
 
 [Note: the model that validation sees] It is in the module before any hook of a validation runs, and
-the local one is
-back after all of them: callbacks and modules that swap weights for the time of a validation, such
-as averages, put back what they found. Lightning runs a strategy's hooks after the hooks of
-callbacks and modules, also at the end.
+the local one is back after all of them: callbacks and modules that swap weights for the time of a
+validation, such as averages, put back what they found. Lightning runs a strategy's hooks after the
+hooks of callbacks and modules, also at the end.
 
 [Note: the first round] Until every fragment has landed once, the outer model holds untrained
 values. Validation and checkpoints then show the mean of the groups, which takes an exchange. A
@@ -19,12 +18,11 @@ unchanged. On a route on which groups hold their own outer parameters, every val
 checkpoint shows their mean.
 
 [Note: averages of outer parameters] Lightning's callbacks read the module when a batch or an epoch
-ends. There it holds
-local parameters, so here they read the outer ones, which change only at landings: an update that is
-wanted between two landings happens at the second. All groups land after the same inner steps, so
-all have the same average, bit for bit. The end of a fit is a landing too. A longer fit resumes from
-before this end. So the average is kept as it was then, with the number of updates that a fit
-without an end would have made since, which a resumed fit makes itself.
+ends. There it holds local parameters, so here they read the outer ones, which change only at
+landings: an update that is wanted between two landings happens at the second. All groups land after
+the same inner steps, so all have the same average, bit for bit. The end of a fit is a landing too.
+A longer fit resumes from before this end. So the average is kept as it was then, with the number of
+updates that a fit without an end would have made since, which a resumed fit makes itself.
 """
 
 import logging
@@ -71,17 +69,16 @@ class ShownModel:
         self._own = {}
 
     def take_first_own(self, engine: StreamingDiLoCo) -> None:
-        """Takes what the first group keeps of untrained state, to show it. All ranks must call
-        it.
+        """Takes what the first group keeps of untrained state, to show it.
+
+        All ranks must call it.
         """
         self._groups.meet()
         self._own = engine.first_own()
 
     @staticmethod
     def is_outer(engine: StreamingDiLoCo) -> bool:
-        """Whether the outer model is one that all groups have trained; see [Note: the first
-        round].
-        """
+        """Whether the outer model is one that all groups have trained; see [Note: the first round]."""
         return engine.has_landed and engine.settings.shares
 
     def exchange(self, engine: StreamingDiLoCo) -> None:
@@ -90,10 +87,8 @@ class ShownModel:
         if self._warns and not engine.has_landed and self._groups.topology.rank == 0:
             _log.warning(
                 "Until every fragment has landed once, after inner step %d, validation and"
-                " checkpoints use the mean of"
-                " the worker groups, which they exchange in float32: the outer model still holds"
-                " untrained values."
-                " Shown once.",
+                " checkpoints use the mean of the worker groups, which they exchange in float32:"
+                " the outer model still holds untrained values. Shown once.",
                 engine.inner_steps - engine.steps_in_rounds + engine.schedule.first_round,
             )
         self._warns = False
@@ -132,11 +127,9 @@ class ShownModel:
         if self.mean is None and not is_shown and not engine.has_landed:
             _log.warning(
                 "This state_dict of worker group %d was taken after inner step %d, before every"
-                " fragment has landed"
-                " once. It holds this group's local values: after an exception or a signal, or"
-                " when one rank saves"
-                " alone, groups do not exchange. %s, called on all ranks, saves the mean of the"
-                " groups.",
+                " fragment has landed once. It holds this group's local values: after an exception"
+                " or a signal, or when one rank saves alone, groups do not exchange. %s, called on"
+                " all ranks, saves the mean of the groups.",
                 self._groups.topology.group_index,
                 engine.inner_steps,
                 self._save,
@@ -163,9 +156,7 @@ VALIDATION_HOOKS = (
 
 
 class Rewritten:
-    """Takes weights that hooks have overwritten: on all ranks alike, they are the new outer
-    model.
-    """
+    """Takes weights that hooks have overwritten: on all ranks alike, they are the new outer model."""
 
     def __init__(self, groups: ConnectedGroups) -> None:
         self._groups = groups
@@ -204,9 +195,8 @@ class Rewritten:
             engine.set_outer(names)
             if topology.rank == 0:
                 _log.warning(
-                    "%s overwrote %s on all ranks alike: that is the outer model now. What was"
-                    " in flight is dropped,"
-                    " and so is its outer momentum.",
+                    "%s overwrote %s on all ranks alike: that is the outer model now. What was in"
+                    " flight is dropped, and so is its outer momentum.",
                     " or ".join(hooks),
                     _some(names),
                 )
@@ -214,10 +204,9 @@ class Rewritten:
             self._has_warned = True
             _log.warning(
                 "%s overwrote %s, and not on all ranks alike: it is not the outer model, and the"
-                " next landings mix it"
-                " away. Compute the same values on all ranks, or call strategy.set_outer()"
-                " there, on all ranks: it"
-                " takes the weights of rank 0. Shown once.",
+                " next landings mix it away. Compute the same values on all ranks, or call"
+                " strategy.set_outer() there, on all ranks: it takes the weights of rank 0. Shown"
+                " once.",
                 " or ".join(hooks),
                 _some(names),
             )
@@ -274,9 +263,8 @@ class Evaluation:
         if self._groups.failed and self._groups.topology.group_size > 1:
             _log.warning(
                 "This state_dict was taken after an exception. It holds this rank's local"
-                " parameters: gathering the"
-                " outer ones would wait for ranks that may be gone. Resume from an earlier"
-                " checkpoint."
+                " parameters: gathering the outer ones would wait for ranks that may be gone."
+                " Resume from an earlier checkpoint."
             )
             return local()
         return self.shown.state_dict(engine, self._saves_with_all, local, self._is_showing)
@@ -436,8 +424,9 @@ class Averaging:
         return {"wanted": self._wanted, "unfinished": self._unfinished, "buffers": buffers}
 
     def load_state_dict(self, state: State | None) -> None:
-        """Restores what `state_dict` returned. Call it when the engine holds what was saved with
-        it.
+        """Restores what `state_dict` returned.
+
+        Call it when the engine holds what was saved with it.
         """
         if self._callback is None or state is None:
             return

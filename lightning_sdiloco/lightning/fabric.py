@@ -52,8 +52,7 @@ _log = logging.getLogger(__name__)
 
 _ADVICE = (
     "Pass group=fabric.strategy.topology.in_group.process_group to collectives. Fabric's own go"
-    " over all ranks: use"
-    " them where you validate or save."
+    " over all ranks: use them where you validate or save."
 )
 
 
@@ -88,9 +87,9 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         super().__init__(*args, **given)
         if self._options.auto:
             raise ValueError(
-                f"{self._options.auto[0]}='auto' is for the Trainer's strategy, where the"
-                " planner measures the first"
-                " inner steps. Give a number; `sdiloco plan` recommends one for your link."
+                f"{self._options.auto[0]}='auto' is for the Trainer's strategy, where the planner"
+                " measures the first inner steps. Give a number; `sdiloco plan` recommends one for"
+                " your link."
             )
         self._nets: list[nn.Module] = []
         self._wrapped: list[DistributedDataParallel] = []
@@ -122,8 +121,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         if self.engine is None:
             _log.warning(
                 "fabric.strategy.finish() was called, but no optimizer from fabric.setup has"
-                " stepped: the worker groups"
-                " have exchanged nothing."
+                " stepped: the worker groups have exchanged nothing."
             )
             return []
         if self._stepped:
@@ -133,8 +131,9 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return self._landings
 
     def idle_step(self) -> list[Landing]:
-        """Makes an inner step without training, when this group's loader yields None. Returns what
-        landed.
+        """Makes an inner step without training, when this group's loader yields None.
+
+        Returns what landed.
         """
         engine = self._begun()
         if self._stepped:
@@ -192,17 +191,16 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
                 and self.topology.num_groups > 1
             ):
                 raise ValueError(
-                    f"{name!r} is a SyncBatchNorm over all ranks: all worker groups would wait"
-                    " for each other in every"
-                    " step. Convert the model with nn.SyncBatchNorm.convert_sync_batchnorm(model,"
+                    f"{name!r} is a SyncBatchNorm over all ranks: all worker groups would wait for"
+                    " each other in every step. Convert the model with"
+                    " nn.SyncBatchNorm.convert_sync_batchnorm(model,"
                     " fabric.strategy.topology.in_group.process_group)."
                 )
         if self.engine is not None and self.engine.is_training(unwrapped(module)):
             if not self._is_set_up_again:
                 raise ValueError(
                     "This model is in training. Set it up again together with its optimizers, in"
-                    " all processes:"
-                    " model, optimizer = fabric.setup(model, optimizer)."
+                    " all processes: model, optimizer = fabric.setup(model, optimizer)."
                 )
         else:
             require_same_model(module, self.topology.world)
@@ -286,9 +284,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         if engine.is_finished:
             raise RuntimeError(
                 "An optimizer was stepped after fabric.strategy.finish(), when the worker groups"
-                " had joined. Call"
-                " finish() once, after the last step; to train on, set up the model and its"
-                " optimizer again."
+                " had joined. Call finish() once, after the last step; to train on, set up the"
+                " model and its optimizer again."
             )
         if number in self._stepped:
             # The batch before ended without a step of the last optimizer.
@@ -332,9 +329,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         if module is None:
             raise ValueError(
                 "No module given to fabric.setup has all parameters of the"
-                f" {len(self._inner_optimizers)} optimizers."
-                " One strategy trains one model: put the networks into one nn.Module, set that"
-                " up, then its optimizers."
+                f" {len(self._inner_optimizers)} optimizers. One strategy trains one model: put the"
+                " networks into one nn.Module, set that up, then its optimizers."
             )
         engine = StreamingDiLoCo(
             module,
@@ -374,19 +370,17 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         state = self._shown.state_dict(engine, self._saves_with_all, local)
         if self._saves_with_all and self._shown.mean is not None:
             rank_zero_info(
-                f"The checkpoint after inner step {engine.inner_steps} holds the mean of the"
-                " worker groups, exchanged"
-                " in float32: the model that fabric.strategy.finish() would end with."
+                f"The checkpoint after inner step {engine.inner_steps} holds the mean of the worker"
+                " groups, exchanged in float32: the model that fabric.strategy.finish() would end"
+                " with."
             )
         elif engine.has_landed:
             rank_zero_info(
                 f"The checkpoint after inner step {engine.inner_steps} holds the outer model. It"
-                " lacks what the worker"
-                " groups have trained since the launches that landed last; each fragment"
-                " launches every"
-                f" {engine.settings.sync_every} steps. Before you save the last checkpoint, call"
-                " fabric.strategy.finish() in all processes: it lands what is in flight and"
-                " takes the last mean."
+                " lacks what the worker groups have trained since the launches that landed last;"
+                f" each fragment launches every {engine.settings.sync_every} steps. Before you save"
+                " the last checkpoint, call fabric.strategy.finish() in all processes: it lands"
+                " what is in flight and takes the last mean."
             )
         return state
 
@@ -515,7 +509,7 @@ def _warn_of_unfinished(inner_steps: list[int]) -> None:
     if inner_steps:
         _log.warning(
             "Training ended after %d inner steps without fabric.strategy.finish(): what was in"
-            " flight is lost, and each"
-            " worker group ended with its own model. Call it in all processes after the last step.",
+            " flight is lost, and each worker group ended with its own model. Call it in all"
+            " processes after the last step.",
             inner_steps[0],
         )

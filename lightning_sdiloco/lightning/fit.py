@@ -1,6 +1,4 @@
-"""One fit: everything that begins with it and ends with it, as the callback whose hooks drive
-it.
-"""
+"""One fit: everything that begins with it and ends with it, as the callback whose hooks drive it."""
 
 import logging
 import math
@@ -64,9 +62,8 @@ EPOCH_HOOKS = ("on_train_epoch_start", "on_train_epoch_end")
 _SHOWN = 5
 
 _ADVICE = (
-    "Gather with self.all_gather(..., sync_grads=True) of the LightningModule, which stays in"
-    " the worker group, or pass"
-    " group=trainer.strategy.topology.in_group.process_group to collectives."
+    "Gather with self.all_gather(..., sync_grads=True) of the LightningModule, which stays in the"
+    " worker group, or pass group=trainer.strategy.topology.in_group.process_group to collectives."
 )
 
 
@@ -79,8 +76,9 @@ class Distribution(NamedTuple):
 
 
 class Fit(FitState):
-    """A fit of a trainer, and its inner steps. It holds no state that a checkpoint would need from
-    a callback.
+    """A fit of a trainer, and its inner steps.
+
+    It holds no state that a checkpoint would need from a callback.
     """
 
     landed = stepped = counts_micro_batches = False
@@ -165,8 +163,9 @@ class Fit(FitState):
         align_model(model, topology)
 
     def start(self, module: Any, optimizers: list[Optimizer]) -> None:
-        """Makes the engine. The weights are final only now: checkpoints are restored, and user
-        hooks have run.
+        """Makes the engine.
+
+        The weights are final only now: checkpoints are restored, and user hooks have run.
         """
         require_same_start(self.checkpointer.start, self.groups.topology.world)
         self.options.choose_for_length(module, self.groups.topology, self._known_steps)
@@ -271,8 +270,9 @@ class Fit(FitState):
         return self.groups.decide(holds, all=False, device=self.trainer.strategy.root_device)
 
     def _recut_or_take(self, engine: StreamingDiLoCo, must_recut: bool) -> None:
-        """Takes weights that hooks have overwritten, and cuts the model again if it must. All
-        ranks must call it.
+        """Takes weights that hooks have overwritten, and cuts the model again if it must.
+
+        All ranks must call it.
         """
         if not must_recut:
             self._take_rewritten()
@@ -301,10 +301,8 @@ class Fit(FitState):
         elif engine.has_new_parameters():
             _log.warning(
                 "A checkpoint is saved after parameters were replaced, before the model is cut"
-                " again: a fit that"
-                " resumes from it begins with the old ones. Replace parameters in"
-                " on_train_epoch_start or"
-                " on_train_epoch_end."
+                " again: a fit that resumes from it begins with the old ones. Replace parameters in"
+                " on_train_epoch_start or on_train_epoch_end."
             )
         save(*args, **kwargs)
 
@@ -352,9 +350,8 @@ class Fit(FitState):
         self._epoch_has_stepped = True
         if engine.is_finished:
             raise RuntimeError(
-                "Training continues after its last batch: max_epochs or max_steps was raised"
-                " after the worker groups"
-                " had joined. Set them before trainer.fit, or fit again."
+                "Training continues after its last batch: max_epochs or max_steps was raised after"
+                " the worker groups had joined. Set them before trainer.fit, or fit again."
             )
         self.requests.ask(self.signals.received)
         if engine.launches_next:
@@ -406,10 +403,8 @@ class Fit(FitState):
         if self._epoch_has_stepped is False and self.groups.topology.group_rank == 0:
             _log.warning(
                 "Epoch %d ended without an inner step: no optimizer stepped this model's"
-                " parameters, so the worker"
-                " groups have exchanged nothing. Train with optimizers of torch.optim, or with"
-                " those that"
-                " self.optimizers() returns.",
+                " parameters, so the worker groups have exchanged nothing. Train with optimizers of"
+                " torch.optim, or with those that self.optimizers() returns.",
                 trainer.current_epoch,
             )
 
@@ -427,8 +422,8 @@ class Fit(FitState):
             monitor.note(landings)
 
     def _log(self, log_metrics: Any, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Adds what landed to the row that Lightning logs of training, and makes one where a
-        logged step has none.
+        """Adds what landed to the row that Lightning logs of training, and makes one where a logged
+        step has none.
         """
         # Not through self.log, which repeats values without a landing, and forgets those between
         # two logged steps.
@@ -466,8 +461,8 @@ class Fit(FitState):
             self.engine.keep_outer()
 
     def finish(self) -> list[Landing]:
-        """Ends a fit that ran to its end, with the outer parameters in the module, and returns
-        what landed.
+        """Ends a fit that ran to its end, with the outer parameters in the module, and returns what
+        landed.
         """
         if self.engine is None or self.groups.failed:
             return []
@@ -482,8 +477,8 @@ class Fit(FitState):
         return landings
 
     def align(self) -> None:
-        """Gives all ranks the model of the first group, once callbacks and hooks have run after
-        the last step.
+        """Gives all ranks the model of the first group, once callbacks and hooks have run after the
+        last step.
         """
         if self.groups.is_alone:
             return
@@ -492,12 +487,10 @@ class Fit(FitState):
         if unlike and self.trainer.is_global_zero:
             _log.warning(
                 "After training %d tensors of the model differ between ranks: %s%s. A hook or"
-                " callback changed them"
-                " after the last step, and the ranks do not agree on what it put there. All"
-                " ranks now hold those of"
-                " rank 0. The outer model is in strategy.outer_state_dict() and in the last"
-                " checkpoint. To keep what"
-                " the hook writes, let it write the same on all ranks.",
+                " callback changed them after the last step, and the ranks do not agree on what it"
+                " put there. All ranks now hold those of rank 0. The outer model is in"
+                " strategy.outer_state_dict() and in the last checkpoint. To keep what the hook"
+                " writes, let it write the same on all ranks.",
                 len(unlike),
                 ", ".join(map(repr, unlike[:_SHOWN])),
                 ", ..." if len(unlike) > _SHOWN else "",

@@ -9,10 +9,9 @@ the same inner step, all save together and end. A second signal changes nothing,
 after that.
 
 [Note: where a fit ends] There are two places at the end of a batch from which Lightning resumes
-exactly. If a
-validation is due, it is the place before the first validation batch: the resumed fit starts with
-that validation. Otherwise it is the place after everything else. After the last batch of an epoch
-Lightning resumes with the next epoch, so the end of the epoch runs before the fit ends.
+exactly. If a validation is due, it is the place before the first validation batch: the resumed fit
+starts with that validation. Otherwise it is the place after everything else. After the last batch
+of an epoch Lightning resumes with the next epoch, so the end of the epoch runs before the fit ends.
 """
 
 import logging
@@ -154,8 +153,9 @@ class Signals:
         return sum(self._received.copy())
 
     def end_if_any_received(self) -> None:
-        """Ends a fit that has finished before a launch could carry the request. All ranks must
-        call it.
+        """Ends a fit that has finished before a launch could carry the request.
+
+        All ranks must call it.
         """
         received = reduce(or_, self._fit.groups.topology.world.all_gather_object(self.received))
         if received:
@@ -233,8 +233,7 @@ class Signals:
         else:
             told = (
                 "No checkpoint was saved, because the trainer saves none (enable_checkpointing,"
-                " fast_dev_run,"
-                " barebones)."
+                " fast_dev_run, barebones)."
             )
         if trainer.is_global_zero:
             _log.warning(
@@ -245,8 +244,8 @@ class Signals:
 
 
 def listen_without_fit(trainer: Any, undo: ExitStack) -> None:
-    """Replaces Lightning's signal handlers outside a fit, which wait for all ranks in the middle
-    of whatever runs.
+    """Replaces Lightning's signal handlers outside a fit, which wait for all ranks in the middle of
+    whatever runs.
     """
     connector = trainer._signal_connector
 

@@ -141,11 +141,10 @@ class ConnectedGroups:
         ]
         if self in _running and others and is_connected() and world().size > 1:
             raise ValueError(
-                f"A trainer already runs in the thread {others[0]!r} of this process, and this"
-                " one was started in"
-                f" {thread.name!r}: with {world().size} processes their collectives would be"
-                " taken for each other's."
-                " Run one after the other, or in processes of their own."
+                f"A trainer already runs in the thread {others[0]!r} of this process, and this one"
+                f" was started in {thread.name!r}: with {world().size} processes their collectives"
+                " would be taken for each other's. Run one after the other, or in processes of"
+                " their own."
             )
 
     def _connect(
@@ -203,11 +202,9 @@ class ConnectedGroups:
             connected = world().size
             if connected != layout.world_size:
                 raise ValueError(
-                    f"{connected} processes are connected by code outside Lightning, but the"
-                    " worker groups are made for"
-                    f" {layout.world_size}. Set devices and num_nodes to that number, or give"
-                    " plugins a cluster"
-                    " environment whose world_size() returns it."
+                    f"{connected} processes are connected by code outside Lightning, but the worker"
+                    f" groups are made for {layout.world_size}. Set devices and num_nodes to that"
+                    " number, or give plugins a cluster environment whose world_size() returns it."
                 )
             require_same_settings({**options.described(), **model_format.described}, world())
             joining = for_exchange if has_exchange_interface() else None
@@ -231,8 +228,8 @@ class ConnectedGroups:
         self._topology = topology
 
     def fail(self, exception: BaseException) -> None:
-        """Reports to the others that this rank ends with an exception; from now on it must not
-        wait for them.
+        """Reports to the others that this rank ends with an exception; from now on it must not wait
+        for them.
         """
         self.failed = True
         failures = self._failures
@@ -287,10 +284,8 @@ class ConnectedGroups:
             raise ExchangeError(
                 f"This rank, of worker group {self.topology.group_index}, waited for all others at"
                 f" {names or 'a barrier'} and they did not come; fragments in flight:"
-                f" {in_flight or 'none'}. Other"
-                " groups have stopped, or are still training because they have more data or"
-                " because trainer.should_stop"
-                " was set here only."
+                f" {in_flight or 'none'}. Other groups have stopped, or are still training because"
+                " they have more data or because trainer.should_stop was set here only."
             ) from error
 
 
@@ -306,11 +301,9 @@ def _layout(host: Any, options: Options, model_format: WholeModel) -> GroupLayou
         world_size = host.world_size
     if world_size % nodes:
         raise ValueError(
-            f"{type(environment).__name__} says that there are {world_size} processes, which do"
-            " not fill"
-            f" num_nodes={nodes} nodes equally. Start the same number on every node, or leave"
-            " num_nodes at 1 and set"
-            " worker_groups."
+            f"{type(environment).__name__} says that there are {world_size} processes, which do not"
+            f" fill num_nodes={nodes} nodes equally. Start the same number on every node, or leave"
+            " num_nodes at 1 and set worker_groups."
         )
     return model_format.layout(options.worker_groups, nodes, world_size // nodes)
 
@@ -328,9 +321,7 @@ def in_batch(module: Any) -> bool:
 
 
 def stays_in_group(module: Any, groups: ConnectedGroups) -> bool:
-    """Returns whether a collective stays inside the worker group, and announces one that does
-    not.
-    """
+    """Returns whether a collective stays inside the worker group, and announces one that does not."""
     stays = in_batch(module)
     if not stays:
         groups.meet()
@@ -355,9 +346,7 @@ class ScaleWatch:
             self._say("The module keeps world_size", topology)
 
     def read(self, module: Any, topology: Topology) -> None:
-        """Looks who reads the number: the caller's caller, or the one that asks the trainer for
-        it.
-        """
+        """Looks who reads the number: the caller's caller, or the one that asks the trainer for it."""
         if self._has_said or torch.compiler.is_compiling() or not in_batch(module):
             return
         frame = inspect.currentframe()
@@ -370,10 +359,9 @@ class ScaleWatch:
         self._has_said = True
         if topology.num_groups > 1 and topology.rank == 0:
             _log.warning(
-                "%s: %d, the ranks of all worker groups, but gradients are averaged over the %d"
-                " of a group. A loss that"
-                " is multiplied by it, as for DDP, has gradients %d times too large: use"
-                " trainer.strategy.topology.group_size there. Shown once.",
+                "%s: %d, the ranks of all worker groups, but gradients are averaged over the %d of"
+                " a group. A loss that is multiplied by it, as for DDP, has gradients %d times too"
+                " large: use trainer.strategy.topology.group_size there. Shown once.",
                 what,
                 topology.world.size,
                 topology.group_size,

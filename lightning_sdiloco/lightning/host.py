@@ -206,8 +206,7 @@ def _require(missing: list[HostName], version: str = "", warns: bool = False) ->
     lacks = needed or [f"{entry}, without which {entry.without}" for entry in missing]
     told = (
         f"This version of Lightning{version} lacks what worker groups need: {'; '.join(lacks)}."
-        " lightning-sdiloco was"
-        f" tested with Lightning {OLDEST} to {NEWEST}."
+        f" lightning-sdiloco was tested with Lightning {OLDEST} to {NEWEST}."
     )
     if needed:
         raise ValueError(f"{told} Install one of these, or a newer version of lightning-sdiloco.")
@@ -232,9 +231,7 @@ def wrap(undo: ExitStack, target: Any, name: str, around: Callable[..., Any]) ->
 
 
 class _Replacement(partial[Any]):
-    """A function that replaces a method; copies and pickles of the object have the method
-    itself.
-    """
+    """A function that replaces a method; copies and pickles of the object have the method itself."""
 
     replaced: tuple[Any, str]
 
@@ -271,8 +268,8 @@ def _hosts(place: str, trainer: Any) -> Iterator[Any]:
 
 @cache
 def _imported(place: str) -> Any:
-    """Returns a module, or an object of a class, as ``__init__`` makes it; None if there is no
-    such class.
+    """Returns a module, or an object of a class, as ``__init__`` makes it; None if there is no such
+    class.
     """
     module, _, name = place.rpartition(".")
     try:
@@ -310,8 +307,9 @@ def is_of_lightning(module: str) -> bool:
 
 
 def class_names(kind: type) -> set[str]:
-    """Returns the names of the classes of Lightning that a class inherits from. Others may have
-    the same names.
+    """Returns the names of the classes of Lightning that a class inherits from.
+
+    Others may have the same names.
     """
     return {base.__name__ for base in kind.__mro__ if is_of_lightning(base.__module__)}
 
@@ -357,8 +355,7 @@ _WITH_SHARDS = {
     **dict.fromkeys(
         _AVERAGING,
         "copies the whole model, but every rank has only a part. Leave it out: the outer model,"
-        " which validation and"
-        " checkpoints use, is an average already.",
+        " which validation and checkpoints use, is an average already.",
     ),
     "BaseFinetuning": "unfreezes layers between epochs, which sharded parameters do not follow. Freeze in"
     " configure_model what stays frozen, and train in several fits.",
@@ -366,8 +363,7 @@ _WITH_SHARDS = {
 _ON_A_ROUTE = dict.fromkeys(
     _AVERAGING,
     "averages outer parameters over time, but on this route each worker group holds its own, so"
-    " every group would end"
-    " with another average. Leave out the callback, or route.",
+    " every group would end with another average. Leave out the callback, or route.",
 )
 
 
@@ -386,9 +382,8 @@ def refuse_what_cannot_work(trainer: Any, shares: bool, is_sharded: bool) -> Non
     if seconds is not None:
         raise ValueError(
             f"val_check_interval is a time, {seconds:g} s: each rank would go by its own clock,"
-            " validate after another"
-            " batch and wait there for the others. Give it as a number of batches, or as a share"
-            " of the epoch."
+            " validate after another batch and wait there for the others. Give it as a number of"
+            " batches, or as a share of the epoch."
         )
     averaging = [
         callback
@@ -398,9 +393,8 @@ def refuse_what_cannot_work(trainer: Any, shares: bool, is_sharded: bool) -> Non
     if len(averaging) > 1:
         raise ValueError(
             "Several callbacks average weights:"
-            f" {', '.join(type(callback).__name__ for callback in averaging)}. A"
-            " checkpoint has room for one average, and the module for one at the end. Keep one"
-            " of them."
+            f" {', '.join(type(callback).__name__ for callback in averaging)}. A checkpoint has"
+            " room for one average, and the module for one at the end. Keep one of them."
         )
     reasons = {
         **_WITH_GROUPS,
@@ -417,13 +411,10 @@ def refuse_what_cannot_work(trainer: Any, shares: bool, is_sharded: bool) -> Non
         )
         if contains_batch_norm(trainer.lightning_module):
             raise ValueError(
-                f"{type(callback).__name__} does not work with a model that has BatchNorm: it"
-                " adds an epoch that"
-                " recomputes the statistics, in every worker group from its own data and without"
-                " an exchange, so every"
-                " group would end with another model. Use WeightAveraging or EMAWeightAveraging,"
-                " which average the"
-                " statistics too."
+                f"{type(callback).__name__} does not work with a model that has BatchNorm: it adds"
+                " an epoch that recomputes the statistics, in every worker group from its own data"
+                " and without an exchange, so every group would end with another model. Use"
+                " WeightAveraging or EMAWeightAveraging, which average the statistics too."
             )
 
 
@@ -438,8 +429,9 @@ def may_write_at_end(trainer: Any) -> bool:
 
 
 def refuse_in_notebook(host: Any) -> None:
-    """Refuses to start processes in a notebook in a way that would run a script again. Lightning
-    advises DDP there.
+    """Refuses to start processes in a notebook in a way that would run a script again.
+
+    Lightning advises DDP there.
     """
     # Lightning decides alike.
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
@@ -448,8 +440,7 @@ def refuse_in_notebook(host: Any) -> None:
         name = "_".join((host.strategy_name, "notebook"))
         raise ValueError(
             f"strategy={host.strategy_name!r} cannot start its processes from a notebook or an"
-            " interactive interpreter,"
-            " which has no script to run. "
+            " interactive interpreter, which has no script to run. "
             + (
                 f"Write strategy={name!r}, or give the strategy start_method='fork'."
                 if name in variants(host.strategy_name)
@@ -463,12 +454,9 @@ def advise_on_unused(exception: BaseException, name: str) -> None:
     advises DDP.
     """
     advice = (
-        "It looks like your LightningModule has parameters that were not used in producing the"
-        " loss returned by"
-        " training_step. If this is intentional, DistributedDataParallel must look for them in"
-        " every step: write"
-        f" strategy='{name}_find_unused_parameters_true', or give the strategy"
-        f" ddp_kwargs={{'find_unused_parameters':"
-        " True}}."
+        "It looks like your LightningModule has parameters that were not used in producing the loss"
+        " returned by training_step. If this is intentional, DistributedDataParallel must look for"
+        f" them in every step: write strategy='{name}_find_unused_parameters_true', or give the"
+        " strategy ddp_kwargs={'find_unused_parameters': True}}."
     )
     exception.args = tuple(advice if _UNUSED in str(part) else part for part in exception.args)

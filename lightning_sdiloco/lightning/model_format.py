@@ -130,9 +130,8 @@ class WholeModel:
         arguments = dict(locals())
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise ValueError(
-                f"start_method={start_method!r} is unknown: it must be 'popen', the default,"
-                " which runs the script"
-                " again, 'spawn', 'fork' or 'forkserver'. Choose one of them."
+                f"start_method={start_method!r} is unknown: it must be 'popen', the default, which"
+                " runs the script again, 'spawn', 'fork' or 'forkserver'. Choose one of them."
             )
         require_backend(process_group_backend)
         check_ddp_kwargs(ddp_kwargs, "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper")
@@ -183,11 +182,10 @@ class WholeModel:
         resumes = topology.group_size > 2 and host.fit.checkpointer.resumed is not None
         if resumes and wrapped.static_graph and topology.world.rank == 0:
             _log.warning(
-                "With static_graph=True DistributedDataParallel adds up the gradients of the"
-                " first step in another"
-                " order than later ones. In a worker group of %d ranks the resumed run may round"
-                " differently from an"
-                " uninterrupted one; without static_graph it gives the same bits.",
+                "With static_graph=True DistributedDataParallel adds up the gradients of the first"
+                " step in another order than later ones. In a worker group of %d ranks the resumed"
+                " run may round differently from an uninterrupted one; without static_graph it"
+                " gives the same bits.",
                 topology.group_size,
             )
         return wrapped
@@ -237,19 +235,17 @@ def check_ddp_kwargs(ddp_kwargs: Any, *of_lightning: str) -> None:
     if ddp_kwargs is not None and not isinstance(ddp_kwargs, Mapping):
         raise ValueError(
             f"ddp_kwargs={ddp_kwargs!r} is of type {type(ddp_kwargs).__name__}: it must be a"
-            " dictionary, with"
-            " arguments of DistributedDataParallel. Write ddp_kwargs={'find_unused_parameters':"
-            " True}, for example."
+            " dictionary, with arguments of DistributedDataParallel. Write"
+            " ddp_kwargs={'find_unused_parameters': True}, for example."
         )
     known = {*inspect.signature(DistributedDataParallel).parameters, *of_lightning} - _NOT_FOR_DDP
     for name in ddp_kwargs or {}:
         if name in _NOT_FOR_DDP:
             raise ValueError(
                 f"ddp_kwargs contains {name!r}, which the strategy sets itself:"
-                " DistributedDataParallel runs among the"
-                " ranks of a worker group. Take it out; choose the groups with worker_groups,"
-                " and the rest with the"
-                " strategy's own arguments."
+                " DistributedDataParallel runs among the ranks of a worker group. Take it out;"
+                " choose the groups with worker_groups, and the rest with the strategy's own"
+                " arguments."
             )
         if name not in known:
             near = get_close_matches(str(name), known)
@@ -312,9 +308,8 @@ class ShardedModel(WholeModel):
             size = arguments[name]
             if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise ValueError(
-                    f"{name}={size!r} is out of range: it must be a whole number of at least 1,"
-                    " or 'auto'. Choose one"
-                    " of them."
+                    f"{name}={size!r} is out of range: it must be a whole number of at least 1, or"
+                    " 'auto'. Choose one of them."
                 )
         require_backend(process_group_backend)
         return arguments
@@ -344,9 +339,8 @@ class ShardedModel(WholeModel):
         if data * tensor != size:
             raise ValueError(
                 f"data_parallel_size={self._data!r} and tensor_parallel_size={self._tensor!r} do"
-                " not fill a worker"
-                f" group of {size} ranks: their product must be that number. Change one of them,"
-                " or worker_groups."
+                f" not fill a worker group of {size} ranks: their product must be that number."
+                " Change one of them, or worker_groups."
             )
         self.mesh = {"data_parallel": data, "tensor_parallel": tensor}
         return layout
@@ -411,9 +405,7 @@ class ShardedModel(WholeModel):
 
 
 def require_sharded(module: nn.Module, topology: Topology, mesh: Mapping[str, int]) -> None:
-    """Refuses a model with a parameter that is not sharded over the data-parallel ranks of a
-    group.
-    """
+    """Refuses a model with a parameter that is not sharded over the data-parallel ranks of a group."""
     reshard(module)
     data, tensor = mesh.values()
     rank = topology.group_index * topology.group_size + topology.group_rank
@@ -424,11 +416,9 @@ def require_sharded(module: nn.Module, topology: Topology, mesh: Mapping[str, in
     if data > 1 and alone:
         raise ValueError(
             f"{len(alone)} trainable parameters, such as {alone[0]!r}, are not sharded over the"
-            " mesh's data_parallel"
-            f" dimension of {data} ranks: their gradients would not be averaged, and the ranks"
-            " of a group would train"
-            " different models. In configure_model call fully_shard on the module that holds"
-            " them, with"
+            f" mesh's data_parallel dimension of {data} ranks: their gradients would not be"
+            " averaged, and the ranks of a group would train different models. In configure_model"
+            " call fully_shard on the module that holds them, with"
             " mesh=self.device_mesh['data_parallel']."
         )
 

@@ -262,9 +262,8 @@ class StreamingDiLoCoMonitorMixin:
         ):
             if path is not None and not isinstance(path, str | os.PathLike):
                 raise ValueError(
-                    f"{name}={path!r} is of type {type(path).__name__}, not a path. Give one,"
-                    " such as"
-                    f" {name}={example!r}, or leave it out."
+                    f"{name}={path!r} is of type {type(path).__name__}, not a path. Give one, such"
+                    f" as {name}={example!r}, or leave it out."
                 )
         if not isinstance(diagnostics, bool):
             raise ValueError(
@@ -356,8 +355,7 @@ class StreamingDiLoCoMonitorMixin:
             if len(run.ranks) < trainer.world_size:
                 _log.warning(
                     "%s has the records of %d of %d ranks: the others wrote to their own disks."
-                    " Copy theirs there, and"
-                    " `sdiloco report` shows the timeline of all.",
+                    " Copy theirs there, and `sdiloco report` shows the timeline of all.",
                     self._folder,
                     len(run.ranks),
                     trainer.world_size,
@@ -489,9 +487,8 @@ class StreamingDiLoCoMonitorMixin:
             path = self._file.name
             self._close()
             _log.warning(
-                "%s cannot be written: %s. Training continues, but this rank records nothing"
-                " more until it is"
-                " restarted. Make room on the disk.",
+                "%s cannot be written: %s. Training continues, but this rank records nothing more"
+                " until it is restarted. Make room on the disk.",
                 path,
                 error,
             )
@@ -504,8 +501,8 @@ class StreamingDiLoCoMonitorMixin:
 
 
 def _folder_of(trainer: Any) -> Path:
-    """Returns where a run keeps its files: beside checkpoints, where the first logger has no
-    folder for each run.
+    """Returns where a run keeps its files: beside checkpoints, where the first logger has no folder
+    for each run.
     """
     folder = Path(trainer.log_dir or trainer.default_root_dir)
     first = next(iter(trainer.loggers), None)
@@ -538,9 +535,7 @@ class Step(NamedTuple):
 
 
 class LandingRecord(NamedTuple):
-    """A landing as it was written down; `lightning_sdiloco.Landing` describes most of the
-    fields.
-    """
+    """A landing as it was written down; `lightning_sdiloco.Landing` describes most of the fields."""
 
     fragment: int
     launched_at: int
@@ -627,9 +622,8 @@ def records_in(folder: str | Path) -> Path:
             return place
     raise ValueError(
         f"{folder} holds no records (rank_00000.jsonl and so on). Give the folder that a"
-        " StreamingDiLoCoMonitor wrote:"
-        " add one to the trainer's callbacks; by default it writes into sdiloco in the logger's"
-        " folder."
+        " StreamingDiLoCoMonitor wrote: add one to the trainer's callbacks; by default it writes"
+        " into sdiloco in the logger's folder."
     )
 
 
@@ -872,12 +866,10 @@ class Announcement:
             f"{number} {what}{'s' * (number != 1)}" for number, what in counts
         )
         rank_zero_info(
-            f"Streaming DiLoCo: {groups} of {ranks}, {fragments},"
-            f" sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps},"
-            f" {numbers}; each rank sends"
+            f"Streaming DiLoCo: {groups} of {ranks}, {fragments}, sync_every={settings.sync_every},"
+            f" overlap_steps={settings.overlap_steps}, {numbers}; each rank sends"
             f" {f'at most {most}' if settings.codec.varies() else sent} a fragment; the first"
-            " launch follows inner step"
-            f" {engine.inner_steps - engine.steps_in_rounds + first}."
+            f" launch follows inner step {engine.inner_steps - engine.steps_in_rounds + first}."
         )
 
     def step(self) -> None:
@@ -902,8 +894,7 @@ class Announcement:
             )
             of_link = (
                 f"; overlap_steps={settings.overlap_steps} gives the link {short(window)} s a"
-                " fragment, so it has to"
-                f" carry {readable_rate(8 * rate / 1e9)} from each rank"
+                f" fragment, so it has to carry {readable_rate(8 * rate / 1e9)} from each rank"
             )
         rank_zero_info(f"Streaming DiLoCo: an inner step takes {short(seconds)} s{of_link}.")
         steps = self._engine.rounds.longest_wait(self._engine.inner_steps)
@@ -918,11 +909,9 @@ class Announcement:
             name = requeue.name.removeprefix("SIG") if self._environment.auto_requeue else "TERM"
             give = f"Use sbatch --signal={name}@{early}"
         _log.warning(
-            "After a termination signal the fit goes on until a launch that follows it has"
-            " landed: up to %d inner"
-            " steps, about %.0f s (%.2g s each). %s, which leaves a minute for saving. More"
-            " fragments or a smaller"
-            " sync_every shorten this.",
+            "After a termination signal the fit goes on until a launch that follows it has landed:"
+            " up to %d inner steps, about %.0f s (%.2g s each). %s, which leaves a minute for"
+            " saving. More fragments or a smaller sync_every shorten this.",
             steps,
             steps * seconds,
             seconds,
@@ -953,9 +942,8 @@ def warn_of_few_rounds(schedule: Schedule, steps: int) -> None:
             advice = f"Choose sync_every={sync_every}{less} for {ENOUGH_ROUNDS} rounds"
             break
     _log.warning(
-        "With sync_every=%d only %d %s into the %d inner steps of this fit: the worker groups"
-        " learn little from each"
-        " other, and the loss ends some percent above DDP's. %s.",
+        "With sync_every=%d only %d %s into the %d inner steps of this fit: the worker groups learn"
+        " little from each other, and the loss ends some percent above DDP's. %s.",
         schedule.sync_every,
         rounds,
         "round fits" if rounds == 1 else "rounds fit",

@@ -146,82 +146,74 @@ class Options:
             (
                 first and settings.sync_every <= STEPS,
                 f"sync_every={settings.sync_every} leaves no time for {asked}: the first {STEPS}"
-                " inner steps are"
-                f" measured before the first launch. Choose {first} yourself, or a larger"
-                " sync_every.",
+                f" inner steps are measured before the first launch. Choose {first} yourself, or a"
+                " larger sync_every.",
             ),
             (
                 first not in ("", "exchange") and settings.schedule is not None,
                 f"schedule={settings.schedule!r} does not work with {first}='auto': the planner"
-                " plans launches every"
-                f" sync_every inner steps. Choose {first} yourself, or leave out schedule.",
+                f" plans launches every sync_every inner steps. Choose {first} yourself, or leave"
+                " out schedule.",
             ),
             (
                 first and not settings.shares,
                 f"route={settings.route!r} does not work with {first}='auto': the planner plans"
-                " rounds in which all"
-                f" groups exchange with all others. Choose {first} yourself, or leave out route.",
+                f" rounds in which all groups exchange with all others. Choose {first} yourself, or"
+                " leave out route.",
             ),
             (
                 first not in ("", "exchange") and settings.dense_beginning is not None,
-                f"dense_beginning={settings.dense_beginning!r} does not work with"
-                f" {first}='auto': its first launches"
-                f" come before the first {STEPS} inner steps are measured. Choose {first}"
-                " yourself, or leave out"
-                " dense_beginning.",
+                f"dense_beginning={settings.dense_beginning!r} does not work with {first}='auto':"
+                f" its first launches come before the first {STEPS} inner steps are measured."
+                f" Choose {first} yourself, or leave out dense_beginning.",
             ),
             (
                 "sync_every" in self.auto and settings.overlap_steps >= max(SYNC_EVERY),
                 f"overlap_steps={settings.overlap_steps} leaves nothing for sync_every='auto',"
-                " which chooses at most"
-                f" {max(SYNC_EVERY)}. Choose sync_every yourself, or fewer overlap_steps.",
+                f" which chooses at most {max(SYNC_EVERY)}. Choose sync_every yourself, or fewer"
+                " overlap_steps.",
             ),
             (
                 self.evaluate not in ("outer", "mean", "local"),
-                f"evaluate={self.evaluate!r} is unknown: validation inside a fit sees the"
-                " 'outer' model (the default),"
-                " the 'mean' of the worker groups, or each group's 'local' model. Choose one of"
-                " them.",
+                f"evaluate={self.evaluate!r} is unknown: validation inside a fit sees the 'outer'"
+                " model (the default), the 'mean' of the worker groups, or each group's 'local'"
+                " model. Choose one of them.",
             ),
             (
                 self.resume not in ("exact", "restart", "exact:newest", "restart:newest"),
-                f"resume={self.resume!r} is unknown: it must be 'exact', which refuses a"
-                " checkpoint of other settings,"
-                " or 'restart', which restarts rounds from its outer parameters; with the suffix"
-                " ':newest' only the"
-                " newest checkpoint keeps the folder that a fit resumes from. Choose one of them.",
+                f"resume={self.resume!r} is unknown: it must be 'exact', which refuses a checkpoint"
+                " of other settings, or 'restart', which restarts rounds from its outer parameters;"
+                " with the suffix ':newest' only the newest checkpoint keeps the folder that a fit"
+                " resumes from. Choose one of them.",
             ),
             (
                 self.federation is not None and not isinstance(self.federation, Federation),
                 f"federation={self.federation!r} is not a Federation. Give one:"
-                " lightning_sdiloco.Federation(hub=...,"
-                " run=..., site=..., keys=...), or leave it out.",
+                " lightning_sdiloco.Federation(hub=..., run=..., site=..., keys=...), or leave it"
+                " out.",
             ),
             (
                 self.federation is not None and self.worker_groups not in (1, "auto"),
-                f"worker_groups={self.worker_groups} does not work with a federation: the ranks"
-                " of a site are one"
-                " worker group. Leave it out, and start the others as their own sites.",
+                f"worker_groups={self.worker_groups} does not work with a federation: the ranks of"
+                " a site are one worker group. Leave it out, and start the others as their own"
+                " sites.",
             ),
             (
                 self.federation is not None and first,
                 f"{first}='auto' does not work with a federation: its sites are launched"
-                " separately, and all need the"
-                " same settings. Give a number or name (sdiloco plan --hub-bandwidth recommends"
-                " some), or what the run"
-                " was founded with (sdiloco doctor --hub shows it).",
+                " separately, and all need the same settings. Give a number or name (sdiloco plan"
+                " --hub-bandwidth recommends some), or what the run was founded with (sdiloco"
+                " doctor --hub shows it).",
             ),
             (
                 self.federation is not None and self.restarts,
-                f"resume={self.resume!r} does not work with a federation: a site resumes from"
-                " its own checkpoint, or"
-                " fetches a state. Leave it out.",
+                f"resume={self.resume!r} does not work with a federation: a site resumes from its"
+                " own checkpoint, or fetches a state. Leave it out.",
             ),
             (
                 self.federation is not None and self.evaluate == "mean",
-                f"evaluate={self.evaluate!r} does not work with a federation: validation does"
-                " not wait for other sites."
-                " Choose 'outer' or 'local'.",
+                f"evaluate={self.evaluate!r} does not work with a federation: validation does not"
+                " wait for other sites. Choose 'outer' or 'local'.",
             ),
         ):
             if holds:
@@ -276,9 +268,7 @@ class Options:
         self._choose_outer_step(model, topology)
 
     def _choose_outer_step(self, model: nn.Module, topology: Topology) -> None:
-        """Chooses the open settings of the outer step, unless what they depend on is chosen
-        later.
-        """
+        """Chooses the open settings of the outer step, unless what they depend on is chosen later."""
         if {"sync_every", "dense_beginning"} & {*self.open}:
             return
         rounds = self._rounds()
@@ -297,8 +287,9 @@ class Options:
         return (self.steps - dense_steps) // self.settings.sync_every
 
     def _choose_dense(self, model: nn.Module, topology: Topology, step_time: float) -> None:
-        """Chooses the shortest dense rounds that the link hides; none if it hides none. All ranks
-        must call it.
+        """Chooses the shortest dense rounds that the link hides; none if it hides none.
+
+        All ranks must call it.
         """
         self.chooses_dense = False
         self.settings = replace(self.settings, dense_beginning=None)
@@ -335,18 +326,16 @@ class Options:
         if dense is None:
             _log.warning(
                 "Chosen: dense_beginning=None, because training would wait for the link in all"
-                " dense rounds that"
-                " sync_every=%d and the length of this fit allow: %s.",
+                " dense rounds that sync_every=%d and the length of this fit allow: %s.",
                 self.settings.sync_every,
                 why,
             )
             return
         _log.warning(
-            "Chosen: dense_beginning=%r: in the first %d of the %d inner steps of this fit, %.0f"
-            " %% of them, the %d"
-            " groups exchange every %d inner steps, and each sends %s. These are the shortest"
-            " rounds for which training"
-            " does not wait: %s. Give dense_beginning=None for none.",
+            "Chosen: dense_beginning=%r: in the first %d of the %d inner steps of this fit, %.0f %%"
+            " of them, the %d groups exchange every %d inner steps, and each sends %s. These are"
+            " the shortest rounds for which training does not wait: %s. Give dense_beginning=None"
+            " for none.",
             dense,
             dense.steps,
             self.steps,
@@ -368,9 +357,7 @@ class Options:
     # What the planner chooses
 
     def restore(self, saved: Mapping[str, str]) -> None:
-        """Takes what suits from a checkpoint, and the planner's choice if it was saved after
-        that.
-        """
+        """Takes what suits from a checkpoint, and the planner's choice if it was saved after that."""
         self.settings = self.settings.taken_from(saved)
         if self.chooses_dense:
             dense = saved.get("dense_beginning", repr(None))
@@ -394,9 +381,8 @@ class Options:
                 )
             except (ValueError, SyntaxError):
                 raise ValueError(
-                    f"{name}='auto' was given, but the checkpoint has {name}={saved[name]},"
-                    " which cannot be read from"
-                    f" its text. Give the same {name} as then."
+                    f"{name}='auto' was given, but the checkpoint has {name}={saved[name]}, which"
+                    f" cannot be read from its text. Give the same {name} as then."
                 ) from None
         if self.overlap_gives_way and "sync_every" in chosen:
             chosen["overlap_steps"] = overlap_for(chosen["sync_every"], None)
@@ -429,8 +415,9 @@ class Options:
         return max(1e-6, median(seconds) if is_settled else min(seconds, default=0.0))
 
     def choose(self, model: nn.Module, topology: Topology) -> None:
-        """Measures the link, and adopts what the planner recommends for what is open. All ranks
-        must call it.
+        """Measures the link, and adopts what the planner recommends for what is open.
+
+        All ranks must call it.
         """
         settings = self.settings
         timeout = self.settings.timeout.total_seconds()
@@ -511,8 +498,9 @@ def candidates_among(
 
 
 def measure_link(topology: Topology, timeout: float, to: int | None = None) -> Link:
-    """Measures the link between groups, with ever larger messages until one is slow enough. All
-    ranks must call it.
+    """Measures the link between groups, with ever larger messages until one is slow enough.
+
+    All ranks must call it.
 
     Args:
         topology: The worker groups.
@@ -523,8 +511,8 @@ def measure_link(topology: Topology, timeout: float, to: int | None = None) -> L
     exchange = topology.exchange
 
     def seconds(nbytes: int) -> float:
-        """How long messages of that size take: to all groups, or to one of them, with a byte to
-        the others.
+        """How long messages of that size take: to all groups, or to one of them, with a byte to the
+        others.
         """
         sizes = [nbytes if to in (None, group) else 1 for group in range(exchange.num_groups)]
         messages = {
@@ -564,8 +552,7 @@ def tell(settings: Settings, fragments: int, measured: Measured | None) -> dict[
         }
     _log.warning(
         "Chosen: sync_every=%d, overlap_steps=%d, fragments=%r (number of fragments: %d),"
-        " compression=%r, because %s. A"
-        " resumed fit takes these settings from its checkpoint.",
+        " compression=%r, because %s. A resumed fit takes these settings from its checkpoint.",
         settings.sync_every,
         settings.overlap_steps,
         settings.fragments,

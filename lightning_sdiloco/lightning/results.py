@@ -49,10 +49,9 @@ class Results:
         source = self.engine or self.other
         if source is None:
             raise RuntimeError(
-                "There is nothing to read yet: fragments and schedule are known from"
-                " on_fit_start on, outer parameters"
-                " and the report from on_train_batch_start on, and everything after a fit that"
-                " trained."
+                "There is nothing to read yet: fragments and schedule are known from on_fit_start"
+                " on, outer parameters and the report from on_train_batch_start on, and everything"
+                " after a fit that trained."
             )
         return source
 

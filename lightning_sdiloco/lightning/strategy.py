@@ -217,8 +217,9 @@ class GroupStrategy:
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
-        """The fragments: names and sizes in bytes of their parameters. Known as early as
-        `schedule`.
+        """The fragments: names and sizes in bytes of their parameters.
+
+        Known as early as `schedule`.
         """
         known = self.results.engine or self.results.other
         return (
@@ -276,9 +277,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @property
     def measured(self) -> Measured | None:
-        """What the planner measured to choose the ``"auto"`` settings; None if it chose none
-        here.
-        """
+        """What the planner measured to choose the ``"auto"`` settings; None if it chose none here."""
         return self.results.options.measured
 
     # What launcher, checkpoints and loops read
@@ -415,10 +414,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             if hasattr(optimizer, "consolidate_state_dict"):
                 raise ValueError(
                     f"{type(optimizer).__name__} divides its state over all processes and sends"
-                    " parameters between"
-                    " them, also between worker groups, which train apart. Return the optimizer"
-                    " it wraps from"
-                    " configure_optimizers instead."
+                    " parameters between them, also between worker groups, which train apart."
+                    " Return the optimizer it wraps from configure_optimizers instead."
                 )
 
     @override
@@ -586,9 +583,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduces over the worker group for what is logged per batch, and over all ranks
-        otherwise.
-        """
+        """Reduces over the worker group for what is logged per batch, and over all ranks otherwise."""
         if group is None and stays_in_group(self.lightning_module, self._groups):
             if self.topology.in_group.size == 1:
                 return tensor
@@ -609,10 +604,9 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             if not fit.has_gathered and topology.num_groups > 1 and fit.trainer.is_global_zero:
                 _log.warning(
                     "all_gather in a training batch gathers over the ranks of the worker group"
-                    " (here %d), not over all"
-                    " ranks: groups do not wait for each other between launches. The negatives"
-                    " of a contrastive loss,"
-                    " for instance, come from the group. Shown once.",
+                    " (here %d), not over all ranks: groups do not wait for each other between"
+                    " launches. The negatives of a contrastive loss, for instance, come from the"
+                    " group. Shown once.",
                     topology.group_size,
                 )
             fit.has_gathered = True
@@ -623,8 +617,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for all ranks, except after an exception, and explains what may be wrong if they
-        do not come.
+        """Waits for all ranks, except after an exception, and explains what may be wrong if they do
+        not come.
         """
         if self.is_alone:
             return
@@ -651,9 +645,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
 
 def document(strategy: Any) -> None:
-    """Gives a strategy the docstring and the signature that ``help()`` and the command line
-    show.
-    """
+    """Gives a strategy the docstring and the signature that ``help()`` and the command line show."""
     arguments = strategy.model_format.base_arguments
     renamed = strategy.renamed
     described, _, raises = inspect.cleandoc(GroupStrategy.__doc__ or "").partition("\n\nRaises:")
@@ -696,7 +688,6 @@ def refuse_others(strategy: type[Any], given: Mapping[str, Any]) -> None:
         if "ddp_kwargs" in known and (name in of_ddp or name.startswith("ddp_comm_")):
             raise TypeError(
                 f"{strategy.__name__} has no argument {name!r}. It belongs to"
-                " DistributedDataParallel: give"
-                f" ddp_kwargs={{{name!r}: ...}}."
+                f" DistributedDataParallel: give ddp_kwargs={{{name!r}: ...}}."
             )
     refuse_unknown(strategy.__name__, known, given)
