@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +30,7 @@ from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.engine.shards import unwrapped
 from lightning_sdiloco.engine.start import align_model, require_same_model
 from lightning_sdiloco.engine.weight_copies import WeightCopies
+from lightning_sdiloco.lightning.arguments import Argument
 from lightning_sdiloco.lightning.evaluation import ShownModel
 from lightning_sdiloco.lightning.fit import samples_in
 from lightning_sdiloco.lightning.host import FABRIC, check_without_trainer, wrap
@@ -72,8 +72,18 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         >>> fabric = Fabric(strategy=strategy, accelerator="cpu", devices=2)  # doctest: +SKIP"""
 
     model_format = WholeModel
-    # Fabric calls the plugin by a shorter name.
-    renamed = MappingProxyType({"evaluate": "", "resume": "", "precision_plugin": "precision"})
+
+    @classmethod
+    @override
+    def _arguments(cls) -> dict[str, Argument]:
+        arguments = super()._arguments()
+        # Only a Trainer can validate and resume by itself.
+        del arguments["evaluate"]
+        del arguments["resume"]
+        # Fabric calls the plugin by a shorter name.
+        parameter, text = arguments.pop("precision_plugin")
+        arguments["precision"] = Argument(parameter.replace(name="precision"), text)
+        return arguments
 
     @override
     def base_arguments(self, of_format: dict[str, Any]) -> dict[str, Any]:
@@ -83,8 +93,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         del arguments["precision_plugin"]
         return {**arguments, "precision": precision}
 
-    def __init__(self, *args: Any, **given: Any) -> None:
-        super().__init__(*args, **given)
+    def __init__(self, *args: Any, **arguments: Any) -> None:
+        super().__init__(*args, **arguments)
         if self._options.auto:
             raise ValueError(
                 f"{self._options.auto[0]}='auto' is for the Trainer's strategy, where the planner"

@@ -41,12 +41,12 @@ class Results:
     options: Options
     engine: StreamingDiLoCo | None = None
     fragments: tuple[Fragment, ...] = ()
-    other: Summary | None = None
-    """Results of a fit that ran in other processes."""
+    summary: Summary | None = None
+    """That of a fit that ran in other processes."""
 
     @property
     def source(self) -> StreamingDiLoCo | Summary:
-        source = self.engine or self.other
+        source = self.engine or self.summary
         if source is None:
             raise RuntimeError(
                 "There is nothing to read yet: fragments and schedule are known from on_fit_start"
@@ -166,6 +166,6 @@ class LauncherMixin(_Base):
                 fragments, schedule, outer, counts = torch.load(
                     folder / _SUMMARY, weights_only=True
                 )
-            trainer.strategy.results.other = Summary(
+            trainer.strategy.results.summary = Summary(
                 fragments, schedule, partial(deepcopy, outer), partial(dict, counts)
             )

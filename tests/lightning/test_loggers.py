@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_sdiloco import StreamingDiLoCoMonitor
-from lightning_sdiloco.lightning.monitor import read_run
+from lightning_sdiloco.tools.run_files import read_run
 from tests import fits
 from tests.fits import LIGHTNING, SHORT, SomeBatches, at, fit, refusal, said_by
 from tests.ranks import run_processes
