@@ -49,8 +49,10 @@ class ShownModel:
     """The model that validation and files show instead of the local one, in a fit or a loop of
     Fabric.
 
-    All ranks save a checkpoint by calling ``save``, as messages say. Fabric says itself what a file
-    holds.
+    Args:
+        groups: The worker groups.
+        save: The call by which all ranks save a checkpoint, for messages.
+        warns: Whether to warn of the first round. Fabric reports itself what a file holds.
     """
 
     def __init__(self, groups: ConnectedGroups, save: str, warns: bool = True) -> None:
@@ -59,14 +61,13 @@ class ShownModel:
         self._warns = warns
         self.mean: GroupMean | None = None
         """The mean of the groups, if it was exchanged since the last inner step."""
-        self._own: dict[
-            str, Tensor
-        ] = {}  # What the first group keeps of untrained state, if that was sent.
+        # The untrained state that the first group keeps, if that was sent.
+        self._first_own: dict[str, Tensor] = {}
 
     def forget(self) -> None:
         """Forgets what was exchanged: training has gone on."""
         self.mean = None
-        self._own = {}
+        self._first_own = {}
 
     def take_first_own(self, engine: StreamingDiLoCo) -> None:
         """Takes what the first group keeps of untrained state, to show it.
@@ -74,7 +75,7 @@ class ShownModel:
         All ranks must call it.
         """
         self._groups.meet()
-        self._own = engine.first_own()
+        self._first_own = engine.first_own()
 
     @staticmethod
     def is_outer(engine: StreamingDiLoCo) -> bool:
@@ -102,16 +103,16 @@ class ShownModel:
         # After a forward pass without gradients DistributedDataParallel would believe that the
         # buffers of the next training step, which are put back then, have been synchronised
         # already.
-        due = [
-            (model, is_due)
+        are_due = {
+            model: getattr(model, _BUFFERS_ARE_DUE)
             for model in models
-            if (is_due := getattr(model, _BUFFERS_ARE_DUE, None)) is not None
-        ]
+            if getattr(model, _BUFFERS_ARE_DUE, None) is not None
+        }
         try:
-            with engine.evaluate(self.mean, self._own, watches=watches):
+            with engine.evaluate(self.mean, self._first_own, watches=watches):
                 yield
         finally:
-            for model, is_due in due:
+            for model, is_due in are_due.items():
                 setattr(model, _BUFFERS_ARE_DUE, is_due)
 
     def state_dict(
@@ -122,9 +123,11 @@ class ShownModel:
         is_shown: bool = False,
     ) -> dict[str, Any]:
         """Returns what a file holds; if all ranks save together, the groups may exchange."""
-        if self.mean is None and with_all and not is_shown and not self.is_outer(engine):
+        if self.mean is not None or is_shown:
+            return self._values(engine.evaluate(self.mean), local)
+        if with_all and not self.is_outer(engine):
             self.exchange(engine)
-        if self.mean is None and not is_shown and not engine.has_landed:
+        elif not engine.has_landed:
             _log.warning(
                 "This state_dict of worker group %d was taken after inner step %d, before every"
                 " fragment has landed once. It holds this group's local values: after an exception"
@@ -134,10 +137,15 @@ class ShownModel:
                 engine.inner_steps,
                 self._save,
             )
-            shows: AbstractContextManager[None] = nullcontext()
-        else:
-            shows = engine.evaluate(self.mean)
-        with shows:
+            return self._values(nullcontext(), local)
+        return self._values(engine.evaluate(self.mean), local)
+
+    @staticmethod
+    def _values(
+        shown: AbstractContextManager[None], local: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Returns copies of what the module holds while a model is shown."""
+        with shown:
             return {
                 key: value.clone() if isinstance(value, Tensor) else value
                 for key, value in local().items()
@@ -188,7 +196,7 @@ class Rewritten:
             is_alike = all(
                 held == ranks[rank % topology.group_size] for rank, held in enumerate(ranks)
             )
-        names = sorted({name for held in ranks for name in held})
+        names = sorted(set().union(*ranks))
         if not names:
             return
         if is_alike:
@@ -228,9 +236,13 @@ class Evaluation:
         self._groups = fit.groups
         self._shows = fit.options.evaluate
         self.shown = ShownModel(fit.groups, "trainer.save_checkpoint")
-        self._saves_with_all = self._is_due = self._is_showing = False
         self.rewritten = Rewritten(fit.groups)
+        # The hooks of the user in which weights may be overwritten.
         self._hooks: list[str] = []
+        # Whether all ranks save a checkpoint now, a validation is due, and one is running.
+        self._saves_with_all = False
+        self._is_due = False
+        self._is_showing = False
 
     def begin(self, undo: ExitStack) -> None:
         self._hooks = user_hooks(self._fit.trainer, VALIDATION_HOOKS)
@@ -286,31 +298,34 @@ class Evaluation:
             return original()
         self.shown.forget()
         loop.setup_data()
-        takes_mean = self._shows == "mean" or not self.shown.is_outer(engine)
-        exchanges = is_due and (takes_mean or engine.own_moved)
-        # See [Note: the first round].
-        if exchanges and self._groups.decide(
-            not loop.skip, True, self._fit.trainer.strategy.root_device
-        ):
-            if takes_mean:
-                self.shown.exchange(engine)
-            else:
-                self.shown.take_first_own(engine)
+        if is_due:
+            self._exchange(engine, validates=not loop.skip)
         if loop.skip:
             return original()
+        model = self._fit.trainer.strategy.model
         self._is_showing = True
         try:
-            with self.shown.showing(
-                engine, [self._fit.trainer.strategy.model], watches=bool(self._hooks)
-            ):
-                result = original()
+            with self.shown.showing(engine, [model], watches=bool(self._hooks)):
+                metrics = original()
                 if self._hooks:
                     if is_due:
                         self._groups.meet()
                     self.rewritten.take(engine, engine.rewritten(), self._hooks, with_all=is_due)
-                return result
+                return metrics
         finally:
             self._is_showing = False
+
+    def _exchange(self, engine: StreamingDiLoCo, validates: bool) -> None:
+        """Exchanges what a validation shows, if all ranks validate; see [Note: the first round]."""
+        takes_mean = self._shows == "mean" or not self.shown.is_outer(engine)
+        if not takes_mean and not engine.own_moved:
+            return
+        device = self._fit.trainer.strategy.root_device
+        if self._groups.decide(validates, True, device):
+            if takes_mean:
+                self.shown.exchange(engine)
+            else:
+                self.shown.take_first_own(engine)
 
 
 State = dict[str, Any]
@@ -324,8 +339,11 @@ class Averaging:
     def __init__(self, fit: FitState, undo: ExitStack) -> None:
         self._fit = fit
         self._module = fit.trainer.lightning_module
-        self._callback: Any = None  # The WeightAveraging, of which there is at most one.
+        # The WeightAveraging, of which there is at most one.
+        self._callback: Any = None
+        # Whether an update is due at the next landing.
         self._wanted = False
+        # The average before the end of the fit; see [Note: averages of outer parameters].
         self._unfinished: State | None = None
         for callback in fit.trainer.callbacks:
             kinds = class_names(type(callback))
@@ -355,15 +373,14 @@ class Averaging:
     def _answer(
         self, original: Any, step_idx: int | None = None, epoch_idx: int | None = None
     ) -> bool:
-        return (
-            self._wanted if step_idx is not None else bool(self._should_update(epoch_idx=epoch_idx))
-        )
+        if step_idx is not None:
+            return self._wanted
+        return bool(self._should_update(epoch_idx=epoch_idx))
 
     def _end_batch(self, original: Any, trainer: Any, module: Any, *args: Any) -> None:
         if trainer.global_step > self._callback._latest_update_step:
-            self._wanted = (
-                bool(self._should_update(step_idx=trainer.global_step - 1)) or self._wanted
-            )
+            is_due = bool(self._should_update(step_idx=trainer.global_step - 1))
+            self._wanted = is_due or self._wanted
         if not self._fit.is_training:
             self._keep_unfinished(landed=self._fit.landed)
         if self._wanted and (self._fit.landed or not self._fit.is_training):
@@ -371,15 +388,13 @@ class Averaging:
             self._wanted = False
 
     def _end_epoch(self, original: Callable[..., None], trainer: Any, module: Any) -> None:
-        before = self._updates
+        updates_before = self._updates
         self._in_outer(original, trainer, module)
         # Where max_steps ends the fit inside an epoch, a fit that goes on has not reached the end
         # of the epoch yet.
-        if (
-            self._unfinished is not None
-            and trainer.fit_loop.epoch_loop._num_ready_batches_reached()
-        ):
-            self._unfinished["updates"] += self._updates - before
+        has_ended = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        if self._unfinished is not None and has_ended:
+            self._unfinished["updates"] += self._updates - updates_before
 
     def _end_fit(self, original: Callable[..., None], trainer: Any, module: Any) -> None:
         # A fit that was stopped early has just been finished.
@@ -432,8 +447,8 @@ class Averaging:
             return
         average = self._callback._average_model
         self._wanted = state["wanted"]
-        for buffer, own in zip(average.buffers(), state["buffers"], strict=True):
-            buffer.copy_(own)
+        for buffer, saved_buffer in zip(average.buffers(), state["buffers"], strict=True):
+            buffer.copy_(saved_buffer)
         unfinished = state["unfinished"]
         if unfinished is not None:
             self._wanted = unfinished["wanted"]

@@ -38,6 +38,7 @@ from lightning_sdiloco.lightning.model_format import (
     WholeModel,
     check_ddp_kwargs,
     fix_bucket_order,
+    may_fix_bucket_order,
     reader_of,
 )
 from lightning_sdiloco.lightning.monitor import Announcement
@@ -104,16 +105,19 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         self._nets: list[nn.Module] = []
         self._wrapped: list[DistributedDataParallel] = []
         self._inner_optimizers: list[Optimizer] = []
-        self._is_set_up_again = False  # While the model in training is.
+        # While the model in training is set up again.
+        self._is_set_up_again = False
         self._landings: list[Landing] = []
+        # What was trained since the last inner step: samples, and micro-batches.
         self._samples = 0
         self._trained = 1
         # The optimizers, by number, that have stepped in the batch that is not counted yet.
         self._stepped = set[int]()
-        self._saves_with_all = self._saved_alone = False
-        self._unfinished: list[
-            int
-        ] = []  # The inner steps, beyond the loop; empty when they were finished.
+        self._saves_with_all = False
+        # Whether a save that was not with all ranks has just ended.
+        self._saved_alone = False
+        # The inner steps, for a warning at the end; empty when they were finished.
+        self._unfinished: list[int] = []
         self._announcement: Announcement | None = None
         self._shown = ShownModel(self._groups, "fabric.save", warns=False)
         self._watch = WorldWatch(_ADVICE)
@@ -194,18 +198,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             self._inner_optimizers = []
             self._stepped.clear()
             self.results.engine = None
-        for name, part in module.named_modules():
-            if (
-                isinstance(part, nn.SyncBatchNorm)
-                and part.process_group is None
-                and self.topology.num_groups > 1
-            ):
-                raise ValueError(
-                    f"{name!r} is a SyncBatchNorm over all ranks: all worker groups would wait for"
-                    " each other in every step. Convert the model with"
-                    " nn.SyncBatchNorm.convert_sync_batchnorm(model,"
-                    " fabric.strategy.topology.in_group.process_group)."
-                )
+        self._refuse_batch_norm_over_all(module)
         if self.engine is not None and self.engine.is_training(unwrapped(module)):
             if not self._is_set_up_again:
                 raise ValueError(
@@ -218,13 +211,23 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             self._nets.append(module)
         self._ddp_kwargs["process_group"] = self.topology.in_group.process_group
         wrapped = super().setup_module(module)
-        if self.topology.group_size > 2 and not (
-            wrapped.static_graph or wrapped.find_unused_parameters
-        ):
+        if self.topology.group_size > 2 and may_fix_bucket_order(wrapped):
             fix_bucket_order(wrapped)
         wrapped.register_forward_pre_hook(self._begin_batch, with_kwargs=True)
         self._wrapped.append(wrapped)
         return wrapped
+
+    def _refuse_batch_norm_over_all(self, module: nn.Module) -> None:
+        if self.topology.num_groups == 1:
+            return
+        for name, part in module.named_modules():
+            if isinstance(part, nn.SyncBatchNorm) and part.process_group is None:
+                raise ValueError(
+                    f"{name!r} is a SyncBatchNorm over all ranks: all worker groups would wait for"
+                    " each other in every step. Convert the model with"
+                    " nn.SyncBatchNorm.convert_sync_batchnorm(model,"
+                    " fabric.strategy.topology.in_group.process_group)."
+                )
 
     @override
     def setup_module_and_optimizers(
@@ -242,7 +245,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         self._stepped.clear()
         self._is_set_up_again = True
         try:
-            made = set_up(module, optimizers, *schedulers)
+            results = set_up(module, optimizers, *schedulers)
         finally:
             self._is_set_up_again = False
         self._shown.forget()
@@ -250,7 +253,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             self._landings = engine.recut(self._inner_optimizers)
         else:
             engine.use_optimizers(self._inner_optimizers)
-        return made
+        return results
 
     def _begin_batch(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -268,8 +271,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             return super().setup_optimizer(optimizer)
         # Made before the model took the values of rank 0, it may hold copies of others.
         copies = WeightCopies([optimizer])
-        members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        copies.watch({str(index): parameter for index, parameter in enumerate(members)})
+        parameters = _parameters_of(optimizer)
+        copies.watch({str(index): parameter for index, parameter in enumerate(parameters)})
         copies.align(self.topology)
         return super().setup_optimizer(optimizer)
 
@@ -282,10 +285,9 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        numbers = {id(inner): number for number, inner in enumerate(self._inner_optimizers)}
-        number = numbers.get(id(optimizer))
+        number = self._number_of(optimizer)
         if number is None:
-            # It was not set up with this strategy, so it is none of ours.
+            # It was not set up with this strategy.
             return super().optimizer_step(optimizer, **kwargs)
         engine = self._begun()
         # A fixed world does not send what a site sends.
@@ -305,6 +307,11 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         if number == len(self._inner_optimizers) - 1:
             self._count_batch(engine)
         return output
+
+    def _number_of(self, optimizer: Any) -> int | None:
+        """Returns the number of an inner optimizer; None for any other object."""
+        numbers = {id(inner): number for number, inner in enumerate(self._inner_optimizers)}
+        return numbers.get(id(optimizer))
 
     def _count_batch(self, engine: StreamingDiLoCo) -> None:
         self._step(engine, trained=self._trained, samples=max(1, self._samples))
@@ -327,23 +334,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return engine
 
     def _begin(self) -> StreamingDiLoCo:
-        stepped = {
-            id(p)
-            for one in self._inner_optimizers
-            for group in one.param_groups
-            for p in group["params"]
-        }
-        module = next(
-            (net for net in self._nets if stepped <= set(map(id, net.parameters()))), None
-        )
-        if module is None:
-            raise ValueError(
-                "No module given to fabric.setup has all parameters of the"
-                f" {len(self._inner_optimizers)} optimizers. One strategy trains one model: put the"
-                " networks into one nn.Module, set that up, then its optimizers."
-            )
         engine = StreamingDiLoCo(
-            module,
+            self._trained_net(),
             topology=self.topology,
             inner_optimizers=self._inner_optimizers,
             federation=self._options.federation,
@@ -358,6 +350,20 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         self._announcement = None
         self._shown.forget()
         return engine
+
+    def _trained_net(self) -> nn.Module:
+        """Returns the module that has the parameters of all inner optimizers."""
+        trained = set[int]()
+        for optimizer in self._inner_optimizers:
+            trained.update(map(id, _parameters_of(optimizer)))
+        for net in self._nets:
+            if trained <= set(map(id, net.parameters())):
+                return net
+        raise ValueError(
+            "No module given to fabric.setup has all parameters of the"
+            f" {len(self._inner_optimizers)} optimizers. One strategy trains one model: put the"
+            " networks into one nn.Module, set that up, then its optimizers."
+        )
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -374,7 +380,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         engine = self.engine
-        if engine is None or not engine.is_training(unwrapped(module)):
+        if engine is None or not self._is_training(module):
             return super().get_module_state_dict(module)
         local = partial(super().get_module_state_dict, module)
         state = self._shown.state_dict(engine, self._saves_with_all, local)
@@ -434,24 +440,26 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         """Returns what may differ between ranks in what a user saves: all but what the engine
         trains.
         """
-        tree = dict[str, Any]()
+        entries = dict[str, Any]()
         for name, value in state.items():
-            if any(value is optimizer for optimizer in self._inner_optimizers):
+            if self._number_of(value) is not None or self._is_training(value):
                 continue
+            entry = value
             if isinstance(value, nn.Module):
-                if self.engine is not None and self.engine.is_training(unwrapped(value)):
-                    continue
-                tree[name] = self.get_module_state_dict(value)
+                entry = self.get_module_state_dict(value)
             elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-                tree[name] = value.state_dict()
-            else:
-                tree[name] = value
+                entry = value.state_dict()
             is_kept = (filter or {}).get(name)
-            if is_kept is not None and isinstance(tree[name], dict):
-                tree[name] = {
-                    key: entry for key, entry in tree[name].items() if is_kept(key, entry)
-                }
-        return tree
+            if is_kept is not None and isinstance(entry, dict):
+                entry = {key: part for key, part in entry.items() if is_kept(key, part)}
+            entries[name] = entry
+        return entries
+
+    def _is_training(self, module: Any) -> bool:
+        """Returns whether an object is the model that the engine trains."""
+        if self.engine is None or not isinstance(module, nn.Module):
+            return False
+        return self.engine.is_training(unwrapped(module))
 
     @property
     def _is_alone(self) -> bool:
@@ -465,9 +473,9 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         """Whether what a user saves or loads has an optimizer that was set up: then training goes
         on from it.
         """
-        return isinstance(state, dict) and any(
-            value is one for value in state.values() for one in self._inner_optimizers
-        )
+        if not isinstance(state, dict):
+            return False
+        return any(self._number_of(value) is not None for value in state.values())
 
     @override
     def load_checkpoint(
@@ -479,18 +487,20 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             if state:
                 remainder.pop(files.KEY, None)
             return remainder
-        own = dict[str, Any]()
+        saved = dict[str, Any]()
 
         def read(load_file: Any, *file: Any, **how: Any) -> dict[str, Any]:
             """Reads the file of rank 0, and puts what this rank saved in place of it."""
             checkpoint: dict[str, Any] = load_file(*file, **how)
             if files.KEY in checkpoint:
-                settings = self._options.settings
-                optimizers = len(self._inner_optimizers)
-                reader = reader_of(load_file, **how)
-                own.update(
+                saved.update(
                     read_own(
-                        str(path), lambda: checkpoint, self.topology, settings, optimizers, reader
+                        str(path),
+                        lambda: checkpoint,
+                        self.topology,
+                        self._options.settings,
+                        len(self._inner_optimizers),
+                        reader_of(load_file, **how),
                     )
                 )
                 del checkpoint[files.KEY]
@@ -499,20 +509,24 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         with ExitStack() as undo:
             wrap(undo, self.checkpoint_io, "load_checkpoint", read)
             remainder = load(path, state, *args, **kwargs)
-        if own:
-            self._resume(own)
+        if saved:
+            self._resume(saved)
         return remainder
 
-    def _resume(self, own: dict[str, Any]) -> None:
+    def _resume(self, saved: dict[str, Any]) -> None:
         if self.engine is not None:
             self.engine.close()
         # Before the random numbers are restored, because it may draw some.
         engine = self._begin()
-        take_up_training(own, self._inner_optimizers)
-        engine.load_state_dict(own["engine"])
+        take_up_training(saved, self._inner_optimizers)
+        engine.load_state_dict(saved["engine"])
         engine.join()
-        self.precision.load_state_dict(dict(own["precision"]))
-        self._stepped = set(own["stepped"])
+        self.precision.load_state_dict(dict(saved["precision"]))
+        self._stepped = set(saved["stepped"])
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _warn_of_unfinished(inner_steps: list[int]) -> None:

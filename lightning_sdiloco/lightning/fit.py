@@ -23,7 +23,7 @@ from lightning_sdiloco.engine.start import (
     require_same_model,
     require_same_start,
 )
-from lightning_sdiloco.lightning.checkpoint import Checkpointer, begin_epochs_alike
+from lightning_sdiloco.lightning.checkpoint import Checkpointer, ResumedLoops
 from lightning_sdiloco.lightning.epochs import (
     Epochs,
     count_idle_batch,
@@ -165,7 +165,7 @@ class Fit(FitState):
         wrap(patches, trainer._logger_connector, "log_metrics", self._log)
         groups.announce = self.epochs.meet
         patches.callback(setattr, groups, "announce", None)
-        begin_epochs_alike(trainer, patches)
+        ResumedLoops(trainer, patches)
         self.evaluation.begin(patches)
         wrap(patches, trainer, "save_checkpoint", self._save)
         # In manual optimization an optimizer may be stepped without Lightning's wrapper, and may be

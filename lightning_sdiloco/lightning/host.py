@@ -50,10 +50,11 @@ class HostName(NamedTuple):
         """Returns whether a version should have it: one that is newer than all that were tried
         should.
         """
-        own, first = (
-            tuple(map(int, re.findall(r"\d+", text)[:3])) for text in (version, self.first)
-        )
-        return own >= first
+        return _numbers_of(version) >= _numbers_of(self.first)
+
+
+def _numbers_of(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
 _TOPS = ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
@@ -204,14 +205,14 @@ def check_without_trainer(host: Any, place: str = "") -> None:
 def _require(missing: list[HostName], version: str = "", warns: bool = False) -> None:
     needed = [str(entry) for entry in missing if not entry.without]
     lacks = needed or [f"{entry}, without which {entry.without}" for entry in missing]
-    told = (
+    text = (
         f"This version of Lightning{version} lacks what worker groups need: {'; '.join(lacks)}."
         f" lightning-sdiloco was tested with Lightning {OLDEST} to {NEWEST}."
     )
     if needed:
-        raise ValueError(f"{told} Install one of these, or a newer version of lightning-sdiloco.")
+        raise ValueError(f"{text} Install one of these, or a newer version of lightning-sdiloco.")
     if missing and warns:
-        _log.warning("%s Training continues without.", told)
+        _log.warning("%s Training continues without.", text)
 
 
 def wrap(undo: ExitStack, target: Any, name: str, around: Callable[..., Any]) -> None:
@@ -222,8 +223,11 @@ def wrap(undo: ExitStack, target: Any, name: str, around: Callable[..., Any]) ->
         _require([entry])
         return
     original = getattr(target, name)
-    own = vars(target)
-    undo.callback(*((setattr, target, name, own[name]) if name in own else (own.pop, name, None)))
+    attributes = vars(target)
+    if name in attributes:
+        undo.callback(setattr, target, name, attributes[name])
+    else:
+        undo.callback(attributes.pop, name, None)
     if isinstance(target, (type, ModuleType)):
         setattr(target, name, lambda *args, **kwargs: around(original, *args, **kwargs))
     else:
@@ -273,10 +277,10 @@ def _imported(place: str) -> Any:
     """
     module, _, name = place.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        host = getattr(importlib.import_module(module), name, None)
     except ImportError:
         return None
-    return found() if isinstance(found, type) else found
+    return host() if isinstance(host, type) else host
 
 
 def _distribution_of(trainer: Any) -> str:
@@ -292,11 +296,12 @@ def _has(host: Any, entry: HostName) -> bool:
     """
     name = entry.name
     is_class = isinstance(host, type)
-    own: Mapping[str, Any] = {} if is_class else getattr(host, "__dict__", {})
+    attributes: Mapping[str, Any] = {} if is_class else getattr(host, "__dict__", {})
     if name in _SET:
-        return own.get(name) is None or getattr(host, name.removeprefix("_"), None) is own[name]
+        attribute = attributes.get(name)
+        return attribute is None or getattr(host, name.removeprefix("_"), None) is attribute
     kinds = (host if is_class else type(host)).__mro__
-    return name in own or any(
+    return name in attributes or any(
         name in vars(kind) for kind in kinds if is_of_lightning(kind.__module__)
     )
 
@@ -319,15 +324,15 @@ _OURS = __name__.partition(".")[0]
 
 def user_hooks(trainer: Any, names: Collection[str]) -> list[str]:
     """Returns which of these hooks the user's module and callbacks have, as ``Class.hook``."""
-    found = dict[str, None]()
+    hooks = dict[str, None]()
     for owner in (trainer.lightning_module, *trainer.callbacks):
         # A LambdaCallback holds its hooks itself.
         members = set(vars(owner))
         for kind in type(owner).__mro__:
             if not is_of_lightning(kind.__module__) and not kind.__module__.startswith(_OURS):
                 members |= vars(kind).keys()
-        found |= {f"{type(owner).__name__}.{name}": None for name in names if name in members}
-    return list(found)
+        hooks |= {f"{type(owner).__name__}.{name}": None for name in names if name in members}
+    return list(hooks)
 
 
 # What is refused: trainers that would leave worker groups with different models, or waiting for
@@ -385,47 +390,52 @@ def refuse_what_cannot_work(trainer: Any, shares: bool, is_sharded: bool) -> Non
             " validate after another batch and wait there for the others. Give it as a number of"
             " batches, or as a share of the epoch."
         )
-    averaging = [
+    averaging = _averaging_callbacks(trainer)
+    if len(averaging) > 1:
+        names = ", ".join(type(callback).__name__ for callback in averaging)
+        raise ValueError(
+            f"Several callbacks average weights: {names}. A checkpoint has room for one average,"
+            " and the module for one at the end. Keep one of them."
+        )
+    reasons = dict(_WITH_GROUPS)
+    if not shares:
+        reasons |= _ON_A_ROUTE
+    if is_sharded:
+        reasons |= _WITH_SHARDS
+    for callback in trainer.callbacks:
+        for name in class_names(type(callback)) & reasons.keys():
+            raise ValueError(f"{type(callback).__name__} {reasons[name]}")
+    for callback in averaging:
+        _refuse_batch_norm(callback, trainer)
+
+
+def _averaging_callbacks(trainer: Any) -> list[Any]:
+    return [
         callback
         for callback in trainer.callbacks
         if class_names(type(callback)).intersection(_AVERAGING)
     ]
-    if len(averaging) > 1:
+
+
+def _refuse_batch_norm(averaging: Any, trainer: Any) -> None:
+    """Refuses a StochasticWeightAveraging of a model with BatchNorm."""
+    contains_batch_norm = getattr(averaging, "pl_module_contains_batch_norm", None)
+    if contains_batch_norm is None or trainer.max_epochs == -1:
+        return
+    if contains_batch_norm(trainer.lightning_module):
         raise ValueError(
-            "Several callbacks average weights:"
-            f" {', '.join(type(callback).__name__ for callback in averaging)}. A checkpoint has"
-            " room for one average, and the module for one at the end. Keep one of them."
+            f"{type(averaging).__name__} does not work with a model that has BatchNorm: it adds an"
+            " epoch that recomputes the statistics, in every worker group from its own data and"
+            " without an exchange, so every group would end with another model. Use WeightAveraging"
+            " or EMAWeightAveraging, which average the statistics too."
         )
-    reasons = {
-        **_WITH_GROUPS,
-        **({} if shares else _ON_A_ROUTE),
-        **(_WITH_SHARDS if is_sharded else {}),
-    }
-    for callback in trainer.callbacks:
-        for kind in class_names(type(callback)) & reasons.keys():
-            raise ValueError(f"{type(callback).__name__} {reasons[kind]}")
-    for callback in averaging if trainer.max_epochs != -1 else ():
-        # Only StochasticWeightAveraging has it.
-        contains_batch_norm = getattr(
-            callback, "pl_module_contains_batch_norm", lambda module: False
-        )
-        if contains_batch_norm(trainer.lightning_module):
-            raise ValueError(
-                f"{type(callback).__name__} does not work with a model that has BatchNorm: it adds"
-                " an epoch that recomputes the statistics, in every worker group from its own data"
-                " and without an exchange, so every group would end with another model. Use"
-                " WeightAveraging or EMAWeightAveraging, which average the statistics too."
-            )
 
 
 def may_write_at_end(trainer: Any) -> bool:
     """Returns whether a hook of the end of training may change the model: one of a user, or of an
     average.
     """
-    averages = any(
-        class_names(type(callback)).intersection(_AVERAGING) for callback in trainer.callbacks
-    )
-    return averages or bool(user_hooks(trainer, ["on_train_end"]))
+    return bool(_averaging_callbacks(trainer) or user_hooks(trainer, ["on_train_end"]))
 
 
 def refuse_in_notebook(host: Any) -> None:
@@ -436,17 +446,16 @@ def refuse_in_notebook(host: Any) -> None:
     # Lightning decides alike.
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     launcher = host.launcher
-    if is_interactive and launcher is not None and not launcher.is_interactive_compatible:
-        name = "_".join((host.strategy_name, "notebook"))
-        raise ValueError(
-            f"strategy={host.strategy_name!r} cannot start its processes from a notebook or an"
-            " interactive interpreter, which has no script to run. "
-            + (
-                f"Write strategy={name!r}, or give the strategy start_method='fork'."
-                if name in variants(host.strategy_name)
-                else "Run your code as a script."
-            )
-        )
+    if not is_interactive or launcher is None or launcher.is_interactive_compatible:
+        return
+    advice = "Run your code as a script."
+    name = f"{host.strategy_name}_notebook"
+    if name in variants(host.strategy_name):
+        advice = f"Write strategy={name!r}, or give the strategy start_method='fork'."
+    raise ValueError(
+        f"strategy={host.strategy_name!r} cannot start its processes from a notebook or an"
+        f" interactive interpreter, which has no script to run. {advice}"
+    )
 
 
 def advise_on_unused(exception: BaseException, name: str) -> None:

@@ -145,42 +145,39 @@ class WholeModel:
     ) -> GroupLayout:
         """``"auto"`` is a group per node, or per device of a single node."""
         world_size = num_nodes * num_processes
-        automatic = num_nodes if num_nodes > 1 else world_size
-        return GroupLayout(
-            world_size, automatic if isinstance(worker_groups, str) else worker_groups
-        )
+        if isinstance(worker_groups, str):
+            worker_groups = num_nodes if num_nodes > 1 else world_size
+        return GroupLayout(world_size, worker_groups)
 
     # The model
 
     def wrap(
         self, host: Any, module: Any, topology: Topology, wrap: Callable[[nn.Module], Any]
     ) -> Any:
-        group = topology.in_group.process_group
-        host._ddp_kwargs["process_group"] = group
+        process_group = topology.in_group.process_group
+        host._ddp_kwargs["process_group"] = process_group
         # Without the process group a communication hook of DDP reduces gradients over all groups.
         state = host._ddp_comm_state
-        if host._ddp_comm_hook is not None and state is None:
-            host._ddp_comm_state = group
-        elif state is not None and getattr(state, "process_group", group) is None:
-            state.process_group = group
+        if state is None and host._ddp_comm_hook is not None:
+            host._ddp_comm_state = process_group
+        elif state is not None and getattr(state, "process_group", process_group) is None:
+            state.process_group = process_group
         # A simulated group has no process group, and wraps in its own way.
-        is_single = topology.group_size == 1 and group is not None
-        given = host._ddp_kwargs
-        does_more = any(given.get(name) is not None for name in _MORE)
-        if (
-            is_single
-            and not does_more
-            and any(parameter.requires_grad for parameter in module.parameters())
-        ):
-            return SingleRankDDP(
-                module, device_ids=host.determine_ddp_device_ids(), **host._ddp_kwargs
-            )
+        is_single = topology.group_size == 1 and process_group is not None
+        if is_single and is_plain(host._ddp_kwargs, module):
+            device_ids = host.determine_ddp_device_ids()
+            return SingleRankDDP(module, device_ids=device_ids, **host._ddp_kwargs)
         wrapped = wrap(module)
-        if topology.group_size > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
-            fix_bucket_order(wrapped)
-            return wrapped
-        resumes = topology.group_size > 2 and host.fit.checkpointer.resumed is not None
-        if resumes and wrapped.static_graph and topology.world.rank == 0:
+        if topology.group_size > 2:
+            if may_fix_bucket_order(wrapped):
+                fix_bucket_order(wrapped)
+            elif wrapped.static_graph and host.fit.checkpointer.resumed is not None:
+                self._warn_of_static_graph(topology)
+        return wrapped
+
+    @staticmethod
+    def _warn_of_static_graph(topology: Topology) -> None:
+        if topology.world.rank == 0:
             _log.warning(
                 "With static_graph=True DistributedDataParallel adds up the gradients of the first"
                 " step in another order than later ones. In a worker group of %d ranks the resumed"
@@ -188,7 +185,6 @@ class WholeModel:
                 " gives the same bits.",
                 topology.group_size,
             )
-        return wrapped
 
     # Checkpoints
 
@@ -218,13 +214,13 @@ def reader_of(load_file: Load, **how: Any) -> Read:
     # Before 2.6 Lightning knows no such argument, and reads any object.
     weights_only = how.get("weights_only", False)
 
-    def read(data: io.BytesIO) -> Any:
+    def read(packed: io.BytesIO) -> Any:
         try:
-            return torch.load(data, map_location="cpu", weights_only=weights_only)
+            return torch.load(packed, map_location="cpu", weights_only=weights_only)
         except Exception:
             with TemporaryDirectory() as folder:
                 file = Path(folder) / "entry.ckpt"
-                file.write_bytes(data.getvalue())
+                file.write_bytes(packed.getvalue())
                 return load_file(file, **how)
 
     return read
@@ -238,7 +234,8 @@ def check_ddp_kwargs(ddp_kwargs: Any, *of_lightning: str) -> None:
             " dictionary, with arguments of DistributedDataParallel. Write"
             " ddp_kwargs={'find_unused_parameters': True}, for example."
         )
-    known = {*inspect.signature(DistributedDataParallel).parameters, *of_lightning} - _NOT_FOR_DDP
+    accepted = {*inspect.signature(DistributedDataParallel).parameters, *of_lightning}
+    accepted -= _NOT_FOR_DDP
     for name in ddp_kwargs or {}:
         if name in _NOT_FOR_DDP:
             raise ValueError(
@@ -247,13 +244,11 @@ def check_ddp_kwargs(ddp_kwargs: Any, *of_lightning: str) -> None:
                 " choose the groups with worker_groups, and the rest with the strategy's own"
                 " arguments."
             )
-        if name not in known:
-            near = get_close_matches(str(name), known)
-            advice = (
-                f"Did you mean {' or '.join(map(repr, near))}?"
-                if near
-                else f"It has {', '.join(sorted(known))}."
-            )
+        if name not in accepted:
+            near = get_close_matches(str(name), accepted)
+            advice = f"It has {', '.join(sorted(accepted))}."
+            if near:
+                advice = f"Did you mean {' or '.join(map(repr, near))}?"
             raise ValueError(
                 f"ddp_kwargs contains {name!r}, which DistributedDataParallel does not have."
                 f" {advice}"
@@ -277,9 +272,10 @@ class ShardedModel(WholeModel):
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.described = {name: str(value) for name, value in arguments.items()}
-        self._data: int | Literal["auto"] = arguments["data_parallel_size"]
-        self._tensor: int | Literal["auto"] = arguments["tensor_parallel_size"]
+        self._data_parallel: int | Literal["auto"] = arguments["data_parallel_size"]
+        self._tensor_parallel: int | Literal["auto"] = arguments["tensor_parallel_size"]
         self.in_folders = arguments["save_distributed_checkpoint"]
+        self.mesh: Mapping[str, int] = {}
 
     @staticmethod
     @override
@@ -320,29 +316,27 @@ class ShardedModel(WholeModel):
     def layout(
         self, worker_groups: int | Literal["auto"], num_nodes: int, num_processes: int
     ) -> GroupLayout:
-        if (
-            isinstance(worker_groups, str)
-            and isinstance(self._data, int)
-            and isinstance(self._tensor, int)
-        ):
-            world_size = num_nodes * num_processes
-            layout = GroupLayout(world_size, max(1, world_size // (self._data * self._tensor)))
-        else:
-            layout = super().layout(worker_groups, num_nodes, num_processes)
-        data = self._data
-        tensor = self._tensor
+        data_parallel = self._data_parallel
+        tensor_parallel = self._tensor_parallel
+        if "auto" not in (data_parallel, tensor_parallel) and isinstance(worker_groups, str):
+            group_size = int(data_parallel) * int(tensor_parallel)
+            worker_groups = max(1, num_nodes * num_processes // group_size)
+        layout = super().layout(worker_groups, num_nodes, num_processes)
         size = layout.group_size
-        if isinstance(tensor, str):
-            tensor = size // data if isinstance(data, int) else gcd(size, num_processes)
-        if isinstance(data, str):
-            data = size // tensor
-        if data * tensor != size:
+        if isinstance(tensor_parallel, str):
+            tensor_parallel = gcd(size, num_processes)
+            if isinstance(data_parallel, int):
+                tensor_parallel = size // data_parallel
+        if isinstance(data_parallel, str):
+            data_parallel = size // tensor_parallel
+        if data_parallel * tensor_parallel != size:
             raise ValueError(
-                f"data_parallel_size={self._data!r} and tensor_parallel_size={self._tensor!r} do"
-                f" not fill a worker group of {size} ranks: their product must be that number."
-                " Change one of them, or worker_groups."
+                f"data_parallel_size={self._data_parallel!r} and"
+                f" tensor_parallel_size={self._tensor_parallel!r} do not fill a worker group of"
+                f" {size} ranks: their product must be that number. Change one of them, or"
+                " worker_groups."
             )
-        self.mesh = {"data_parallel": data, "tensor_parallel": tensor}
+        self.mesh = {"data_parallel": data_parallel, "tensor_parallel": tensor_parallel}
         return layout
 
     # Checkpoints
@@ -372,53 +366,67 @@ class ShardedModel(WholeModel):
 
     @override
     def read(self, host: Any, path: Any, load: Load, *args: Any, **kwargs: Any) -> Checkpoint:
-        path = Path(path if host.is_alone else host.topology.world.all_gather_object(str(path))[0])
+        if not host.is_alone:
+            path = host.topology.world.all_gather_object(str(path))[0]
+        path = Path(path)
         weights_only = kwargs.get("weights_only", args[0] if args else None)
-        # The tensors of a single file stay on disk.
-        file, how = (path / _METADATA, {}) if is_folder(path) else (path, {"mmap": True})
-        checkpoint = dict(torch.load(file, map_location="cpu", weights_only=weights_only, **how))
+        how: dict[str, Any] = {"map_location": "cpu", "weights_only": weights_only}
+        in_folder = is_folder(path)
+        if in_folder:
+            checkpoint = dict(torch.load(path / _METADATA, **how))
+        else:
+            # The tensors of a single file stay on disk.
+            checkpoint = dict(torch.load(path, mmap=True, **how))
         if files.KEY not in checkpoint:
             return dict(load(path, *args, **kwargs))
-        model = host.model
         strict = host.lightning_module.strict_loading
-        state: dict[str, Any] = get_model_state_dict(model)
-        if is_folder(path):
-            loaded = {"state_dict": state}
-            load_folder(loaded, checkpoint_id=path)
-            set_model_state_dict(
-                model, loaded["state_dict"], options=StateDictOptions(strict=strict)
-            )
+        if in_folder:
+            read_folder(host.model, path, strict)
         else:
-            whole = checkpoint.pop("state_dict")
-            if strict and state.keys() != whole.keys():
-                missing = sorted(state.keys() - whole.keys())
-                unexpected = sorted(whole.keys() - state.keys())
-                raise RuntimeError(
-                    f"The checkpoint is of another model. Missing: {missing}. Unexpected:"
-                    f" {unexpected}."
-                )
-            with torch.no_grad():
-                for name in state.keys() & whole.keys():
-                    if isinstance(state[name], Tensor):
-                        local(state[name]).copy_(part_of(state[name], whole[name]))
+            take_parts(host.model, checkpoint.pop("state_dict"), strict)
         return checkpoint
+
+
+def read_folder(model: nn.Module, path: Path, strict: bool) -> None:
+    """Reads the parts of this rank from a sharded folder. All ranks must call it."""
+    loaded = {"state_dict": get_model_state_dict(model)}
+    load_folder(loaded, checkpoint_id=path)
+    set_model_state_dict(model, loaded["state_dict"], options=StateDictOptions(strict=strict))
+
+
+def take_parts(model: nn.Module, tensors: Mapping[str, Any], strict: bool) -> None:
+    """Copies the parts of this rank from whole tensors."""
+    parts: dict[str, Any] = get_model_state_dict(model)
+    if strict and parts.keys() != tensors.keys():
+        missing = sorted(parts.keys() - tensors.keys())
+        unexpected = sorted(tensors.keys() - parts.keys())
+        raise RuntimeError(
+            f"The checkpoint is of another model. Missing: {missing}. Unexpected: {unexpected}."
+        )
+    with torch.no_grad():
+        for name in parts.keys() & tensors.keys():
+            if isinstance(parts[name], Tensor):
+                local(parts[name]).copy_(part_of(parts[name], tensors[name]))
 
 
 def require_sharded(module: nn.Module, topology: Topology, mesh: Mapping[str, int]) -> None:
     """Refuses a model with a parameter that is not sharded over the data-parallel ranks of a group."""
     reshard(module)
-    data, tensor = mesh.values()
+    data_parallel, tensor_parallel = mesh.values()
     rank = topology.group_index * topology.group_size + topology.group_rank
-    row = set(range(rank - rank % tensor, rank - rank % tensor + tensor))
+    first_of_row = rank - rank % tensor_parallel
+    row = set(range(first_of_row, first_of_row + tensor_parallel))
     alone = [
-        name for name, p in module.named_parameters() if p.requires_grad and set(ranks_of(p)) <= row
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and set(ranks_of(parameter)) <= row
     ]
-    if data > 1 and alone:
+    if data_parallel > 1 and alone:
         raise ValueError(
             f"{len(alone)} trainable parameters, such as {alone[0]!r}, are not sharded over the"
-            f" mesh's data_parallel dimension of {data} ranks: their gradients would not be"
-            " averaged, and the ranks of a group would train different models. In configure_model"
-            " call fully_shard on the module that holds them, with"
+            f" mesh's data_parallel dimension of {data_parallel} ranks: their gradients would not"
+            " be averaged, and the ranks of a group would train different models. In"
+            " configure_model call fully_shard on the module that holds them, with"
             " mesh=self.device_mesh['data_parallel']."
         )
 
@@ -473,6 +481,12 @@ def _remove(path: Path) -> None:
 _MORE = frozenset({"mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce"})
 
 
+def is_plain(ddp_kwargs: Mapping[str, Any], module: nn.Module) -> bool:
+    """Returns whether DistributedDataParallel would only average the gradients of a module."""
+    does_more = any(ddp_kwargs.get(name) is not None for name in _MORE)
+    return not does_more and any(parameter.requires_grad for parameter in module.parameters())
+
+
 class SingleRankDDP(DistributedDataParallel):
     """Has what Lightning and users expect of a wrapped model, and forwards every call to the
     module.
@@ -491,8 +505,9 @@ class SingleRankDDP(DistributedDataParallel):
 
     @override
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        is_single = isinstance(self.reducer, _NoReducer)
-        return self.module(*inputs, **kwargs) if is_single else super().forward(*inputs, **kwargs)
+        if isinstance(self.reducer, _NoReducer):
+            return self.module(*inputs, **kwargs)
+        return super().forward(*inputs, **kwargs)
 
     @override
     def register_comm_hook(self, state: Any, hook: Any) -> None:
@@ -519,16 +534,21 @@ class _NoReducer:
 # the first step.
 
 
+def may_fix_bucket_order(model: DistributedDataParallel) -> bool:
+    return not (model.static_graph or model.find_unused_parameters)
+
+
 def fix_bucket_order(model: DistributedDataParallel) -> None:
     """Makes DistributedDataParallel rebuild its buckets now: a resumed fit then adds gradients in
     the same order.
     """
     module = model.module
-    parameters = [p for p in model.module.parameters() if p.requires_grad]
-    embeddings = (
-        part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))
-    )
-    sparse = {id(part.weight) for part in embeddings if part.sparse}
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    sparse = {
+        id(part.weight)
+        for part in module.modules()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+    }
 
     def read(parameter: Tensor) -> Tensor:
         if id(parameter) in sparse:

@@ -120,19 +120,18 @@ class LauncherMixin(_Base):
 
     @override
     def _wrapping_function(
-        self, process_idx: int, trainer: Any, function: Any, args: Any, kwargs: Any, *rest: Any
+        self, process_idx: int, trainer: Any, function: Any, args: Any, kwargs: Any, *more: Any
     ) -> None:
         if self._inherited is not None:
             signal.signal(signal.SIGTERM, self._inherited)
         if self._start_method == "forkserver":
             # In shared memory all ranks would train the same parameters.
-            for module in (
-                part for part in (*args, *kwargs.values()) if isinstance(part, nn.Module)
-            ):
-                for tensor in (*module.parameters(), *module.buffers()):
-                    tensor.data = tensor.data.clone()
+            for argument in (*args, *kwargs.values()):
+                if isinstance(argument, nn.Module):
+                    for tensor in (*argument.parameters(), *argument.buffers()):
+                        tensor.data = tensor.data.clone()
         try:
-            super()._wrapping_function(process_idx, trainer, function, args, kwargs, *rest)
+            super()._wrapping_function(process_idx, trainer, function, args, kwargs, *more)
         except self._strategy.distribution.termination:
             # Without this exit code the main process would take this for success, and wait for the
             # result.
@@ -147,10 +146,16 @@ class LauncherMixin(_Base):
         extra = super().get_extra_results(trainer)
         engine = trainer.strategy.engine
         if engine is not None and engine.is_finished:
-            summary = engine.fragments, engine.schedule, engine.outer_state_dict(), engine.report()
+            summary = (
+                engine.fragments,
+                engine.schedule,
+                engine.outer_state_dict(),
+                engine.report(),
+            )
             torch.save(summary, folder / _SUMMARY)
-        for name in [name for name, value in extra.items() if isinstance(value, bytes)]:
-            (folder / f"{name}{_BYTES}").write_bytes(extra.pop(name))
+        for name, metrics in list(extra.items()):
+            if isinstance(metrics, bytes):
+                (folder / f"{name}{_BYTES}").write_bytes(extra.pop(name))
         return extra
 
     @override
