@@ -12,8 +12,9 @@ class AgreementError(RuntimeError):
 
 
 class Refused(ValueError):
-    """A request was refused, for the reason given: it is not allowed, or does not fit. Asking
-    again does not help.
+    """A request was refused, for the reason given: it is not allowed, or does not fit.
+
+    Asking again does not help.
     """
 
 

@@ -23,12 +23,7 @@ class StreamingDiLoCoCallback(Fit, Callback):
 class StreamingDiLoCoMonitor(StreamingDiLoCoMonitorMixin, Callback):
     __doc__ = StreamingDiLoCoMonitorMixin.__doc__
     # Imported when a fit has ended: the commands need more than a training does.
-    _report = staticmethod(
-        lambda folder: import_module("lightning_sdiloco.tools.report").report(folder)
-    )
-    _write_timeline = staticmethod(
-        lambda folder, path: import_module("lightning_sdiloco.tools.run_files").merge(folder, path)
-    )
+    _tool = staticmethod(lambda name: import_module(f"lightning_sdiloco.tools.{name}"))
 
 
 class _Launcher(LauncherMixin, _MultiProcessingLauncher):

@@ -101,10 +101,10 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in _REGISTRIES:
             return None
-        others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
-        spec = next(
-            filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None
-        )
+        spec = None
+        for finder in sys.meta_path:
+            if spec is None and not isinstance(finder, _Finder):
+                spec = finder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

@@ -449,7 +449,7 @@ def refuse_in_notebook(host: Any) -> None:
     if not is_interactive or launcher is None or launcher.is_interactive_compatible:
         return
     advice = "Run your code as a script."
-    name = f"{host.strategy_name}_notebook"
+    name = "_".join((host.strategy_name, "notebook"))
     if name in variants(host.strategy_name):
         advice = f"Write strategy={name!r}, or give the strategy start_method='fork'."
     raise ValueError(

@@ -249,9 +249,8 @@ class StreamingDiLoCoMonitorMixin:
         >>> Trainer(strategy=StreamingDiLoCoStrategy(), callbacks=callbacks).fit(model, data)
     """
 
-    # Commands, which are in a room above this one: a distribution's monitor sets them.
-    _report: Callable[[str], str]
-    _write_timeline: Callable[[str, str], int]
+    # Returns a module of the tools, which are above this room: a distribution's monitor has it.
+    _tool: Callable[[str], Any]
 
     def __init__(
         self, folder: str | None = None, timeline: str | None = None, diagnostics: bool = True
@@ -353,7 +352,7 @@ class StreamingDiLoCoMonitorMixin:
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Merges the records into the timeline, on rank 0: by now all ranks have closed theirs."""
         if self._timeline is not None and trainer.is_global_zero and self._folder is not None:
-            ranks = self._write_timeline(self._folder, self._timeline)
+            ranks = self._tool("run_files").merge(self._folder, self._timeline)
             if ranks < trainer.world_size:
                 _log.warning(
                     "%s has the records of %d of %d ranks: the others wrote to their own disks."
@@ -374,7 +373,7 @@ class StreamingDiLoCoMonitorMixin:
         if not kinds or self._folder is None:
             return
         try:
-            self._report(self._folder)
+            self._tool("report").report(self._folder)
             page = str(Path(self._folder) / "report" / "report.html")
             if "MLFlowLogger" in kinds:
                 logger.experiment.log_artifact(logger.run_id, page, "sdiloco")

@@ -238,7 +238,7 @@ def test_a_report_that_cannot_be_attached_leaves_the_run_as_it_is() -> None:
     )()
     monitor = StreamingDiLoCoMonitor(folder="runs")
     said = said_by("lightning_sdiloco")
-    monitor._report = lambda folder: ""  # type: ignore[method-assign]
+    monitor._tool = lambda name: SimpleNamespace(report=lambda folder: "")  # type: ignore[method-assign]
     monitor._attach(logger)
     assert said == [
         "The report is not an artifact of the run of WandbLogger: the server is away. `sdiloco"
