@@ -71,7 +71,7 @@ from lightning_sdiloco.engine.per_rank import Read
 from lightning_sdiloco.engine.shards import clean_name
 from lightning_sdiloco.lightning.evaluation import Averaging
 from lightning_sdiloco.lightning.fit_state import SIGNALLED, FitState
-from lightning_sdiloco.lightning.host import wrap
+from lightning_sdiloco.lightning.host import Function, State, wrap
 from lightning_sdiloco.lightning.model_format import Checkpoint, Load, reader_of
 
 _log = logging.getLogger(__name__)
@@ -88,21 +88,21 @@ class Checkpointer:
         self._format = fit.format
         self.averaging: Averaging | None = None
         """The averages of the fit, once there are any."""
-        self.resumed: dict[str, Any] | None = None
+        self.resumed: State | None = None
         """What this rank saved, of a fit that is about to resume exactly."""
         self.start = "a new run"
         """Where the fit starts, in words."""
         self._restart: Restart | None = None
-        self._random_state: dict[str, Any] | None = None
+        self._random_state: State | None = None
         # The checkpoints of this run that still exist, and whether it saved each itself.
         self._standing: dict[str, bool] = {}
         # See [Note: late writers]: the CheckpointIO that really writes, what follows when the file
         # of a save is in its place, and the removals of files that are just being written.
         self._io: Any = None
         self._undo = ExitStack()
-        self._afterwards: dict[str, Callable[[], None]] = {}
+        self._afterwards: dict[str, Function] = {}
         self._lock = Lock()
-        self._removals: dict[str, list[Callable[[], None]]] = {}
+        self._removals: dict[str, list[Function]] = {}
 
     # Resume
 
@@ -175,10 +175,10 @@ class Checkpointer:
     def _take_up(
         self,
         checkpoint: Checkpoint,
-        saved: dict[str, Any],
+        saved: State,
         read: Read,
         without: Collection[str] = (),
-    ) -> dict[str, Any]:
+    ) -> State:
         """Puts what this rank saved in place of what rank 0 saved, and returns the state of the
         engine.
         """
@@ -192,7 +192,7 @@ class Checkpointer:
             for optimizer, state in zip(self._trainer.strategy.optimizers, states, strict=True):
                 take_up_state(optimizer, state)
 
-    def _require_the_settings_of(self, header: dict[str, Any]) -> None:
+    def _require_the_settings_of(self, header: State) -> None:
         saved = header["settings"]
         self._options.restore(saved)
         differences = Settings.differences(saved, self._settings())
@@ -204,7 +204,7 @@ class Checkpointer:
             )
 
     def _load_for_restart(
-        self, checkpoint: Checkpoint, path: str, header: dict[str, Any], read: Read
+        self, checkpoint: Checkpoint, path: str, header: State, read: Read
     ) -> None:
         """Restores the outer state of all groups, and inner optimizer and random state of those
         that have a file.
@@ -235,7 +235,7 @@ class Checkpointer:
                 self._random_state = saved["random"]
         self._announce_restart(self._restart, header, is_fresh=saved is None)
 
-    def _read_restart(self, path: str, header: dict[str, Any]) -> Restart:
+    def _read_restart(self, path: str, header: State) -> Restart:
         """Reads the outer state of all groups, on rank 0 for all: they may see different files."""
         topology = self._groups.topology
 
@@ -255,7 +255,7 @@ class Checkpointer:
             raise ValueError(f"{path} cannot be read: {first.failure[0]}: {first.text}")
         return Restart.of(first.value)
 
-    def _read_place(self, path: str, header: dict[str, Any]) -> dict[str, Any] | None:
+    def _read_place(self, path: str, header: State) -> State | None:
         """Reads the file of this rank's group and shard, or of the group's first; None if there is
         none.
         """
@@ -269,7 +269,7 @@ class Checkpointer:
         rank = topology.group_index * group_size + shard
         return files.read_rank(path, header, rank) if files.has_rank(path, header, rank) else None
 
-    def _announce_restart(self, restart: Restart, header: dict[str, Any], is_fresh: bool) -> None:
+    def _announce_restart(self, restart: Restart, header: State, is_fresh: bool) -> None:
         topology = self._groups.topology
         fresh_ranks = topology.world.all_gather_object(is_fresh)
         fresh_groups = sorted(
@@ -338,7 +338,7 @@ class Checkpointer:
         self._standing.pop(path, None)
         self._standing[path] = True
 
-    def _state_of_rank(self, engine: StreamingDiLoCo, checkpoint: Checkpoint) -> dict[str, Any]:
+    def _state_of_rank(self, engine: StreamingDiLoCo, checkpoint: Checkpoint) -> State:
         """Returns what this rank saves in its own file."""
         optimizer_states = checkpoint["optimizer_states"]
         if self._format.is_sharded:
@@ -379,7 +379,7 @@ class Checkpointer:
             " set ModelCheckpoint's save_top_k, and resume='exact:newest' in the strategy."
         )
 
-    def _save_alone(self, state: dict[str, Any], path: str) -> None:
+    def _save_alone(self, state: State, path: str) -> None:
         try:
             name = files.write_rank(path, "exception", self._trainer.global_rank, state).name
         except OSError as error:
@@ -402,7 +402,7 @@ class Checkpointer:
     def _last_standing(self) -> str:
         return next(reversed(self._standing), "an earlier run's checkpoint: this run saved none")
 
-    def remove(self, path: Any, remove: Callable[[Any], None]) -> None:
+    def remove(self, path: Any, remove: Function) -> None:
         """Removes a checkpoint and its folder; if a thread is just writing the file, as soon as it
         is written.
         """
@@ -418,7 +418,7 @@ class Checkpointer:
 
     def _place(
         self,
-        write: Callable[..., None],
+        write: Function,
         checkpoint: Checkpoint,
         path: Any,
         *args: Any,
@@ -494,7 +494,7 @@ class ResumedLoops:
         wrap(undo, self._fit_loop, "on_advance_start", self._start_epoch)
         wrap(undo, self._epoch_loop, "reset", self._reset_epoch)
 
-    def _reset_fit(self, reset: Callable[[], None]) -> None:
+    def _reset_fit(self, reset: Function) -> None:
         """A run that was saved after a batch or an epoch begins with the rest of that."""
         fit_loop = self._fit_loop
         progress = self._progress
@@ -520,22 +520,22 @@ class ResumedLoops:
         self._epoch_loop.val_loop.restarting = False
         self._trainer.strategy.fit.finish_with_last_batch()
 
-    def _end_epoch_and_start(self, start: Callable[[], None]) -> None:
+    def _end_epoch_and_start(self, start: Function) -> None:
         self._once.close()
         self._epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         start()
 
-    def _end_epoch(self, end: Callable[[], None]) -> None:
+    def _end_epoch(self, end: Function) -> None:
         # As in a run that was not resumed: learning rates that depend on metrics are updated.
         self._fit_loop._restarting = False
         end()
 
-    def _start_epoch(self, start: Callable[[], None]) -> None:
+    def _start_epoch(self, start: Function) -> None:
         if self._fit_loop.restarted_mid_epoch and self._is_at_last_batch():
             self._fit_loop.reset_restart_stage()
         start()
 
-    def _reset_epoch(self, reset: Callable[[], None]) -> None:
+    def _reset_epoch(self, reset: Function) -> None:
         """Starts the next epoch if a run resumes from the last batch of one."""
         epoch_loop = self._epoch_loop
         was_at_last_batch = self._is_at_last_batch()
@@ -566,7 +566,7 @@ def _was_saved_in_a_hook_at_the_end(count: Any) -> bool:
 _NOT_STATES = ("_update_count", "_forward_cache")
 
 
-def metrics_state_dict(trainer: Any) -> dict[str, Any]:
+def metrics_state_dict(trainer: Any) -> State:
     metrics = trainer._logger_connector._callback_metrics
     if not trainer.strategy.is_alone:
         metrics = trainer.callback_metrics
@@ -586,7 +586,7 @@ def _can_be_saved(logged: Any) -> bool:
     return not logged.has_reset and logged.meta.sync.group is None and bool(is_found_again)
 
 
-def _saved(logged: Any) -> dict[str, Any]:
+def _saved(logged: Any) -> State:
     """Returns what is saved of a value that the epoch has accumulated."""
     meta = logged.meta
     reduction = meta.reduce_fx.__name__
@@ -609,7 +609,7 @@ def _saved(logged: Any) -> dict[str, Any]:
     }
 
 
-def load_metrics_state_dict(trainer: Any, state: dict[str, Any]) -> None:
+def load_metrics_state_dict(trainer: Any, state: State) -> None:
     connector = trainer._logger_connector
     results = trainer.fit_loop.epoch_loop._results
     classes: Any = sys.modules[type(results).__module__]

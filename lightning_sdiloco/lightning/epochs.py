@@ -34,7 +34,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from enum import Enum
 from functools import partial
@@ -50,7 +50,7 @@ from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.errors import ExchangeError
 from lightning_sdiloco.lightning.fit_state import MOST_CHECKPOINTS, FitState, Request
 from lightning_sdiloco.lightning.groups import ConnectedGroups, in_batch
-from lightning_sdiloco.lightning.host import wrap
+from lightning_sdiloco.lightning.host import Function, State, wrap
 from lightning_sdiloco.lightning.monitor import progress
 
 _log = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class GroupFetcher:
         places: GroupPlaces,
         fetcher: Any,
         length: int | None,
-        loop_state: Callable[[], dict[str, Any]],
+        loop_state: Function,
     ) -> None:
         self._fit = fit
         self._places = places
@@ -267,7 +267,7 @@ class Epochs:
         self.fit = fit
         self.places = GroupPlaces(fit)
         self._fetcher: GroupFetcher | None = None
-        self._loop_state: Callable[[], dict[str, Any]] = dict
+        self._loop_state: Function = dict
 
     def end_together(self, undo: ExitStack) -> None:
         """Replaces what ends epochs in Lightning. A single worker group needs nothing."""
@@ -276,14 +276,14 @@ class Epochs:
         epoch_loop = loop.epoch_loop
         self._loop_state = loop.on_save_checkpoint
 
-        def saved_state(loop_state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        def saved_state(loop_state: Function) -> State:
             # With that of its loaders as if they had not been read ahead.
             fetcher = self._fetcher
             if fetcher is None or loop._data_fetcher is not fetcher or fetcher.loaders is None:
                 return loop_state()
             return {**loop_state(), _LOADERS: fetcher.loaders}
 
-        def should_validate(validates: Callable[[Any], bool], fetcher: Any) -> bool:
+        def should_validate(validates: Function, fetcher: Any) -> bool:
             # Also after an epoch with fewer batches than were announced.
             progress = epoch_loop.batch_progress
             is_early = (
@@ -310,7 +310,7 @@ class Epochs:
 
     # The lengths of the groups
 
-    def _setup_data(self, original: Callable[[], None]) -> None:
+    def _setup_data(self, original: Function) -> None:
         """Sets up the loaders, and replaces what fetches their batches by a `GroupFetcher`."""
         loop = self.fit.trainer.fit_loop
         fetcher_before = loop._data_fetcher
@@ -331,13 +331,13 @@ class Epochs:
             loop._combined_loader.limits = [min(limit, length) for limit in limits]
             fetcher.length = length
 
-    def _load(self, set_up: Callable[[], None]) -> Exception | None:
+    def _load(self, set_up: Function) -> Exception | None:
         """Sets up the loaders of this rank; returns the exception of one that was loaded already."""
         strategy = self.fit.trainer.strategy
         is_loaded = False
         undo = ExitStack()
 
-        def barrier(wait: Callable[..., None], name: Any = None, *args: Any, **kwargs: Any) -> None:
+        def barrier(wait: Function, name: Any = None, *args: Any, **kwargs: Any) -> None:
             nonlocal is_loaded
             wait(name, *args, **kwargs)
             if name == _LOADED:
@@ -532,13 +532,13 @@ def keep_batches_silent(undo: ExitStack, fit: FitState) -> None:
     """
     trainer = fit.trainer
 
-    def check(timer: Any, original: Callable[[Any], None], trainer: Any) -> None:
+    def check(timer: Any, original: Function, trainer: Any) -> None:
         if not in_batch(trainer.lightning_module):
             original(trainer)
         elif timer.time_elapsed() >= timer._duration:
             fit.requests.ask(Request.TIME_LIMIT)
 
-    def metrics_shown(metrics: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    def metrics_shown(metrics: Function, *args: Any) -> dict[str, Any]:
         if fit.engine is None:
             return metrics(*args)
         console = getattr(getattr(trainer.progress_bar_callback, "progress", None), "console", None)
@@ -569,7 +569,7 @@ def _save_together(undo: ExitStack, fit: FitState) -> None:
             f" agree on at most {MOST_CHECKPOINTS}. Use every_n_train_steps in some of them."
         )
 
-    def decide(index: int, hook: Callable[..., None], *args: Any) -> None:
+    def decide(index: int, hook: Function, *args: Any) -> None:
         # The hook asks all ranks by a broadcast.
         fit.requests.deciding = index
         try:
@@ -584,7 +584,7 @@ def _save_together(undo: ExitStack, fit: FitState) -> None:
 def _monitor_means(undo: ExitStack, trainer: Any, groups: ConnectedGroups) -> None:
     """Makes saving and scheduling by a metric that groups logged go by its mean over all ranks."""
 
-    def monitored(original: Callable[[str], Any], key: str) -> Any:
+    def monitored(original: Function, key: str) -> Any:
         metric = original(key)
         for config in trainer.lr_scheduler_configs:
             if config.monitor == key and config.interval == "step":
@@ -592,7 +592,7 @@ def _monitor_means(undo: ExitStack, trainer: Any, groups: ConnectedGroups) -> No
         numbers = {} if metric is None else {key: float(metric)}
         return groups.mean_over_all(numbers).get(key, metric)
 
-    def candidates(original: Callable[[Any], dict[str, Any]], trainer: Any) -> dict[str, Any]:
+    def candidates(original: Function, trainer: Any) -> dict[str, Any]:
         metrics = dict(original(trainer))
         tensors = {name: metric for name, metric in metrics.items() if isinstance(metric, Tensor)}
         means = groups.mean_over_all({name: float(metric) for name, metric in tensors.items()})
@@ -601,7 +601,7 @@ def _monitor_means(undo: ExitStack, trainer: Any, groups: ConnectedGroups) -> No
                 metrics[name] = tensors[name].new_tensor(mean)
         return metrics
 
-    def save_last(original: Callable[..., None], *args: Any) -> None:
+    def save_last(original: Function, *args: Any) -> None:
         # After an exception no checkpoint was written, so there is none to which the last one could
         # be a link.
         if not groups.is_alone:
@@ -625,12 +625,12 @@ def _keep_in_group(undo: ExitStack, trainer: Any, in_group: Any) -> None:
     if in_group is None:
         return
 
-    def gather(gather_all: Callable[..., Any], result: Tensor, group: Any = None) -> Any:
+    def gather(gather_all: Function, result: Tensor, group: Any = None) -> Any:
         if group is None and in_batch(trainer.lightning_module):
             group = in_group
         return gather_all(result, group)
 
-    def forward(normalise: Callable[..., Tensor], layer: nn.SyncBatchNorm, x: Tensor) -> Tensor:
+    def forward(normalise: Function, layer: nn.SyncBatchNorm, x: Tensor) -> Tensor:
         group_before = layer.process_group
         layer.process_group = in_group
         try:

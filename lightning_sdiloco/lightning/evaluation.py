@@ -26,7 +26,7 @@ updates that a fit without an end would have made since, which a resumed fit mak
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ from lightning_sdiloco.engine.outer_view import GroupMean
 from lightning_sdiloco.engine.start import is_aligned
 from lightning_sdiloco.lightning.fit_state import FitState
 from lightning_sdiloco.lightning.groups import ConnectedGroups
-from lightning_sdiloco.lightning.host import class_names, user_hooks, wrap
+from lightning_sdiloco.lightning.host import Function, State, class_names, user_hooks, wrap
 
 _log = logging.getLogger(__name__)
 
@@ -119,9 +119,9 @@ class ShownModel:
         self,
         engine: StreamingDiLoCo,
         with_all: bool,
-        local: Callable[[], dict[str, Any]],
+        local: Function,
         is_shown: bool = False,
-    ) -> dict[str, Any]:
+    ) -> State:
         """Returns what a file holds; if all ranks save together, the groups may exchange."""
         if self.mean is not None or is_shown:
             return self._values(engine.evaluate(self.mean), local)
@@ -141,9 +141,7 @@ class ShownModel:
         return self._values(engine.evaluate(self.mean), local)
 
     @staticmethod
-    def _values(
-        shown: AbstractContextManager[None], local: Callable[[], dict[str, Any]]
-    ) -> dict[str, Any]:
+    def _values(shown: AbstractContextManager[None], local: Function) -> State:
         """Returns copies of what the module holds while a model is shown."""
         with shown:
             return {
@@ -252,7 +250,7 @@ class Evaluation:
         if self._shows == "local":
             return
 
-        def should_validate(decide: Callable[[Any], bool], fetcher: Any) -> bool:
+        def should_validate(decide: Function, fetcher: Any) -> bool:
             self._is_due = decide(fetcher)
             return self._is_due
 
@@ -266,9 +264,7 @@ class Evaluation:
         ):
             wrap(undo, loop, "run", partial(self._run, loop))
 
-    def state_dict(
-        self, engine: StreamingDiLoCo, local: Callable[[], dict[str, Any]]
-    ) -> dict[str, Any]:
+    def state_dict(self, engine: StreamingDiLoCo, local: Function) -> State:
         """Returns the model that a checkpoint holds: what is shown, was shown last, or the outer
         one.
         """
@@ -281,14 +277,14 @@ class Evaluation:
             return local()
         return self.shown.state_dict(engine, self._saves_with_all, local, self._is_showing)
 
-    def _save(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _save(self, original: Function, *args: Any, **kwargs: Any) -> None:
         self._saves_with_all = not self._groups.failed and not self._fit.is_ending
         try:
             original(*args, **kwargs)
         finally:
             self._saves_with_all = False
 
-    def _run(self, loop: Any, original: Callable[[], Any]) -> Any:
+    def _run(self, loop: Any, original: Function) -> Any:
         is_due = self._is_due
         self._is_due = False
         engine = self._fit.engine
@@ -328,9 +324,6 @@ class Evaluation:
                 self.shown.take_first_own(engine)
 
 
-State = dict[str, Any]
-
-
 class Averaging:
     """Makes callbacks that average weights do so at landings; see [Note: averages of outer
     parameters].
@@ -365,7 +358,7 @@ class Averaging:
                 wrap(undo, callback, "on_train_end", self._end_fit)
                 wrap(undo, callback, "on_save_checkpoint", self._save)
 
-    def _in_outer(self, function: Callable[..., None], *args: Any) -> None:
+    def _in_outer(self, function: Function, *args: Any) -> None:
         assert self._fit.engine is not None, "averages are updated in training"
         with self._fit.engine.evaluate():
             function(*args)
@@ -387,7 +380,7 @@ class Averaging:
             self._in_outer(self._update, trainer, module, *args)
             self._wanted = False
 
-    def _end_epoch(self, original: Callable[..., None], trainer: Any, module: Any) -> None:
+    def _end_epoch(self, original: Function, trainer: Any, module: Any) -> None:
         updates_before = self._updates
         self._in_outer(original, trainer, module)
         # Where max_steps ends the fit inside an epoch, a fit that goes on has not reached the end
@@ -396,7 +389,7 @@ class Averaging:
         if self._unfinished is not None and has_ended:
             self._unfinished["updates"] += self._updates - updates_before
 
-    def _end_fit(self, original: Callable[..., None], trainer: Any, module: Any) -> None:
+    def _end_fit(self, original: Function, trainer: Any, module: Any) -> None:
         # A fit that was stopped early has just been finished.
         self._keep_unfinished(landed=False)
         if self._wanted:
@@ -404,9 +397,7 @@ class Averaging:
             self._wanted = False
         original(trainer, module)
 
-    def _save(
-        self, original: Callable[..., None], trainer: Any, module: Any, checkpoint: State
-    ) -> None:
+    def _save(self, original: Function, trainer: Any, module: Any, checkpoint: State) -> None:
         original(trainer, module, checkpoint)
         if self._callback._average_model is not None and not self._updates:
             # Before the first landing nothing is averaged, and the first update copies the model.

@@ -33,7 +33,7 @@ from lightning_sdiloco.engine.weight_copies import WeightCopies
 from lightning_sdiloco.lightning.arguments import Argument
 from lightning_sdiloco.lightning.evaluation import ShownModel
 from lightning_sdiloco.lightning.fit import samples_in
-from lightning_sdiloco.lightning.host import FABRIC, check_without_trainer, wrap
+from lightning_sdiloco.lightning.host import FABRIC, State, check_without_trainer, wrap
 from lightning_sdiloco.lightning.model_format import (
     WholeModel,
     check_ddp_kwargs,
@@ -378,7 +378,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     # Checkpoints hold the outer model, and beside it a file per rank
 
     @override
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+    def get_module_state_dict(self, module: nn.Module) -> State:
         engine = self.engine
         if engine is None or not self._is_training(module):
             return super().get_module_state_dict(module)
@@ -401,7 +401,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return state
 
     @override
-    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(self, path: Any, state: State, *args: Any, **kwargs: Any) -> None:
         save = super().save_checkpoint
         if self._is_alone:
             save(path, state, *args, **kwargs)
@@ -433,10 +433,10 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 
     def _of_ranks(
         self,
-        state: dict[str, Any],
+        state: State,
         storage_options: Any = None,
         filter: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
+    ) -> State:
         """Returns what may differ between ranks in what a user saves: all but what the engine
         trains.
         """
@@ -478,9 +478,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return any(self._number_of(value) is not None for value in state.values())
 
     @override
-    def load_checkpoint(
-        self, path: Any, state: Any = None, *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> State:
         load = super().load_checkpoint
         if not self._holds_optimizer(state):
             remainder = load(path, state, *args, **kwargs)
@@ -489,9 +487,9 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             return remainder
         saved = dict[str, Any]()
 
-        def read(load_file: Any, *file: Any, **how: Any) -> dict[str, Any]:
+        def read(load_file: Any, *file: Any, **how: Any) -> State:
             """Reads the file of rank 0, and puts what this rank saved in place of it."""
-            checkpoint: dict[str, Any] = load_file(*file, **how)
+            checkpoint: State = load_file(*file, **how)
             if files.KEY in checkpoint:
                 saved.update(
                     read_own(
@@ -513,7 +511,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             self._resume(saved)
         return remainder
 
-    def _resume(self, saved: dict[str, Any]) -> None:
+    def _resume(self, saved: State) -> None:
         if self.engine is not None:
             self.engine.close()
         # Before the random numbers are restored, because it may draw some.

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ from lightning_sdiloco.lightning.evaluation import Evaluation
 from lightning_sdiloco.lightning.fit_state import FitState, Request, Requests, Signals
 from lightning_sdiloco.lightning.groups import ConnectedGroups, ScaleWatch
 from lightning_sdiloco.lightning.host import (
+    Function,
     check_names,
     may_write_at_end,
     refuse_what_cannot_work,
@@ -309,7 +310,7 @@ class Fit(FitState):
         self._early += engine.recut(self.trainer.strategy.optimizers)
         self._must_wrap = True
 
-    def _save(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _save(self, save: Function, *args: Any, **kwargs: Any) -> None:
         """Lets a checkpoint that is saved between two epochs hold what hooks have just replaced."""
         engine = self.engine
         waits = not (self.groups.failed or self.is_ending)

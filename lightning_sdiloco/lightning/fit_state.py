@@ -15,7 +15,7 @@ of an epoch Lightning resumes with the next epoch, so the end of the epoch runs 
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from enum import IntFlag
 from functools import reduce
@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.lightning.groups import ConnectedGroups
-from lightning_sdiloco.lightning.host import wrap
+from lightning_sdiloco.lightning.host import Function, wrap
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.options import Options
 
@@ -132,7 +132,7 @@ class Signals:
         self._fit = fit
         self._trainer = fit.trainer
         self._received: set[Request] = set()
-        self._requeue: Callable[..., None] | None = None
+        self._requeue: Function | None = None
         self._requeued_by: int | None = None
 
     def listen(self, undo: ExitStack) -> None:
@@ -175,7 +175,7 @@ class Signals:
         if request == Request.REQUEUE:
             self._requeued_by = signum
 
-    def _after_batch(self, original: Callable[[Any], None], data_fetcher: Any) -> None:
+    def _after_batch(self, original: Function, data_fetcher: Any) -> None:
         """Ends a batch, and the fit if all agreed to; see [Note: where a fit ends]."""
         loop = self._trainer.fit_loop.epoch_loop
         agreed = self._agreed()
@@ -189,7 +189,7 @@ class Signals:
         if agreed and not loop._is_training_done:
             self._end(agreed)
 
-    def _after_epoch(self, original: Callable[[], None]) -> None:
+    def _after_epoch(self, original: Function) -> None:
         agreed = self._agreed()
         original()
         if agreed:

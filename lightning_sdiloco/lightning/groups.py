@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -40,7 +40,7 @@ from lightning_sdiloco.launch.reachability import (
     require_reachable,
 )
 from lightning_sdiloco.launch.rendezvous import rendezvous_at, say_node_rank, warn_of_shared_store
-from lightning_sdiloco.lightning.host import class_names, is_of_lightning
+from lightning_sdiloco.lightning.host import Function, class_names, is_of_lightning
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.options import Options
 
@@ -86,7 +86,7 @@ class ConnectedGroups:
 
     def __init__(self) -> None:
         self.failed = False
-        self.announce: Callable[[], None] | None = None
+        self.announce: Function | None = None
         """Called when this rank is about to wait for all others."""
         self._topology: Topology | None = None
         self._failures: Failures | None = None
@@ -123,7 +123,7 @@ class ConnectedGroups:
         self._device_backend(options, host)
 
     def connect(
-        self, host: Any, options: Options, model_format: WholeModel, set_up: Callable[[], None]
+        self, host: Any, options: Options, model_format: WholeModel, set_up: Function
     ) -> None:
         with _connecting:
             self._refuse_another_thread()
@@ -151,7 +151,7 @@ class ConnectedGroups:
             )
 
     def _connect(
-        self, host: Any, options: Options, model_format: WholeModel, set_up: Callable[[], None]
+        self, host: Any, options: Options, model_format: WholeModel, set_up: Function
     ) -> None:
         timeout = options.settings.timeout
         layout = _layout(host, options, model_format)

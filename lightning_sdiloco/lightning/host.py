@@ -26,6 +26,12 @@ from lightning_sdiloco.registration import variants
 
 _log = logging.getLogger(__name__)
 
+Function = Callable[..., Any]
+"""One of Lightning's or of a user's, which is called as they call it."""
+
+State = dict[str, Any]
+"""What is saved of an object, or returned for that."""
+
 _RESULT = "lightning.pytorch.trainer.connectors.logger_connector.result"
 
 OLDEST = "2.5.0"
@@ -215,7 +221,7 @@ def _require(missing: list[HostName], version: str = "", warns: bool = False) ->
         _log.warning("%s Training continues without.", text)
 
 
-def wrap(undo: ExitStack, target: Any, name: str, around: Callable[..., Any]) -> None:
+def wrap(undo: ExitStack, target: Any, name: str, around: Function) -> None:
     """Replaces a function of Lightning's with one that gets it as its first argument."""
     entry = next((entry for entry in REGISTER if entry.name == name), None)
     assert entry is not None, f"{name} is not in the register of {__name__}"
@@ -239,9 +245,7 @@ class _Replacement(partial[Any]):
 
     replaced: tuple[Any, str]
 
-    def __new__(
-        cls, target: Any, name: str, around: Callable[..., Any], original: Any
-    ) -> "_Replacement":
+    def __new__(cls, target: Any, name: str, around: Function, original: Any) -> "_Replacement":
         replacement = super().__new__(cls, around, original)
         replacement.replaced = target, name
         return replacement

@@ -41,7 +41,7 @@ from lightning_sdiloco.engine import checkpoint as files
 from lightning_sdiloco.engine.checkpoint import own_state
 from lightning_sdiloco.engine.per_rank import Read
 from lightning_sdiloco.engine.shards import local, part_of, ranks_of, reshard
-from lightning_sdiloco.lightning.host import wrap
+from lightning_sdiloco.lightning.host import Function, State, wrap
 
 _log = logging.getLogger(__name__)
 
@@ -151,9 +151,7 @@ class WholeModel:
 
     # The model
 
-    def wrap(
-        self, host: Any, module: Any, topology: Topology, wrap: Callable[[nn.Module], Any]
-    ) -> Any:
+    def wrap(self, host: Any, module: Any, topology: Topology, wrap: Function) -> Any:
         process_group = topology.in_group.process_group
         host._ddp_kwargs["process_group"] = process_group
         # Without the process group a communication hook of DDP reduces gradients over all groups.
@@ -396,7 +394,7 @@ def read_folder(model: nn.Module, path: Path, strict: bool) -> None:
 
 def take_parts(model: nn.Module, tensors: Mapping[str, Any], strict: bool) -> None:
     """Copies the parts of this rank from whole tensors."""
-    parts: dict[str, Any] = get_model_state_dict(model)
+    parts: State = get_model_state_dict(model)
     if strict and parts.keys() != tensors.keys():
         missing = sorted(parts.keys() - tensors.keys())
         unexpected = sorted(tensors.keys() - parts.keys())

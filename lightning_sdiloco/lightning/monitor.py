@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count, pairwise
@@ -32,6 +32,7 @@ from lightning_sdiloco.comm.communicator import page_locked
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.engine.shards import clean_name
+from lightning_sdiloco.lightning.host import Function
 from lightning_sdiloco.planning.units import readable, readable_rate, short
 
 _log = logging.getLogger(__name__)
@@ -250,7 +251,7 @@ class StreamingDiLoCoMonitorMixin:
     """
 
     # Returns a module of the tools, which are above this room: a distribution's monitor has it.
-    _tool: Callable[[str], Any]
+    _tool: Function
 
     def __init__(
         self, folder: str | None = None, timeline: str | None = None, diagnostics: bool = True

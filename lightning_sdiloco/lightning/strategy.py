@@ -51,6 +51,7 @@ from lightning_sdiloco.lightning.fit import Distribution, Fit
 from lightning_sdiloco.lightning.fit_state import listen_without_fit
 from lightning_sdiloco.lightning.groups import ConnectedGroups, stays_in_group
 from lightning_sdiloco.lightning.host import (
+    State,
     advise_on_unused,
     refuse_in_notebook,
     refuse_what_cannot_work,
@@ -519,7 +520,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     # Checkpoints
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> State:
         state_dict = super().lightning_module_state_dict
         if self._groups.failed:
             # Gathering what is sharded would wait for ranks that may be gone.
@@ -528,7 +529,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             return state_dict()
         return self.fit.evaluation.state_dict(self.engine, state_dict)
 
-    def _local_state_dict(self) -> dict[str, Any]:
+    def _local_state_dict(self) -> State:
         assert self.lightning_module is not None
         state = self.lightning_module.state_dict()
         return {
@@ -548,7 +549,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> State:
         if not self._format.is_sharded:
             return dict(super().optimizer_state(optimizer))
         optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -567,12 +568,12 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+        self, checkpoint: State, filepath: Any, storage_options: Any | None = None
     ) -> None:
         save = super().save_checkpoint
         self._groups.meet()
 
-        def write(checkpoint: dict[str, Any], path: Any) -> None:
+        def write(checkpoint: State, path: Any) -> None:
             self._format.write(self, self.topology, checkpoint, path, storage_options, save)
 
         if not self._groups.is_connected:
@@ -583,7 +584,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             self._fit.checkpointer.save(self._fit.engine, checkpoint, filepath, write)
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> State:
         load = super().load_checkpoint
         if self._fit is None:
             return self._format.read(self, checkpoint_path, load, *args, **kwargs)
