@@ -3,11 +3,11 @@ to the system.
 
 [Note: spare pages] The system zeroes a page before it gives it, which takes longer than most passes
 over what is then written there. So the pages that a flight leaves wait for the next one, as far as
-a caller asks for that with `SparePages`. Where the next flight needs other sizes, spare pages are
+a caller asks for that with `SparePages`. If the next flight needs other sizes, spare pages are
 given back as it takes new ones: all pages, spare ones included, are hardly more than were in use at
 another time. The margin holds a few messages, for which the pages of a long vector would go and
-come again. What spare pages are worth, in two processes of one machine: without them a launch and
-its landing take 1.4, 1.1 and 1.3 times as long with 0.5, 2.1 and 8.4 million parameters.
+come again. Measured in two processes of one machine, without spare pages a launch and its landing
+take 1.4, 1.1 and 1.3 times as long with 0.5, 2.1 and 8.4 million parameters.
 """
 
 import ctypes

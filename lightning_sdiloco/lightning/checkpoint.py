@@ -455,12 +455,12 @@ class Checkpointer:
         self._undo.close()
         self._io = None
 
-    # What is compared
+    # Settings and layout, which are compared
 
     def _settings(self) -> dict[str, str]:
         is_open = self._options.open
         settings = self._options.settings
-        # What suits the rounds is known once these are chosen.
+        # The settings that suit the rounds are known once these are chosen.
         chosen = settings if is_open else settings.chosen_for(self._groups.topology.num_groups)
         return {**chosen.fixed_by_a_checkpoint(), **dict.fromkeys(is_open, repr(AUTO))}
 
@@ -488,7 +488,7 @@ class ResumedLoops:
         self._epoch_loop = trainer.fit_loop.epoch_loop
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
         self._undo = undo
-        # What is replaced until the rest of a batch or of an epoch has run.
+        # Replacements until the rest of a batch or of an epoch has run.
         self._once = undo.enter_context(ExitStack())
         wrap(undo, self._fit_loop, "reset", self._reset_fit)
         wrap(undo, self._fit_loop, "on_advance_start", self._start_epoch)

@@ -2,11 +2,11 @@
 same one.
 
 [Note: uneven data] Where lengths are known, all ranks agree on the smallest when Lightning loads
-the data. Where they are not, or a loader ends before the length that it announced, a group without
+the data. If they are not, or a loader ends before the length that it announced, a group without
 data follows the others with idle batches: Lightning gets None, which it takes for a batch without
 training. They count as inner steps and as global steps like a training group's. The group asks for
 the end of the epoch with its next launch; the batch in which that lands is the last in all groups.
-Where the data of all has ended, the epoch is over at once.
+If the data of all groups has ended, the epoch is over at once.
 
 [Note: where the others are] A group without data cannot know how far the others get, and must not
 stop them. So every group says in which batch it is before a launch, and before whatever else makes
@@ -56,12 +56,12 @@ from lightning_sdiloco.lightning.monitor import progress
 _log = logging.getLogger(__name__)
 
 _YIELDED_NONE = "train_dataloader yielded None. If this was on purpose, ignore this warning..."
-_LOADED = "train_dataloader()"  # What Lightning calls the barrier before it compares lengths.
+_LOADED = "train_dataloader()"  # Lightning's name for the barrier before it compares lengths.
 _LOADERS = "combined_loader"
 
 
 class GroupPlaces:
-    """Where the worker groups are in the epoch; see [Note: where the others are]."""
+    """The places of the worker groups in the epoch; see [Note: where the others are]."""
 
     def __init__(self, fit: FitState) -> None:
         self._fit = fit
@@ -152,7 +152,7 @@ class GroupFetcher:
 
     Args:
         fit: The fit.
-        places: Where the groups are.
+        places: The places of the groups.
         fetcher: Lightning's data fetcher, which may have read a batch already.
         length: The batches of an epoch; None if that is not known.
         loop_state: Returns what Lightning's loop saves of itself and its loaders.
@@ -181,7 +181,7 @@ class GroupFetcher:
         self.loaders: Any = None
         """The state of the loaders before a batch was read ahead; None if none was."""
         self.phase = Phase.UNCOUNTED
-        # What Lightning reads: the batches of this epoch so far, and whether the last is one of
+        # Lightning reads both: the batches of this epoch so far, and whether the last is one of
         # them.
         self.fetched = 0
         self.done = False
@@ -213,7 +213,7 @@ class GroupFetcher:
             self._warn_of_idle_batches()
             fetched = None, self.fetched, 0
         if fetched[0] is None:
-            # What the last batch logged is not logged again for one that is idle.
+            # An idle batch must not log again the values of the batch before.
             for logged in fit.trainer.fit_loop.epoch_loop._results.values():
                 logged._forward_cache = None
         self.fetched = batch
@@ -415,7 +415,7 @@ def _length_of_each_group(ranks: list[tuple[int, int | None, str]]) -> str:
     return ", ".join(f"group {group} has {' and '.join(texts)}" for group, texts in lengths.items())
 
 
-# What Lightning counts and logs in them
+# Lightning's counters and metrics
 
 
 def count_idle_batch(trainer: Any, optimizer_steps: int) -> bool:
@@ -586,9 +586,13 @@ def _monitor_means(undo: ExitStack, trainer: Any, groups: ConnectedGroups) -> No
 
     def monitored(original: Function, key: str) -> Any:
         metric = original(key)
-        for config in trainer.lr_scheduler_configs:
-            if config.monitor == key and config.interval == "step":
-                return metric
+        steps_by_it = (
+            config.monitor == key
+            for config in trainer.lr_scheduler_configs
+            if config.interval == "step"
+        )
+        if any(steps_by_it):
+            return metric
         numbers = {} if metric is None else {key: float(metric)}
         return groups.mean_over_all(numbers).get(key, metric)
 

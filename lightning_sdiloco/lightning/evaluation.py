@@ -13,9 +13,9 @@ decided to validate, which it does after the same batch in all groups, and all r
 to validate with. All ranks call ``trainer.save_checkpoint``, but a rank that ends with an exception
 waits for no other, and a signal leaves no time: then, and if a caller asks for a ``state_dict``
 alone, it is that of the group, and a warning says so. The mean serves until the next inner step, so
-that the best model is the one that was validated. What a fit resumes from lies beside it,
-unchanged. On a route on which groups hold their own outer parameters, every validation and every
-checkpoint shows their mean.
+that the best model is the one that was validated. The state from which a fit resumes is saved
+beside it, unchanged. On a route on which groups hold their own outer parameters, every validation
+and every checkpoint shows their mean.
 
 [Note: averages of outer parameters] Lightning's callbacks read the module when a batch or an epoch
 ends. There it holds local parameters, so here they read the outer ones, which change only at
@@ -79,7 +79,7 @@ class ShownModel:
 
     @staticmethod
     def is_outer(engine: StreamingDiLoCo) -> bool:
-        """Whether the outer model is one that all groups have trained; see [Note: the first round]."""
+        """Returns whether all groups have trained the outer model; see [Note: the first round]."""
         return engine.has_landed and engine.settings.shares
 
     def exchange(self, engine: StreamingDiLoCo) -> None:
@@ -150,8 +150,8 @@ class ShownModel:
             }
 
 
-# Hooks in which users overwrite weights. Where there are none, groups need not ask each other
-# whether they did.
+# Hooks in which users overwrite weights. If the user has none, groups need not compare their
+# weights.
 VALIDATION_HOOKS = (
     "on_validation_start",
     "on_validation_epoch_start",
@@ -181,7 +181,7 @@ class Rewritten:
 
         Args:
             engine: The engine.
-            digests: What was overwritten on this rank, by name.
+            digests: The parameters that were overwritten on this rank, by name.
             hooks: Which hooks may have done so.
             with_all: Whether all ranks call it, so that they can compare.
         """
@@ -383,8 +383,8 @@ class Averaging:
     def _end_epoch(self, original: Function, trainer: Any, module: Any) -> None:
         updates_before = self._updates
         self._in_outer(original, trainer, module)
-        # Where max_steps ends the fit inside an epoch, a fit that goes on has not reached the end
-        # of the epoch yet.
+        # If max_steps ends the fit inside an epoch, a longer fit has not reached the end of the
+        # epoch yet.
         has_ended = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
         if self._unfinished is not None and has_ended:
             self._unfinished["updates"] += self._updates - updates_before

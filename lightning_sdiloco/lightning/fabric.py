@@ -108,7 +108,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         # While the model in training is set up again.
         self._is_set_up_again = False
         self._landings: list[Landing] = []
-        # What was trained since the last inner step: samples, and micro-batches.
+        # The samples and micro-batches that were trained since the last inner step.
         self._samples = 0
         self._trained = 1
         # The optimizers, by number, that have stepped in the batch that is not counted yet.
@@ -123,7 +123,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         self._watch = WorldWatch(_ADVICE)
         check_without_trainer(self, FABRIC)
 
-    # What users call and read
+    # For users
 
     def finish(self) -> list[Landing]:
         """Ends training, after the last step and in all processes: the model ends with the outer
@@ -180,7 +180,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 
     @property
     def landings(self) -> list[Landing]:
-        """What landed with the last inner step."""
+        """The landings of the last inner step."""
         return self._landings
 
     # Start
@@ -463,15 +463,15 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 
     @property
     def _is_alone(self) -> bool:
-        """Whether this rank deals with an exception, and so must not wait for others, which may
-        know of none.
+        """Returns whether this rank handles an exception, and so must not wait for others, which
+        may know of none.
         """
         exception = sys.exc_info()[1]
         return exception is not None and not isinstance(exception, StopIteration)
 
     def _holds_optimizer(self, state: Any) -> bool:
-        """Whether what a user saves or loads has an optimizer that was set up: then training goes
-        on from it.
+        """Returns whether a state of the user has an optimizer that was set up, so that training
+        resumes from it.
         """
         if not isinstance(state, dict):
             return False

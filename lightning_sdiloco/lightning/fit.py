@@ -70,7 +70,7 @@ _ADVICE = (
 
 
 class Distribution(NamedTuple):
-    """What a distribution of Lightning brings, beside the base classes of strategies."""
+    """The classes of a distribution of Lightning that a fit needs."""
 
     callback: type[Any]
     launcher: type[Any]
@@ -79,7 +79,7 @@ class Distribution(NamedTuple):
 
 @dataclass
 class BatchCounts:
-    """What was trained since the last inner step, which the next one reports."""
+    """The training since the last inner step, which the next one reports."""
 
     samples: int = 0
     micro_batches: int = 0
@@ -136,14 +136,14 @@ class Fit(FitState):
         # wrapped.
         self._is_between_epochs = False
         self._must_wrap = False
-        # What the model held before hooks of epochs, and which of these the user has.
+        # Digests of the model before hooks of epochs, and those of these hooks that the user has.
         self._epoch_digests: dict[str, int] | None = None
         self._epoch_hooks: list[str] = []
-        # What landed between two inner steps; the next one reports it.
+        # Landings between two inner steps; the next one reports them.
         self._early: list[Landing] = []
         self._announcement: Announcement | None = None
         self._interval: Interval | None = None
-        # What the next row of the loggers holds in addition to Lightning's own metrics.
+        # Our part of the next row of the loggers.
         self._row: dict[str, float] = {}
 
     # Start
@@ -236,7 +236,7 @@ class Fit(FitState):
         return steps if steps >= 0 else math.inf
 
     def _announce(self, engine: StreamingDiLoCo) -> None:
-        # What is open is announced once it is chosen.
+        # Settings that are open are announced once they are chosen.
         is_due = self.options.federation is None and not self.options.open
         if is_due and self.trainer.is_global_zero:
             steps = self._known_steps
@@ -300,13 +300,13 @@ class Fit(FitState):
         if not must_recut:
             self._take_rewritten()
             return
-        # What hooks have reshaped is no longer what the fragments hold.
+        # The fragments do not hold parameters that hooks have reshaped.
         for fragment in engine.rounds.fragments:
             fragment.let_go()
         self._take_rewritten()
         self.evaluation.shown.forget()
-        # What other groups asked for with these launches is decided, and logged, at the next inner
-        # step.
+        # Requests that came with these launches are decided, and the landings logged, at the next
+        # inner step.
         self._early += engine.recut(self.trainer.strategy.optimizers)
         self._must_wrap = True
 
@@ -339,7 +339,7 @@ class Fit(FitState):
         loop = trainer.fit_loop.epoch_loop
         if self.requests.agreed(Request.END_EPOCH) and not loop._num_ready_batches_reached():
             loop.batch_progress.is_last_batch = True
-            # Where Lightning knows the last batch, it does this before the hooks at the end of the
+            # If Lightning knows the last batch, it does this before the hooks at the end of the
             # batch.
             loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if loop._num_ready_batches_reached():

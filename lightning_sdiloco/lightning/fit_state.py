@@ -77,7 +77,7 @@ class Requests:
 
         Args:
             landings: The landings of this inner step.
-            requested: What the ranks of a site asked each other for in this inner step.
+            requested: Requests of the ranks of a site to each other in this inner step.
         """
         self.agreed_now = requested
         for landing in landings:
@@ -194,7 +194,7 @@ class Signals:
         original()
         if agreed:
             # As when a fit stops in the last batch of an epoch: after the epoch Lightning restores
-            # no loader. What happens at the end of the epoch has happened, and is not repeated: the
+            # no loader. The hooks at the end of the epoch have run, and are not repeated: the
             # current count says so; see [Note: the rest of a batch].
             loop = self._trainer.fit_loop
             for count in (loop.epoch_progress.total, loop.epoch_progress.current):

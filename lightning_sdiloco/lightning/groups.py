@@ -103,8 +103,8 @@ class ConnectedGroups:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this rank ends with an exception and must not wait for others, which may be gone
-        or elsewhere.
+        """Returns whether this rank ends with an exception: it must not wait for others, which may
+        be gone.
         """
         return self.failed and self._topology is not None and self._topology.world.size > 1
 

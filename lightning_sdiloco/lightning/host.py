@@ -1,5 +1,4 @@
-"""What this package knows of Lightning's insides: a register, the one way to patch, and what is
-refused.
+"""Lightning's insides: a register of the names that are used, the one way to patch, and refusals.
 
 [Note: the register] Some promises to users rest on names that Lightning may change in any release:
 private ones, and methods that are replaced for the time of a fit. Each stands in `REGISTER`.
@@ -66,110 +65,68 @@ def _numbers_of(version: str) -> list[int]:
 _TOPS = ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
 
 # Names that are used, patched, overridden or set, and what depends on them.
-_NEEDED: dict[str, tuple[str, ...]] = {
-    # Where a fit begins and is saved, what its loaders are, and which hook runs.
-    "trainer": ("_signal_connector", "_logger_connector", "_data_connector", "save_checkpoint"),
-    "trainer.lightning_module": (
-        "_trainer",
-        "_current_fx_name",
-        "_device_mesh",
-        "forward",
-        "log",
-        "log_dict",
-    ),
-    "trainer._data_connector": ("_prepare_dataloader",),
+_NEEDED = {
+    # The beginning and saving of a fit, its loaders, and the hook that runs.
+    "trainer": "_signal_connector _logger_connector _data_connector save_checkpoint",
+    "trainer.lightning_module": "_trainer _current_fx_name _device_mesh forward log log_dict",
+    "trainer._data_connector": "_prepare_dataloader",
     # After a signal all ranks end at the same point, from which the fit can be resumed exactly.
-    "trainer._signal_connector": ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"),
+    "trainer._signal_connector": "_sigterm_notifier_fn _slurm_sigusr_handler_fn",
     # Epochs of unequal lengths end together, also after a resume, and all groups validate after the
     # same batch.
     "trainer.fit_loop": (
-        *(
-            "setup_data",
-            "reset",
-            "on_advance_start",
-            "on_advance_end",
-            "on_save_checkpoint",
-            "_data_fetcher",
-        ),
-        *("_combined_loader", "_restarting", "restarted_mid_epoch", "reset_restart_stage"),
+        "setup_data reset on_advance_start on_advance_end on_save_checkpoint _data_fetcher "
+        "_combined_loader _restarting restarted_mid_epoch reset_restart_stage"
     ),
     "trainer.fit_loop.epoch_loop": (
-        *(
-            "reset",
-            "advance",
-            "on_advance_end",
-            "restarted_on_train_batch_end",
-            "_is_training_done",
-            "_warning_cache",
-        ),
-        *(
-            "_num_ready_batches_reached",
-            "_should_accumulate",
-            "_should_check_val_fx",
-            "_should_check_val_epoch",
-        ),
-        *("_batches_that_stepped", "_results", "_get_monitor_value"),
+        "reset advance on_advance_end restarted_on_train_batch_end _is_training_done "
+        "_warning_cache _num_ready_batches_reached _should_accumulate _should_check_val_fx "
+        "_should_check_val_epoch _batches_that_stepped _results _get_monitor_value"
     ),
-    "lightning.pytorch.loops.fetchers": ("_DataLoaderIterDataFetcher",),
-    "lightning.pytorch.loops.fetchers._PrefetchDataFetcher": ("_start_profiler", "_stop_profiler"),
+    "lightning.pytorch.loops.fetchers": "_DataLoaderIterDataFetcher",
+    "lightning.pytorch.loops.fetchers._PrefetchDataFetcher": "_start_profiler _stop_profiler",
     # Validation sees the chosen model.
-    "trainer.fit_loop.epoch_loop.val_loop": ("run",),
-    "trainer.validate_loop": ("run",),
-    "trainer.test_loop": ("run",),
-    "trainer.predict_loop": ("run",),
+    "trainer.fit_loop.epoch_loop.val_loop": "run",
+    "trainer.validate_loop": "run",
+    "trainer.test_loop": "run",
+    "trainer.predict_loop": "run",
     # A resumed epoch has the metrics of its first batches; one that is computed in a batch does not
     # wait.
-    "trainer._logger_connector": ("_callback_metrics", "_first_loop_iter", "log_metrics"),
-    _RESULT: ("_Metadata", "_ResultMetric", "_Sync"),
-    f"{_RESULT}._Sync": ("_should",),
-    "torchmetrics.SumMetric": ("_forward_cache", "_update_count", "_defaults"),
-    "torchmetrics.metric": ("gather_all_tensors",),
+    "trainer._logger_connector": "_callback_metrics _first_loop_iter log_metrics",
+    _RESULT: "_Metadata _ResultMetric _Sync",
+    f"{_RESULT}._Sync": "_should",
+    "torchmetrics.SumMetric": "_forward_cache _update_count _defaults",
+    "torchmetrics.metric": "gather_all_tensors",
     # All groups save and stop together, and no batch waits for other groups.
     "ModelCheckpoint": (
-        "on_train_batch_end",
-        "_train_time_interval",
-        "_monitor_candidates",
-        "_save_last_checkpoint",
+        "on_train_batch_end _train_time_interval _monitor_candidates _save_last_checkpoint"
     ),
-    "Timer": ("_check_time_remaining", "_duration"),
-    "CheckpointIO": ("save_checkpoint", "load_checkpoint"),
+    "Timer": "_check_time_remaining _duration",
+    "CheckpointIO": "save_checkpoint load_checkpoint",
     # Averages are of outer parameters.
-    "StochasticWeightAveraging": ("_average_model", "on_train_epoch_start"),
+    "StochasticWeightAveraging": "_average_model on_train_epoch_start",
     # The ranks start, connect, and reduce gradients in their worker group.
-    "trainer.strategy": ("_configure_launcher", "_launcher", "reduce", "barrier"),
-    "DDPStrategy": (
-        "_setup_model",
-        "_ddp_kwargs",
-        "_ddp_comm_hook",
-        "_ddp_comm_state",
-        "_start_method",
-    ),
-    "ModelParallelStrategy": ("_setup_distributed", "_device_mesh"),
-    "lightning.pytorch.strategies.launchers": ("_MultiProcessingLauncher",),
-    "_MultiProcessingLauncher": ("_wrapping_function", "_start_method", "_strategy"),
-    FABRIC: ("_configure_launcher", "_ddp_kwargs", "_set_world_ranks"),
+    "trainer.strategy": "_configure_launcher _launcher reduce barrier",
+    "DDPStrategy": "_setup_model _ddp_kwargs _ddp_comm_hook _ddp_comm_state _start_method",
+    "ModelParallelStrategy": "_setup_distributed _device_mesh",
+    "lightning.pytorch.strategies.launchers": "_MultiProcessingLauncher",
+    "_MultiProcessingLauncher": "_wrapping_function _start_method _strategy",
+    FABRIC: "_configure_launcher _ddp_kwargs _set_world_ranks",
     # `sdiloco simulate` reads the configuration of a command line.
-    "LightningCLI": ("_get", "_run_subcommand"),
+    "LightningCLI": "_get _run_subcommand",
 }
 
 _SET = ("_launcher", "_device_mesh")
 """Names that are set, and are there then: Lightning must show them in public ones."""
 
+_WEIGHT_AVERAGING = (
+    "_average_model _latest_update_step should_update on_train_batch_end on_train_epoch_end"
+    " on_train_end on_save_checkpoint"
+)
+
 REGISTER = (
-    *(HostName(place, name) for place, names in _NEEDED.items() for name in names),
-    *(
-        HostName("WeightAveraging", name, "2.6.0")
-        for name in (
-            *(
-                "_average_model",
-                "_latest_update_step",
-                "should_update",
-                "on_train_batch_end",
-                "on_train_epoch_end",
-            ),
-            *("on_train_end", "on_save_checkpoint"),
-        )
-    ),
+    *(HostName(place, name) for place, names in _NEEDED.items() for name in names.split()),
+    *(HostName("WeightAveraging", name, "2.6.0") for name in _WEIGHT_AVERAGING.split()),
     HostName("trainer", "_results", without="sdiloco simulate shows no validation"),
     HostName(
         "trainer", "_val_check_time_interval", "2.6.0", "validation by the clock is not refused"
@@ -256,7 +213,7 @@ class _Replacement(partial[Any]):
         return getattr, self.replaced
 
 
-# Where names are looked for
+# The objects in which names are looked for
 
 
 def _hosts(place: str, trainer: Any) -> Iterator[Any]:
@@ -339,26 +296,25 @@ def user_hooks(trainer: Any, names: Collection[str]) -> list[str]:
     return list(hooks)
 
 
-# What is refused: trainers that would leave worker groups with different models, or waiting for
-# each other forever
+# Refused are trainers that would leave worker groups with different models, or waiting for each
+# other forever
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"
-_PRECISIONS = (
-    "32-true",
-    "bf16-mixed",
-    "bf16-true",
-    "16-true",
-)  # of Lightning's ModelParallelStrategy
-
+# Those of Lightning's ModelParallelStrategy.
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 
 _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 # Why a callback cannot work, by its class.
 _WITH_GROUPS = {
-    "ModelPruning": "prunes by the local weights of each worker group, so every group would prune something else. Prune"
-    " the outer model after training, with torch.nn.utils.prune.",
-    "SpikeDetection": "asks all ranks after every batch whether there was a spike, so every worker group would wait for"
-    " the slowest at every step. Leave it out; a group whose values are not finite is left out"
-    " of the mean anyway.",
+    "ModelPruning": (
+        "prunes by the local weights of each worker group, so every group would prune something"
+        " else. Prune the outer model after training, with torch.nn.utils.prune."
+    ),
+    "SpikeDetection": (
+        "asks all ranks after every batch whether there was a spike, so every worker group would"
+        " wait for the slowest at every step. Leave it out; a group whose values are not finite is"
+        " left out of the mean anyway."
+    ),
 }
 _WITH_SHARDS = {
     **dict.fromkeys(
@@ -366,8 +322,10 @@ _WITH_SHARDS = {
         "copies the whole model, but every rank has only a part. Leave it out: the outer model,"
         " which validation and checkpoints use, is an average already.",
     ),
-    "BaseFinetuning": "unfreezes layers between epochs, which sharded parameters do not follow. Freeze in"
-    " configure_model what stays frozen, and train in several fits.",
+    "BaseFinetuning": (
+        "unfreezes layers between epochs, which sharded parameters do not follow. Freeze in"
+        " configure_model what stays frozen, and train in several fits."
+    ),
 }
 _ON_A_ROUTE = dict.fromkeys(
     _AVERAGING,

@@ -49,8 +49,8 @@ Checkpoint = dict[str, Any]
 Save = Callable[[Checkpoint, Any, Any], None]
 Load = Callable[..., Checkpoint]
 
-# What the strategy passes to DistributedDataParallel, and arguments of DDPStrategy that do not go
-# to it.
+# Arguments that the strategy passes to DistributedDataParallel itself, and those of DDPStrategy
+# that do not go to it.
 _NOT_FOR_DDP = frozenset(
     (
         "module",
@@ -65,7 +65,7 @@ _NOT_FOR_DDP = frozenset(
     + ("model_averaging_period",)
 )
 
-# Where Lightning keeps what is not a tensor, in a sharded folder.
+# The file in a sharded folder in which Lightning keeps all but the tensors.
 _METADATA = "meta.pt"
 
 
@@ -98,7 +98,8 @@ class WholeModel:
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         """Takes what `base_arguments` returned."""
-        self.described: dict[str, str] = {}  # What must be the same on all ranks.
+        # Arguments that must be the same on all ranks.
+        self.described: dict[str, str] = {}
 
     @staticmethod
     def base_arguments(
@@ -444,7 +445,7 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path, group: Communicator)
         tensors[f"optimizer_{index}"] = state
     part = path.with_name(f"{path.name}.part")
     before = path.with_name(f"{path.name}.before")
-    # What an earlier save has left goes before any rank writes; all ranks raise if it cannot.
+    # Remains of an earlier save are removed before any rank writes; if that fails, all ranks raise.
     first = group.attempt(lambda: _remove(part) if group.rank == 0 else None)[0]
     if first.failure:
         raise first.raised or OSError(f"rank 0: {first.failure[0]}: {first.text}")
@@ -471,7 +472,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# What DistributedDataParallel does otherwise inside a worker group
+# DistributedDataParallel inside a worker group
 
 # One rank has no gradients to average, and no need of buckets: 5 bytes a parameter.
 
@@ -571,9 +572,9 @@ def fix_bucket_order(model: DistributedDataParallel) -> None:
 # Gradients go before the forward pass, where Lightning lets them go after it: 1.1 bytes a
 # parameter, of 100 million.
 
-# What glibc keeps at the end of its heap at most. If less goes before the forward pass, glibc gives
-# it back to the system in every batch, where later it would not: 1 to 4 % of the processor time of
-# up to 11 million parameters.
+# glibc keeps at most this much free memory at the end of its heap. If less goes before the forward
+# pass, glibc gives it back to the system in every batch, where later it would not: 1 to 4 % of the
+# processor time of up to 11 million parameters.
 _LEAST_BYTES = 1 << 26
 
 

@@ -37,7 +37,7 @@ from lightning_sdiloco.planning.units import readable, readable_rate, short
 
 _log = logging.getLogger(__name__)
 
-# What is logged and shown
+# Logged scalars and the progress bar
 
 _PREFIX = "sdiloco/"
 
@@ -74,7 +74,7 @@ SUMMED = tuple(
 
 
 def scalars_of(landing: Landing) -> dict[str, float]:
-    """Returns what is logged of a landing. What is unknown is left out."""
+    """Returns what is logged of a landing. Unknown numbers are left out."""
     numbers: dict[str, float] = {
         "landings": 1,
         "fragment": landing.fragment,
@@ -232,8 +232,8 @@ class StreamingDiLoCoMonitorMixin:
     With a logger of MLflow or W&B the report becomes an artifact of the run when the fit ends.
 
     Args:
-        folder: Where the records go. By default ``sdiloco`` in the run's folder of the trainer's
-            first logger, or in its ``default_root_dir``.
+        folder: The folder for the records. By default ``sdiloco`` in the run's folder of the
+            trainer's first logger, or in its ``default_root_dir``.
         timeline: A file for a trace of all ranks on one time axis, in the JSON format of Chrome and
             Perfetto. Rank 0 writes it at the end of the fit, from the records it finds in the
             folder.
@@ -393,7 +393,7 @@ class StreamingDiLoCoMonitorMixin:
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._close()
 
-    # What is recorded
+    # The lines of a record
 
     def note(self, landings: Iterable[Landing], final: bool = False) -> None:
         """Records landings.
@@ -571,8 +571,8 @@ class Announcement:
             return ""
         if not window:
             return "; with overlap_steps=0 training waits for every fragment"
-        # Where fragments follow each other faster than they land, what counts is all of them in a
-        # round.
+        # If fragments follow each other faster than they land, the link has to carry all of them in
+        # a round.
         rate_in_round = sum(self._launch_bytes) / (settings.sync_every * seconds)
         rate = max(max(self._launch_bytes) / window, rate_in_round)
         return (
@@ -670,7 +670,7 @@ def warn_of_few_rounds(schedule: Schedule, steps: int) -> None:
         return
     advice = f"For {ENOUGH_ROUNDS} rounds train for more inner steps"
     for sync_every in range(min(schedule.sync_every - 1, steps // ENOUGH_ROUNDS), 0, -1):
-        # What waits for a large part of a round comes too late to be of use.
+        # A fragment that is in flight for a large part of a round lands too late to be of use.
         overlap_steps = min(schedule.overlap_steps, sync_every // 4)
         shorter = replace(schedule, sync_every=sync_every, overlap_steps=overlap_steps)
         if shorter.rounds_in(steps) >= ENOUGH_ROUNDS:

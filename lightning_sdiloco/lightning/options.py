@@ -1,4 +1,4 @@
-"""What a user chooses for a strategy, and what the planner chooses where that is ``"auto"``.
+"""The choices of a user for a strategy, and those of the planner for ``"auto"`` settings.
 
 [Note: what is chosen when] The first inner steps are ordinary ones: no launch is due before
 `sync_every` of them are done. In the first few the engine runs with placeholders for the settings
@@ -239,7 +239,7 @@ class Options:
 
     @property
     def restarts(self) -> bool:
-        """Whether a resumed fit restarts the rounds, whatever the settings of its checkpoint."""
+        """Returns whether a resumed fit restarts the rounds, whatever its checkpoint's settings."""
         return self.resume.startswith("restart")
 
     def described(self) -> dict[str, str]:
@@ -256,7 +256,7 @@ class Options:
 
     @property
     def is_planned(self) -> bool:
-        """Whether the planner has still to choose from how long inner steps take."""
+        """Returns whether the planner still has to choose by the duration of inner steps."""
         return any(name != "exchange" for name in self.auto)
 
     @property
@@ -310,8 +310,8 @@ class Options:
         candidates = self._dense_candidates(topology.num_groups)
         if not candidates:
             return
-        # Where flights do not run in the background, as in a simulation, the clock says nothing of
-        # a link.
+        # If flights do not run in the background, as in a simulation, the clock says nothing of a
+        # link.
         if topology.background is None and self.measured is None:
             timeout = self.settings.timeout.total_seconds()
             self.measured = Measured(step_time, measure_link(topology, timeout))

@@ -1,4 +1,4 @@
-"""What users read of a strategy, also of a fit that a launcher ran in other processes."""
+"""The results of a fit for users, also if a launcher ran it in other processes."""
 
 import signal
 import sys
@@ -28,7 +28,7 @@ else:
 
 
 class Summary(NamedTuple):
-    """What stays readable of a finished fit that ran in other processes."""
+    """The results of a finished fit that ran in other processes."""
 
     fragments: tuple[Fragment, ...]
     schedule: Schedule
@@ -74,9 +74,9 @@ class LauncherMixin(_Base):
     It passes a termination signal of the main process on to them, and ends them after Ctrl-C.
     Lightning itself would leave them running, or wait for a result that does not come.
 
-    What may be large travels through files in a folder that lives as long as the launch.
-    Lightning's queue is a pipe of about 64 kB that the main process reads only after the processes
-    have ended: with more than that, each side would wait for the other for ever.
+    Large values travel through files in a folder that lives as long as the launch. Lightning's
+    queue is a pipe of about 64 kB that the main process reads only after the processes have ended:
+    with more than that, each side would wait for the other for ever.
     """
 
     _strategy: Any
@@ -100,8 +100,8 @@ class LauncherMixin(_Base):
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
             except KeyboardInterrupt:
-                # Whether it reached the processes or not, they end: the interpreter would wait for
-                # them.
+                # End the processes even if the signal did not reach them: the interpreter would
+                # wait for them.
                 self.kill(signal.SIGINT)
                 deadline = time.monotonic() + _SECONDS_TO_END
                 try:

@@ -124,10 +124,10 @@ class GroupStrategy:
                 inner steps.
         weighing: How much each group counts in a mean: a ``Weighing``. None: by the inner steps it
             trained.
-        route: Whom each group exchanges with in a round: a ``Route`` such as ``RandomPairs()``,
-            ``FastestPairs()`` or ``Ring()``. With these, groups hold their own outer parameters;
+        route: The groups with which each group exchanges in a round: a ``Route`` such as
+            ``RandomPairs()``, ``FastestPairs()`` or ``Ring()``. With these, groups hold their own outer parameters;
             validation and checkpoints use their mean. None: all groups.
-        untrained: What becomes of buffers and frozen parameters, by patterns of their names, as in
+        untrained: The treatment of buffers and frozen parameters, by patterns of their names, as in
             ``{"*.queue": "own"}``: ``"mean"`` of the groups, those of the ``"first"`` group, or
             each group's ``"own"``. None: statistics of norms are averaged, other buffers are those
             of the first group, and large ones and frozen parameters are each group's own; see
@@ -277,21 +277,22 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     """Overrides what Lightning's strategies of a Trainer do over all ranks."""
 
     distribution: ClassVar[Distribution]
+    _options: Options
 
     def __init__(self, *args: Any, **arguments: Any) -> None:
         super().__init__(*args, **arguments)
         self._fit: Fit | None = None
-        # What is replaced in Lightning while there is no fit.
+        # Replacements in Lightning while there is no fit.
         self._patches = ExitStack()
 
-    # What users read
+    # For users
 
     @property
     def measured(self) -> Measured | None:
-        """What the planner measured to choose the ``"auto"`` settings; None if it chose none here."""
+        """The measurements by which the planner chose ``"auto"`` settings; None if it chose none."""
         return self.results.options.measured
 
-    # What launcher, checkpoints and loops read
+    # For launcher, checkpoints and loops
 
     @property
     def fit(self) -> Fit:
@@ -300,7 +301,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @property
     def is_alone(self) -> bool:
-        """Whether this rank ends with an exception and must not wait for others."""
+        """Returns whether this rank ends with an exception and must not wait for others."""
         return self._groups.is_alone
 
     @property

@@ -72,7 +72,9 @@ class Validation(NamedTuple):
 
 @dataclass
 class Rank:
-    """What one rank did; times are in seconds since 1970, by its own clock; see [Note: clocks]."""
+    """The record of one rank; times are in seconds since 1970, by its own clock; see [Note:
+    clocks].
+    """
 
     rank: int
     about: dict[str, Any]
