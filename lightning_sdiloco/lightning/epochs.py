@@ -138,9 +138,7 @@ class GroupPlaces:
 class Phase(Enum):
     """The phases through which a `GroupFetcher` goes in an epoch."""
 
-    UNCOUNTED = (
-        "no epoch has begun: a tuner trains without the callback that counts, each rank alone"
-    )
+    UNCOUNTED = "no epoch has begun, or a tuner trains, without the callback that counts them"
     TRAINING = "this group has data beyond the batch that was fetched last"
     FOLLOWING = "the data of this group ends with that batch, or has ended: it follows the others"
 
@@ -304,8 +302,9 @@ class Epochs:
     def meet(self) -> None:
         """Announces, once for each batch, that this group is about to wait for all others."""
         fetcher = self._fetcher
-        is_counted = fetcher is not None and fetcher.phase is not Phase.UNCOUNTED
-        if fetcher is not None and is_counted and self.fit.is_training:
+        if fetcher is None or fetcher.phase is Phase.UNCOUNTED:
+            return
+        if self.fit.is_training:
             self.places.announce_wait_in(fetcher.fetched)
 
     # The lengths of the groups
