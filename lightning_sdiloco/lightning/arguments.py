@@ -16,7 +16,7 @@ from typing_extensions import TypedDict, Unpack
 
 from lightning_sdiloco.algorithm.config import OTHER_NAMES, refuse_unknown
 
-# A command line hands over names that are no arguments, too: the strategy says what to write
+# A command line also hands over names that are no arguments: the strategy tells users what to write
 # instead.
 OtherNames = TypedDict("OtherNames", dict.fromkeys(OTHER_NAMES, Any), total=False)  # type: ignore[misc]
 

@@ -1,42 +1,43 @@
-"""How a fit saves and resumes: an ordinary checkpoint of the outer model, and a folder with what
-each rank holds.
+"""How a fit saves and resumes: an ordinary checkpoint of the outer model, and a folder of the
+ranks' own states.
 
 A checkpoint file takes its place in one step, and only then are the folders of earlier saves
 removed.
 
 [Note: late writers] `AsyncCheckpointIO` hands a checkpoint to a thread and returns. Until the
-thread has written it, the file in its place is an older one, which needs its own folder. So what
-follows the writing is done by the CheckpointIO that really writes, in whatever thread that is.
+thread has written it, the file in its place is an older one, which needs its own folder. So the
+CheckpointIO that really writes does everything that follows the writing, in whatever thread it
+runs.
 
 [Note: epochs after a resume] Lightning asks loaders for a new iterator at the start of every epoch
 but the first. After a resume it has one already, which was made before the random state of the
-checkpoint was restored, and may stand in the middle of the data, where the loader was saved. A
-loader of torch draws a random number for each iterator; without that draw, whatever is random
-afterwards, such as dropout, would differ. And where a run resumes from the last batch of an epoch,
-Lightning goes on with the next epoch without counting it and without calling
-`on_train_epoch_start`, which finetuning callbacks need.
+checkpoint was restored, and may be in the middle of the data, where the loader was saved. A loader
+of torch draws a random number for each iterator; without that draw, everything random afterwards,
+such as dropout, would differ. And if a run resumes from the last batch of an epoch, Lightning
+continues with the next epoch without counting it and without calling `on_train_epoch_start`, which
+finetuning callbacks need.
 
 [Note: the rest of a batch] A checkpoint that `every_n_train_steps` saves after a batch precedes
-whatever else is due there: a validation, a learning rate that depends on metrics, the end of the
-epoch. When Lightning resumes, it skips these. They may draw random numbers, as a loader of torch
-does, and early stopping and other checkpoints may depend on them. So the resumed run begins with
-them, unless the checkpoint was saved because of a signal, which happens after them. The same goes
-for learning rates after a checkpoint that was saved at the end of an epoch, as `ModelCheckpoint`
-does by default. With ``max_steps`` Lightning would make such an epoch once more.
+everything else that is due there: a validation, a learning rate that depends on metrics, the end of
+the epoch. When Lightning resumes, it skips these. They may draw random numbers, as a loader of
+torch does, and early stopping and other checkpoints may depend on them. So the resumed run begins
+with them, unless the checkpoint was saved because of a signal, which happens after them. The same
+goes for learning rates after a checkpoint that was saved at the end of an epoch, as
+`ModelCheckpoint` does by default. With ``max_steps`` Lightning would train such an epoch once more.
 
 [Note: metrics after a resume] Lightning saves no metrics. A mean over an epoch that was resumed
 would cover only the batches since then. Early stopping, checkpoints and learning rates that depend
-on a metric would decide differently, or fail where nothing has been logged since. So every rank
-saves its own metrics: what callbacks see, and what the epoch has accumulated.
+on a metric would decide differently, or fail if nothing has been logged since. So every rank saves
+its own metrics: those that callbacks see, and the sums that the epoch has accumulated.
 
-[Note: what a rank gets back] Lightning writes what rank 0 holds. Schedulers that watch a metric,
-callbacks, loops, loaders, data modules and whatever a hook puts into a checkpoint may differ
+[Note: what a rank gets back] Lightning writes the states of rank 0. Schedulers that watch a metric,
+callbacks, loops, loaders, data modules and anything that a hook puts into a checkpoint may differ
 between ranks, so each rank gets back the entries in which it differs; see [Note: entries of a
-rank]. That includes the best models that `ModelCheckpoint` knows. They are the same on all ranks
-where what it monitors is, and otherwise the resumed run decides as one that was never stopped.
-Hyperparameters are not among the entries: they are what the script gives, and no fit restores them.
-When rounds restart, a rank gets the entries of a rank in its place, but the model is the one in the
-file, and with other groups or ranks the loops are, too.
+rank]. They include the best models that `ModelCheckpoint` knows: these are the same on all ranks if
+the monitored metric is, and otherwise the resumed run decides as one that was never stopped.
+Hyperparameters are not among the entries: the script gives them, and no fit restores them. When
+rounds restart, a rank gets the entries of a rank in its place, but the model of the file; with
+other groups or ranks also the loops of the file.
 """
 
 import inspect

@@ -1,32 +1,32 @@
 """Lets worker groups train without waiting for each other in a batch, and end every epoch after the
 same one.
 
-[Note: uneven data] Where lengths are known, all ranks agree on the smallest when Lightning loads
+[Note: uneven data] If all lengths are known, all ranks agree on the smallest when Lightning loads
 the data. If they are not, or a loader ends before the length that it announced, a group without
 data follows the others with idle batches: Lightning gets None, which it takes for a batch without
-training. They count as inner steps and as global steps like a training group's. The group asks for
-the end of the epoch with its next launch; the batch in which that lands is the last in all groups.
-If the data of all groups has ended, the epoch is over at once.
+training. Idle batches count as inner steps and as global steps, like those of a training group. The
+group asks for the end of the epoch with its next launch; the batch in which that lands is the last
+in all groups. If the data of all groups has ended, the epoch is over at once.
 
 [Note: where the others are] A group without data cannot know how far the others get, and must not
-stop them. So every group says in which batch it is before a launch, and before whatever else makes
-all ranks wait for each other, and goes on. A group without data says so at once, and waits to hear
-the others. If the data of all has ended, the last batch that any of them has is the last of the
-epoch. If not, the group follows the others to the batch in which they meet, takes part, and waits
-again: in every batch through which it follows another one trains.
+stop them. So every group announces in which batch it is before a launch, and before anything else
+for which all ranks wait for each other, and continues. A group without data announces so at once,
+and waits for the announcements of the others. If the data of all has ended, the last batch that any
+of them has is the last of the epoch. If not, the group follows the others to the batch in which
+they meet, takes part, and waits again: in every batch through which it follows, another one trains.
 
-[Note: a batch ahead] Where no length is known, the next batch is fetched before one is trained, as
-Lightning does, to know the last one. A checkpoint holds the state that loaders had before that, so
-a resumed fit fetches it again.
+[Note: a batch ahead] If no length is known, the next batch is fetched before one is trained, as
+Lightning does, to know the last one. A checkpoint holds the state of the loaders before that fetch,
+so a resumed fit fetches the batch again.
 
 [Note: silence between launches] Lightning broadcasts to all ranks before every batch whether rank 0
 was terminated, and after every batch whether a time limit or a checkpoint's time interval has
 passed. Here these decisions travel in the control vector of the next launch instead, and all ranks
 act on them after the same inner step, when that launch lands.
 
-[Note: nothing in users' objects] What metrics and synchronised BatchNorm gather is kept in the
-group by replacing it in their libraries, not in the objects of users, which may be copied or
-pickled: a process group cannot.
+[Note: nothing in users' objects] Metrics and synchronised BatchNorm gather in the group, because
+functions of their libraries are replaced. The objects of users are left alone: they may be copied
+or pickled, and a process group cannot.
 """
 
 import importlib

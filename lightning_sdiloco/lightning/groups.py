@@ -77,7 +77,7 @@ _running: "weakref.WeakKeyDictionary[ConnectedGroups, threading.Thread]" = (
     weakref.WeakKeyDictionary()
 )
 
-# Threads make the default process group, and what belongs to it, once.
+# Only one thread at a time makes the default process group and those that belong to it.
 _connecting = threading.Lock()
 
 

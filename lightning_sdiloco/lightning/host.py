@@ -1,7 +1,7 @@
 """Lightning's insides: a register of the names that are used, the one way to patch, and refusals.
 
 [Note: the register] Some promises to users rest on names that Lightning may change in any release:
-private ones, and methods that are replaced for the time of a fit. Each stands in `REGISTER`.
+private ones, and methods that are replaced for the time of a fit. Each is in `REGISTER`.
 `check_names` looks for all of them before a fit begins, so that no promise ends without a word, and
 `wrap` replaces nothing that is not in the register. A test compares the register with the source;
 another misses one at each place.
@@ -64,7 +64,7 @@ def _numbers_of(version: str) -> list[int]:
 
 _TOPS = ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
 
-# Names that are used, patched, overridden or set, and what depends on them.
+# Names that are used, patched, overridden or set, by place, with the features that depend on them.
 _NEEDED = {
     # The beginning and saving of a fit, its loaders, and the hook that runs.
     "trainer": "_signal_connector _logger_connector _data_connector save_checkpoint",
@@ -79,8 +79,8 @@ _NEEDED = {
         "_combined_loader _restarting restarted_mid_epoch reset_restart_stage"
     ),
     "trainer.fit_loop.epoch_loop": (
-        "reset advance on_advance_end restarted_on_train_batch_end _is_training_done "
-        "_warning_cache _num_ready_batches_reached _should_accumulate _should_check_val_fx "
+        "reset advance on_advance_end restarted_on_train_batch_end _is_training_done _warning_cache"
+        " _num_ready_batches_reached _should_accumulate _should_check_val_fx "
         "_should_check_val_epoch _batches_that_stepped _results _get_monitor_value"
     ),
     "lightning.pytorch.loops.fetchers": "_DataLoaderIterDataFetcher",

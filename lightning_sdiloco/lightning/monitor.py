@@ -70,7 +70,7 @@ SUMMED = tuple(
         "groups_outlying",
     )
 )
-"""What a row of the loggers holds the sum of, over what landed since the one before."""
+"""Scalars of which a row of the loggers holds the sum over the landings since the last row."""
 
 
 def scalars_of(landing: Landing) -> dict[str, float]:

@@ -2,9 +2,9 @@
 
 [Note: what is chosen when] The first inner steps are ordinary ones: no launch is due before
 `sync_every` of them are done. In the first few the engine runs with placeholders for the settings
-to be chosen. Then all ranks gather how long a step took, measure the link together, and adopt what
-rank 0 chooses. The engine goes on as if the choice had been there from the start, so the run is,
-bit for bit, one with these settings. Every later checkpoint holds them, and a resumed fit takes
+to be chosen. Then all ranks gather how long a step took, measure the link together, and adopt the
+choice of rank 0. The engine continues as if the choice had been there from the start, so the run
+is, bit for bit, one with these settings. Every later checkpoint holds them, and a resumed fit takes
 them from there. A dense beginning is chosen in the same way, before its own first launch would be
 due: its rounds are as short as the link allows without making training wait.
 """
