@@ -582,42 +582,44 @@ def _save_together(undo: ExitStack, fit: FitState) -> None:
 
 def _monitor_means(undo: ExitStack, trainer: Any, groups: ConnectedGroups) -> None:
     """Makes saving and scheduling by a metric that groups logged go by its mean over all ranks."""
-
-    def monitored(original: Function, key: str) -> Any:
-        metric = original(key)
-        steps_by_it = (
-            config.monitor == key
-            for config in trainer.lr_scheduler_configs
-            if config.interval == "step"
-        )
-        if any(steps_by_it):
-            return metric
-        numbers = {} if metric is None else {key: float(metric)}
-        return groups.mean_over_all(numbers).get(key, metric)
-
-    def candidates(original: Function, trainer: Any) -> dict[str, Any]:
-        metrics = dict(original(trainer))
-        tensors = {name: metric for name, metric in metrics.items() if isinstance(metric, Tensor)}
-        means = groups.mean_over_all({name: float(metric) for name, metric in tensors.items()})
-        for name, mean in means.items():
-            if tensors[name].is_floating_point():
-                metrics[name] = tensors[name].new_tensor(mean)
-        return metrics
-
-    def save_last(original: Function, *args: Any) -> None:
-        # After an exception no checkpoint was written, so there is none to which the last one could
-        # be a link.
-        if not groups.is_alone:
-            original(*args)
-
+    replacements = {
+        "_monitor_candidates": partial(_mean_candidates, groups),
+        "_save_last_checkpoint": partial(_save_last, groups),
+    }
+    monitored = partial(_mean_of_monitored, trainer, groups)
     wrap(undo, trainer.fit_loop.epoch_loop, "_get_monitor_value", monitored)
     for saver in trainer.callbacks:
-        for name, around in (
-            ("_monitor_candidates", candidates),
-            ("_save_last_checkpoint", save_last),
-        ):
+        for name, around in replacements.items():
             if hasattr(saver, name):
                 wrap(undo, saver, name, around)
+
+
+def _mean_of_monitored(trainer: Any, groups: ConnectedGroups, original: Function, key: str) -> Any:
+    """Returns the metric by which a learning rate is scheduled."""
+    metric = original(key)
+    for config in trainer.lr_scheduler_configs:
+        if config.monitor == key and config.interval == "step":
+            return metric
+    numbers = {} if metric is None else {key: float(metric)}
+    return groups.mean_over_all(numbers).get(key, metric)
+
+
+def _mean_candidates(groups: ConnectedGroups, original: Function, trainer: Any) -> dict[str, Any]:
+    """Returns the metrics by which checkpoints are saved, and that name their files."""
+    metrics = dict(original(trainer))
+    tensors = {name: metric for name, metric in metrics.items() if isinstance(metric, Tensor)}
+    means = groups.mean_over_all({name: float(metric) for name, metric in tensors.items()})
+    for name, mean in means.items():
+        if tensors[name].is_floating_point():
+            metrics[name] = tensors[name].new_tensor(mean)
+    return metrics
+
+
+def _save_last(groups: ConnectedGroups, original: Function, *args: Any) -> None:
+    # After an exception no checkpoint was written, so there is none to which the last one could be
+    # a link.
+    if not groups.is_alone:
+        original(*args)
 
 
 def _keep_in_group(undo: ExitStack, trainer: Any, in_group: Any) -> None:

@@ -184,8 +184,7 @@ class ConnectedGroups:
             self._topology = Topology.of_world(layout, timeout, joining, device_backend)
         if model_format.is_sharded:
             data_parallel, tensor_parallel = model_format.mesh.values()
-            device_type = host.root_device.type
-            mesh = mesh_of(layout, device_type, data_parallel, tensor_parallel, timeout)
+            mesh = mesh_of(layout, host.root_device.type, data_parallel, tensor_parallel, timeout)
             host._device_mesh = mesh
             host.lightning_module._device_mesh = mesh
 

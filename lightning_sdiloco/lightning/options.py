@@ -546,8 +546,7 @@ def measure_link(topology: Topology, timeout: float, to: int | None = None) -> L
         exchange.collect(exchange.post([messages[size] for size in sizes]), started + timeout)
         times = topology.world.all_gather_object(time.monotonic() - started)
         if to is not None:
-            first_rank = topology.group_size * to
-            times = times[first_rank : first_rank + topology.group_size]
+            times = times[topology.group_size * to :][: topology.group_size]
         return float(max(times))
 
     round_trip = min(seconds(1) for _ in range(3))
