@@ -104,6 +104,10 @@ def scalars_of(landing: Landing) -> dict[str, float]:
         for group, cosine in enumerate(diagnostics.pop("cosines")):
             numbers[f"cosine_group_{group}"] = cosine
         numbers |= diagnostics
+    return _logged(numbers)
+
+
+def _logged(numbers: Mapping[str, float]) -> dict[str, float]:
     return {_PREFIX + name: number for name, number in numbers.items() if not math.isnan(number)}
 
 
@@ -135,16 +139,14 @@ class Interval:
         self._peak = max(rates, default=math.nan)
         if landing.landed_at - self._first_step < self._sync_every:
             return {}
-        now = landing.spans["land"][1]
-        utilisation = 1 - min(1.0, self._waited / (now - self._began))
+        _, landed = landing.spans["land"]
+        utilisation = 1 - min(1.0, self._waited / (landed - self._began))
         scalars = {"compute_utilisation": utilisation, "peak_gbit_s": self._peak}
-        self._began = now
+        self._began = landed
         self._first_step = landing.landed_at
         self._waited = 0.0
         self._peak = math.nan
-        return {
-            _PREFIX + name: number for name, number in scalars.items() if not math.isnan(number)
-        }
+        return _logged(scalars)
 
 
 def progress(engine: StreamingDiLoCo, columns: float = math.inf) -> dict[str, str]:
@@ -245,9 +247,10 @@ class StreamingDiLoCoMonitorMixin:
 
     Examples:
         >>> from lightning_sdiloco import StreamingDiLoCoMonitor, StreamingDiLoCoStrategy
-        >>> callbacks = [StreamingDiLoCoMonitor(timeline="trace.json")]
-        # doctest: +SKIP
-        >>> Trainer(strategy=StreamingDiLoCoStrategy(), callbacks=callbacks).fit(model, data)
+        >>> monitor = StreamingDiLoCoMonitor(timeline="trace.json")
+        >>> trainer = Trainer(
+        ...     strategy=StreamingDiLoCoStrategy(), callbacks=[monitor]
+        ... )  # doctest: +SKIP
     """
 
     # Returns a module of the tools, which are above this room: a distribution's monitor has it.

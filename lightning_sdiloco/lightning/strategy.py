@@ -208,8 +208,7 @@ class GroupStrategy:
     @property
     def root_device(self) -> torch.device:
         devices = self.parallel_devices or []  # type: ignore[attr-defined]
-        shares_nodes = self.world_size > self.num_nodes  # type: ignore[attr-defined]
-        if shares_nodes and len(devices) == 1:
+        if len(devices) == 1 and self.world_size > self.num_nodes:  # type: ignore[attr-defined]
             # The environment shows each process only its own device.
             return devices[0]
         return super().root_device  # type: ignore[misc]
