@@ -582,7 +582,7 @@ def _save_together(undo: ExitStack, fit: FitState) -> None:
 
 def _monitor_means(undo: ExitStack, trainer: Any, groups: ConnectedGroups) -> None:
     """Makes saving and scheduling by a metric that groups logged go by its mean over all ranks."""
-    replacements = {
+    replacements: dict[str, Function] = {
         "_monitor_candidates": partial(_mean_candidates, groups),
         "_save_last_checkpoint": partial(_save_last, groups),
     }

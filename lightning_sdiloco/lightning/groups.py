@@ -155,11 +155,11 @@ class ConnectedGroups:
     ) -> None:
         timeout = options.settings.timeout
         layout = _layout(host, options, model_format)
-        group = layout.group_of(host.global_rank)
         try:
             # Fabric has the second.
             set_world_ranks = getattr(host, "set_world_ranks", None) or host._set_world_ranks
             set_world_ranks()
+            group = layout.group_of(host.global_rank)
             # Kept until they are connected: the default process group takes over its store.
             rendezvous = None if is_connected() else _meet(host, layout.world_size, timeout)
             if rendezvous is not None and host.num_nodes > 1:
