@@ -159,10 +159,10 @@ class ConnectedGroups:
             # Fabric has the second.
             set_world_ranks = getattr(host, "set_world_ranks", None) or host._set_world_ranks
             set_world_ranks()
-            group = layout.group_of(host.global_rank)
             # Kept until they are connected: the default process group takes over its store.
             rendezvous = None if is_connected() else _meet(host, layout.world_size, timeout)
             if rendezvous is not None and host.num_nodes > 1:
+                group = layout.group_of(host.global_rank)
                 require_reachable(rendezvous, group, exchange_address, group_address)
             with for_exchange():
                 if model_format.is_sharded:
@@ -173,8 +173,9 @@ class ConnectedGroups:
         except Exception:
             _end_processes_of(host)
             raise
-        warn_of_shared_store(host.global_rank)
-        self._failures = Failures(store(), host.global_rank, group, layout.world_size)
+        rank = host.global_rank
+        warn_of_shared_store(rank)
+        self._failures = Failures(store(), rank, layout.group_of(rank), layout.world_size)
         # A second fit in this process finds the process groups of the first.
         if self._topology is None or self._topology.is_stale():
             _refuse_other_size(layout.world_size)
