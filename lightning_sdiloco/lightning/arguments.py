@@ -40,6 +40,7 @@ def arguments_of(function: Callable[..., Any], docstring: str | None) -> dict[st
 
 
 def docstring_of(summary: str, arguments: Mapping[str, Argument], raises: str) -> str:
+    """Returns the docstring of a class with these arguments."""
     described = "\n".join(f"    {name}: {argument.text}" for name, argument in arguments.items())
     return f"{inspect.cleandoc(summary)}\n\nArgs:\n{described}\n\nRaises:\n{raises}"
 
@@ -65,6 +66,7 @@ def take_arguments(strategy: Any, arguments: Iterable[Argument]) -> None:
 
 
 def refuse_other_arguments(strategy: type[Any], arguments: Mapping[str, Any]) -> None:
+    """Refuses arguments that a strategy does not have, and names the place where they belong."""
     taken = inspect.signature(strategy).parameters
     ddp_parameters = inspect.signature(DistributedDataParallel).parameters
     for name in arguments.keys() - taken.keys():

@@ -271,6 +271,10 @@ class Checkpointer:
         return files.read_rank(path, header, rank) if files.has_rank(path, header, rank) else None
 
     def _announce_restart(self, restart: Restart, header: State, is_fresh: bool) -> None:
+        """Logs, on rank 0, what differs from the run that saved the checkpoint.
+
+        All ranks must call it.
+        """
         topology = self._groups.topology
         fresh_ranks = topology.world.all_gather_object(is_fresh)
         fresh_groups = sorted(
@@ -568,6 +572,7 @@ _NOT_STATES = ("_update_count", "_forward_cache")
 
 
 def metrics_state_dict(trainer: Any) -> State:
+    """Returns the metrics that callbacks see, and the sums of an epoch that is not over."""
     metrics = trainer._logger_connector._callback_metrics
     if not trainer.strategy.is_alone:
         metrics = trainer.callback_metrics
@@ -582,6 +587,7 @@ def metrics_state_dict(trainer: Any) -> State:
 
 
 def _can_be_saved(logged: Any) -> bool:
+    """Returns whether a logged value can be saved, and found again by a resumed fit."""
     # A process group cannot be found again, nor can a metric that is not part of the module.
     is_found_again = logged.is_tensor or logged.meta.metric_attribute
     return not logged.has_reset and logged.meta.sync.group is None and bool(is_found_again)
@@ -611,6 +617,7 @@ def _saved(logged: Any) -> State:
 
 
 def load_metrics_state_dict(trainer: Any, state: State) -> None:
+    """Restores the metrics that `metrics_state_dict` returned."""
     connector = trainer._logger_connector
     results = trainer.fit_loop.epoch_loop._results
     classes: Any = sys.modules[type(results).__module__]

@@ -405,6 +405,7 @@ class Epochs:
 
 
 def _length_of_each_group(ranks: list[tuple[int, int | None, str]]) -> str:
+    """Returns, as text, the batches of every group, of all its ranks if they differ."""
     lengths: dict[int, list[str]] = {}
     for group, length, _ in ranks:
         text = "an unknown number" if length is None else str(length)
@@ -616,6 +617,7 @@ def _mean_candidates(groups: ConnectedGroups, original: Function, trainer: Any) 
 
 
 def _save_last(groups: ConnectedGroups, original: Function, *args: Any) -> None:
+    """Updates the last checkpoint as Lightning does, except after an exception."""
     # After an exception no checkpoint was written, so there is none to which the last one could be
     # a link.
     if not groups.is_alone:

@@ -65,8 +65,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 
     summary = """Trains one model on several worker groups joined by slow links, in a loop of Fabric.
 
-    Each step of the optimizer is an inner step; of several optimizers, each batch in which one of them steps.
-    ``fabric.strategy.finish()`` ends training.
+    Each step of the optimizer is an inner step; of several optimizers, each batch in which one of
+    them steps. ``fabric.strategy.finish()`` ends training.
 
     Examples:
         >>> strategy = StreamingDiLoCoFabricStrategy(worker_groups=2, sync_every=50)
@@ -218,6 +218,9 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return wrapped
 
     def _refuse_batch_norm_over_all(self, module: nn.Module) -> None:
+        """Refuses a SyncBatchNorm that would gather statistics over all worker groups in every
+        step.
+        """
         if self.topology.num_groups == 1:
             return
         for name, part in module.named_modules():
@@ -512,6 +515,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return remainder
 
     def _resume(self, saved: State) -> None:
+        """Makes an engine that continues with the state that this rank saved."""
         if self.engine is not None:
             self.engine.close()
         # Before the random numbers are restored, because it may draw some.

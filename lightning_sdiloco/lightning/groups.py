@@ -290,6 +290,7 @@ def _end_processes_of(host: Any) -> None:
 
 
 def _refuse_other_size(world_size: int) -> None:
+    """Refuses process groups that other code has made, if they have another number of ranks."""
     if world().size != world_size:
         raise ValueError(
             f"{world().size} processes are connected by code outside Lightning, but the worker"

@@ -20,7 +20,7 @@ from math import gcd
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -76,16 +76,16 @@ class WholeModel:
     `ShardedModel` overrides what differs where ranks share it.
     """
 
-    summary: ClassVar[
-        str
-    ] = """Trains one model on several worker groups joined by slow links, with Streaming DiLoCo.
+    summary = """Trains one model on several worker groups joined by slow links, with Streaming DiLoCo.
 
-    Each worker group trains on its own, with DistributedDataParallel among its ranks. The model is cut into fragments,
-    which the groups average one after the other, a few bits per value, while training goes on (arXiv 2501.18512).
+    Each worker group trains on its own, with DistributedDataParallel among its ranks. The model is
+    cut into fragments, which the groups average one after the other, a few bits per value, while
+    training goes on (arXiv 2501.18512).
 
     Examples:
         >>> strategy = StreamingDiLoCoStrategy(worker_groups=2, sync_every=50)
-        >>> Trainer(strategy=strategy, accelerator="cpu", devices=2).fit(model, data)  # doctest: +SKIP"""
+        >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2)  # doctest: +SKIP
+        >>> trainer.fit(model, data)  # doctest: +SKIP"""
 
     is_sharded = False
 
@@ -176,6 +176,9 @@ class WholeModel:
 
     @staticmethod
     def _warn_of_static_graph(topology: Topology) -> None:
+        """Warns that buckets are not rebuilt before the first step, so that a resumed run may round
+        differently.
+        """
         if topology.world.rank == 0:
             _log.warning(
                 "With static_graph=True DistributedDataParallel adds up the gradients of the first"
@@ -259,9 +262,10 @@ class ShardedModel(WholeModel):
 
     summary = """Trains one model, too large for one device, on several worker groups joined by slow links.
 
-    Each worker group trains one sharded copy of the model, with FSDP2, tensor parallelism or both among its ranks, as
-    ``configure_model`` says. The groups do as in `StreamingDiLoCoStrategy`: they average fragments one after the other,
-    a few bits per value, while training goes on (arXiv 2501.18512). Each rank exchanges what it holds.
+    Each worker group trains one sharded copy of the model, with FSDP2, tensor parallelism or both
+    among its ranks, as ``configure_model`` says. The groups do as in `StreamingDiLoCoStrategy`:
+    they average fragments one after the other, a few bits per value, while training goes on (arXiv
+    2501.18512). Each rank exchanges what it holds.
 
     Examples:
         >>> strategy = StreamingDiLoCoModelParallelStrategy(worker_groups=2, data_parallel_size=4)
@@ -534,6 +538,7 @@ class _NoReducer:
 
 
 def may_fix_bucket_order(model: DistributedDataParallel) -> bool:
+    """Returns whether DistributedDataParallel rebuilds its buckets after the first step at all."""
     return not (model.static_graph or model.find_unused_parameters)
 
 

@@ -108,6 +108,7 @@ def scalars_of(landing: Landing) -> dict[str, float]:
 
 
 def _logged(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Returns the scalars of the loggers: all numbers that are known."""
     return {_PREFIX + name: number for name, number in numbers.items() if not math.isnan(number)}
 
 
@@ -184,6 +185,7 @@ def _width(entries: Mapping[str, str]) -> int:
 
 
 def lay_out(trainer: Any) -> None:
+    """Gives TensorBoard loggers a page of charts, each with the scalars that belong together."""
     charts = {
         title: ["Multiline", [_PREFIX + name for name in names]] for title, names in _CHARTS.items()
     }
@@ -503,6 +505,7 @@ class StreamingDiLoCoMonitorMixin:
 
 
 def _known(number: float) -> float | None:
+    """Returns a number as JSON can hold it: None if it is not known."""
     return None if math.isnan(number) else number
 
 
@@ -520,6 +523,7 @@ def _folder_of(trainer: Any) -> Path:
 
 
 def monitors_of(trainer: Any) -> list[StreamingDiLoCoMonitorMixin]:
+    """Returns the monitors among the callbacks of a trainer, of either distribution."""
     return [
         callback
         for callback in trainer.callbacks
@@ -628,6 +632,7 @@ def _launch_bytes(engine: StreamingDiLoCo) -> list[int]:
 
 
 def _start_line(engine: StreamingDiLoCo, launch_bytes: list[int]) -> str:
+    """Returns the line that tells at the start what trains, and what each rank will send."""
     topology = engine.topology
     settings = engine.settings
     least = readable(min(launch_bytes))
@@ -652,6 +657,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _outer_settings(engine: StreamingDiLoCo) -> str:
+    """Returns the settings of the outer step, as a user would write them."""
     outer = engine.settings.outer
     parts = []
     for name, setting in engine.settings.numbers_and_policies.items():

@@ -190,6 +190,7 @@ class Options:
             )
 
     def _check_choices(self) -> None:
+        """Refuses unknown names of validation and resumption, and what is no federation."""
         if self.evaluate not in ("outer", "mean", "local"):
             raise ValueError(
                 f"evaluate={self.evaluate!r} is unknown: validation inside a fit sees the 'outer'"
@@ -345,6 +346,7 @@ class Options:
     def _announce_dense(
         self, dense: DenseBeginning | None, num_groups: int, dense_bytes: float
     ) -> None:
+        """Logs the choice of a dense beginning, with its reason and with the bytes that it sends."""
         reason = f"{self.measured}" if self.measured else "the groups are simulated in one process"
         if dense is None:
             _log.warning(
@@ -389,6 +391,7 @@ class Options:
             self._restore_choice(saved)
 
     def _restore_choice(self, saved: Mapping[str, str]) -> None:
+        """Takes the choice of the planner from a checkpoint that was saved after it was made."""
         chosen: dict[str, Any] = {}
         for name in self.auto:
             try:
@@ -484,6 +487,7 @@ def choice(
     topology: Topology,
     measured: Measured | None,
 ) -> dict[str, Any]:
+    """Returns the settings of these names that the planner recommends for a measured link."""
     if not names:
         return {}
     workload = Model.of_parameters(trainable(model))

@@ -121,12 +121,12 @@ class GroupStrategy:
             docs/choosing.md. None: none.
         schedule: When fragments launch: a ``LaunchSchedule`` such as ``Selective()``, which
             launches less often while outer gradients hardly change. None: every ``sync_every``
-                inner steps.
+            inner steps.
         weighing: How much each group counts in a mean: a ``Weighing``. None: by the inner steps it
             trained.
         route: The groups with which each group exchanges in a round: a ``Route`` such as
-            ``RandomPairs()``, ``FastestPairs()`` or ``Ring()``. With these, groups hold their own outer parameters;
-            validation and checkpoints use their mean. None: all groups.
+            ``RandomPairs()``, ``FastestPairs()`` or ``Ring()``. With these, groups hold their own
+            outer parameters; validation and checkpoints use their mean. None: all groups.
         untrained: The treatment of buffers and frozen parameters, by patterns of their names, as in
             ``{"*.queue": "own"}``: ``"mean"`` of the groups, those of the ``"first"`` group, or
             each group's ``"own"``. None: statistics of norms are averaged, other buffers are those
