@@ -127,7 +127,7 @@ class Checkpointer:
         if self._options.restarts or header["layout"] != self._layout():
             self._load_for_restart(checkpoint, str(path), header, read)
         else:
-            self._require_the_settings_of(header)
+            self._require_same_settings(header)
             self.resumed = files.read_rank(str(path), header, self._trainer.global_rank)
             self.start = files.start_of(header, self.resumed)
             self._standing[str(path)] = False
@@ -193,7 +193,7 @@ class Checkpointer:
             for optimizer, state in zip(self._trainer.strategy.optimizers, states, strict=True):
                 take_up_state(optimizer, state)
 
-    def _require_the_settings_of(self, header: State) -> None:
+    def _require_same_settings(self, header: State) -> None:
         saved = header["settings"]
         self._options.restore(saved)
         differences = Settings.differences(saved, self._settings())
@@ -211,7 +211,7 @@ class Checkpointer:
         that have a file.
         """
         if not self._options.restarts:
-            self._require_the_settings_of(header)
+            self._require_same_settings(header)
         # Rounds that restart are no beginning.
         self._options.chooses_dense = False
         self._restart = self._read_restart(path, header)
@@ -505,15 +505,14 @@ class ResumedLoops:
         progress = self._progress
         if self._trainer.strategy.fit.checkpointer.resumed is not None:
             wrap(self._undo, fit_loop, "on_advance_end", self._end_epoch)
-            if _was_saved_in_a_hook_at_the_end(fit_loop.epoch_progress.total):
+            if _was_saved_before_completion(fit_loop.epoch_progress.total):
                 wrap(self._once, fit_loop, "on_advance_start", self._end_epoch_and_start)
                 # The epoch is over: Lightning sees that where epochs bound the run, and not where
                 # steps do.
                 fit_loop._restarting = False
                 self._epoch_loop.restarting = False
-            was_saved_after_batch = _was_saved_in_a_hook_at_the_end(
-                progress.total
-            ) and _was_saved_in_a_hook_at_the_end(progress.current)
+            counts = (progress.total, progress.current)
+            was_saved_after_batch = all(map(_was_saved_before_completion, counts))
             if self._epoch_loop.restarting and was_saved_after_batch:
                 progress.increment_completed()
                 wrap(self._once, self._epoch_loop, "advance", self._end_batch)
@@ -560,8 +559,10 @@ class ResumedLoops:
         return bool(is_after_batch and self._progress.is_last_batch)
 
 
-def _was_saved_in_a_hook_at_the_end(count: Any) -> bool:
-    """Returns whether the completion of a batch or an epoch is not counted yet."""
+def _was_saved_before_completion(count: Any) -> bool:
+    """Returns whether a count lacks the completion alone: a hook at the end of a batch or an epoch
+    has saved it.
+    """
     return bool(count.ready == count.started == count.processed == count.completed + 1)
 
 

@@ -38,7 +38,7 @@ from lightning_sdiloco.lightning.host import (
     Function,
     check_names,
     may_write_at_end,
-    refuse_what_cannot_work,
+    refuse_unsupported,
     user_hooks,
     wrap,
 )
@@ -159,7 +159,7 @@ class Fit(FitState):
         results.fragments = ()
         results.summary = None
         check_names(trainer)
-        refuse_what_cannot_work(trainer, self.options.settings.shares, self.format.is_sharded)
+        refuse_unsupported(trainer, self.options.settings.shares, self.format.is_sharded)
         self.signals.listen(patches)
         keep_batches_silent(patches, self)
         self.epochs.end_together(patches)

@@ -334,7 +334,7 @@ _ON_A_ROUTE = dict.fromkeys(
 )
 
 
-def refuse_what_cannot_work(trainer: Any, shares: bool, is_sharded: bool) -> None:
+def refuse_unsupported(trainer: Any, shares: bool, is_sharded: bool) -> None:
     """Refuses what cannot work with groups, on a route, or where each rank of a group holds a part
     of the model.
     """

@@ -54,7 +54,7 @@ from lightning_sdiloco.lightning.host import (
     State,
     advise_on_unused,
     refuse_in_notebook,
-    refuse_what_cannot_work,
+    refuse_unsupported,
 )
 from lightning_sdiloco.lightning.model_format import WholeModel, release_gradients, require_sharded
 from lightning_sdiloco.lightning.options import Measured, Options
@@ -341,7 +341,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     def _begin(self, trainer: Any) -> None:
         # Before callbacks are set up, because some then copy the model. The model's own come later.
-        refuse_what_cannot_work(trainer, self._options.settings.shares, self._format.is_sharded)
+        refuse_unsupported(trainer, self._options.settings.shares, self._format.is_sharded)
         if self._fit is not None:
             self._fit.close()
         self._fit = self.distribution.callback(
@@ -455,7 +455,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         super().on_train_batch_start(batch, batch_idx)
         nbytes = sum(fragment.nbytes for fragment in self.fragments)
         release_gradients(self.fit.trainer, self.optimizers, batch_idx, nbytes)
-        self._follow_what_is_trainable()
+        self._follow_trainable_parameters()
         # Nothing is between this hook and the training step.
         self.fit.watch.begin(self.topology)
 
@@ -466,11 +466,11 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         if batch is None:
             # Lightning does not call on_train_batch_start for an idle batch, but the other groups
             # may be in it. The user's hooks that move a batch need not know of idle ones.
-            self._follow_what_is_trainable()
+            self._follow_trainable_parameters()
             return None
         return super().batch_to_device(batch, device, dataloader_idx)
 
-    def _follow_what_is_trainable(self) -> None:
+    def _follow_trainable_parameters(self) -> None:
         if self.fit.follow_model() and isinstance(self.model, DistributedDataParallel):
             # The old wrapper only knows the parameters that were trainable when it was made. Its
             # hooks on parameters last as long as it does, and it is part of a reference cycle, so
