@@ -9,8 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lightning_sdiloco.lightning.monitor import Rank, Run
 from lightning_sdiloco.tools.output import save_picture
+from lightning_sdiloco.tools.run_files import Rank, Run
 
 COLORS = ("C0", "C2", "C4")
 PAUSE = 1.0

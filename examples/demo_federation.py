@@ -39,8 +39,8 @@ from text_data import StandardLibraryText
 from lightning_sdiloco.federation.client import HubClient
 from lightning_sdiloco.federation.keys import add_keys, init_keys
 from lightning_sdiloco.launch.rendezvous import try_to_connect
-from lightning_sdiloco.lightning.monitor import Rank, read_run
 from lightning_sdiloco.tools.hub import STATES, HubOptions, asked, status_of
+from lightning_sdiloco.tools.run_files import Rank, read_run
 
 # Relative, so that the commands printed can be typed in the folder where the demo was started.
 EXAMPLES = Path(os.path.relpath(Path(__file__).parent))

@@ -39,31 +39,46 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 
-# The files of the public names, in the order in which they are looked for.
-_HOMES = (
-    *(
-        "engine.engine",
-        "engine.start",
-        "engine.simulation",
-        "engine.drop_compute",
-        "engine.fragments",
-    ),
-    *(
-        "algorithm.config",
-        "algorithm.gossip",
-        "algorithm.merge",
-        "algorithm.partition",
-        "algorithm.reduce",
-    ),
-    *(
-        "algorithm.schedule",
-        "algorithm.weighting",
-        "compression",
-        "federation.config",
-        "federation.quorum",
-    ),
-    *("errors", "lightning_pytorch"),
-)
+# The module of each public name, which is imported when the name is first used.
+_MODULES = {
+    "AgreementError": "errors",
+    "BFloat16": "compression",
+    "Carry": "algorithm.merge",
+    "Compression": "compression",
+    "Control": "algorithm.weighting",
+    "Count": "algorithm.weighting",
+    "DenseBeginning": "algorithm.schedule",
+    "DropCompute": "engine.drop_compute",
+    "DynamicBackup": "federation.quorum",
+    "ExchangeError": "errors",
+    "FP4": "compression",
+    "FastestPairs": "algorithm.gossip",
+    "Federation": "federation.config",
+    "Float32": "compression",
+    "Fragment": "algorithm.partition",
+    "Heard": "algorithm.schedule",
+    "Landing": "engine.fragments",
+    "LandingRule": "algorithm.merge",
+    "LaunchSchedule": "algorithm.schedule",
+    "Mix": "algorithm.merge",
+    "OuterOptimizer": "algorithm.config",
+    "Quorum": "federation.quorum",
+    "RandomPairs": "algorithm.gossip",
+    "Ring": "algorithm.gossip",
+    "Route": "algorithm.gossip",
+    "Schedule": "algorithm.schedule",
+    "Selective": "algorithm.schedule",
+    "SimulatedGroups": "engine.simulation",
+    "StreamingDiLoCo": "engine.engine",
+    "StreamingDiLoCoFabricStrategy": "lightning_pytorch",
+    "StreamingDiLoCoModelParallelStrategy": "lightning_pytorch",
+    "StreamingDiLoCoMonitor": "lightning_pytorch",
+    "StreamingDiLoCoStrategy": "lightning_pytorch",
+    "TwoShot": "algorithm.reduce",
+    "Weighing": "algorithm.weighting",
+    "WorkerGroups": "engine.start",
+}
+
 __all__ = [
     "FP4",
     "AgreementError",
@@ -127,21 +142,16 @@ register_when_imported()
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Imports what is used when it is used: torch takes a second, and each distribution of
-        Lightning two more.
-        """
+        """Imports a name when it is used: torch takes a second, a distribution two more."""
         if name in __all__:
-            homes = (import_module(f"{__name__}.{home}") for home in _HOMES)
-            return next(getattr(home, name) for home in homes if hasattr(home, name))
+            return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
         if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
         if name in _EXAMPLES:
             raise _IsAnExample(
                 f"lightning_sdiloco has no {name}: it is an example, not a part of the package."
-                " Copy"
-                f" examples/methods/{_EXAMPLES[name]} from the repository next to your script,"
-                " and import it from"
-                " there."
+                f" Copy examples/methods/{_EXAMPLES[name]} from the repository next to your script,"
+                " and import it from there."
             )
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

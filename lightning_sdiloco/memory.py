@@ -3,11 +3,11 @@ to the system.
 
 [Note: spare pages] The system zeroes a page before it gives it, which takes longer than most passes
 over what is then written there. So the pages that a flight leaves wait for the next one, as far as
-a caller asks for that with `SparePages`. Where the next flight needs other sizes, spare pages are
+a caller asks for that with `SparePages`. If the next flight needs other sizes, spare pages are
 given back as it takes new ones: all pages, spare ones included, are hardly more than were in use at
 another time. The margin holds a few messages, for which the pages of a long vector would go and
-come again. What spare pages are worth, in two processes of one machine: without them a launch and
-its landing take 1.4, 1.1 and 1.3 times as long with 0.5, 2.1 and 8.4 million parameters.
+come again. Measured in two processes of one machine, without spare pages a launch and its landing
+take 1.4, 1.1 and 1.3 times as long with 0.5, 2.1 and 8.4 million parameters.
 """
 
 import ctypes
@@ -47,34 +47,36 @@ class SparePages:
     """
 
     def __init__(self, size: int) -> None:
-        _SPARES.ask(id(self), size)
-        weakref.finalize(self, _SPARES.ask, id(self), 0).atexit = False
+        _SPARES.request(id(self), size)
+        weakref.finalize(self, _SPARES.request, id(self), 0).atexit = False
 
 
 class _Spares:
     """Lends pages, and keeps returned ones while a caller asks for it.
 
-    A finalizer may run wherever memory is allocated, also in here: who finds the lock taken leaves
+    A finalizer may run wherever memory is allocated, also in here: if the lock is taken, it leaves
     the pages alone.
     """
 
     def __init__(self) -> None:
-        self._asked: dict[int, int] = {}
+        # The bytes that each caller asks to keep, and those of each view that is in use.
+        self._requested: dict[int, int] = {}
         self._lent: dict[int, int] = {}
+        # The most bytes that were ever in use.
         self._most = 0
         self._pages: list[mmap.mmap] = []
         self._lock = threading.Lock()
 
-    def ask(self, who: int, size: int) -> None:
+    def request(self, caller: int, size: int) -> None:
         """Notes how many bytes a caller asks to keep."""
-        self._asked[who] = size
+        self._requested[caller] = size
         if not size:
-            del self._asked[who]
+            del self._requested[caller]
         self._change([])
 
     def lend(self, size: int) -> memoryview:
-        """Returns pages of at least that many bytes; they come back when nothing refers to them
-        any more.
+        """Returns pages of at least that many bytes; they come back when nothing refers to them any
+        more.
         """
         pages = self._change([], size) or _new_pages(size)
         lent = memoryview(pages)
@@ -93,9 +95,7 @@ class _Spares:
         self._change([pages])
 
     def _change(self, back: list[mmap.mmap], size: int = 0) -> mmap.mmap | None:
-        """Keeps what comes back; takes the smallest spare pages for a size that are hardly larger,
-        if asked to.
-        """
+        """Keeps returned pages; for a size, takes the smallest spare ones that are hardly larger."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -107,10 +107,11 @@ class _Spares:
                 best = min(fitting, key=len, default=None)
                 self._pages = [pages for pages in self._pages if pages is not best]
                 return best
-            # Pages that are not asked for go, and those far beyond the most ever in use: the oldest
-            # first.
-            asked = sum(list(self._asked.values()))
-            excess = sum(map(len, self._pages)) - min(asked, self._most + asked // 5 - self._in_use)
+            # Pages that no caller requests go, and those far beyond the most ever in use: the
+            # oldest first.
+            requested = sum(list(self._requested.values()))
+            limit = min(requested, self._most + requested // 5 - self._in_use)
+            excess = sum(map(len, self._pages)) - limit
             while excess > 0 and self._pages:
                 excess -= len(self._pages.pop(0))
             return None

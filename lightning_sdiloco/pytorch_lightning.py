@@ -22,10 +22,8 @@ class StreamingDiLoCoCallback(Fit, Callback):
 
 class StreamingDiLoCoMonitor(StreamingDiLoCoMonitorMixin, Callback):
     __doc__ = StreamingDiLoCoMonitorMixin.__doc__
-    # Imported when a fit has ended: the command needs more than a training does.
-    _report = staticmethod(
-        lambda folder: import_module("lightning_sdiloco.tools.report").report(folder)
-    )
+    # Imported when a fit has ended: the commands need more than a training does.
+    _tool = staticmethod(lambda name: import_module(f"lightning_sdiloco.tools.{name}"))
 
 
 class _Launcher(LauncherMixin, _MultiProcessingLauncher):

@@ -41,18 +41,19 @@ class RayStreamingDiLoCoStrategy(StreamingDiLoCoStrategy, RayDDPStrategy):
     def num_nodes(self) -> int:
         if self._options.worker_groups != "auto":
             return 1  # groups are made of consecutive workers, wherever these run
-        about = ray.train.get_context()
-        here = about.get_local_world_size()
-        first = about.get_world_rank() - about.get_local_rank()
-        if about.get_world_size() % here or first != about.get_node_rank() * here:
+        context = ray.train.get_context()
+        workers = context.get_world_size()
+        local_workers = context.get_local_world_size()
+        first_rank = context.get_world_rank() - context.get_local_rank()
+        is_equal = first_rank == context.get_node_rank() * local_workers
+        if workers % local_workers or not is_equal:
             raise ValueError(
-                f"worker_groups='auto' makes each node a worker group, but Ray has placed {here} of"
-                f" {about.get_world_size()} workers on node {about.get_node_rank()}, and other"
-                " numbers elsewhere. Set"
-                " worker_groups to a number, or place equally many on every node with"
-                " ScalingConfig(placement_strategy=...)."
+                "worker_groups='auto' makes each node a worker group, but Ray has placed"
+                f" {local_workers} of {workers} workers on node {context.get_node_rank()}, and"
+                " other numbers elsewhere. Set worker_groups to a number, or place equally many on"
+                " every node with ScalingConfig(placement_strategy=...)."
             )
-        return int(about.get_world_size() // here)
+        return int(workers // local_workers)
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: Any) -> None:

@@ -4,7 +4,7 @@
 `Trainer(strategy="streaming_diloco")` needs, whichever distribution the Trainer is from, and
 whether that is imported before or after. A distribution that is there is given the names at once.
 For another one, a finder stands in front of Python's: it lets them find, and gives the distribution
-the names once its registry has been imported. What is registered is a function that imports the
+the names once its registry has been imported. The registered object is a function that imports the
 strategy when a Trainer asks for it. A LightningCLI also finds classes by their names alone, among
 those that are imported: with its module, ours is.
 """
@@ -101,10 +101,10 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in _REGISTRIES:
             return None
-        others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
-        spec = next(
-            filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None
-        )
+        spec = None
+        for finder in sys.meta_path:
+            if spec is None and not isinstance(finder, _Finder):
+                spec = finder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

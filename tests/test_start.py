@@ -2,6 +2,7 @@
 torch.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,41 @@ assert {OURS[other]!r} not in sys.modules
 assert ("StreamingDiLoCoStrategy" in lightning_sdiloco.__all__) == ({distribution!r} == "lightning")
 """
     run_python(code, without={other})
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "torch"),
+    [
+        ("AgreementError", 4, False),
+        ("DenseBeginning", 5, False),
+        ("Quorum", 13, False),
+        ("FP4", 11, True),
+        ("TwoShot", 16, True),
+    ],
+)
+def test_a_public_name_imports_only_the_modules_that_it_needs(
+    name: str, most: int, torch: bool
+) -> None:
+    code = f"""
+import lightning_sdiloco
+lightning_sdiloco.{name}
+ours = sorted(module for module in sys.modules if module.startswith("lightning_sdiloco"))
+assert len(ours) <= {most}, ours
+assert ("torch" in sys.modules) == {torch}
+"""
+    run_python(code)
+
+
+def test_the_files_of_the_two_distributions_differ_only_in_its_names() -> None:
+    """Their classes are written out in both, for type checkers, pickle and the API page."""
+    ours, twin = (
+        (ROOT / "lightning_sdiloco" / f"{face}.py").read_text()
+        for face in ("lightning_pytorch", "pytorch_lightning")
+    )
+    names = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
+    for name, name_in_twin in names.items():
+        ours = re.sub(rf"(?<![\w.]){re.escape(name)}", name_in_twin, ours)
+    assert ours == twin
 
 
 def test_both_distributions_and_their_command_lines_find_the_strategies() -> None:

@@ -1,43 +1,43 @@
-"""How a fit saves and resumes: an ordinary checkpoint of the outer model, and a folder with what
-each rank holds.
+"""How a fit saves and resumes: an ordinary checkpoint of the outer model, and a folder of the
+ranks' own states.
 
 A checkpoint file takes its place in one step, and only then are the folders of earlier saves
 removed.
 
 [Note: late writers] `AsyncCheckpointIO` hands a checkpoint to a thread and returns. Until the
-thread has written it, the file in its place is an older one, which needs its own folder. So what
-follows the writing is done by the CheckpointIO that really writes, in whatever thread that is.
+thread has written it, the file in its place is an older one, which needs its own folder. So the
+CheckpointIO that really writes does everything that follows the writing, in whatever thread it
+runs.
 
 [Note: epochs after a resume] Lightning asks loaders for a new iterator at the start of every epoch
 but the first. After a resume it has one already, which was made before the random state of the
-checkpoint was restored, and may stand in the middle of the data, where the loader was saved. A
-loader of torch draws a random number for each iterator; without that draw, whatever is random
-afterwards, such as dropout, would differ. And where a run resumes from the last batch of an epoch,
-Lightning goes on with the next epoch without counting it and without calling
-`on_train_epoch_start`, which finetuning callbacks need.
+checkpoint was restored, and may be in the middle of the data, where the loader was saved. A loader
+of torch draws a random number for each iterator; without that draw, everything random afterwards,
+such as dropout, would differ. And if a run resumes from the last batch of an epoch, Lightning
+continues with the next epoch without counting it and without calling `on_train_epoch_start`, which
+finetuning callbacks need.
 
 [Note: the rest of a batch] A checkpoint that `every_n_train_steps` saves after a batch precedes
-whatever else is due
-there: a validation, a learning rate that depends on metrics, the end of the epoch. When Lightning
-resumes, it skips these. They may draw random numbers, as a loader of torch does, and early stopping
-and other checkpoints may depend on them. So the resumed run begins with them, unless the checkpoint
-was saved because of a signal, which happens after them. The same goes for learning rates after a
-checkpoint that was saved at the end of an epoch, as `ModelCheckpoint` does by default. With
-``max_steps`` Lightning would make such an epoch once more.
+everything else that is due there: a validation, a learning rate that depends on metrics, the end of
+the epoch. When Lightning resumes, it skips these. They may draw random numbers, as a loader of
+torch does, and early stopping and other checkpoints may depend on them. So the resumed run begins
+with them, unless the checkpoint was saved because of a signal, which happens after them. The same
+goes for learning rates after a checkpoint that was saved at the end of an epoch, as
+`ModelCheckpoint` does by default. With ``max_steps`` Lightning would train such an epoch once more.
 
 [Note: metrics after a resume] Lightning saves no metrics. A mean over an epoch that was resumed
 would cover only the batches since then. Early stopping, checkpoints and learning rates that depend
-on a metric would decide differently, or fail where nothing has been logged since. So every rank
-saves its own metrics: what callbacks see, and what the epoch has accumulated.
+on a metric would decide differently, or fail if nothing has been logged since. So every rank saves
+its own metrics: those that callbacks see, and the sums that the epoch has accumulated.
 
-[Note: what a rank gets back] Lightning writes what rank 0 holds. Schedulers that watch a metric,
-callbacks, loops, loaders, data modules and whatever a hook puts into a checkpoint may differ
+[Note: what a rank gets back] Lightning writes the states of rank 0. Schedulers that watch a metric,
+callbacks, loops, loaders, data modules and anything that a hook puts into a checkpoint may differ
 between ranks, so each rank gets back the entries in which it differs; see [Note: entries of a
-rank]. That includes the best models that `ModelCheckpoint` knows. They are the same on all ranks
-where what it monitors is, and otherwise the resumed run decides as one that was never stopped.
-Hyperparameters are not among the entries: they are what the script gives, and no fit restores them.
-When rounds restart, a rank gets the entries of a rank in its place, but the model is the one in the
-file, and with other groups or ranks the loops are, too.
+rank]. They include the best models that `ModelCheckpoint` knows: these are the same on all ranks if
+the monitored metric is, and otherwise the resumed run decides as one that was never stopped.
+Hyperparameters are not among the entries: the script gives them, and no fit restores them. When
+rounds restart, a rank gets the entries of a rank in its place, but the model of the file; with
+other groups or ranks also the loops of the file.
 """
 
 import inspect
@@ -71,7 +71,7 @@ from lightning_sdiloco.engine.restart import Restart, restart_from
 from lightning_sdiloco.engine.shards import clean_name
 from lightning_sdiloco.lightning.evaluation import Averaging
 from lightning_sdiloco.lightning.fit_state import SIGNALLED, FitState
-from lightning_sdiloco.lightning.host import wrap
+from lightning_sdiloco.lightning.host import Function, State, wrap
 from lightning_sdiloco.lightning.model_format import Checkpoint, Load, reader_of
 
 _log = logging.getLogger(__name__)
@@ -80,30 +80,29 @@ Write = Callable[[Checkpoint, Any], None]
 
 
 class Checkpointer:
-    averaging: Averaging | None = None
-    """The averages of the fit, once there are any."""
-
     def __init__(self, fit: FitState) -> None:
         self._fit = fit
         self._trainer = fit.trainer
         self._groups = fit.groups
         self._options = fit.options
         self._format = fit.format
-        self.resumed: dict[str, Any] | None = None
+        self.averaging: Averaging | None = None
+        """The averages of the fit, once there are any."""
+        self.resumed: State | None = None
         """What this rank saved, of a fit that is about to resume exactly."""
         self.start = "a new run"
         """Where the fit starts, in words."""
         self._restart: Restart | None = None
-        self._random_state: dict[str, Any] | None = None
+        self._random_state: State | None = None
         # The checkpoints of this run that still exist, and whether it saved each itself.
         self._standing: dict[str, bool] = {}
         # See [Note: late writers]: the CheckpointIO that really writes, what follows when the file
         # of a save is in its place, and the removals of files that are just being written.
         self._io: Any = None
         self._undo = ExitStack()
-        self._afterwards: dict[str, Callable[[], None]] = {}
+        self._afterwards: dict[str, Function] = {}
         self._lock = Lock()
-        self._removals: dict[str, list[Callable[[], None]]] = {}
+        self._removals: dict[str, list[Function]] = {}
 
     # Resume
 
@@ -117,15 +116,17 @@ class Checkpointer:
                 f"step {checkpoint.get('global_step')} of a checkpoint without worker groups"
             )
             return checkpoint
-        given = inspect.signature(load).bind(path, *args, **kwargs)
-        given.apply_defaults()
+        arguments = inspect.signature(load).bind(path, *args, **kwargs)
+        arguments.apply_defaults()
         # Before 2.6 Lightning knows no such argument.
-        choices = {name: value for name, value in given.arguments.items() if name == "weights_only"}
+        choices = {}
+        if "weights_only" in arguments.arguments:
+            choices["weights_only"] = arguments.arguments["weights_only"]
         read = reader_of(self._trainer.strategy.checkpoint_io.load_checkpoint, **choices)
         if self._options.restarts or header["layout"] != self._layout():
             self._load_for_restart(checkpoint, str(path), header, read)
         else:
-            self._require_the_settings_of(header)
+            self._require_same_settings(header)
             self.resumed = files.read_rank(str(path), header, self._trainer.global_rank)
             self.start = files.start_of(header, self.resumed)
             self._standing[str(path)] = False
@@ -150,7 +151,9 @@ class Checkpointer:
         self.forget()
 
     def forget(self) -> None:
-        self.resumed = self._restart = self._random_state = None
+        self.resumed = None
+        self._restart = None
+        self._random_state = None
 
     def make_trainable(self, model: nn.Module) -> None:
         """Makes those parameters trainable that were when the checkpoint was saved; callbacks do
@@ -170,110 +173,125 @@ class Checkpointer:
             parameter.requires_grad_(clean_name(name) in trainable)
 
     def _take_up(
-        self, checkpoint: Checkpoint, own: dict[str, Any], read: Read, without: Collection[str] = ()
-    ) -> dict[str, Any]:
+        self,
+        checkpoint: Checkpoint,
+        saved: State,
+        read: Read,
+        without: Collection[str] = (),
+    ) -> State:
         """Puts what this rank saved in place of what rank 0 saved, and returns the state of the
         engine.
         """
-        self._take_up_optimizers(checkpoint, own["optimizer_states"])
-        return take_up_entries(own, checkpoint, read, without)
+        self._take_up_optimizers(checkpoint, saved["optimizer_states"])
+        return take_up_entries(saved, checkpoint, read, without)
 
     def _take_up_optimizers(self, checkpoint: Checkpoint, states: list[Any]) -> None:
         checkpoint["optimizer_states"] = states
-        if self._format.is_sharded:  # Lightning restores these when it loads the file.
+        if self._format.is_sharded:
+            # Lightning restores these when it loads the file.
             for optimizer, state in zip(self._trainer.strategy.optimizers, states, strict=True):
                 take_up_state(optimizer, state)
 
-    def _require_the_settings_of(self, header: dict[str, Any]) -> None:
+    def _require_same_settings(self, header: State) -> None:
         saved = header["settings"]
         self._options.restore(saved)
-        other = self._chosen().differences(saved, self._options.open)
-        if other:
+        differences = self._chosen().differences(saved, self._options.open)
+        if differences:
             raise ValueError(
                 "The checkpoint cannot be resumed exactly with other settings:"
-                f" {'; '.join(other)}. Resume with the"
-                " settings it was saved with, or restart the rounds from its outer parameters"
-                " with resume='restart'."
+                f" {'; '.join(differences)}. Resume with the settings it was saved with, or restart"
+                " the rounds from its outer parameters with resume='restart'."
             )
 
     def _load_for_restart(
-        self, checkpoint: Checkpoint, path: str, header: dict[str, Any], read_packed: Read
+        self, checkpoint: Checkpoint, path: str, header: State, read: Read
     ) -> None:
         """Restores the outer state of all groups, and inner optimizer and random state of those
         that have a file.
         """
         if not self._options.restarts:
-            self._require_the_settings_of(header)
+            self._require_same_settings(header)
         # Rounds that restart are no beginning.
         self._options.chooses_dense = False
-        topology = self._groups.topology
+        self._restart = self._read_restart(path, header)
+        self.start = "outer parameters of another run"
         layout = header["layout"]
-        settings = self._options.settings
+        saved = self._read_place(path, header)
+        if saved is None:
+            # Without state, but with the learning rates from which schedulers continue.
+            groups = header.get("param_groups", [])
+            states = [{"state": {}, "param_groups": group} for group in groups]
+            if not states:
+                states = [
+                    {**state, "state": {}} for state in checkpoint.get("optimizer_states", [])
+                ]
+            self._take_up_optimizers(checkpoint, states)
+        else:
+            without = ["state_dict"]
+            if layout != self._layout():
+                without.append("loops")
+            self._take_up(checkpoint, saved, read, without)
+            if self._groups.topology.group_rank < layout["group_size"]:
+                self._random_state = saved["random"]
+        self._announce_restart(self._restart, header, is_fresh=saved is None)
+
+    def _read_restart(self, path: str, header: State) -> Restart:
+        """Reads the outer state of all groups, on rank 0 for all: they may see different files."""
+        topology = self._groups.topology
 
         def read() -> Restart | None:
-            """Reads on rank 0, for all: they may see different files."""
             if topology.rank:
                 return None
             # Flights land as they would have landed.
-            before = settings.taken_from(header["settings"])
-            optimizer = read_settings(header["settings"]).get("outer_optimizer")
-            same_optimizer = optimizer == before.outer.described()["outer_optimizer"]
-            return restart_from(files.read_groups(path, header), before if same_optimizer else None)
+            saved = read_settings(header["settings"])
+            settings = self._options.settings.taken_from(header["settings"])
+            optimizer = settings.outer.described()["outer_optimizer"]
+            is_same = saved.get("outer_optimizer") == optimizer
+            return restart_from(files.read_groups(path, header), settings if is_same else None)
 
         first = topology.world.attempt(read)[0]
         if first.failure:
-            is_told = "ValueError" in first.failure
-            raise ValueError(
-                first.text
-                if is_told
-                else f"{path} cannot be read: {first.failure[0]}: {first.text}"
-            )
-        self._restart = Restart.of(first.value)
-        self.start = "outer parameters of another run"
-        size = layout["group_size"]
-        own = None
-        # This rank reads the file of its group and shard, if there is one, or of the group's first.
-        mesh = {
-            name: of for name, of in layout.items() if name not in ("worker_groups", "group_size")
-        }
-        if mesh == self._format.mesh and topology.group_index < layout["worker_groups"]:
-            rank = topology.group_index * size + (
-                topology.group_rank if topology.group_rank < size else 0
-            )
-            own = (
-                files.read_rank(path, header, rank) if files.has_rank(path, header, rank) else None
-            )
-        if own is None:
-            # Without state, but with the learning rates from which schedulers go on.
-            states = [{"state": {}, "param_groups": of} for of in header.get("param_groups", [])]
-            states = states or [
-                {**state, "state": {}} for state in checkpoint.get("optimizer_states", [])
-            ]
-            self._take_up_optimizers(checkpoint, states)
-        else:
-            without = ["state_dict"] if layout == self._layout() else ["state_dict", "loops"]
-            self._take_up(checkpoint, own, read_packed, without)
-            if topology.group_rank < size:
-                self._random_state = own["random"]
-        found = topology.world.all_gather_object(own is not None)
-        fresh = sorted(
-            {rank // topology.group_size for rank, there in enumerate(found) if not there}
+            if "ValueError" in first.failure:
+                raise ValueError(first.text)
+            raise ValueError(f"{path} cannot be read: {first.failure[0]}: {first.text}")
+        return Restart.of(first.value)
+
+    def _read_place(self, path: str, header: State) -> State | None:
+        """Reads the file of this rank's group and shard, or of the group's first; None if there is
+        none.
+        """
+        topology = self._groups.topology
+        mesh = dict(header["layout"])
+        num_groups = mesh.pop("worker_groups")
+        group_size = mesh.pop("group_size")
+        if mesh != self._format.mesh or topology.group_index >= num_groups:
+            return None
+        shard = topology.group_rank if topology.group_rank < group_size else 0
+        rank = topology.group_index * group_size + shard
+        return files.read_rank(path, header, rank) if files.has_rank(path, header, rank) else None
+
+    def _announce_restart(self, restart: Restart, header: State, is_fresh: bool) -> None:
+        """Logs, on rank 0, what differs from the run that saved the checkpoint.
+
+        All ranks must call it.
+        """
+        topology = self._groups.topology
+        fresh_ranks = topology.world.all_gather_object(is_fresh)
+        fresh_groups = sorted(
+            {rank // topology.group_size for rank, is_fresh in enumerate(fresh_ranks) if is_fresh}
         )
+        differences = self._chosen().differences(header["settings"], self._options.open)
         if self._trainer.is_global_zero:
             _log.warning(
-                "The checkpoint is not resumed exactly: it was saved with %s, now there are"
-                " %s%s. Every group starts"
-                " from its outer parameters and outer momentum, and rounds restart. Flights lost"
-                " so far: %d. Worker"
-                " groups that start with a fresh inner optimizer: %s.",
-                layout,
+                "The checkpoint is not resumed exactly: it was saved with %s, now there are %s%s."
+                " Every group starts from its outer parameters and outer momentum, and rounds"
+                " restart. Flights lost so far: %d. Worker groups that start with a fresh inner"
+                " optimizer: %s.",
+                header["layout"],
                 self._layout(),
-                "".join(
-                    f"; {other}"
-                    for other in self._chosen().differences(header["settings"], self._options.open)
-                ),
-                self._restart.counts["flights_dropped"],
-                ", ".join(map(str, fresh)) or "none",
+                "".join(f"; {difference}" for difference in differences),
+                restart.counts["flights_dropped"],
+                ", ".join(map(str, fresh_groups)) or "none",
             )
 
     # Save
@@ -281,25 +299,15 @@ class Checkpointer:
     def save(
         self, engine: StreamingDiLoCo, checkpoint: Checkpoint, path: Any, write: Write
     ) -> None:
-        """Saves what all groups have in common, and what each rank holds beside it. All ranks must
-        call it.
+        """Saves what all groups have in common, and what each rank holds beside it.
+
+        All ranks must call it.
 
         See [Note: the order of a save].
         """
         topology = self._groups.topology
         path = str(path)
-        host = self._trainer.strategy
-        averaging = self.averaging
-        state: dict[str, Any] = {
-            "engine": engine.state_dict(),
-            "requests": dict(self._fit.requests.done_at),
-            "averaging": averaging.state_dict() if averaging is not None else None,
-            "random": files.random_state(),
-            "optimizer_states": [own_state(optimizer) for optimizer in host.optimizers]
-            if self._format.is_sharded
-            else list(checkpoint["optimizer_states"]),
-            "metrics": metrics_state_dict(self._trainer),
-        }
+        state = self._state_of_rank(engine, checkpoint)
         if self._groups.is_alone:
             self._save_alone({**state, "engine": {**state["engine"], "extra_state": {}}}, path)
             return
@@ -309,20 +317,23 @@ class Checkpointer:
                 path, topology, state, self._layout(), self._settings(), self._advice
             )
         path = saved.path
-        replaced = [other for other, own in self._standing.items() if own and other != path]
+        replaced: list[str] = []
+        if self._options.resume.endswith(":newest"):
+            replaced = [
+                standing
+                for standing, is_own in self._standing.items()
+                if is_own and standing != path
+            ]
+        writes_single_file = self._trainer.is_global_zero and not self._format.in_folders
 
         def remove_older() -> None:
             files.remove_saves(path, saved.older)
-            for other in replaced if self._options.resume.endswith(":newest") else ():
-                files.remove_folder(other)
+            for replaced_path in replaced:
+                files.remove_folder(replaced_path)
 
         def write_common() -> None:
-            if self._trainer.is_global_zero and not self._format.in_folders:
-                if self._io is None:
-                    self._io = host.checkpoint_io
-                    while getattr(self._io, "checkpoint_io", None) is not None:
-                        self._io = self._io.checkpoint_io
-                    wrap(self._undo, self._io, "save_checkpoint", self._place)
+            if writes_single_file:
+                self._follow_writes()
                 self._afterwards[saved.header["save"]] = remove_older
             write({**checkpoint, files.KEY: saved.header}, path)
 
@@ -332,10 +343,30 @@ class Checkpointer:
         self._standing.pop(path, None)
         self._standing[path] = True
 
+    def _state_of_rank(self, engine: StreamingDiLoCo, checkpoint: Checkpoint) -> State:
+        """Returns what this rank saves in its own file."""
+        optimizer_states = checkpoint["optimizer_states"]
+        if self._format.is_sharded:
+            optimizer_states = map(own_state, self._trainer.strategy.optimizers)
+        return {
+            "engine": engine.state_dict(),
+            "requests": dict(self._fit.requests.done_at),
+            "averaging": None if self.averaging is None else self.averaging.state_dict(),
+            "random": files.random_state(),
+            "optimizer_states": list(optimizer_states),
+            "metrics": metrics_state_dict(self._trainer),
+        }
+
+    def _follow_writes(self) -> None:
+        """Finds the CheckpointIO that really writes, and follows it; see [Note: late writers]."""
+        if self._io is None:
+            self._io = self._trainer.strategy.checkpoint_io
+            while getattr(self._io, "checkpoint_io", None) is not None:
+                self._io = self._io.checkpoint_io
+            wrap(self._undo, self._io, "save_checkpoint", self._place)
+
     def _of_ranks(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Returns what may differ between ranks in a checkpoint; see [Note: what a rank gets
-        back].
-        """
+        """Returns what may differ between ranks in a checkpoint; see [Note: what a rank gets back]."""
         left_out = {"optimizer_states"}
         if self._format.is_sharded:
             left_out.add("state_dict")
@@ -349,14 +380,13 @@ class Checkpointer:
     @property
     def _advice(self) -> str:
         return (
-            f"Resume from {self._last_standing}. Make room on the disk, or keep fewer"
-            " checkpoints: set"
-            " ModelCheckpoint's save_top_k, and resume='exact:newest' in the strategy."
+            f"Resume from {self._last_standing}. Make room on the disk, or keep fewer checkpoints:"
+            " set ModelCheckpoint's save_top_k, and resume='exact:newest' in the strategy."
         )
 
-    def _save_alone(self, state: dict[str, Any], path: str) -> None:
+    def _save_alone(self, state: State, path: str) -> None:
         try:
-            kept = files.write_rank(path, "exception", self._trainer.global_rank, state).name
+            name = files.write_rank(path, "exception", self._trainer.global_rank, state).name
         except OSError as error:
             files.discard(path, "exception")
             _log.warning(
@@ -367,9 +397,8 @@ class Checkpointer:
             return
         _log.warning(
             "After an exception this rank saved its own state in %s, beside %s. It cannot be"
-            " resumed: other ranks may"
-            " be at another step. Resume from %s.",
-            kept,
+            " resumed: other ranks may be at another step. Resume from %s.",
+            name,
             path,
             self._last_standing,
         )
@@ -378,7 +407,7 @@ class Checkpointer:
     def _last_standing(self) -> str:
         return next(reversed(self._standing), "an earlier run's checkpoint: this run saved none")
 
-    def remove(self, path: Any, remove: Callable[[Any], None]) -> None:
+    def remove(self, path: Any, remove: Function) -> None:
         """Removes a checkpoint and its folder; if a thread is just writing the file, as soon as it
         is written.
         """
@@ -394,7 +423,7 @@ class Checkpointer:
 
     def _place(
         self,
-        write: Callable[..., None],
+        write: Function,
         checkpoint: Checkpoint,
         path: Any,
         *args: Any,
@@ -431,14 +460,14 @@ class Checkpointer:
         self._undo.close()
         self._io = None
 
-    # What is compared
+    # Settings and layout, which are compared
 
     def _settings(self) -> dict[str, Any]:
         return self._chosen().saved(self._options.open)
 
     def _chosen(self) -> Settings:
         settings = self._options.settings
-        # What suits the rounds is known once these are chosen.
+        # The settings that suit the rounds are known once these are chosen.
         is_open = self._options.open
         return settings if is_open else settings.chosen_for(self._groups.topology.num_groups)
 
@@ -454,128 +483,144 @@ class Checkpointer:
 # Epochs
 
 
-def begin_epochs_alike(trainer: Any, undo: ExitStack) -> None:
-    """Patches the loops of a trainer; see [Note: epochs after a resume] and [Note: the rest of a
-    batch].
+class ResumedLoops:
+    """Makes the loops of a trainer run after a resume as in a run that was never stopped.
+
+    See [Note: epochs after a resume] and [Note: the rest of a batch].
     """
-    loop = trainer.fit_loop
-    epoch_loop = trainer.fit_loop.epoch_loop
-    progress = epoch_loop.batch_progress
-    once = undo.enter_context(ExitStack())
 
-    def is_at_last_batch() -> bool:
-        return bool(epoch_loop.restarted_on_train_batch_end and progress.is_last_batch)
+    def __init__(self, trainer: Any, undo: ExitStack) -> None:
+        self._trainer = trainer
+        self._fit_loop = trainer.fit_loop
+        self._epoch_loop = trainer.fit_loop.epoch_loop
+        self._progress = trainer.fit_loop.epoch_loop.batch_progress
+        self._undo = undo
+        # Replacements until the rest of a batch or of an epoch has run.
+        self._once = undo.enter_context(ExitStack())
+        wrap(undo, self._fit_loop, "reset", self._reset_fit)
+        wrap(undo, self._fit_loop, "on_advance_start", self._start_epoch)
+        wrap(undo, self._epoch_loop, "reset", self._reset_epoch)
 
-    def was_saved_in_a_hook_at_the_end(count: Any) -> bool:
-        # The completion of the batch or the epoch is not counted yet.
-        return bool(count.ready == count.started == count.processed == count.completed + 1)
-
-    def end_batch(advance: Any, data_fetcher: Any) -> None:
-        # In the place of the first batch, so that Lightning goes on as after any batch.
-        once.close()
-        epoch_loop.val_loop.restarting = False
-        trainer.strategy.fit.finish_with_last_batch()
-
-    def end_epoch_and_start(start: Callable[[], None]) -> None:
-        once.close()
-        epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-        start()
-
-    def end_epoch(end: Callable[[], None]) -> None:
-        # As in a run that was not resumed: learning rates that depend on metrics are updated.
-        loop._restarting = False
-        end()
-
-    def reset_fit(reset: Callable[[], None]) -> None:
+    def _reset_fit(self, reset: Function) -> None:
         """A run that was saved after a batch or an epoch begins with the rest of that."""
-        if trainer.strategy.fit.checkpointer.resumed is not None:
-            wrap(undo, loop, "on_advance_end", end_epoch)
-            if was_saved_in_a_hook_at_the_end(loop.epoch_progress.total):
-                wrap(once, loop, "on_advance_start", end_epoch_and_start)
+        fit_loop = self._fit_loop
+        progress = self._progress
+        if self._trainer.strategy.fit.checkpointer.resumed is not None:
+            wrap(self._undo, fit_loop, "on_advance_end", self._end_epoch)
+            if _was_saved_before_completion(fit_loop.epoch_progress.total):
+                wrap(self._once, fit_loop, "on_advance_start", self._end_epoch_and_start)
                 # The epoch is over: Lightning sees that where epochs bound the run, and not where
                 # steps do.
-                loop._restarting = epoch_loop.restarting = False
-            ends = map(was_saved_in_a_hook_at_the_end, (progress.total, progress.current))
-            if epoch_loop.restarting and all(ends):
+                fit_loop._restarting = False
+                self._epoch_loop.restarting = False
+            counts = (progress.total, progress.current)
+            was_saved_after_batch = all(map(_was_saved_before_completion, counts))
+            if self._epoch_loop.restarting and was_saved_after_batch:
                 progress.increment_completed()
-                wrap(once, epoch_loop, "advance", end_batch)
+                wrap(self._once, self._epoch_loop, "advance", self._end_batch)
         reset()
 
-    def start_epoch(start: Callable[[], None]) -> None:
-        if loop.restarted_mid_epoch and is_at_last_batch():
-            loop.reset_restart_stage()
+    def _end_batch(self, advance: Any, data_fetcher: Any) -> None:
+        # In the place of the first batch, so that Lightning continues as after any batch.
+        self._once.close()
+        self._epoch_loop.val_loop.restarting = False
+        self._trainer.strategy.fit.finish_with_last_batch()
+
+    def _end_epoch_and_start(self, start: Function) -> None:
+        self._once.close()
+        self._epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         start()
 
-    def reset_epoch(reset: Callable[[], None]) -> None:
+    def _end_epoch(self, end: Function) -> None:
+        # As in a run that was not resumed: learning rates that depend on metrics are updated.
+        self._fit_loop._restarting = False
+        end()
+
+    def _start_epoch(self, start: Function) -> None:
+        if self._fit_loop.restarted_mid_epoch and self._is_at_last_batch():
+            self._fit_loop.reset_restart_stage()
+        start()
+
+    def _reset_epoch(self, reset: Function) -> None:
         """Starts the next epoch if a run resumes from the last batch of one."""
-        ended = is_at_last_batch()
+        epoch_loop = self._epoch_loop
+        was_at_last_batch = self._is_at_last_batch()
         reset()
-        if ended and progress.is_last_batch:
-            for each in (
-                progress,
-                epoch_loop.scheduler_progress,
-                epoch_loop.automatic_optimization.optim_progress,
-            ):
-                each.reset_on_run()
+        if was_at_last_batch and self._progress.is_last_batch:
+            self._progress.reset_on_run()
+            epoch_loop.scheduler_progress.reset_on_run()
+            epoch_loop.automatic_optimization.optim_progress.reset_on_run()
             epoch_loop.val_loop.batch_progress.total.reset()
         # Lightning has is_resuming from 2.5.3 on.
-        resumed = getattr(loop, "is_resuming", False) or epoch_loop.restarting
-        if resumed and trainer.current_epoch > 0 and progress.current.ready == 0:
-            iter(loop._data_fetcher)
+        is_resuming = getattr(self._fit_loop, "is_resuming", False) or epoch_loop.restarting
+        if is_resuming and self._trainer.current_epoch > 0 and self._progress.current.ready == 0:
+            iter(self._fit_loop._data_fetcher)
 
-    wrap(undo, loop, "reset", reset_fit)
-    wrap(undo, loop, "on_advance_start", start_epoch)
-    wrap(undo, epoch_loop, "reset", reset_epoch)
+    def _is_at_last_batch(self) -> bool:
+        is_after_batch = self._epoch_loop.restarted_on_train_batch_end
+        return bool(is_after_batch and self._progress.is_last_batch)
+
+
+def _was_saved_before_completion(count: Any) -> bool:
+    """Returns whether a count lacks the completion alone: a hook at the end of a batch or an epoch
+    has saved it.
+    """
+    return bool(count.ready == count.started == count.processed == count.completed + 1)
 
 
 # Metrics
 
-# What a metric has apart from its own states.
-_BESIDE = ("_update_count", "_forward_cache")
+# Attributes of a metric that are saved although they are not among its states.
+_NOT_STATES = ("_update_count", "_forward_cache")
 
 
-def metrics_state_dict(trainer: Any) -> dict[str, Any]:
-    seen = (
-        trainer._logger_connector._callback_metrics
-        if trainer.strategy.is_alone
-        else trainer.callback_metrics
-    )
+def metrics_state_dict(trainer: Any) -> State:
+    """Returns the metrics that callbacks see, and the sums of an epoch that is not over."""
+    metrics = trainer._logger_connector._callback_metrics
+    if not trainer.strategy.is_alone:
+        metrics = trainer.callback_metrics
     epoch = trainer.fit_loop.epoch_progress.current
-    results = trainer.fit_loop.epoch_loop._results if epoch.processed < epoch.started else {}
-    saved = {}
-    for key, result in results.items():
-        meta = result.meta
-        reduction = result.meta.reduce_fx.__name__
-        # A process group cannot be found again, nor can a metric that is not part of the module.
-        if (
-            result.has_reset
-            or meta.sync.group is not None
-            or not (result.is_tensor or meta.metric_attribute)
-        ):
-            continue
-        saved[key] = {
-            # The arguments of `self.log`: Lightning insists that they are the same in the next
-            # call.
-            "arguments": {
-                name: told
-                for name, told in vars(meta).items()
-                if isinstance(told, (str, bool, NoneType))
-            },
-            "reduction": f"{'torch' if meta.reduce_fx is getattr(torch, reduction, None) else 'builtins'}:{reduction}",
-            "sync": {"_should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
-            "is_tensor": result.is_tensor,
-            "parts": {
-                name: {state: _plain(getattr(part, state)) for state in (*part._defaults, *_BESIDE)}
-                for name, part in _parts(result).items()
-            },
-        }
+    logged = trainer.fit_loop.epoch_loop._results if epoch.processed < epoch.started else {}
     return {
-        "seen": {name: _plain(value) for name, value in seen.items() if isinstance(value, Tensor)},
-        "epoch": saved,
+        "seen": {
+            name: _plain(metric) for name, metric in metrics.items() if isinstance(metric, Tensor)
+        },
+        "epoch": {key: _saved(metric) for key, metric in logged.items() if _can_be_saved(metric)},
     }
 
 
-def load_metrics_state_dict(trainer: Any, state: dict[str, Any]) -> None:
+def _can_be_saved(logged: Any) -> bool:
+    """Returns whether a logged value can be saved, and found again by a resumed fit."""
+    # A process group cannot be found again, nor can a metric that is not part of the module.
+    is_found_again = logged.is_tensor or logged.meta.metric_attribute
+    return not logged.has_reset and logged.meta.sync.group is None and bool(is_found_again)
+
+
+def _saved(logged: Any) -> State:
+    """Returns what is saved of a value that the epoch has accumulated."""
+    meta = logged.meta
+    reduction = meta.reduce_fx.__name__
+    module = "torch" if meta.reduce_fx is getattr(torch, reduction, None) else "builtins"
+    parts = {}
+    for name, part in _parts(logged).items():
+        states = (*part._defaults, *_NOT_STATES)
+        parts[name] = {state: _plain(getattr(part, state)) for state in states}
+    return {
+        # The arguments of `self.log`: Lightning insists that they are the same in the next call.
+        "arguments": {
+            name: argument
+            for name, argument in vars(meta).items()
+            if isinstance(argument, (str, bool, NoneType))
+        },
+        "reduction": f"{module}:{reduction}",
+        "sync": {"_should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
+        "is_tensor": logged.is_tensor,
+        "parts": parts,
+    }
+
+
+def load_metrics_state_dict(trainer: Any, state: State) -> None:
+    """Restores the metrics that `metrics_state_dict` returned."""
     connector = trainer._logger_connector
     results = trainer.fit_loop.epoch_loop._results
     classes: Any = sys.modules[type(results).__module__]
@@ -583,34 +628,35 @@ def load_metrics_state_dict(trainer: Any, state: dict[str, Any]) -> None:
     for key, saved in state["epoch"].items():
         meta = classes._Metadata(**saved["arguments"], reduce_fx=resolve_name(saved["reduction"]))
         meta.sync = classes._Sync(fn=trainer.strategy.reduce, **saved["sync"])
-        result = results[key] = classes._ResultMetric(meta, is_tensor=saved["is_tensor"])
-        if not result.is_tensor:
-            result.value = trainer.lightning_module.get_submodule(meta.metric_attribute)
-        for name, part in _parts(result).items():
-            for each, value in saved["parts"][name].items():
-                setattr(part, each, value)
+        logged = classes._ResultMetric(meta, is_tensor=saved["is_tensor"])
+        results[key] = logged
+        if not logged.is_tensor:
+            logged.value = trainer.lightning_module.get_submodule(meta.metric_attribute)
+        for name, part in _parts(logged).items():
+            for state_name, value in saved["parts"][name].items():
+                setattr(part, state_name, value)
             part.to(trainer.strategy.root_device)
     if state["epoch"]:
         # Otherwise the next batch would clear the metrics, as the first batch of an epoch does.
         connector._first_loop_iter = False
 
 
-def _parts(result: Any) -> dict[str, Metric]:
-    """Returns what Lightning keeps of a logged value, the metric that it is, and those that this
-    one wraps.
+def _parts(logged: Any) -> dict[str, Metric]:
+    """Returns Lightning's metric of a logged value, the metric that it is, and those that this one
+    wraps.
     """
-    inside = () if result.is_tensor else result.value.named_modules(prefix="value")
-    return {"": result, **{name: part for name, part in inside if isinstance(part, Metric)}}
+    parts = {"": logged}
+    if not logged.is_tensor:
+        for name, module in logged.value.named_modules(prefix="value"):
+            if isinstance(module, Metric):
+                parts[name] = module
+    return parts
 
 
-def _plain(value: Any) -> Any:
+def _plain(state: Any) -> Any:
     """Returns what can be saved of a state: tensors and numbers, alone or in a list."""
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    return (
-        value.detach().clone()
-        if isinstance(value, Tensor)
-        else value
-        if isinstance(value, int)
-        else None
-    )
+    if isinstance(state, list):
+        return [_plain(part) for part in state]
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    return state if isinstance(state, int) else None

@@ -1,33 +1,32 @@
 """Lets worker groups train without waiting for each other in a batch, and end every epoch after the
 same one.
 
-[Note: uneven data] Where lengths are known, all ranks agree on the smallest when Lightning loads
-the data. Where they are not, or a loader ends before the length that it announced, a group without
+[Note: uneven data] If all lengths are known, all ranks agree on the smallest when Lightning loads
+the data. If they are not, or a loader ends before the length that it announced, a group without
 data follows the others with idle batches: Lightning gets None, which it takes for a batch without
-training. They count as inner steps and as global steps like a training group's. The group asks for
-the end of the epoch with its next launch; the batch in which that lands is the last in all groups.
-Where the data of all has ended, the epoch is over at once.
+training. Idle batches count as inner steps and as global steps, like those of a training group. The
+group asks for the end of the epoch with its next launch; the batch in which that lands is the last
+in all groups. If the data of all groups has ended, the epoch is over at once.
 
 [Note: where the others are] A group without data cannot know how far the others get, and must not
-stop them. So every group says in which batch it is before a launch, and before whatever else makes
-all ranks wait for each other, and goes on. A group without data says so at once, and waits to hear
-the others. If the data of all has ended, the last batch that any of them has is the last of the
-epoch. If not, the group follows the others to the batch in which they meet, takes part, and waits
-again: in every batch through which it follows another one trains.
+stop them. So every group announces in which batch it is before a launch, and before anything else
+for which all ranks wait for each other, and continues. A group without data announces so at once,
+and waits for the announcements of the others. If the data of all has ended, the last batch that any
+of them has is the last of the epoch. If not, the group follows the others to the batch in which
+they meet, takes part, and waits again: in every batch through which it follows, another one trains.
 
-[Note: a batch ahead] Where no length is known, the next batch is fetched before one is trained, as
-Lightning does, to know the last one. A checkpoint holds the state that loaders had before that, so
-a resumed fit fetches it again.
+[Note: a batch ahead] If no length is known, the next batch is fetched before one is trained, as
+Lightning does, to know the last one. A checkpoint holds the state of the loaders before that fetch,
+so a resumed fit fetches the batch again.
 
 [Note: silence between launches] Lightning broadcasts to all ranks before every batch whether rank 0
 was terminated, and after every batch whether a time limit or a checkpoint's time interval has
 passed. Here these decisions travel in the control vector of the next launch instead, and all ranks
 act on them after the same inner step, when that launch lands.
 
-[Note: nothing in users' objects] What metrics and synchronised BatchNorm gather is kept in the
-group by replacing it in
-their libraries, not in the objects of users, which may be copied or pickled: a process group
-cannot.
+[Note: nothing in users' objects] Metrics and synchronised BatchNorm gather in the group, because
+functions of their libraries are replaced. The objects of users are left alone: they may be copied
+or pickled, and a process group cannot.
 """
 
 import importlib
@@ -35,8 +34,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -50,197 +50,320 @@ from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.errors import ExchangeError
 from lightning_sdiloco.lightning.fit_state import MOST_CHECKPOINTS, FitState, Request
 from lightning_sdiloco.lightning.groups import ConnectedGroups, in_batch
-from lightning_sdiloco.lightning.host import wrap
+from lightning_sdiloco.lightning.host import Function, State, wrap
 from lightning_sdiloco.lightning.monitor import progress
 
 _log = logging.getLogger(__name__)
 
 _YIELDED_NONE = "train_dataloader yielded None. If this was on purpose, ignore this warning..."
-_LOADED = "train_dataloader()"  # What Lightning calls the barrier before it compares lengths.
+_LOADED = "train_dataloader()"  # Lightning's name for the barrier before it compares lengths.
 _LOADERS = "combined_loader"
 
 
-class Epochs:
-    """The epochs of a fit: what fetches the batches of this group, and knows where the other groups
-    are.
+class GroupPlaces:
+    """The places of the worker groups in the epoch; see [Note: where the others are]."""
 
-    See [Note: where the others are]. With several worker groups it replaces Lightning's data
-    fetcher.
+    def __init__(self, fit: FitState) -> None:
+        self._fit = fit
+        # Announcements on their way, each with the inner step after which it was posted.
+        self._posted: deque[tuple[int, Any]] = deque()
+        # The last batch in which this group or another is known to be.
+        self._last = 0
+        # The last batch of the epoch, once that is known.
+        self._end: int | None = None
+
+    def begin_epoch(self, fetched: int) -> None:
+        """Begins an epoch, or continues one of which this group has fetched some batches."""
+        self._last = fetched
+        self._end = None
+
+    def announce_wait_in(self, batch: int) -> None:
+        """Announces, once for each batch, that this group is about to wait in it for all others."""
+        # Lightning counts an idle batch only after this one has waited in it.
+        if self._end is None and batch > self._last:
+            self._last = batch
+            self._announce(batch, data_has_ended=False)
+
+    def end_after(self, last_own: int, batch: int) -> int | None:
+        """Returns the last batch of the epoch, or None if another group continues after ``batch``,
+        or in it.
+
+        Waits for the others, and asks for the end of the epoch, because the data of this group
+        ended after ``last_own``.
+        """
+        if self._end is None and self._last < batch:
+            self._announce(last_own, data_has_ended=True)
+            while self._posted:
+                places = self._receive()
+            continuing = [batch for batch, data_has_ended in places if not data_has_ended]
+            if continuing:
+                self._last = max(continuing)
+                self._fit.requests.ask(Request.END_EPOCH)
+            else:
+                self._last = max(batch for batch, _ in places)
+                self._end = self._last
+        return self._end
+
+    def collect(self, until: float = float("inf")) -> None:
+        """Receives the announcements that were posted up to an inner step."""
+        while self._posted and self._posted[0][0] <= until:
+            self._receive()
+
+    def _announce(self, batch: int, data_has_ended: bool) -> None:
+        """Announces in which batch this group is, or after which its data ended."""
+        engine = self._fit.engine
+        exchange = self._fit.groups.topology.progress
+        message = torch.tensor([batch, data_has_ended], dtype=torch.int64).view(torch.uint8)
+        posted = exchange.post([message] * exchange.num_groups)
+        self._posted.append((engine.inner_steps if engine is not None else 0, posted))
+
+    def _receive(self) -> list[list[int]]:
+        """Returns what all groups announced with the message that was posted first."""
+        topology = self._fit.groups.topology
+        timeout = self._fit.options.settings.timeout
+        _, posted = self._posted.popleft()
+        try:
+            deadline = time.monotonic() + timeout.total_seconds()
+            messages = topology.progress.collect(posted, deadline)
+        except Unanswered as error:
+            raise ExchangeError(
+                f"{error} while worker group {topology.group_index}, after batch {self._last} of"
+                " the epoch, waited to hear where the others are. The run cannot continue without"
+                " it. Find out why that group stopped or is unreachable; if it was only slow, raise"
+                " timeout."
+            ) from error
+        return [message.clone().view(torch.int64).tolist() for message in messages]
+
+
+class Phase(Enum):
+    """The phases through which a `GroupFetcher` goes in an epoch."""
+
+    UNCOUNTED = "no epoch has begun, or a tuner trains, without the callback that counts them"
+    TRAINING = "this group has data beyond the batch that was fetched last"
+    FOLLOWING = "the data of this group ends with that batch, or has ended: it follows the others"
+
+
+class GroupFetcher:
+    """Fetches the batches of this group, and idle ones once its data has ended.
+
+    With several worker groups it replaces Lightning's data fetcher, and calls it.
+
+    Args:
+        fit: The fit.
+        places: The places of the groups.
+        fetcher: Lightning's data fetcher, which may have read a batch already.
+        length: The batches of an epoch; None if that is not known.
+        loop_state: Returns what Lightning's loop saves of itself and its loaders.
     """
 
-    # A tuner removes the callback that counts: each rank is then alone, and epochs are not open.
-    done = _is_open = _is_over = False
-    fetched = 0
-    # The last batch in which this group or another is known to be, and the last of the epoch once
-    # that is known.
-    _last = 0
-    _end: int | None = None
+    def __init__(
+        self,
+        fit: FitState,
+        places: GroupPlaces,
+        fetcher: Any,
+        length: int | None,
+        loop_state: Function,
+    ) -> None:
+        self._fit = fit
+        self._places = places
+        self._fetcher = fetcher
+        self._length = length
+        self._loop_state = loop_state
+        # Lightning sets these.
+        self._start_profiler = fetcher._start_profiler
+        self._stop_profiler = fetcher._stop_profiler
+        # See [Note: a batch ahead].
+        self._ahead = next(iter(fetcher.batches), None)
+        fetcher.batches = []
+        fetcher.prefetch_batches = 0
+        self.loaders: Any = None
+        """The state of the loaders before a batch was read ahead; None if none was."""
+        self.phase = Phase.UNCOUNTED
+        # Lightning reads both: the batches of this epoch so far, and whether the last is one of
+        # them.
+        self.fetched = 0
+        self.done = False
+
+    def __iter__(self) -> "GroupFetcher":
+        iter(self._fetcher)
+        self._ahead = None
+        self.phase = Phase.UNCOUNTED
+        self.fetched = 0
+        self.done = False
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        fit = self._fit
+        batch = self.fetched + 1
+        if self.phase is Phase.UNCOUNTED and fit in fit.trainer.callbacks:
+            self.phase = Phase.TRAINING
+            self._places.begin_epoch(self.fetched)
+        fetched = self._fetch()
+        if self.phase is Phase.FOLLOWING:
+            last_own = self.fetched if fetched is None else batch
+            end = self._places.end_after(last_own, batch)
+            if end == self.fetched:
+                fit.requests.settle(Request.END_EPOCH)
+                raise StopIteration
+            self.done = batch == end
+        self.done = self.done or batch == self._length
+        if fetched is None:
+            self._warn_of_idle_batches()
+            fetched = None, self.fetched, 0
+        if fetched[0] is None:
+            # An idle batch must not log again the values of the batch before.
+            for logged in fit.trainer.fit_loop.epoch_loop._results.values():
+                logged._forward_cache = None
+        self.fetched = batch
+        return fetched
+
+    def _fetch(self) -> tuple[Any, int, int] | None:
+        """Returns the next batch of this group's data, None after the last; enters `FOLLOWING`."""
+        self._fetcher._start_profiler = self._start_profiler
+        self._fetcher._stop_profiler = self._stop_profiler
+        fetched = self._ahead or next(self._fetcher, None)
+        self._ahead = None
+        if fetched is None and self.phase is Phase.UNCOUNTED:
+            # A tuner trains a fixed number of steps, so the data starts again.
+            iter(self._fetcher)
+            fetched = next(self._fetcher)
+        data_has_ended = fetched is None
+        if self._length is None and not data_has_ended and self.phase is not Phase.FOLLOWING:
+            self.loaders = self._loop_state().get(_LOADERS)
+            self._ahead = next(self._fetcher, None)
+            data_has_ended = self._ahead is None
+        if data_has_ended and self.phase is Phase.TRAINING:
+            self.phase = Phase.FOLLOWING
+        return fetched
+
+    def _warn_of_idle_batches(self) -> None:
+        trainer = self._fit.trainer
+        topology = self._fit.groups.topology
+        warned = trainer.fit_loop.epoch_loop._warning_cache
+        if _YIELDED_NONE not in warned and topology.group_rank == 0:
+            _log.warning(
+                "Worker group %d has no more batches in epoch %d after %d, but others have. It"
+                " follows them with idle batches, in which it does not train, until all groups end"
+                " the epoch together: when all data has ended, or when its next launch has landed."
+                " To avoid them use a loader with a length, or limit_train_batches as a number of"
+                " batches. Shown once.",
+                topology.group_index,
+                trainer.current_epoch,
+                self.fetched,
+            )
+        # Lightning would warn of a batch that is None.
+        warned.add(_YIELDED_NONE)
+
+    def teardown(self) -> None:
+        self._fetcher.teardown()
+
+
+class Epochs:
+    """Ends the epochs of a fit in all worker groups after the same batch; see [Note: uneven data]."""
 
     def __init__(self, fit: FitState) -> None:
         self.fit = fit
-        self._told: deque[tuple[int, Any]] = deque()  # After which inner step, and what was posted.
+        self.places = GroupPlaces(fit)
+        self._fetcher: GroupFetcher | None = None
+        self._loop_state: Function = dict
 
     def end_together(self, undo: ExitStack) -> None:
-        """Replaces what ends epochs in Lightning; see [Note: uneven data]. One worker group alone
-        needs nothing.
-        """
+        """Replaces what ends epochs in Lightning. A single worker group needs nothing."""
         trainer = self.fit.trainer
-        loop = self.fit.trainer.fit_loop
-        self._states: Callable[[], dict[str, Any]] = loop.on_save_checkpoint
+        loop = trainer.fit_loop
+        epoch_loop = loop.epoch_loop
+        self._loop_state = loop.on_save_checkpoint
 
-        def saved_state(states: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        def saved_state(loop_state: Function) -> State:
             # With that of its loaders as if they had not been read ahead.
-            loaders = self._loaders if loop._data_fetcher is self else None
-            return states() if loaders is None else {**states(), _LOADERS: loaders}
+            fetcher = self._fetcher
+            if fetcher is None or loop._data_fetcher is not fetcher or fetcher.loaders is None:
+                return loop_state()
+            return {**loop_state(), _LOADERS: fetcher.loaders}
 
-        def should_validate(validates: Callable[[Any], bool], fetcher: Any) -> bool:
+        def should_validate(validates: Function, fetcher: Any) -> bool:
             # Also after an epoch with fewer batches than were announced.
-            progress = loop.epoch_loop.batch_progress
-            early = progress.is_last_batch and progress.current.ready < trainer.num_training_batches
-            due = validates(fetcher)
+            progress = epoch_loop.batch_progress
+            is_early = (
+                progress.is_last_batch and progress.current.ready < trainer.num_training_batches
+            )
             by_share = isinstance(trainer.val_check_interval, float)
-            due = due or (early and by_share and loop.epoch_loop._should_check_val_epoch())
-            if due:
+            is_due = validates(fetcher)
+            is_due = is_due or (is_early and by_share and epoch_loop._should_check_val_epoch())
+            if is_due:
                 self.fit.groups.meet()
-            return bool(due)
+            return bool(is_due)
 
         if self.fit.groups.topology.num_groups > 1:
             wrap(undo, loop, "setup_data", self._setup_data)
             wrap(undo, loop, "on_save_checkpoint", saved_state)
-            wrap(undo, loop.epoch_loop, "_should_check_val_fx", should_validate)
-
-    # Where the others are
+            wrap(undo, epoch_loop, "_should_check_val_fx", should_validate)
 
     def meet(self) -> None:
         """Announces, once for each batch, that this group is about to wait for all others."""
-        is_within_epoch = self._is_open and self._end is None and self.fit.is_training
-        # Lightning counts an idle batch only after this one has waited in it.
-        if is_within_epoch and self.fetched > self._last:
-            self._last = self.fetched
-            self._tell(self.fetched, is_end=False)
-
-    def collect(self, until: float = float("inf")) -> None:
-        while self._told and self._told[0][0] <= until:
-            self._hear()
-
-    def _end_after(self, own: int, batch: int) -> int | None:
-        """Returns the last batch of the epoch, or None if another group goes on after ``batch``, or
-        in it.
-
-        Waits for the others, and asks for the end of the epoch, because the data of this group
-        ended after ``own``.
-        """
-        if self._end is None and self._last < batch:
-            self._tell(own, is_end=True)
-            while self._told:
-                places = self._hear()
-            going_on = [batch for batch, is_end in places if not is_end]
-            self._last = max(going_on or [batch for batch, _ in places])
-            if going_on:
-                self.fit.requests.ask(Request.END_EPOCH)
-            else:
-                self._end = self._last
-        return self._end
-
-    def _tell(self, batch: int, is_end: bool) -> None:
-        """Announces in which batch this group is, or after which its data ended."""
-        engine = self.fit.engine
-        exchange = self.fit.groups.topology.progress
-        word = torch.tensor([batch, is_end], dtype=torch.int64).view(torch.uint8)
-        posted = exchange.post([word] * exchange.num_groups)
-        self._told.append((engine.inner_steps if engine is not None else 0, posted))
-
-    def _hear(self) -> list[list[int]]:
-        """Returns what all groups said in the meeting that was posted first."""
-        topology = self.fit.groups.topology
-        timeout = self.fit.options.settings.timeout
-        try:
-            deadline = time.monotonic() + timeout.total_seconds()
-            words = topology.progress.collect(self._told.popleft()[1], deadline)
-        except Unanswered as error:
-            raise ExchangeError(
-                f"{error} while worker group {topology.group_index}, after batch {self._last} of"
-                " the epoch, waited to"
-                " hear where the others are. The run cannot continue without it. Find out why"
-                " that group stopped or is"
-                " unreachable; if it was only slow, raise timeout."
-            ) from error
-        return [word.clone().view(torch.int64).tolist() for word in words]
+        fetcher = self._fetcher
+        if fetcher is None or fetcher.phase is Phase.UNCOUNTED:
+            return
+        if self.fit.is_training:
+            self.places.announce_wait_in(fetcher.fetched)
 
     # The lengths of the groups
 
-    def _setup_data(self, original: Callable[[], None]) -> None:
+    def _setup_data(self, original: Function) -> None:
+        """Sets up the loaders, and replaces what fetches their batches by a `GroupFetcher`."""
         loop = self.fit.trainer.fit_loop
-        strategy = self.fit.trainer.strategy
-        before = loop._data_fetcher
-        failure = None
-        loaded = False
-
-        def barrier(wait: Callable[..., None], name: Any = None, *args: Any, **kwargs: Any) -> None:
-            nonlocal loaded
-            wait(name, *args, **kwargs)
-            if name == _LOADED:
-                loaded = True
-                # Lightning sums lengths over all ranks, which hangs if only some loaders have one.
-                wrap(undo, strategy, "reduce", lambda _, tensor, *args, **kwargs: tensor)
-
-        with ExitStack() as undo:
-            wrap(undo, strategy, "barrier", barrier)
-            try:
-                original()
-            except Exception as error:
-                if not loaded:
-                    raise
-                failure = error
-        if failure is None and loop._data_fetcher is before:
+        fetcher_before = loop._data_fetcher
+        failure = self._load(original)
+        fetcher = loop._data_fetcher
+        if failure is None and fetcher is fetcher_before:
             return
         length = self._agreed_length(failure)
         if length == 0:
             return
-        if type(loop._data_fetcher).__name__ != "_DataLoaderIterDataFetcher":
-            # See [Note: a batch ahead].
-            fetcher = loop._data_fetcher
-            self._length = length
-            self._loaders = None
-            self._start_profiler = fetcher._start_profiler
-            self._stop_profiler = fetcher._stop_profiler
-            self._ahead = fetcher.batches
-            fetcher.batches = []
-            fetcher.prefetch_batches = 0
-            self.done = self._is_open = self._is_over = False
-            self._fetcher = fetcher
-            self.fetched = 0
-            loop._data_fetcher = self
+        if type(fetcher).__name__ != "_DataLoaderIterDataFetcher":
+            self._fetcher = GroupFetcher(self.fit, self.places, fetcher, length, self._loop_state)
+            loop._data_fetcher = self._fetcher
         elif length is not None:
             # It passes its iterator to training_step, which takes the batches: it can be shortened,
             # but not yield None.
-            loop._combined_loader.limits = [
-                min(limit, length) for limit in loop._combined_loader.limits
-            ]
-            loop._data_fetcher.length = length
+            limits = loop._combined_loader.limits
+            loop._combined_loader.limits = [min(limit, length) for limit in limits]
+            fetcher.length = length
+
+    def _load(self, set_up: Function) -> Exception | None:
+        """Sets up the loaders of this rank; returns the exception of one that was loaded already."""
+        strategy = self.fit.trainer.strategy
+        is_loaded = False
+        undo = ExitStack()
+
+        def barrier(wait: Function, name: Any = None, *args: Any, **kwargs: Any) -> None:
+            nonlocal is_loaded
+            wait(name, *args, **kwargs)
+            if name == _LOADED:
+                is_loaded = True
+                # Lightning sums lengths over all ranks, which hangs if only some loaders have one.
+                wrap(undo, strategy, "reduce", lambda _, tensor, *args, **kwargs: tensor)
+
+        with undo:
+            wrap(undo, strategy, "barrier", barrier)
+            try:
+                set_up()
+            except Exception as error:
+                if not is_loaded:
+                    raise
+                return error
+        return None
 
     def _agreed_length(self, failure: Exception | None) -> int | None:
-        """Agrees with all ranks on the batches of an epoch. Raises on all of them if one has none,
-        or cannot load.
+        """Agrees with all ranks on the batches of an epoch; None where no rank knows them.
+
+        Raises on all of them if one has none, or cannot load.
         """
         trainer = self.fit.trainer
         topology = self.fit.groups.topology
-        loop = trainer.fit_loop
-        own = None
-        if failure is None:
-            # A restored loader may be at its end, and groups may have no data in a later epoch.
-            resumed = loop.restarting or getattr(
-                loop, "is_resuming", trainer.strategy.fit.checkpointer.resumed
-            )
-            is_empty = loop._data_fetcher.done and not resumed
-            own = (
-                (0 if is_empty else None)
-                if loop.max_batches == float("inf")
-                else int(loop.max_batches)
-            )
-        ranks = topology.world.all_gather_object(
-            (topology.group_index, own, repr(failure) if failure else "")
-        )
+        own_length = self._own_length() if failure is None else None
+        error = repr(failure) if failure else ""
+        ranks = topology.world.all_gather_object((topology.group_index, own_length, error))
         if failure is not None:
             raise failure
         for group, _, error in ranks:
@@ -250,21 +373,13 @@ class Epochs:
         agreed: int | None = min(lengths - {None}, default=None)
         if agreed is None or len(lengths) == 1:
             return agreed
-        told: dict[int, dict[str, None]] = {}
-        for group, length, _ in ranks:
-            told.setdefault(group, {})["an unknown number" if length is None else str(length)] = (
-                None
-            )
-        text = ", ".join(
-            f"group {group} has {' and '.join(numbers)}" for group, numbers in told.items()
-        )
+        text = _length_of_each_group(ranks)
         if agreed == 0:
             raise ValueError(
-                f"Some worker groups have no batch to train on: {text}. Epochs end together, so"
-                " no group would train."
-                " Give every group data, or train with fewer worker groups."
+                f"Some worker groups have no batch to train on: {text}. Epochs end together, so no"
+                " group would train. Give every group data, or train with fewer worker groups."
             )
-        loop.max_batches = agreed
+        trainer.fit_loop.max_batches = agreed
         if isinstance(trainer.val_check_interval, float):
             trainer.val_check_batch = max(1, int(agreed * trainer.val_check_interval))
         if trainer.is_global_zero:
@@ -276,74 +391,31 @@ class Epochs:
             )
         return agreed
 
-    # In the place of Lightning's data fetcher
-
-    def __iter__(self) -> "Epochs":
-        iter(self._fetcher)
-        self._ahead = []
-        self.fetched = 0
-        self.done = self._is_open = self._is_over = False
-        return self
-
-    def __next__(self) -> tuple[Any, int, int]:
-        self._fetcher._start_profiler = self._start_profiler
-        self._fetcher._stop_profiler = self._stop_profiler
+    def _own_length(self) -> int | None:
+        """Returns the batches of this rank's epoch: None if it is not known, and 0 without data."""
         trainer = self.fit.trainer
-        topology = self.fit.groups.topology
-        batch = self.fetched + 1
-        said = trainer.fit_loop.epoch_loop._warning_cache
-        if not self._is_open and self.fit in trainer.callbacks:
-            # An epoch begins, or goes on.
-            self._is_open = True
-            self._last = self.fetched
-            self._end = None
-        item = self._ahead.pop() if self._ahead else next(self._fetcher, None)
-        if item is None and not self._is_open:
-            # A tuner trains a fixed number of steps, so the data starts again.
-            iter(self._fetcher)
-            self._is_over = False
-            item = next(self._fetcher)
-        self._is_over = self._is_over or item is None
-        if self._length is None and not self._is_over:
-            self._loaders = self._states().get(_LOADERS)
-            self._ahead = [ahead for ahead in [next(self._fetcher, None)] if ahead is not None]
-            self._is_over = not self._ahead
-        if self._is_over and self._is_open:
-            end = self._end_after(self.fetched if item is None else batch, batch)
-            if end == self.fetched:
-                self.fit.requests.settle(Request.END_EPOCH)
-                raise StopIteration
-            self.done = batch == end
-        self.done = self.done or batch == self._length
-        if item is None:
-            if _YIELDED_NONE not in said and topology.group_rank == 0:
-                _log.warning(
-                    "Worker group %d has no more batches in epoch %d after %d, but others have."
-                    " It follows them with"
-                    " idle batches, in which it does not train, until all groups end the epoch"
-                    " together: when all data"
-                    " has ended, or when its next launch has landed. To avoid them use a loader"
-                    " with a length, or"
-                    " limit_train_batches as a number of batches. Shown once.",
-                    topology.group_index,
-                    trainer.current_epoch,
-                    self.fetched,
-                )
-            # Lightning would warn of a batch that is None.
-            said.add(_YIELDED_NONE)
-            item = None, self.fetched, 0
-        if item[0] is None:
-            # What the last batch logged is not logged again for one that is idle.
-            for logged in trainer.fit_loop.epoch_loop._results.values():
-                logged._forward_cache = None
-        self.fetched = batch
-        return item
-
-    def teardown(self) -> None:
-        self._fetcher.teardown()
+        loop = trainer.fit_loop
+        if loop.max_batches != float("inf"):
+            return int(loop.max_batches)
+        # A restored loader may be at its end, and groups may have no data in a later epoch.
+        is_resuming = loop.restarting or getattr(
+            loop, "is_resuming", trainer.strategy.fit.checkpointer.resumed
+        )
+        return 0 if loop._data_fetcher.done and not is_resuming else None
 
 
-# What Lightning counts and logs in them
+def _length_of_each_group(ranks: list[tuple[int, int | None, str]]) -> str:
+    """Returns, as text, the batches of every group, of all its ranks if they differ."""
+    lengths: dict[int, list[str]] = {}
+    for group, length, _ in ranks:
+        text = "an unknown number" if length is None else str(length)
+        texts = lengths.setdefault(group, [])
+        if text not in texts:
+            texts.append(text)
+    return ", ".join(f"group {group} has {' and '.join(texts)}" for group, texts in lengths.items())
+
+
+# Lightning's counters and metrics
 
 
 def count_idle_batch(trainer: Any, optimizer_steps: int) -> bool:
@@ -363,22 +435,15 @@ def count_idle_batch(trainer: Any, optimizer_steps: int) -> bool:
     return True
 
 
-def drop_what_not_all_logged(trainer: Any, topology: Topology) -> None:
+def drop_metrics_of_some_ranks(trainer: Any, topology: Topology) -> None:
     """Drops metrics of the epoch whose reduction over all ranks would wait forever for ranks that
     did not log them.
     """
     results = trainer.fit_loop.epoch_loop._results
-
-    # A metric gathers its own states.
     logged = [
         key
-        for key, result in results.items()
-        if result.meta.on_epoch and not result.has_reset
-        if (
-            result.meta.sync.should and not result.meta.sync.rank_zero_only
-            if result.is_tensor
-            else getattr(result.value, "sync_on_compute", True)
-        )
+        for key, metric in results.items()
+        if metric.meta.on_epoch and not metric.has_reset and _is_reduced(metric)
     ]
     common = set.intersection(*map(set, topology.world.all_gather_object(logged)))
     dropped = [key for key in logged if key not in common]
@@ -387,12 +452,19 @@ def drop_what_not_all_logged(trainer: Any, topology: Topology) -> None:
     if dropped and topology.group_rank == 0:
         _log.warning(
             "Not every rank logged %s in epoch %d, and a reduction would wait for those that did"
-            " not: dropped. Log it"
-            " on every rank, or on one without sync_dist. A worker group without a batch in an"
-            " epoch logs nothing.",
+            " not: dropped. Log it on every rank, or on one without sync_dist. A worker group"
+            " without a batch in an epoch logs nothing.",
             ", ".join(dropped),
             trainer.current_epoch,
         )
+
+
+def _is_reduced(metric: Any) -> bool:
+    """Returns whether Lightning reduces a logged value over all ranks."""
+    if metric.is_tensor:
+        return bool(metric.meta.sync.should and not metric.meta.sync.rank_zero_only)
+    # A metric gathers its own states.
+    return bool(getattr(metric.value, "sync_on_compute", True))
 
 
 # Loaders that yield None on purpose have another one as `loader`, and `follow(engine)`:
@@ -431,17 +503,15 @@ def follow_engine(trainer: Any, engine: StreamingDiLoCo) -> bool:
             if isinstance(wrapper, DroppingLoader):
                 if not trainer.lightning_module.automatic_optimization:
                     raise ValueError(
-                        "DropCompute does not work with manual optimization: only the module"
-                        " knows when gradients are"
-                        " synchronised. Use automatic optimization, or skip the batches that are"
-                        " None in your own loop."
+                        "DropCompute does not work with manual optimization: only the module knows"
+                        " when gradients are synchronised. Use automatic optimization, or skip the"
+                        " batches that are None in your own loop."
                     )
                 if trainer.accumulate_grad_batches != wrapper.drop.micro_batches:
                     raise ValueError(
                         f"DropCompute(micro_batches={wrapper.drop.micro_batches}) and"
                         f" accumulate_grad_batches={trainer.accumulate_grad_batches} differ. Set"
-                        " both to the same"
-                        " number."
+                        " both to the same number."
                     )
                 # Lightning steps after its last batch, which limits of the trainer or of other
                 # groups may put earlier.
@@ -456,122 +526,126 @@ _BESIDE_METRICS = 66
 
 
 def keep_batches_silent(undo: ExitStack, fit: FitState) -> None:
-    """Replaces what would wait for all ranks at every batch; see [Note: silence between
-    launches].
+    """Replaces what would wait for all ranks at every batch.
+
+    See [Note: silence between launches].
     """
     trainer = fit.trainer
 
-    def check(timer: Any, original: Callable[[Any], None], trainer: Any) -> None:
+    def check(timer: Any, original: Function, trainer: Any) -> None:
         if not in_batch(trainer.lightning_module):
             original(trainer)
         elif timer.time_elapsed() >= timer._duration:
             fit.requests.ask(Request.TIME_LIMIT)
 
+    def metrics_shown(metrics: Function, *args: Any) -> dict[str, Any]:
+        if fit.engine is None:
+            return metrics(*args)
+        console = getattr(getattr(trainer.progress_bar_callback, "progress", None), "console", None)
+        columns = math.inf if console is None else console.width - _BESIDE_METRICS
+        return {**metrics(*args), **progress(fit.engine, columns)}
+
     wrap(undo, trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda _: None)
     for timer in trainer.callbacks:
         if hasattr(timer, "_check_time_remaining"):
             wrap(undo, timer, "_check_time_remaining", partial(check, timer))
-    by_time = [
-        saver
-        for saver in trainer.callbacks
-        if getattr(saver, "_train_time_interval", None) is not None
+    _save_together(undo, fit)
+    _monitor_means(undo, trainer, fit.groups)
+    _keep_in_group(undo, trainer, fit.groups.topology.in_group.process_group)
+    if trainer.progress_bar_callback is not None:
+        wrap(undo, trainer.progress_bar_callback, "get_metrics", metrics_shown)
+
+
+def _save_together(undo: ExitStack, fit: FitState) -> None:
+    """Makes all ranks decide together on checkpoints by a time interval, when a launch lands."""
+    savers = [
+        callback
+        for callback in fit.trainer.callbacks
+        if getattr(callback, "_train_time_interval", None) is not None
     ]
-    if len(by_time) > MOST_CHECKPOINTS:
+    if len(savers) > MOST_CHECKPOINTS:
         raise ValueError(
-            f"{len(by_time)} ModelCheckpoint callbacks have a train_time_interval; worker groups"
-            " can agree on at"
-            f" most {MOST_CHECKPOINTS}. Use every_n_train_steps in some of them."
+            f"{len(savers)} ModelCheckpoint callbacks have a train_time_interval; worker groups can"
+            f" agree on at most {MOST_CHECKPOINTS}. Use every_n_train_steps in some of them."
         )
 
-    def decide(index: int, hook: Callable[..., None], *args: Any) -> None:
-        # The time interval of a checkpoint is decided by all ranks together: the hook asks by a
-        # broadcast.
+    def decide(index: int, hook: Function, *args: Any) -> None:
+        # The hook asks all ranks by a broadcast.
         fit.requests.deciding = index
         try:
             hook(*args)
         finally:
             fit.requests.deciding = None
 
-    for index, saver in enumerate(by_time):
+    for index, saver in enumerate(savers):
         wrap(undo, saver, "on_train_batch_end", partial(decide, index))
-    _monitor_means(undo, trainer, fit.groups)
-    _keep_in_group(undo, trainer, fit.groups.topology.in_group.process_group)
-
-    def metrics_shown(metrics: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-        console = getattr(getattr(trainer.progress_bar_callback, "progress", None), "console", None)
-        columns = math.inf if console is None else console.width - _BESIDE_METRICS
-        return {
-            **metrics(*args),
-            **(progress(fit.engine, columns) if fit.engine is not None else {}),
-        }
-
-    if trainer.progress_bar_callback is not None:
-        wrap(undo, trainer.progress_bar_callback, "get_metrics", metrics_shown)
 
 
 def _monitor_means(undo: ExitStack, trainer: Any, groups: ConnectedGroups) -> None:
     """Makes saving and scheduling by a metric that groups logged go by its mean over all ranks."""
-
-    def monitored(original: Callable[[str], Any], key: str) -> Any:
-        value = original(key)
-        if any(
-            config.monitor == key and config.interval == "step"
-            for config in trainer.lr_scheduler_configs
-        ):
-            return value
-        return groups.mean_over_all({key: float(value)} if value is not None else {}).get(
-            key, value
-        )
-
-    def candidates(original: Callable[[Any], dict[str, Any]], trainer: Any) -> dict[str, Any]:
-        found = original(trainer)
-        means = groups.mean_over_all(
-            {name: float(of) for name, of in found.items() if isinstance(of, Tensor)}
-        )
-        return {
-            name: value.new_tensor(means[name])
-            if name in means and value.is_floating_point()
-            else value
-            for name, value in found.items()
-        }
-
-    def save_last(original: Callable[..., None], *args: Any) -> None:
-        # After an exception no checkpoint was written, so there is none to which the last one could
-        # be a link.
-        if not groups.is_alone:
-            original(*args)
-
+    replacements: dict[str, Function] = {
+        "_monitor_candidates": partial(_mean_candidates, groups),
+        "_save_last_checkpoint": partial(_save_last, groups),
+    }
+    monitored = partial(_mean_of_monitored, trainer, groups)
     wrap(undo, trainer.fit_loop.epoch_loop, "_get_monitor_value", monitored)
     for saver in trainer.callbacks:
-        for name, around in (
-            ("_monitor_candidates", candidates),
-            ("_save_last_checkpoint", save_last),
-        ):
+        for name, around in replacements.items():
             if hasattr(saver, name):
                 wrap(undo, saver, name, around)
 
 
-def _keep_in_group(undo: ExitStack, trainer: Any, own: Any) -> None:
-    """Keeps metrics and synchronised BatchNorm in the worker group; see [Note: nothing in users'
-    objects].
+def _mean_of_monitored(trainer: Any, groups: ConnectedGroups, original: Function, key: str) -> Any:
+    """Returns the metric by which a learning rate is scheduled."""
+    metric = original(key)
+    for config in trainer.lr_scheduler_configs:
+        if config.monitor == key and config.interval == "step":
+            return metric
+    numbers = {} if metric is None else {key: float(metric)}
+    return groups.mean_over_all(numbers).get(key, metric)
+
+
+def _mean_candidates(groups: ConnectedGroups, original: Function, trainer: Any) -> dict[str, Any]:
+    """Returns the metrics by which checkpoints are saved, and that name their files."""
+    metrics = dict(original(trainer))
+    tensors = {name: metric for name, metric in metrics.items() if isinstance(metric, Tensor)}
+    means = groups.mean_over_all({name: float(metric) for name, metric in tensors.items()})
+    for name, mean in means.items():
+        if tensors[name].is_floating_point():
+            metrics[name] = tensors[name].new_tensor(mean)
+    return metrics
+
+
+def _save_last(groups: ConnectedGroups, original: Function, *args: Any) -> None:
+    """Updates the last checkpoint as Lightning does, except after an exception."""
+    # After an exception no checkpoint was written, so there is none to which the last one could be
+    # a link.
+    if not groups.is_alone:
+        original(*args)
+
+
+def _keep_in_group(undo: ExitStack, trainer: Any, in_group: Any) -> None:
+    """Keeps metrics and synchronised BatchNorm in the worker group.
+
+    See [Note: nothing in users' objects].
     """
-    if own is None:
+    if in_group is None:
         return
 
-    def gather(gather_all: Callable[..., Any], result: Tensor, group: Any = None) -> Any:
-        return gather_all(
-            result, own if group is None and in_batch(trainer.lightning_module) else group
-        )
+    def gather(gather_all: Function, result: Tensor, group: Any = None) -> Any:
+        if group is None and in_batch(trainer.lightning_module):
+            group = in_group
+        return gather_all(result, group)
 
-    def forward(normalise: Callable[..., Tensor], layer: nn.SyncBatchNorm, x: Tensor) -> Tensor:
-        before = layer.process_group
-        layer.process_group = own
+    def forward(normalise: Function, layer: nn.SyncBatchNorm, x: Tensor) -> Tensor:
+        group_before = layer.process_group
+        layer.process_group = in_group
         try:
             return normalise(layer, x)
         finally:
-            layer.process_group = before
+            layer.process_group = group_before
 
-    # Each metric without a `dist_sync_fn` of its own looks it up there, whether it is part of the
-    # module or not.
+    # Each metric without a `dist_sync_fn` looks it up there, whether it is part of the module or
+    # not.
     wrap(undo, importlib.import_module("torchmetrics.metric"), "gather_all_tensors", gather)
     wrap(undo, nn.SyncBatchNorm, "forward", forward)

@@ -2,10 +2,9 @@
 average.
 
 [Note: the model that validation sees] It is in the module before any hook of a validation runs, and
-the local one is
-back after all of them: callbacks and modules that swap weights for the time of a validation, such
-as averages, put back what they found. Lightning runs a strategy's hooks after the hooks of
-callbacks and modules, also at the end.
+the local one is back after all of them: callbacks and modules that swap weights for the time of a
+validation, such as averages, put back what they found. Lightning runs a strategy's hooks after the
+hooks of callbacks and modules, also at the end.
 
 [Note: the first round] Until every fragment has landed once, the outer model holds untrained
 values. Validation and checkpoints then show the mean of the groups, which takes an exchange. A
@@ -14,21 +13,20 @@ decided to validate, which it does after the same batch in all groups, and all r
 to validate with. All ranks call ``trainer.save_checkpoint``, but a rank that ends with an exception
 waits for no other, and a signal leaves no time: then, and if a caller asks for a ``state_dict``
 alone, it is that of the group, and a warning says so. The mean serves until the next inner step, so
-that the best model is the one that was validated. What a fit resumes from lies beside it,
-unchanged. On a route on which groups hold their own outer parameters, every validation and every
-checkpoint shows their mean.
+that the best model is the one that was validated. The state from which a fit resumes is saved
+beside it, unchanged. On a route on which groups hold their own outer parameters, every validation
+and every checkpoint shows their mean.
 
 [Note: averages of outer parameters] Lightning's callbacks read the module when a batch or an epoch
-ends. There it holds
-local parameters, so here they read the outer ones, which change only at landings: an update that is
-wanted between two landings happens at the second. All groups land after the same inner steps, so
-all have the same average, bit for bit. The end of a fit is a landing too. A longer fit resumes from
-before this end. So the average is kept as it was then, with the number of updates that a fit
-without an end would have made since, which a resumed fit makes itself.
+ends. There it holds local parameters, so here they read the outer ones, which change only at
+landings: an update that is wanted between two landings happens at the second. All groups land after
+the same inner steps, so all have the same average, bit for bit. The end of a fit is a landing too.
+A longer fit resumes from before this end. So the average is kept as it was then, with the number of
+updates that a fit without an end would have made since, which a resumed fit makes itself.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -40,7 +38,7 @@ from lightning_sdiloco.engine.outer_view import GroupMean
 from lightning_sdiloco.engine.start import is_aligned
 from lightning_sdiloco.lightning.fit_state import FitState
 from lightning_sdiloco.lightning.groups import ConnectedGroups
-from lightning_sdiloco.lightning.host import class_names, user_hooks, wrap
+from lightning_sdiloco.lightning.host import Function, State, class_names, user_hooks, wrap
 
 _log = logging.getLogger(__name__)
 
@@ -51,8 +49,10 @@ class ShownModel:
     """The model that validation and files show instead of the local one, in a fit or a loop of
     Fabric.
 
-    All ranks save a checkpoint by calling ``save``, as messages say. Fabric says itself what a file
-    holds.
+    Args:
+        groups: The worker groups.
+        save: The call by which all ranks save a checkpoint, for messages.
+        warns: Whether to warn of the first round. Fabric reports itself what a file holds.
     """
 
     def __init__(self, groups: ConnectedGroups, save: str, warns: bool = True) -> None:
@@ -61,27 +61,25 @@ class ShownModel:
         self._warns = warns
         self.mean: GroupMean | None = None
         """The mean of the groups, if it was exchanged since the last inner step."""
-        self._own: dict[
-            str, Tensor
-        ] = {}  # What the first group keeps of untrained state, if that was sent.
+        # The untrained state that the first group keeps, if that was sent.
+        self._first_own: dict[str, Tensor] = {}
 
     def forget(self) -> None:
         """Forgets what was exchanged: training has gone on."""
         self.mean = None
-        self._own = {}
+        self._first_own = {}
 
     def take_first_own(self, engine: StreamingDiLoCo) -> None:
-        """Takes what the first group keeps of untrained state, to show it. All ranks must call
-        it.
+        """Takes what the first group keeps of untrained state, to show it.
+
+        All ranks must call it.
         """
         self._groups.meet()
-        self._own = engine.first_own()
+        self._first_own = engine.first_own()
 
     @staticmethod
     def is_outer(engine: StreamingDiLoCo) -> bool:
-        """Whether the outer model is one that all groups have trained; see [Note: the first
-        round].
-        """
+        """Returns whether all groups have trained the outer model; see [Note: the first round]."""
         return engine.has_landed and engine.settings.shares
 
     def exchange(self, engine: StreamingDiLoCo) -> None:
@@ -90,10 +88,8 @@ class ShownModel:
         if self._warns and not engine.has_landed and self._groups.topology.rank == 0:
             _log.warning(
                 "Until every fragment has landed once, after inner step %d, validation and"
-                " checkpoints use the mean of"
-                " the worker groups, which they exchange in float32: the outer model still holds"
-                " untrained values."
-                " Shown once.",
+                " checkpoints use the mean of the worker groups, which they exchange in float32:"
+                " the outer model still holds untrained values. Shown once.",
                 engine.inner_steps - engine.steps_in_rounds + engine.schedule.first_round,
             )
         self._warns = False
@@ -107,52 +103,55 @@ class ShownModel:
         # After a forward pass without gradients DistributedDataParallel would believe that the
         # buffers of the next training step, which are put back then, have been synchronised
         # already.
-        due = [
-            (model, is_due)
+        are_due = {
+            model: getattr(model, _BUFFERS_ARE_DUE)
             for model in models
-            if (is_due := getattr(model, _BUFFERS_ARE_DUE, None)) is not None
-        ]
+            if getattr(model, _BUFFERS_ARE_DUE, None) is not None
+        }
         try:
-            with engine.evaluate(self.mean, self._own, watches=watches):
+            with engine.evaluate(self.mean, self._first_own, watches=watches):
                 yield
         finally:
-            for model, is_due in due:
+            for model, is_due in are_due.items():
                 setattr(model, _BUFFERS_ARE_DUE, is_due)
 
     def state_dict(
         self,
         engine: StreamingDiLoCo,
         with_all: bool,
-        local: Callable[[], dict[str, Any]],
+        local: Function,
         is_shown: bool = False,
-    ) -> dict[str, Any]:
+    ) -> State:
         """Returns what a file holds; if all ranks save together, the groups may exchange."""
-        if self.mean is None and with_all and not is_shown and not self.is_outer(engine):
+        if self.mean is not None or is_shown:
+            return self._values(engine.evaluate(self.mean), local)
+        if with_all and not self.is_outer(engine):
             self.exchange(engine)
-        if self.mean is None and not is_shown and not engine.has_landed:
+        elif not engine.has_landed:
             _log.warning(
                 "This state_dict of worker group %d was taken after inner step %d, before every"
-                " fragment has landed"
-                " once. It holds this group's local values: after an exception or a signal, or"
-                " when one rank saves"
-                " alone, groups do not exchange. %s, called on all ranks, saves the mean of the"
-                " groups.",
+                " fragment has landed once. It holds this group's local values: after an exception"
+                " or a signal, or when one rank saves alone, groups do not exchange. %s, called on"
+                " all ranks, saves the mean of the groups.",
                 self._groups.topology.group_index,
                 engine.inner_steps,
                 self._save,
             )
-            shows: AbstractContextManager[None] = nullcontext()
-        else:
-            shows = engine.evaluate(self.mean)
-        with shows:
+            return self._values(nullcontext(), local)
+        return self._values(engine.evaluate(self.mean), local)
+
+    @staticmethod
+    def _values(shown: AbstractContextManager[None], local: Function) -> State:
+        """Returns copies of what the module holds while a model is shown."""
+        with shown:
             return {
                 key: value.clone() if isinstance(value, Tensor) else value
                 for key, value in local().items()
             }
 
 
-# Hooks in which users overwrite weights. Where there are none, groups need not ask each other
-# whether they did.
+# Hooks in which users overwrite weights. If the user has none, groups need not compare their
+# weights.
 VALIDATION_HOOKS = (
     "on_validation_start",
     "on_validation_epoch_start",
@@ -163,9 +162,7 @@ VALIDATION_HOOKS = (
 
 
 class Rewritten:
-    """Takes weights that hooks have overwritten: on all ranks alike, they are the new outer
-    model.
-    """
+    """Takes weights that hooks have overwritten: on all ranks alike, they are the new outer model."""
 
     def __init__(self, groups: ConnectedGroups) -> None:
         self._groups = groups
@@ -184,7 +181,7 @@ class Rewritten:
 
         Args:
             engine: The engine.
-            digests: What was overwritten on this rank, by name.
+            digests: The parameters that were overwritten on this rank, by name.
             hooks: Which hooks may have done so.
             with_all: Whether all ranks call it, so that they can compare.
         """
@@ -197,16 +194,15 @@ class Rewritten:
             is_alike = all(
                 held == ranks[rank % topology.group_size] for rank, held in enumerate(ranks)
             )
-        names = sorted({name for held in ranks for name in held})
+        names = sorted(set().union(*ranks))
         if not names:
             return
         if is_alike:
             engine.set_outer(names)
             if topology.rank == 0:
                 _log.warning(
-                    "%s overwrote %s on all ranks alike: that is the outer model now. What was"
-                    " in flight is dropped,"
-                    " and so is its outer momentum.",
+                    "%s overwrote %s on all ranks alike: that is the outer model now. What was in"
+                    " flight is dropped, and so is its outer momentum.",
                     " or ".join(hooks),
                     _some(names),
                 )
@@ -214,10 +210,9 @@ class Rewritten:
             self._has_warned = True
             _log.warning(
                 "%s overwrote %s, and not on all ranks alike: it is not the outer model, and the"
-                " next landings mix it"
-                " away. Compute the same values on all ranks, or call strategy.set_outer()"
-                " there, on all ranks: it"
-                " takes the weights of rank 0. Shown once.",
+                " next landings mix it away. Compute the same values on all ranks, or call"
+                " strategy.set_outer() there, on all ranks: it takes the weights of rank 0. Shown"
+                " once.",
                 " or ".join(hooks),
                 _some(names),
             )
@@ -239,9 +234,13 @@ class Evaluation:
         self._groups = fit.groups
         self._shows = fit.options.evaluate
         self.shown = ShownModel(fit.groups, "trainer.save_checkpoint")
-        self._saves_with_all = self._is_due = self._is_showing = False
         self.rewritten = Rewritten(fit.groups)
+        # The hooks of the user in which weights may be overwritten.
         self._hooks: list[str] = []
+        # Whether all ranks save a checkpoint now, a validation is due, and one is running.
+        self._saves_with_all = False
+        self._is_due = False
+        self._is_showing = False
 
     def begin(self, undo: ExitStack) -> None:
         self._hooks = user_hooks(self._fit.trainer, VALIDATION_HOOKS)
@@ -251,7 +250,7 @@ class Evaluation:
         if self._shows == "local":
             return
 
-        def should_validate(decide: Callable[[Any], bool], fetcher: Any) -> bool:
+        def should_validate(decide: Function, fetcher: Any) -> bool:
             self._is_due = decide(fetcher)
             return self._is_due
 
@@ -265,30 +264,27 @@ class Evaluation:
         ):
             wrap(undo, loop, "run", partial(self._run, loop))
 
-    def state_dict(
-        self, engine: StreamingDiLoCo, local: Callable[[], dict[str, Any]]
-    ) -> dict[str, Any]:
+    def state_dict(self, engine: StreamingDiLoCo, local: Function) -> State:
         """Returns the model that a checkpoint holds: what is shown, was shown last, or the outer
         one.
         """
         if self._groups.failed and self._groups.topology.group_size > 1:
             _log.warning(
                 "This state_dict was taken after an exception. It holds this rank's local"
-                " parameters: gathering the"
-                " outer ones would wait for ranks that may be gone. Resume from an earlier"
-                " checkpoint."
+                " parameters: gathering the outer ones would wait for ranks that may be gone."
+                " Resume from an earlier checkpoint."
             )
             return local()
         return self.shown.state_dict(engine, self._saves_with_all, local, self._is_showing)
 
-    def _save(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _save(self, original: Function, *args: Any, **kwargs: Any) -> None:
         self._saves_with_all = not self._groups.failed and not self._fit.is_ending
         try:
             original(*args, **kwargs)
         finally:
             self._saves_with_all = False
 
-    def _run(self, loop: Any, original: Callable[[], Any]) -> Any:
+    def _run(self, loop: Any, original: Function) -> Any:
         is_due = self._is_due
         self._is_due = False
         engine = self._fit.engine
@@ -298,34 +294,34 @@ class Evaluation:
             return original()
         self.shown.forget()
         loop.setup_data()
-        takes_mean = self._shows == "mean" or not self.shown.is_outer(engine)
-        exchanges = is_due and (takes_mean or engine.own_moved)
-        # See [Note: the first round].
-        if exchanges and self._groups.decide(
-            not loop.skip, True, self._fit.trainer.strategy.root_device
-        ):
-            if takes_mean:
-                self.shown.exchange(engine)
-            else:
-                self.shown.take_first_own(engine)
+        if is_due:
+            self._exchange(engine, validates=not loop.skip)
         if loop.skip:
             return original()
+        model = self._fit.trainer.strategy.model
         self._is_showing = True
         try:
-            with self.shown.showing(
-                engine, [self._fit.trainer.strategy.model], watches=bool(self._hooks)
-            ):
-                result = original()
+            with self.shown.showing(engine, [model], watches=bool(self._hooks)):
+                metrics = original()
                 if self._hooks:
                     if is_due:
                         self._groups.meet()
                     self.rewritten.take(engine, engine.rewritten(), self._hooks, with_all=is_due)
-                return result
+                return metrics
         finally:
             self._is_showing = False
 
-
-State = dict[str, Any]
+    def _exchange(self, engine: StreamingDiLoCo, validates: bool) -> None:
+        """Exchanges what a validation shows, if all ranks validate; see [Note: the first round]."""
+        takes_mean = self._shows == "mean" or not self.shown.is_outer(engine)
+        if not takes_mean and not engine.own_moved:
+            return
+        device = self._fit.trainer.strategy.root_device
+        if self._groups.decide(validates, True, device):
+            if takes_mean:
+                self.shown.exchange(engine)
+            else:
+                self.shown.take_first_own(engine)
 
 
 class Averaging:
@@ -336,8 +332,11 @@ class Averaging:
     def __init__(self, fit: FitState, undo: ExitStack) -> None:
         self._fit = fit
         self._module = fit.trainer.lightning_module
-        self._callback: Any = None  # The WeightAveraging, of which there is at most one.
+        # The WeightAveraging, of which there is at most one.
+        self._callback: Any = None
+        # Whether an update is due at the next landing.
         self._wanted = False
+        # The average before the end of the fit; see [Note: averages of outer parameters].
         self._unfinished: State | None = None
         for callback in fit.trainer.callbacks:
             kinds = class_names(type(callback))
@@ -359,7 +358,7 @@ class Averaging:
                 wrap(undo, callback, "on_train_end", self._end_fit)
                 wrap(undo, callback, "on_save_checkpoint", self._save)
 
-    def _in_outer(self, function: Callable[..., None], *args: Any) -> None:
+    def _in_outer(self, function: Function, *args: Any) -> None:
         assert self._fit.engine is not None, "averages are updated in training"
         with self._fit.engine.evaluate():
             function(*args)
@@ -367,33 +366,30 @@ class Averaging:
     def _answer(
         self, original: Any, step_idx: int | None = None, epoch_idx: int | None = None
     ) -> bool:
-        return (
-            self._wanted if step_idx is not None else bool(self._should_update(epoch_idx=epoch_idx))
-        )
+        if step_idx is not None:
+            return self._wanted
+        return bool(self._should_update(epoch_idx=epoch_idx))
 
     def _end_batch(self, original: Any, trainer: Any, module: Any, *args: Any) -> None:
         if trainer.global_step > self._callback._latest_update_step:
-            self._wanted = (
-                bool(self._should_update(step_idx=trainer.global_step - 1)) or self._wanted
-            )
+            is_due = bool(self._should_update(step_idx=trainer.global_step - 1))
+            self._wanted = is_due or self._wanted
         if not self._fit.is_training:
             self._keep_unfinished(landed=self._fit.landed)
         if self._wanted and (self._fit.landed or not self._fit.is_training):
             self._in_outer(self._update, trainer, module, *args)
             self._wanted = False
 
-    def _end_epoch(self, original: Callable[..., None], trainer: Any, module: Any) -> None:
-        before = self._updates
+    def _end_epoch(self, original: Function, trainer: Any, module: Any) -> None:
+        updates_before = self._updates
         self._in_outer(original, trainer, module)
-        # Where max_steps ends the fit inside an epoch, a fit that goes on has not reached the end
-        # of the epoch yet.
-        if (
-            self._unfinished is not None
-            and trainer.fit_loop.epoch_loop._num_ready_batches_reached()
-        ):
-            self._unfinished["updates"] += self._updates - before
+        # If max_steps ends the fit inside an epoch, a longer fit has not reached the end of the
+        # epoch yet.
+        has_ended = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        if self._unfinished is not None and has_ended:
+            self._unfinished["updates"] += self._updates - updates_before
 
-    def _end_fit(self, original: Callable[..., None], trainer: Any, module: Any) -> None:
+    def _end_fit(self, original: Function, trainer: Any, module: Any) -> None:
         # A fit that was stopped early has just been finished.
         self._keep_unfinished(landed=False)
         if self._wanted:
@@ -401,9 +397,7 @@ class Averaging:
             self._wanted = False
         original(trainer, module)
 
-    def _save(
-        self, original: Callable[..., None], trainer: Any, module: Any, checkpoint: State
-    ) -> None:
+    def _save(self, original: Function, trainer: Any, module: Any, checkpoint: State) -> None:
         original(trainer, module, checkpoint)
         if self._callback._average_model is not None and not self._updates:
             # Before the first landing nothing is averaged, and the first update copies the model.
@@ -436,15 +430,16 @@ class Averaging:
         return {"wanted": self._wanted, "unfinished": self._unfinished, "buffers": buffers}
 
     def load_state_dict(self, state: State | None) -> None:
-        """Restores what `state_dict` returned. Call it when the engine holds what was saved with
-        it.
+        """Restores what `state_dict` returned.
+
+        Call it when the engine holds what was saved with it.
         """
         if self._callback is None or state is None:
             return
         average = self._callback._average_model
         self._wanted = state["wanted"]
-        for buffer, own in zip(average.buffers(), state["buffers"], strict=True):
-            buffer.copy_(own)
+        for buffer, saved_buffer in zip(average.buffers(), state["buffers"], strict=True):
+            buffer.copy_(saved_buffer)
         unfinished = state["unfinished"]
         if unfinished is not None:
             self._wanted = unfinished["wanted"]

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,13 +30,15 @@ from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.engine.shards import unwrapped
 from lightning_sdiloco.engine.start import align_model, require_same_model
 from lightning_sdiloco.engine.weight_copies import WeightCopies
+from lightning_sdiloco.lightning.arguments import Argument
 from lightning_sdiloco.lightning.evaluation import ShownModel
 from lightning_sdiloco.lightning.fit import samples_in
-from lightning_sdiloco.lightning.host import FABRIC, check_without_trainer, wrap
+from lightning_sdiloco.lightning.host import FABRIC, State, check_without_trainer, wrap
 from lightning_sdiloco.lightning.model_format import (
     WholeModel,
     check_ddp_kwargs,
     fix_bucket_order,
+    may_fix_bucket_order,
     reader_of,
 )
 from lightning_sdiloco.lightning.monitor import Announcement
@@ -52,8 +53,7 @@ _log = logging.getLogger(__name__)
 
 _ADVICE = (
     "Pass group=fabric.strategy.topology.in_group.process_group to collectives. Fabric's own go"
-    " over all ranks: use"
-    " them where you validate or save."
+    " over all ranks: use them where you validate or save."
 )
 
 
@@ -65,16 +65,26 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 
     summary = """Trains one model on several worker groups joined by slow links, in a loop of Fabric.
 
-    Each step of the optimizer is an inner step; of several optimizers, each batch in which one of them steps.
-    ``fabric.strategy.finish()`` ends training.
+    Each step of the optimizer is an inner step; of several optimizers, each batch in which one of
+    them steps. ``fabric.strategy.finish()`` ends training.
 
     Examples:
         >>> strategy = StreamingDiLoCoFabricStrategy(worker_groups=2, sync_every=50)
         >>> fabric = Fabric(strategy=strategy, accelerator="cpu", devices=2)  # doctest: +SKIP"""
 
     model_format = WholeModel
-    # Fabric calls the plugin by a shorter name.
-    renamed = MappingProxyType({"evaluate": "", "resume": "", "precision_plugin": "precision"})
+
+    @classmethod
+    @override
+    def _arguments(cls) -> dict[str, Argument]:
+        arguments = super()._arguments()
+        # Only a Trainer can validate and resume by itself.
+        del arguments["evaluate"]
+        del arguments["resume"]
+        # Fabric calls the plugin by a shorter name.
+        parameter, text = arguments.pop("precision_plugin")
+        arguments["precision"] = Argument(parameter.replace(name="precision"), text)
+        return arguments
 
     @override
     def base_arguments(self, of_format: dict[str, Any]) -> dict[str, Any]:
@@ -84,33 +94,36 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         del arguments["precision_plugin"]
         return {**arguments, "precision": precision}
 
-    def __init__(self, *args: Any, **given: Any) -> None:
-        super().__init__(*args, **given)
+    def __init__(self, *args: Any, **arguments: Any) -> None:
+        super().__init__(*args, **arguments)
         if self._options.auto:
             raise ValueError(
-                f"{self._options.auto[0]}='auto' is for the Trainer's strategy, where the"
-                " planner measures the first"
-                " inner steps. Give a number; `sdiloco plan` recommends one for your link."
+                f"{self._options.auto[0]}='auto' is for the Trainer's strategy, where the planner"
+                " measures the first inner steps. Give a number; `sdiloco plan` recommends one for"
+                " your link."
             )
         self._nets: list[nn.Module] = []
         self._wrapped: list[DistributedDataParallel] = []
         self._inner_optimizers: list[Optimizer] = []
-        self._is_set_up_again = False  # While the model in training is.
+        # While the model in training is set up again.
+        self._is_set_up_again = False
         self._landings: list[Landing] = []
+        # The samples and micro-batches that were trained since the last inner step.
         self._samples = 0
         self._trained = 1
         # The optimizers, by number, that have stepped in the batch that is not counted yet.
         self._stepped = set[int]()
-        self._saves_with_all = self._saved_alone = False
-        self._unfinished: list[
-            int
-        ] = []  # The inner steps, beyond the loop; empty when they were finished.
+        self._saves_with_all = False
+        # Whether a save that was not with all ranks has just ended.
+        self._saved_alone = False
+        # The inner steps, for a warning at the end; empty when they were finished.
+        self._unfinished: list[int] = []
         self._announcement: Announcement | None = None
         self._shown = ShownModel(self._groups, "fabric.save", warns=False)
         self._watch = WorldWatch(_ADVICE)
         check_without_trainer(self, FABRIC)
 
-    # What users call and read
+    # For users
 
     def finish(self) -> list[Landing]:
         """Ends training, after the last step and in all processes: the model ends with the outer
@@ -122,8 +135,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         if self.engine is None:
             _log.warning(
                 "fabric.strategy.finish() was called, but no optimizer from fabric.setup has"
-                " stepped: the worker groups"
-                " have exchanged nothing."
+                " stepped: the worker groups have exchanged nothing."
             )
             return []
         if self._stepped:
@@ -133,8 +145,9 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return self._landings
 
     def idle_step(self) -> list[Landing]:
-        """Makes an inner step without training, when this group's loader yields None. Returns what
-        landed.
+        """Makes an inner step without training, when this group's loader yields None.
+
+        Returns what landed.
         """
         engine = self._begun()
         if self._stepped:
@@ -167,7 +180,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 
     @property
     def landings(self) -> list[Landing]:
-        """What landed with the last inner step."""
+        """The landings of the last inner step."""
         return self._landings
 
     # Start
@@ -185,24 +198,12 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             self._inner_optimizers = []
             self._stepped.clear()
             self.results.engine = None
-        for name, part in module.named_modules():
-            if (
-                isinstance(part, nn.SyncBatchNorm)
-                and part.process_group is None
-                and self.topology.num_groups > 1
-            ):
-                raise ValueError(
-                    f"{name!r} is a SyncBatchNorm over all ranks: all worker groups would wait"
-                    " for each other in every"
-                    " step. Convert the model with nn.SyncBatchNorm.convert_sync_batchnorm(model,"
-                    " fabric.strategy.topology.in_group.process_group)."
-                )
+        self._refuse_batch_norm_over_all(module)
         if self.engine is not None and self.engine.is_training(unwrapped(module)):
             if not self._is_set_up_again:
                 raise ValueError(
                     "This model is in training. Set it up again together with its optimizers, in"
-                    " all processes:"
-                    " model, optimizer = fabric.setup(model, optimizer)."
+                    " all processes: model, optimizer = fabric.setup(model, optimizer)."
                 )
         else:
             require_same_model(module, self.topology.world)
@@ -210,13 +211,26 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             self._nets.append(module)
         self._ddp_kwargs["process_group"] = self.topology.in_group.process_group
         wrapped = super().setup_module(module)
-        if self.topology.group_size > 2 and not (
-            wrapped.static_graph or wrapped.find_unused_parameters
-        ):
+        if self.topology.group_size > 2 and may_fix_bucket_order(wrapped):
             fix_bucket_order(wrapped)
         wrapped.register_forward_pre_hook(self._begin_batch, with_kwargs=True)
         self._wrapped.append(wrapped)
         return wrapped
+
+    def _refuse_batch_norm_over_all(self, module: nn.Module) -> None:
+        """Refuses a SyncBatchNorm that would gather statistics over all worker groups in every
+        step.
+        """
+        if self.topology.num_groups == 1:
+            return
+        for name, part in module.named_modules():
+            if isinstance(part, nn.SyncBatchNorm) and part.process_group is None:
+                raise ValueError(
+                    f"{name!r} is a SyncBatchNorm over all ranks: all worker groups would wait for"
+                    " each other in every step. Convert the model with"
+                    " nn.SyncBatchNorm.convert_sync_batchnorm(model,"
+                    " fabric.strategy.topology.in_group.process_group)."
+                )
 
     @override
     def setup_module_and_optimizers(
@@ -234,7 +248,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         self._stepped.clear()
         self._is_set_up_again = True
         try:
-            made = set_up(module, optimizers, *schedulers)
+            results = set_up(module, optimizers, *schedulers)
         finally:
             self._is_set_up_again = False
         self._shown.forget()
@@ -242,7 +256,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             self._landings = engine.recut(self._inner_optimizers)
         else:
             engine.use_optimizers(self._inner_optimizers)
-        return made
+        return results
 
     def _begin_batch(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -260,8 +274,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             return super().setup_optimizer(optimizer)
         # Made before the model took the values of rank 0, it may hold copies of others.
         copies = WeightCopies([optimizer])
-        members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        copies.watch({str(index): parameter for index, parameter in enumerate(members)})
+        parameters = _parameters_of(optimizer)
+        copies.watch({str(index): parameter for index, parameter in enumerate(parameters)})
         copies.align(self.topology)
         return super().setup_optimizer(optimizer)
 
@@ -274,10 +288,9 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        numbers = {id(inner): number for number, inner in enumerate(self._inner_optimizers)}
-        number = numbers.get(id(optimizer))
+        number = self._number_of(optimizer)
         if number is None:
-            # It was not set up with this strategy, so it is none of ours.
+            # It was not set up with this strategy.
             return super().optimizer_step(optimizer, **kwargs)
         engine = self._begun()
         # A fixed world does not send what a site sends.
@@ -286,9 +299,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         if engine.is_finished:
             raise RuntimeError(
                 "An optimizer was stepped after fabric.strategy.finish(), when the worker groups"
-                " had joined. Call"
-                " finish() once, after the last step; to train on, set up the model and its"
-                " optimizer again."
+                " had joined. Call finish() once, after the last step; to train on, set up the"
+                " model and its optimizer again."
             )
         if number in self._stepped:
             # The batch before ended without a step of the last optimizer.
@@ -298,6 +310,11 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         if number == len(self._inner_optimizers) - 1:
             self._count_batch(engine)
         return output
+
+    def _number_of(self, optimizer: Any) -> int | None:
+        """Returns the number of an inner optimizer; None for any other object."""
+        numbers = {id(inner): number for number, inner in enumerate(self._inner_optimizers)}
+        return numbers.get(id(optimizer))
 
     def _count_batch(self, engine: StreamingDiLoCo) -> None:
         self._step(engine, trained=self._trained, samples=max(1, self._samples))
@@ -320,24 +337,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return engine
 
     def _begin(self) -> StreamingDiLoCo:
-        stepped = {
-            id(p)
-            for one in self._inner_optimizers
-            for group in one.param_groups
-            for p in group["params"]
-        }
-        module = next(
-            (net for net in self._nets if stepped <= set(map(id, net.parameters()))), None
-        )
-        if module is None:
-            raise ValueError(
-                "No module given to fabric.setup has all parameters of the"
-                f" {len(self._inner_optimizers)} optimizers."
-                " One strategy trains one model: put the networks into one nn.Module, set that"
-                " up, then its optimizers."
-            )
         engine = StreamingDiLoCo(
-            module,
+            self._trained_net(),
             topology=self.topology,
             inner_optimizers=self._inner_optimizers,
             federation=self._options.federation,
@@ -353,6 +354,20 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         self._shown.forget()
         return engine
 
+    def _trained_net(self) -> nn.Module:
+        """Returns the module that has the parameters of all inner optimizers."""
+        trained = set[int]()
+        for optimizer in self._inner_optimizers:
+            trained.update(map(id, _parameters_of(optimizer)))
+        for net in self._nets:
+            if trained <= set(map(id, net.parameters())):
+                return net
+        raise ValueError(
+            "No module given to fabric.setup has all parameters of the"
+            f" {len(self._inner_optimizers)} optimizers. One strategy trains one model: put the"
+            " networks into one nn.Module, set that up, then its optimizers."
+        )
+
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         # Fabric waits after each save.
@@ -366,32 +381,30 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     # Checkpoints hold the outer model, and beside it a file per rank
 
     @override
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+    def get_module_state_dict(self, module: nn.Module) -> State:
         engine = self.engine
-        if engine is None or not engine.is_training(unwrapped(module)):
+        if engine is None or not self._is_training(module):
             return super().get_module_state_dict(module)
         local = partial(super().get_module_state_dict, module)
         state = self._shown.state_dict(engine, self._saves_with_all, local)
         if self._saves_with_all and self._shown.mean is not None:
             rank_zero_info(
-                f"The checkpoint after inner step {engine.inner_steps} holds the mean of the"
-                " worker groups, exchanged"
-                " in float32: the model that fabric.strategy.finish() would end with."
+                f"The checkpoint after inner step {engine.inner_steps} holds the mean of the worker"
+                " groups, exchanged in float32: the model that fabric.strategy.finish() would end"
+                " with."
             )
         elif engine.has_landed:
             rank_zero_info(
                 f"The checkpoint after inner step {engine.inner_steps} holds the outer model. It"
-                " lacks what the worker"
-                " groups have trained since the launches that landed last; each fragment"
-                " launches every"
-                f" {engine.settings.sync_every} steps. Before you save the last checkpoint, call"
-                " fabric.strategy.finish() in all processes: it lands what is in flight and"
-                " takes the last mean."
+                " lacks what the worker groups have trained since the launches that landed last;"
+                f" each fragment launches every {engine.settings.sync_every} steps. Before you save"
+                " the last checkpoint, call fabric.strategy.finish() in all processes: it lands"
+                " what is in flight and takes the last mean."
             )
         return state
 
     @override
-    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(self, path: Any, state: State, *args: Any, **kwargs: Any) -> None:
         save = super().save_checkpoint
         if self._is_alone:
             save(path, state, *args, **kwargs)
@@ -423,70 +436,72 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 
     def _of_ranks(
         self,
-        state: dict[str, Any],
+        state: State,
         storage_options: Any = None,
         filter: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
+    ) -> State:
         """Returns what may differ between ranks in what a user saves: all but what the engine
         trains.
         """
-        tree = dict[str, Any]()
+        entries = dict[str, Any]()
         for name, value in state.items():
-            if any(value is optimizer for optimizer in self._inner_optimizers):
+            if self._number_of(value) is not None or self._is_training(value):
                 continue
+            entry = value
             if isinstance(value, nn.Module):
-                if self.engine is not None and self.engine.is_training(unwrapped(value)):
-                    continue
-                tree[name] = self.get_module_state_dict(value)
+                entry = self.get_module_state_dict(value)
             elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-                tree[name] = value.state_dict()
-            else:
-                tree[name] = value
+                entry = value.state_dict()
             is_kept = (filter or {}).get(name)
-            if is_kept is not None and isinstance(tree[name], dict):
-                tree[name] = {
-                    key: entry for key, entry in tree[name].items() if is_kept(key, entry)
-                }
-        return tree
+            if is_kept is not None and isinstance(entry, dict):
+                entry = {key: part for key, part in entry.items() if is_kept(key, part)}
+            entries[name] = entry
+        return entries
+
+    def _is_training(self, module: Any) -> bool:
+        """Returns whether an object is the model that the engine trains."""
+        if self.engine is None or not isinstance(module, nn.Module):
+            return False
+        return self.engine.is_training(unwrapped(module))
 
     @property
     def _is_alone(self) -> bool:
-        """Whether this rank deals with an exception, and so must not wait for others, which may
-        know of none.
+        """Returns whether this rank handles an exception, and so must not wait for others, which
+        may know of none.
         """
         exception = sys.exc_info()[1]
         return exception is not None and not isinstance(exception, StopIteration)
 
     def _holds_optimizer(self, state: Any) -> bool:
-        """Whether what a user saves or loads has an optimizer that was set up: then training goes
-        on from it.
+        """Returns whether a state of the user has an optimizer that was set up, so that training
+        resumes from it.
         """
-        return isinstance(state, dict) and any(
-            value is one for value in state.values() for one in self._inner_optimizers
-        )
+        if not isinstance(state, dict):
+            return False
+        return any(self._number_of(value) is not None for value in state.values())
 
     @override
-    def load_checkpoint(
-        self, path: Any, state: Any = None, *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> State:
         load = super().load_checkpoint
         if not self._holds_optimizer(state):
             remainder = load(path, state, *args, **kwargs)
             if state:
                 remainder.pop(files.KEY, None)
             return remainder
-        own = dict[str, Any]()
+        saved = dict[str, Any]()
 
-        def read(load_file: Any, *file: Any, **how: Any) -> dict[str, Any]:
+        def read(load_file: Any, *file: Any, **how: Any) -> State:
             """Reads the file of rank 0, and puts what this rank saved in place of it."""
-            checkpoint: dict[str, Any] = load_file(*file, **how)
+            checkpoint: State = load_file(*file, **how)
             if files.KEY in checkpoint:
-                settings = self._options.settings
-                optimizers = len(self._inner_optimizers)
-                reader = reader_of(load_file, **how)
-                own.update(
+                saved.update(
                     read_own(
-                        str(path), lambda: checkpoint, self.topology, settings, optimizers, reader
+                        str(path),
+                        lambda: checkpoint,
+                        self.topology,
+                        self._options.settings,
+                        len(self._inner_optimizers),
+                        reader_of(load_file, **how),
                     )
                 )
                 del checkpoint[files.KEY]
@@ -495,27 +510,32 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         with ExitStack() as undo:
             wrap(undo, self.checkpoint_io, "load_checkpoint", read)
             remainder = load(path, state, *args, **kwargs)
-        if own:
-            self._resume(own)
+        if saved:
+            self._resume(saved)
         return remainder
 
-    def _resume(self, own: dict[str, Any]) -> None:
+    def _resume(self, saved: State) -> None:
+        """Makes an engine that continues with the state that this rank saved."""
         if self.engine is not None:
             self.engine.close()
         # Before the random numbers are restored, because it may draw some.
         engine = self._begin()
-        take_up_training(own, self._inner_optimizers)
-        engine.load_state_dict(own["engine"])
+        take_up_training(saved, self._inner_optimizers)
+        engine.load_state_dict(saved["engine"])
         engine.join()
-        self.precision.load_state_dict(dict(own["precision"]))
-        self._stepped = set(own["stepped"])
+        self.precision.load_state_dict(dict(saved["precision"]))
+        self._stepped = set(saved["stepped"])
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _warn_of_unfinished(inner_steps: list[int]) -> None:
     if inner_steps:
         _log.warning(
             "Training ended after %d inner steps without fabric.strategy.finish(): what was in"
-            " flight is lost, and each"
-            " worker group ended with its own model. Call it in all processes after the last step.",
+            " flight is lost, and each worker group ended with its own model. Call it in all"
+            " processes after the last step.",
             inner_steps[0],
         )

@@ -1,11 +1,10 @@
-"""One fit: everything that begins with it and ends with it, as the callback whose hooks drive
-it.
-"""
+"""One fit: all that begins and ends with it, as the callback whose hooks drive it."""
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +23,11 @@ from lightning_sdiloco.engine.start import (
     require_same_model,
     require_same_start,
 )
-from lightning_sdiloco.lightning.checkpoint import Checkpointer, begin_epochs_alike
+from lightning_sdiloco.lightning.checkpoint import Checkpointer, ResumedLoops
 from lightning_sdiloco.lightning.epochs import (
     Epochs,
     count_idle_batch,
-    drop_what_not_all_logged,
+    drop_metrics_of_some_ranks,
     follow_engine,
     keep_batches_silent,
 )
@@ -36,9 +35,10 @@ from lightning_sdiloco.lightning.evaluation import Evaluation
 from lightning_sdiloco.lightning.fit_state import FitState, Request, Requests, Signals
 from lightning_sdiloco.lightning.groups import ConnectedGroups, ScaleWatch
 from lightning_sdiloco.lightning.host import (
+    Function,
     check_names,
     may_write_at_end,
-    refuse_what_cannot_work,
+    refuse_unsupported,
     user_hooks,
     wrap,
 )
@@ -52,7 +52,7 @@ from lightning_sdiloco.lightning.monitor import (
     scalars_of,
     warn_of_few_rounds,
 )
-from lightning_sdiloco.lightning.options import Options, tell
+from lightning_sdiloco.lightning.options import Options, announce_choice
 from lightning_sdiloco.lightning.results import Results
 
 _log = logging.getLogger(__name__)
@@ -64,27 +64,36 @@ EPOCH_HOOKS = ("on_train_epoch_start", "on_train_epoch_end")
 _SHOWN = 5
 
 _ADVICE = (
-    "Gather with self.all_gather(..., sync_grads=True) of the LightningModule, which stays in"
-    " the worker group, or pass"
-    " group=trainer.strategy.topology.in_group.process_group to collectives."
+    "Gather with self.all_gather(..., sync_grads=True) of the LightningModule, which stays in the"
+    " worker group, or pass group=trainer.strategy.topology.in_group.process_group to collectives."
 )
 
 
 class Distribution(NamedTuple):
-    """What a distribution of Lightning brings, beside the base classes of strategies."""
+    """The classes of a distribution of Lightning that a fit needs."""
 
     callback: type[Any]
     launcher: type[Any]
     termination: type[BaseException]
 
 
-class Fit(FitState):
-    """A fit of a trainer, and its inner steps. It holds no state that a checkpoint would need from
-    a callback.
-    """
+@dataclass
+class BatchCounts:
+    """The training since the last inner step, which the next one reports."""
 
-    landed = stepped = counts_micro_batches = False
-    optimizer_steps = _steps_per_batch = 0
+    samples: int = 0
+    micro_batches: int = 0
+    optimizer_steps: int = 0
+    """The steps that went through Lightning's wrapper."""
+    stepped: bool = False
+    """Whether an optimizer of this fit stepped at all."""
+
+
+class Fit(FitState):
+    """A fit of a trainer, and its inner steps.
+
+    It holds no state that a checkpoint would need from a callback.
+    """
 
     def __init__(
         self,
@@ -100,6 +109,11 @@ class Fit(FitState):
         self.groups = groups
         self.format = model_format
         self.termination = termination
+        self.engine: StreamingDiLoCo | None = None
+        self.landed = False
+        self.is_ending = False
+        self.ended = False
+        self.is_closed = False
         self.requests = Requests()
         self.signals = Signals(self)
         self.epochs = Epochs(self)
@@ -107,26 +121,30 @@ class Fit(FitState):
         self.evaluation = Evaluation(self)
         self.watch = WorldWatch(_ADVICE)
         self.scale_watch = ScaleWatch()
-        self._results = results
         self.patches = ExitStack()
-        self._epoch_has_stepped: bool | None = None  # None until a batch of the epoch has ended.
-        self._announcement: Announcement | None = None
-        self.is_closed = self.has_gathered = False
+        self._results = results
+        self.counts = BatchCounts()
+        # The optimizer steps of the last batch that was trained; an idle one counts as many.
+        self._steps_per_batch = 0
+        # Whether a loader may leave micro-batches out, so that those trained are counted.
+        self._counts_micro_batches = False
+        # None until a batch of the epoch has ended.
+        self._epoch_has_stepped: bool | None = None
+        # Whether the warning of an all_gather that stays in the group was due.
+        self.has_gathered = False
         # Whether hooks may change what is trainable, and whether they did since the model was
         # wrapped.
-        self._is_between_epochs = self._must_wrap = False
-        # The inner step that the batches since the last one belong to.
-        self.samples = self._micro_batches = 0
-        self._early: list[
-            Landing
-        ] = []  # What landed between two inner steps; the next one reports it.
-        self._interval: Interval | None = None
-        self._row: dict[
-            str, float
-        ] = {}  # What the next row of the loggers holds beside Lightning's own.
-        # What the model held before hooks of epochs, and which of these the user has.
+        self._is_between_epochs = False
+        self._must_wrap = False
+        # Digests of the model before hooks of epochs, and those of these hooks that the user has.
         self._epoch_digests: dict[str, int] | None = None
         self._epoch_hooks: list[str] = []
+        # Landings between two inner steps; the next one reports them.
+        self._early: list[Landing] = []
+        self._announcement: Announcement | None = None
+        self._interval: Interval | None = None
+        # Our part of the next row of the loggers.
+        self._row: dict[str, float] = {}
 
     # Start
 
@@ -139,16 +157,16 @@ class Fit(FitState):
         results.options = self.options
         results.engine = None
         results.fragments = ()
-        results.other = None
+        results.summary = None
         check_names(trainer)
-        refuse_what_cannot_work(trainer, self.options.settings.shares, self.format.is_sharded)
+        refuse_unsupported(trainer, self.options.settings.shares, self.format.is_sharded)
         self.signals.listen(patches)
         keep_batches_silent(patches, self)
         self.epochs.end_together(patches)
         wrap(patches, trainer._logger_connector, "log_metrics", self._log)
         groups.announce = self.epochs.meet
         patches.callback(setattr, groups, "announce", None)
-        begin_epochs_alike(trainer, patches)
+        ResumedLoops(trainer, patches)
         self.evaluation.begin(patches)
         wrap(patches, trainer, "save_checkpoint", self._save)
         # In manual optimization an optimizer may be stepped without Lightning's wrapper, and may be
@@ -165,8 +183,9 @@ class Fit(FitState):
         align_model(model, topology)
 
     def start(self, module: Any, optimizers: list[Optimizer]) -> None:
-        """Makes the engine. The weights are final only now: checkpoints are restored, and user
-        hooks have run.
+        """Makes the engine.
+
+        The weights are final only now: checkpoints are restored, and user hooks have run.
         """
         require_same_start(self.checkpointer.start, self.groups.topology.world)
         self.options.choose_for_length(module, self.groups.topology, self._known_steps)
@@ -178,13 +197,16 @@ class Fit(FitState):
             **vars(self.options.settings),
         )
         engine.diagnose(any(monitor.diagnostics for monitor in monitors_of(self.trainer)))
-        self.engine = self._results.engine = engine
+        self.engine = engine
+        self._results.engine = engine
         # Lightning validates and saves over all ranks between two inner steps, so the fit watches
         # batches instead.
         engine.watch.stop()
         # A callback that looks for a learning rate has trained in this fit before.
-        self.landed = self.stepped = self.counts_micro_batches = False
-        self.optimizer_steps = self._steps_per_batch = 0
+        self.landed = False
+        self.counts = BatchCounts()
+        self._steps_per_batch = 0
+        self._counts_micro_batches = False
         self.requests = Requests(engine)
         self.scale_watch.look_at(module, self.groups.topology)
         self.options.start()
@@ -204,7 +226,7 @@ class Fit(FitState):
         if self.engine is None or not self.engine.rounds.is_training_thread():
             return
         if optimizer in self.trainer.optimizers or self.engine.rounds.has_parameters_of(optimizer):
-            self.stepped = True
+            self.counts.stepped = True
 
     @property
     def _known_steps(self) -> float:
@@ -214,12 +236,9 @@ class Fit(FitState):
         return steps if steps >= 0 else math.inf
 
     def _announce(self, engine: StreamingDiLoCo) -> None:
-        # What is open is announced once it is chosen.
-        if (
-            self.options.federation is None
-            and self.trainer.is_global_zero
-            and not self.options.open
-        ):
+        # Settings that are open are announced once they are chosen.
+        is_due = self.options.federation is None and not self.options.open
+        if is_due and self.trainer.is_global_zero:
             steps = self._known_steps
             if steps < math.inf:
                 warn_of_few_rounds(engine.schedule, int(steps))
@@ -236,17 +255,20 @@ class Fit(FitState):
         self._is_between_epochs = True
         self._epoch_has_stepped = None
         if self.engine is not None:
-            self.counts_micro_batches = (
-                follow_engine(self.trainer, self.engine) or self.counts_micro_batches
-            )
+            may_leave_out = follow_engine(self.trainer, self.engine)
+            self._counts_micro_batches = may_leave_out or self._counts_micro_batches
 
     def _take_rewritten(self) -> None:
         """Takes weights that hooks of epochs have overwritten since the last batch."""
-        before = self._epoch_digests
+        digests_before = self._epoch_digests
         self._epoch_digests = None
-        if self.engine is not None and before is not None:
-            now = self.engine.local_digests()
-            rewritten = {name: now[name] for name in now if now[name] != before.get(name)}
+        if self.engine is not None and digests_before is not None:
+            digests = self.engine.local_digests()
+            rewritten = {
+                name: digest
+                for name, digest in digests.items()
+                if digest != digests_before.get(name)
+            }
             self.evaluation.rewritten.take(self.engine, rewritten, self._epoch_hooks, with_all=True)
 
     def _note_before_hooks(self) -> None:
@@ -271,23 +293,24 @@ class Fit(FitState):
         return self.groups.decide(holds, all=False, device=self.trainer.strategy.root_device)
 
     def _recut_or_take(self, engine: StreamingDiLoCo, must_recut: bool) -> None:
-        """Takes weights that hooks have overwritten, and cuts the model again if it must. All
-        ranks must call it.
+        """Takes weights that hooks have overwritten, and cuts the model again if it must.
+
+        All ranks must call it.
         """
         if not must_recut:
             self._take_rewritten()
             return
-        # What hooks have reshaped is no longer what the fragments hold.
+        # The fragments do not hold parameters that hooks have reshaped.
         for fragment in engine.rounds.fragments:
             fragment.let_go()
         self._take_rewritten()
         self.evaluation.shown.forget()
-        # What other groups asked for with these launches is decided, and logged, at the next inner
-        # step.
+        # Requests that came with these launches are decided, and the landings logged, at the next
+        # inner step.
         self._early += engine.recut(self.trainer.strategy.optimizers)
         self._must_wrap = True
 
-    def _save(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _save(self, save: Function, *args: Any, **kwargs: Any) -> None:
         """Lets a checkpoint that is saved between two epochs hold what hooks have just replaced."""
         engine = self.engine
         waits = not (self.groups.failed or self.is_ending)
@@ -301,10 +324,8 @@ class Fit(FitState):
         elif engine.has_new_parameters():
             _log.warning(
                 "A checkpoint is saved after parameters were replaced, before the model is cut"
-                " again: a fit that"
-                " resumes from it begins with the old ones. Replace parameters in"
-                " on_train_epoch_start or"
-                " on_train_epoch_end."
+                " again: a fit that resumes from it begins with the old ones. Replace parameters in"
+                " on_train_epoch_start or on_train_epoch_end."
             )
         save(*args, **kwargs)
 
@@ -312,16 +333,13 @@ class Fit(FitState):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._note(self.end_batch(batch))
-        if (
-            self.requests.agreed(Request.TIME_LIMIT)
-            or self.engine is not None
-            and self.engine.is_over
-        ):
+        run_is_over = self.engine is not None and self.engine.is_over
+        if self.requests.agreed(Request.TIME_LIMIT) or run_is_over:
             trainer.should_stop = True
         loop = trainer.fit_loop.epoch_loop
         if self.requests.agreed(Request.END_EPOCH) and not loop._num_ready_batches_reached():
             loop.batch_progress.is_last_batch = True
-            # Where Lightning knows the last batch, it does this before the hooks at the end of the
+            # If Lightning knows the last batch, it does this before the hooks at the end of the
             # batch.
             loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if loop._num_ready_batches_reached():
@@ -330,69 +348,76 @@ class Fit(FitState):
         self.finish_with_last_batch()
 
     def end_batch(self, batch: Any) -> list[Landing]:
-        """Makes the inner step of a batch in which an optimizer stepped, or would have; returns
-        what landed.
+        """Makes an inner step if an optimizer stepped in the batch, or would have.
+
+        Returns what landed.
         """
         self.watch.end()
         # All that was agreed on after the last inner step is done.
         self.requests.agreed_now = 0
         self.landed = False
-        engine = self.engine
         if batch is not None:
-            self.samples += samples_in(batch) or 1
-            self._micro_batches += 1
-        # The other groups may make an inner step while this one had no data for it.
-        idle = batch is None and not self.optimizer_steps and self.groups.topology.num_groups > 1
-        idle = idle and count_idle_batch(
-            self.trainer, self._steps_per_batch or len(self.trainer.optimizers)
-        )
-        if not (self.stepped or idle) or engine is None:
+            self.counts.samples += samples_in(batch) or 1
+            self.counts.micro_batches += 1
+        is_idle = self._is_idle_step(batch)
+        if self.engine is None or not (self.counts.stepped or is_idle):
             self._epoch_has_stepped = bool(self._epoch_has_stepped)
             return []
         self._epoch_has_stepped = True
+        landings = self._step(self.engine, is_idle)
+        if self._announcement is not None:
+            self._announcement.step()
+        self._choose_if_due(self.engine)
+        return landings
+
+    def _is_idle_step(self, batch: Any) -> bool:
+        """Returns whether the other groups may make an inner step while this one had no data."""
+        is_alone = self.groups.topology.num_groups == 1
+        if batch is not None or self.counts.optimizer_steps or is_alone:
+            return False
+        steps = self._steps_per_batch or len(self.trainer.optimizers)
+        return count_idle_batch(self.trainer, steps)
+
+    def _step(self, engine: StreamingDiLoCo, is_idle: bool) -> list[Landing]:
+        """Makes an inner step, and takes in the requests that came with what landed."""
         if engine.is_finished:
             raise RuntimeError(
-                "Training continues after its last batch: max_epochs or max_steps was raised"
-                " after the worker groups"
-                " had joined. Set them before trainer.fit, or fit again."
+                "Training continues after its last batch: max_epochs or max_steps was raised after"
+                " the worker groups had joined. Set them before trainer.fit, or fit again."
             )
         self.requests.ask(self.signals.received)
         if engine.launches_next:
             # Before the launch: groups that wait for this one must make it too, and this one waits
             # for its landing.
             self.groups.meet()
-        self._steps_per_batch = self.optimizer_steps or self._steps_per_batch
-        trained = self._micro_batches if self.counts_micro_batches else 1
-        self.optimizer_steps = 0
-        self.stepped = False
-        landings = [
-            *self._early,
-            *engine.step(trained=trained, idle=idle, samples=max(1, self.samples)),
-        ]
+        counts = self.counts
+        self.counts = BatchCounts()
+        self._steps_per_batch = counts.optimizer_steps or self._steps_per_batch
+        trained = counts.micro_batches if self._counts_micro_batches else 1
+        landings = engine.step(trained=trained, idle=is_idle, samples=max(1, counts.samples))
+        landings = [*self._early, *landings]
         self._early = []
-        self.samples = 0
-        self._micro_batches = 0
         self.landed = bool(landings)
         self.evaluation.shown.forget()
         self.requests.land(landings, engine.requested)
         if landings:
-            self.epochs.collect(landings[-1].launched_at)
-        if self._announcement is not None:
-            self._announcement.step()
-        launch_in = engine.schedule.first_launch - engine.steps_in_rounds
-        if self.options.step(
-            launch_in, engine.report()["exposed_wait_s"] if self.options.open else 0.0
-        ):
-            self.groups.meet()
-            trainer = self.trainer
-            options = self.options
-            is_planned = options.is_planned
-            options.choose(trainer.lightning_module, self.groups.topology)
-            engine.choose(options.settings)
-            self._announce(engine)
-            if trainer.is_global_zero and is_planned:
-                self._row |= tell(engine.settings, len(engine.fragments), options.measured)
+            self.epochs.places.collect(landings[-1].launched_at)
         return landings
+
+    def _choose_if_due(self, engine: StreamingDiLoCo) -> None:
+        """Chooses the settings that are open, once enough inner steps were timed."""
+        options = self.options
+        launch_in = engine.schedule.first_launch - engine.steps_in_rounds
+        waited = engine.report()["exposed_wait_s"] if options.open else 0.0
+        if not options.step(launch_in, waited):
+            return
+        self.groups.meet()
+        is_planned = options.is_planned
+        options.choose(self.trainer.lightning_module, self.groups.topology)
+        engine.choose(options.settings)
+        self._announce(engine)
+        if self.trainer.is_global_zero and is_planned:
+            self._row |= announce_choice(engine.settings, len(engine.fragments), options.measured)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Drops metrics that cannot be reduced, and warns if no batch of the epoch has counted as
@@ -402,14 +427,12 @@ class Fit(FitState):
         self._note_before_hooks()
         if self.groups.topology.num_groups > 1:
             self.groups.meet()
-            drop_what_not_all_logged(trainer, self.groups.topology)
+            drop_metrics_of_some_ranks(trainer, self.groups.topology)
         if self._epoch_has_stepped is False and self.groups.topology.group_rank == 0:
             _log.warning(
                 "Epoch %d ended without an inner step: no optimizer stepped this model's"
-                " parameters, so the worker"
-                " groups have exchanged nothing. Train with optimizers of torch.optim, or with"
-                " those that"
-                " self.optimizers() returns.",
+                " parameters, so the worker groups have exchanged nothing. Train with optimizers of"
+                " torch.optim, or with those that self.optimizers() returns.",
                 trainer.current_epoch,
             )
 
@@ -427,8 +450,8 @@ class Fit(FitState):
             monitor.note(landings)
 
     def _log(self, log_metrics: Any, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Adds what landed to the row that Lightning logs of training, and makes one where a
-        logged step has none.
+        """Adds what landed to the row that Lightning logs of training, and makes one where a logged
+        step has none.
         """
         # Not through self.log, which repeats values without a landing, and forgets those between
         # two logged steps.
@@ -438,7 +461,7 @@ class Fit(FitState):
             self._row = {}
         log_metrics(metrics, step)
 
-    def _log_rest(self) -> None:
+    def _log_last_row(self) -> None:
         """Logs what has landed since the last row, where no other row follows."""
         last = max(0, self.trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
         self.trainer._logger_connector.log_metrics(_as_metrics(self._row), step=last)
@@ -461,13 +484,13 @@ class Fit(FitState):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._note(self.finish())
-        self._log_rest()
+        self._log_last_row()
         if self.engine is not None and self.engine.is_finished and may_write_at_end(trainer):
             self.engine.keep_outer()
 
     def finish(self) -> list[Landing]:
-        """Ends a fit that ran to its end, with the outer parameters in the module, and returns
-        what landed.
+        """Ends a fit that ran to its end, with the outer parameters in the module, and returns what
+        landed.
         """
         if self.engine is None or self.groups.failed:
             return []
@@ -478,13 +501,11 @@ class Fit(FitState):
             self._recut_or_take(self.engine, must_recut=True)
         landings = [*self._early, *self.engine.finish()]
         self._early = []
-        self.epochs.collect()
+        self.epochs.places.collect()
         return landings
 
     def align(self) -> None:
-        """Gives all ranks the model of the first group, once callbacks and hooks have run after
-        the last step.
-        """
+        """Gives all ranks the model of the first group, after callbacks and hooks of the end."""
         if self.groups.is_alone:
             return
         self.groups.meet()
@@ -492,12 +513,10 @@ class Fit(FitState):
         if unlike and self.trainer.is_global_zero:
             _log.warning(
                 "After training %d tensors of the model differ between ranks: %s%s. A hook or"
-                " callback changed them"
-                " after the last step, and the ranks do not agree on what it put there. All"
-                " ranks now hold those of"
-                " rank 0. The outer model is in strategy.outer_state_dict() and in the last"
-                " checkpoint. To keep what"
-                " the hook writes, let it write the same on all ranks.",
+                " callback changed them after the last step, and the ranks do not agree on what it"
+                " put there. All ranks now hold those of rank 0. The outer model is in"
+                " strategy.outer_state_dict() and in the last checkpoint. To keep what the hook"
+                " writes, let it write the same on all ranks.",
                 len(unlike),
                 ", ".join(map(repr, unlike[:_SHOWN])),
                 ", ..." if len(unlike) > _SHOWN else "",
@@ -507,7 +526,7 @@ class Fit(FitState):
         """Reports an exception to the other ranks, before another callback saves a checkpoint."""
         # After a signal all ranks end with this one, after the same inner step.
         if self.ended and isinstance(exception, self.termination):
-            self._log_rest()
+            self._log_last_row()
         else:
             self.groups.fail(exception)
 
@@ -529,11 +548,12 @@ def samples_in(batch: Any) -> int:
     """Returns how many samples a batch has: the length of its first tensor; 0 if there is none."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.ndim else 1
-    parts = (
-        batch.values()
-        if isinstance(batch, Mapping)
-        else batch
-        if isinstance(batch, (list, tuple))
-        else ()
-    )
-    return next((samples for samples in map(samples_in, parts) if samples), 0)
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if not isinstance(batch, (list, tuple)):
+        return 0
+    for part in batch:
+        samples = samples_in(part)
+        if samples:
+            return samples
+    return 0

@@ -1,7 +1,6 @@
-"""What all parts of a fit see of it, and what its ranks ask of each other: signals end a fit on all
-of them together.
+"""A fit as its parts see it, and the requests of its ranks to each other, such as after a signal.
 
-A request travels in the control vector of a launch, and counts when that lands.
+A request travels in the control vector of a launch. When that lands, all ranks agree on it.
 
 [Note: signals wait for a step boundary] A handler may run between any two lines of Python. So it
 only takes note; the request travels with the next launch. When that has landed, on every rank after
@@ -9,15 +8,14 @@ the same inner step, all save together and end. A second signal changes nothing,
 after that.
 
 [Note: where a fit ends] There are two places at the end of a batch from which Lightning resumes
-exactly. If a
-validation is due, it is the place before the first validation batch: the resumed fit starts with
-that validation. Otherwise it is the place after everything else. After the last batch of an epoch
-Lightning resumes with the next epoch, so the end of the epoch runs before the fit ends.
+exactly. If a validation is due, it is the place before the first validation batch: the resumed fit
+starts with that validation. Otherwise it is the place after everything else. After the last batch
+of an epoch Lightning resumes with the next epoch, so the end of the epoch runs before the fit ends.
 """
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from enum import IntFlag
 from functools import reduce
@@ -27,7 +25,7 @@ from typing import Any, NoReturn
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.lightning.groups import ConnectedGroups
-from lightning_sdiloco.lightning.host import wrap
+from lightning_sdiloco.lightning.host import Function, wrap
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.options import Options
 
@@ -53,10 +51,13 @@ MOST_CHECKPOINTS = sum(bit >= Request.CHECKPOINT for bit in _BITS)
 
 class Requests:
     def __init__(self, engine: StreamingDiLoCo | None = None) -> None:
-        self._engine = engine  # Its launches carry the requests.
-        self.done_at: dict[int, int] = {}  # After which inner step each request was last done.
+        # Its launches carry the requests.
+        self._engine = engine
+        # The inner step after which each request was last done.
+        self.done_at: dict[int, int] = {}
         self.agreed_now = 0
-        self.deciding: int | None = None  # Which of the periodic checkpoints is asked for.
+        # The periodic checkpoint, by number, about which a callback asks just now.
+        self.deciding: int | None = None
 
     def ask(self, bit: int) -> None:
         """Asks all groups for something. Asking again before it is done changes nothing."""
@@ -70,18 +71,21 @@ class Requests:
             self.done_at[int(bit)] = self._engine.inner_steps
             self._engine.withdraw(int(bit))
 
-    def land(self, landings: Iterable[Landing], own: int = 0) -> int:
-        """Takes in the requests that came with landings: all ranks now agree on them, after the
+    def land(self, landings: Iterable[Landing], requested: int) -> None:
+        """Takes in the requests that came with landings: all ranks agree on them now, after the
         same inner step.
+
+        Args:
+            landings: The landings of this inner step.
+            requested: Requests of the ranks of a site to each other in this inner step.
         """
-        self.agreed_now = own
+        self.agreed_now = requested
         for landing in landings:
             for bit in _BITS:
                 if landing.requests & bit and landing.launched_at > self.done_at.get(bit, 0):
                     self.agreed_now |= bit
         for bit in filter(self.agreed, _BITS):
             self.settle(bit)
-        return self.agreed_now
 
     def agreed(self, bit: int) -> bool:
         return bool(self.agreed_now & int(bit))
@@ -108,9 +112,13 @@ class FitState:
     format: WholeModel
     termination: type[BaseException]
     requests: Requests
-    engine: StreamingDiLoCo | None = None
-    landed = False  # Whether anything did with the last inner step.
-    is_ending = ended = False  # By a signal, together with all ranks.
+    engine: StreamingDiLoCo | None
+    landed: bool
+    """Whether a fragment landed with the last inner step."""
+    is_ending: bool
+    """Whether a signal ends the fit on all ranks."""
+    ended: bool
+    """Whether it has, and the checkpoint is saved."""
 
     @property
     def is_training(self) -> bool:
@@ -118,15 +126,13 @@ class FitState:
 
 
 class Signals:
-    """Notes the signals that this rank gets in a fit, and ends the fit when all ranks have agreed
-    to.
-    """
+    """Notes the signals that this rank gets in a fit, and ends the fit when all ranks agree."""
 
     def __init__(self, fit: FitState) -> None:
         self._fit = fit
         self._trainer = fit.trainer
         self._received: set[Request] = set()
-        self._requeue: Callable[..., None] | None = None
+        self._requeue: Function | None = None
         self._requeued_by: int | None = None
 
     def listen(self, undo: ExitStack) -> None:
@@ -154,8 +160,9 @@ class Signals:
         return sum(self._received.copy())
 
     def end_if_any_received(self) -> None:
-        """Ends a fit that has finished before a launch could carry the request. All ranks must
-        call it.
+        """Ends a fit that has finished before a launch could carry the request.
+
+        All ranks must call it.
         """
         received = reduce(or_, self._fit.groups.topology.world.all_gather_object(self.received))
         if received:
@@ -168,7 +175,7 @@ class Signals:
         if request == Request.REQUEUE:
             self._requeued_by = signum
 
-    def _after_batch(self, original: Callable[[Any], None], data_fetcher: Any) -> None:
+    def _after_batch(self, original: Function, data_fetcher: Any) -> None:
         """Ends a batch, and the fit if all agreed to; see [Note: where a fit ends]."""
         loop = self._trainer.fit_loop.epoch_loop
         agreed = self._agreed()
@@ -182,12 +189,12 @@ class Signals:
         if agreed and not loop._is_training_done:
             self._end(agreed)
 
-    def _after_epoch(self, original: Callable[[], None]) -> None:
+    def _after_epoch(self, original: Function) -> None:
         agreed = self._agreed()
         original()
         if agreed:
             # As when a fit stops in the last batch of an epoch: after the epoch Lightning restores
-            # no loader. What happens at the end of the epoch has happened, and is not repeated: the
+            # no loader. The hooks at the end of the epoch have run, and are not repeated: the
             # current count says so; see [Note: the rest of a batch].
             loop = self._trainer.fit_loop
             for count in (loop.epoch_progress.total, loop.epoch_progress.current):
@@ -198,10 +205,10 @@ class Signals:
             self._end(agreed)
 
     def _agreed(self) -> int:
-        # A fit that finished with this very step goes on to its end.
-        return sum(
-            bit for bit in SIGNALLED if self._fit.is_training and self._fit.requests.agreed(bit)
-        )
+        """Returns the signals on which all ranks agree now."""
+        if not self._fit.is_training:
+            return 0  # A fit that finished with this very step goes on to its end.
+        return sum(filter(self._fit.requests.agreed, SIGNALLED))
 
     def _end(self, agreed: int) -> NoReturn:
         self._fit.is_ending = True
@@ -221,32 +228,30 @@ class Signals:
         trainer = self._trainer
         step = self._trainer.global_step
         if trainer.checkpoint_callbacks and not trainer.fast_dev_run:
-            folders = [
-                getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks
-            ]
-            folder = next(filter(None, folders), trainer.default_root_dir)
+            folder = trainer.default_root_dir
+            for callback in reversed(trainer.checkpoint_callbacks):
+                folder = getattr(callback, "dirpath", None) or folder
             # Not a name that Lightning looks for: it would resume a later job from this file
             # unasked.
             path = os.path.join(str(folder), f"terminated-step={step}.ckpt")
             trainer.save_checkpoint(path)
-            told = f"To continue from there: trainer.fit(..., ckpt_path={path!r})."
+            advice = f"To continue from there: trainer.fit(..., ckpt_path={path!r})."
         else:
-            told = (
+            advice = (
                 "No checkpoint was saved, because the trainer saves none (enable_checkpointing,"
-                " fast_dev_run,"
-                " barebones)."
+                " fast_dev_run, barebones)."
             )
         if trainer.is_global_zero:
             _log.warning(
                 "A termination signal ended the fit on all ranks after global step %s. %s",
                 step,
-                told,
+                advice,
             )
 
 
 def listen_without_fit(trainer: Any, undo: ExitStack) -> None:
-    """Replaces Lightning's signal handlers outside a fit, which wait for all ranks in the middle
-    of whatever runs.
+    """Replaces Lightning's signal handlers outside a fit, which wait for all ranks in the middle of
+    whatever runs.
     """
     connector = trainer._signal_connector
 

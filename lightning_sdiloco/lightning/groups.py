@@ -11,8 +11,9 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from lightning_sdiloco.launch.reachability import (
     require_reachable,
 )
 from lightning_sdiloco.launch.rendezvous import rendezvous_at, say_node_rank, warn_of_shared_store
-from lightning_sdiloco.lightning.host import class_names, is_of_lightning
+from lightning_sdiloco.lightning.host import Function, class_names, is_of_lightning
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.options import Options
 
@@ -76,7 +77,7 @@ _running: "weakref.WeakKeyDictionary[ConnectedGroups, threading.Thread]" = (
     weakref.WeakKeyDictionary()
 )
 
-# Threads make the default process group, and what belongs to it, once.
+# Only one thread at a time makes the default process group and those that belong to it.
 _connecting = threading.Lock()
 
 
@@ -85,7 +86,7 @@ class ConnectedGroups:
 
     def __init__(self) -> None:
         self.failed = False
-        self.announce: Callable[[], None] | None = None
+        self.announce: Function | None = None
         """Called when this rank is about to wait for all others."""
         self._topology: Topology | None = None
         self._failures: Failures | None = None
@@ -102,8 +103,8 @@ class ConnectedGroups:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this rank ends with an exception and must not wait for others, which may be gone
-        or elsewhere.
+        """Returns whether this rank ends with an exception: it must not wait for others, which may
+        be gone.
         """
         return self.failed and self._topology is not None and self._topology.world.size > 1
 
@@ -122,7 +123,7 @@ class ConnectedGroups:
         self._device_backend(options, host)
 
     def connect(
-        self, host: Any, options: Options, model_format: WholeModel, set_up: Callable[[], None]
+        self, host: Any, options: Options, model_format: WholeModel, set_up: Function
     ) -> None:
         with _connecting:
             self._refuse_another_thread()
@@ -136,45 +137,33 @@ class ConnectedGroups:
         another.
         """
         thread = threading.current_thread()
-        others = [
-            other.name for other in _running.values() if other is not thread and other.is_alive()
+        busy = [
+            running.name
+            for running in _running.values()
+            if running is not thread and running.is_alive()
         ]
-        if self in _running and others and is_connected() and world().size > 1:
+        if self in _running and busy and is_connected() and world().size > 1:
             raise ValueError(
-                f"A trainer already runs in the thread {others[0]!r} of this process, and this"
-                " one was started in"
-                f" {thread.name!r}: with {world().size} processes their collectives would be"
-                " taken for each other's."
-                " Run one after the other, or in processes of their own."
+                f"A trainer already runs in the thread {busy[0]!r} of this process, and this one"
+                f" was started in {thread.name!r}: with {world().size} processes their collectives"
+                " would be taken for each other's. Run one after the other, or in processes of"
+                " their own."
             )
 
     def _connect(
-        self, host: Any, options: Options, model_format: WholeModel, set_up: Callable[[], None]
+        self, host: Any, options: Options, model_format: WholeModel, set_up: Function
     ) -> None:
         timeout = options.settings.timeout
         layout = _layout(host, options, model_format)
         try:
-            (
-                getattr(host, "set_world_ranks", None) or host._set_world_ranks
-            )()  # Fabric has the second.
-            if not is_connected():
-                where = host.cluster_environment
-                # Kept until they are connected: the default process group takes over the store of
-                # the rendezvous.
-                by_hand = host.num_nodes > 1 and "LightningEnvironment" in class_names(type(where))
-                advice = say_node_rank(where.node_rank()) if by_hand else ""
-                met = rendezvous_at(
-                    where.main_address,
-                    where.main_port,
-                    where.global_rank(),
-                    layout.world_size,
-                    timeout,
-                    advice,
-                )
-                if host.num_nodes > 1:
-                    require_reachable(
-                        met, layout.group_of(host.global_rank), exchange_address, group_address
-                    )
+            # Fabric has the second.
+            set_world_ranks = getattr(host, "set_world_ranks", None) or host._set_world_ranks
+            set_world_ranks()
+            # Kept until they are connected: the default process group takes over its store.
+            rendezvous = None if is_connected() else _meet(host, layout.world_size, timeout)
+            if rendezvous is not None and host.num_nodes > 1:
+                group = layout.group_of(host.global_rank)
+                require_reachable(rendezvous, group, exchange_address, group_address)
             with for_exchange():
                 if model_format.is_sharded:
                     # As ModelParallelStrategy does, but without its mesh, which spans all ranks.
@@ -182,57 +171,36 @@ class ConnectedGroups:
                 else:
                     set_up()
         except Exception:
-            # Processes that run the script again would wait for this one. Lightning watches the
-            # list of them, and would end this process too before it has said why.
-            procs = getattr(host.launcher, "procs", [])
-            started = [process for process in procs if isinstance(process, subprocess.Popen)]
-            if started:
-                procs.clear()
-            deadline = time.monotonic() + _SECONDS_TO_END
-            for process in started:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(max(deadline - time.monotonic(), 0))
-                process.kill()
+            _end_processes_of(host)
             raise
-        warn_of_shared_store(host.global_rank)
-        self._failures = Failures(
-            store(), host.global_rank, layout.group_of(host.global_rank), layout.world_size
-        )
+        rank = host.global_rank
+        warn_of_shared_store(rank)
+        self._failures = Failures(store(), rank, layout.group_of(rank), layout.world_size)
         # A second fit in this process finds the process groups of the first.
         if self._topology is None or self._topology.is_stale():
-            connected = world().size
-            if connected != layout.world_size:
-                raise ValueError(
-                    f"{connected} processes are connected by code outside Lightning, but the"
-                    " worker groups are made for"
-                    f" {layout.world_size}. Set devices and num_nodes to that number, or give"
-                    " plugins a cluster"
-                    " environment whose world_size() returns it."
-                )
+            _refuse_other_size(layout.world_size)
             require_same_settings({**options.described(), **model_format.described}, world())
             joining = for_exchange if has_exchange_interface() else None
-            self._topology = Topology.of_world(
-                layout, timeout, joining, self._device_backend(options, host)
-            )
+            device_backend = self._device_backend(options, host)
+            self._topology = Topology.of_world(layout, timeout, joining, device_backend)
         if model_format.is_sharded:
-            data, tensor = model_format.mesh.values()
-            mesh = mesh_of(layout, host.root_device.type, data, tensor, timeout)
-            host._device_mesh = host.lightning_module._device_mesh = mesh
+            data_parallel, tensor_parallel = model_format.mesh.values()
+            mesh = mesh_of(layout, host.root_device.type, data_parallel, tensor_parallel, timeout)
+            host._device_mesh = mesh
+            host.lightning_module._device_mesh = mesh
 
     @staticmethod
     def _device_backend(options: Options, host: Any) -> DeviceBackend | None:
-        return (
-            nccl_on(host.root_device)
-            if kind_and_backend(options.settings.exchange)[1] == "nccl"
-            else None
-        )
+        if kind_and_backend(options.settings.exchange)[1] == "nccl":
+            return nccl_on(host.root_device)
+        return None
 
     def use(self, topology: Topology) -> None:
         self._topology = topology
 
     def fail(self, exception: BaseException) -> None:
-        """Reports to the others that this rank ends with an exception; from now on it must not
-        wait for them.
+        """Reports to the others that this rank ends with an exception; from now on it must not wait
+        for them.
         """
         self.failed = True
         failures = self._failures
@@ -255,10 +223,8 @@ class ConnectedGroups:
         if self.is_alone or not self.is_connected:
             return decision
         self.meet()
-        votes = [
-            int(vote)
-            for vote in self.topology.world.all_gather(torch.tensor([int(decision)], device=device))
-        ]
+        vote = torch.tensor([int(decision)], device=device)
+        votes = [int(vote) for vote in self.topology.world.all_gather(vote)]
         return min(votes) == 1 if all else max(votes) == 1
 
     def mean_over_all(self, numbers: Mapping[str, float]) -> dict[str, float]:
@@ -287,11 +253,50 @@ class ConnectedGroups:
             raise ExchangeError(
                 f"This rank, of worker group {self.topology.group_index}, waited for all others at"
                 f" {names or 'a barrier'} and they did not come; fragments in flight:"
-                f" {in_flight or 'none'}. Other"
-                " groups have stopped, or are still training because they have more data or"
-                " because trainer.should_stop"
-                " was set here only."
+                f" {in_flight or 'none'}. Other groups have stopped, or are still training because"
+                " they have more data or because trainer.should_stop was set here only."
             ) from error
+
+
+def _meet(host: Any, world_size: int, timeout: timedelta) -> Any:
+    """Meets all processes at the main address, before the default process group is made."""
+    environment = host.cluster_environment
+    is_by_hand = "LightningEnvironment" in class_names(type(environment))
+    advice = ""
+    if host.num_nodes > 1 and is_by_hand:
+        advice = say_node_rank(environment.node_rank())
+    return rendezvous_at(
+        environment.main_address,
+        environment.main_port,
+        environment.global_rank(),
+        world_size,
+        timeout,
+        advice,
+    )
+
+
+def _end_processes_of(host: Any) -> None:
+    """Ends the processes that run the script again, and would wait for this one."""
+    # Lightning watches the list of them, and would end this process too before it has said why.
+    processes = getattr(host.launcher, "procs", [])
+    started = [process for process in processes if isinstance(process, subprocess.Popen)]
+    if started:
+        processes.clear()
+    deadline = time.monotonic() + _SECONDS_TO_END
+    for process in started:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(deadline - time.monotonic(), 0))
+        process.kill()
+
+
+def _refuse_other_size(world_size: int) -> None:
+    """Refuses process groups that other code has made, if they have another number of ranks."""
+    if world().size != world_size:
+        raise ValueError(
+            f"{world().size} processes are connected by code outside Lightning, but the worker"
+            f" groups are made for {world_size}. Set devices and num_nodes to that number, or give"
+            " plugins a cluster environment whose world_size() returns it."
+        )
 
 
 def _layout(host: Any, options: Options, model_format: WholeModel) -> GroupLayout:
@@ -306,11 +311,9 @@ def _layout(host: Any, options: Options, model_format: WholeModel) -> GroupLayou
         world_size = host.world_size
     if world_size % nodes:
         raise ValueError(
-            f"{type(environment).__name__} says that there are {world_size} processes, which do"
-            " not fill"
-            f" num_nodes={nodes} nodes equally. Start the same number on every node, or leave"
-            " num_nodes at 1 and set"
-            " worker_groups."
+            f"{type(environment).__name__} says that there are {world_size} processes, which do not"
+            f" fill num_nodes={nodes} nodes equally. Start the same number on every node, or leave"
+            " num_nodes at 1 and set worker_groups."
         )
     return model_format.layout(options.worker_groups, nodes, world_size // nodes)
 
@@ -328,9 +331,7 @@ def in_batch(module: Any) -> bool:
 
 
 def stays_in_group(module: Any, groups: ConnectedGroups) -> bool:
-    """Returns whether a collective stays inside the worker group, and announces one that does
-    not.
-    """
+    """Returns whether a collective stays inside the worker group, and announces one that does not."""
     stays = in_batch(module)
     if not stays:
         groups.meet()
@@ -347,34 +348,31 @@ class ScaleWatch:
     """
 
     def __init__(self) -> None:
-        self._has_said = False
+        self._has_warned = False
 
     def look_at(self, module: Any, topology: Topology) -> None:
         """Looks whether a module was given the number as an attribute."""
         if vars(module).get("world_size") == topology.world.size:
-            self._say("The module keeps world_size", topology)
+            self._warn("The module keeps world_size", topology)
 
     def read(self, module: Any, topology: Topology) -> None:
-        """Looks who reads the number: the caller's caller, or the one that asks the trainer for
-        it.
-        """
-        if self._has_said or torch.compiler.is_compiling() or not in_batch(module):
+        """Looks who reads the number: the caller's caller, or the one that asks the trainer for it."""
+        if self._has_warned or torch.compiler.is_compiling() or not in_batch(module):
             return
         frame = inspect.currentframe()
         while frame is not None and frame.f_code.co_name in ("read", "world_size"):
             frame = frame.f_back
         if frame is not None and not is_of_lightning(frame.f_globals.get("__name__", "")):
-            self._say("A training batch reads trainer.world_size", topology)
+            self._warn("A training batch reads trainer.world_size", topology)
 
-    def _say(self, what: str, topology: Topology) -> None:
-        self._has_said = True
+    def _warn(self, place: str, topology: Topology) -> None:
+        self._has_warned = True
         if topology.num_groups > 1 and topology.rank == 0:
             _log.warning(
-                "%s: %d, the ranks of all worker groups, but gradients are averaged over the %d"
-                " of a group. A loss that"
-                " is multiplied by it, as for DDP, has gradients %d times too large: use"
-                " trainer.strategy.topology.group_size there. Shown once.",
-                what,
+                "%s: %d, the ranks of all worker groups, but gradients are averaged over the %d of"
+                " a group. A loss that is multiplied by it, as for DDP, has gradients %d times too"
+                " large: use trainer.strategy.topology.group_size there. Shown once.",
+                place,
                 topology.world.size,
                 topology.group_size,
                 topology.num_groups,

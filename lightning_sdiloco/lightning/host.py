@@ -1,8 +1,7 @@
-"""What this package knows of Lightning's insides: a register, the one way to patch, and what is
-refused.
+"""Lightning's insides: a register of the names that are used, the one way to patch, and refusals.
 
 [Note: the register] Some promises to users rest on names that Lightning may change in any release:
-private ones, and methods that are replaced for the time of a fit. Each stands in `REGISTER`.
+private ones, and methods that are replaced for the time of a fit. Each is in `REGISTER`.
 `check_names` looks for all of them before a fit begins, so that no promise ends without a word, and
 `wrap` replaces nothing that is not in the register. A test compares the register with the source;
 another misses one at each place.
@@ -25,6 +24,12 @@ from typing import Any, NamedTuple
 from lightning_sdiloco.registration import variants
 
 _log = logging.getLogger(__name__)
+
+Function = Callable[..., Any]
+"""One of Lightning's or of a user's, which is called as they call it."""
+
+State = dict[str, Any]
+"""What is saved of an object, or returned for that."""
 
 _RESULT = "lightning.pytorch.trainer.connectors.logger_connector.result"
 
@@ -50,119 +55,78 @@ class HostName(NamedTuple):
         """Returns whether a version should have it: one that is newer than all that were tried
         should.
         """
-        own, first = (
-            tuple(map(int, re.findall(r"\d+", text)[:3])) for text in (version, self.first)
-        )
-        return own >= first
+        return _numbers_of(version) >= _numbers_of(self.first)
+
+
+def _numbers_of(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
 _TOPS = ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
 
-# Names that are used, patched, overridden or set, and what depends on them.
-_NEEDED: dict[str, tuple[str, ...]] = {
-    # Where a fit begins and is saved, what its loaders are, and which hook runs.
-    "trainer": ("_signal_connector", "_logger_connector", "_data_connector", "save_checkpoint"),
-    "trainer.lightning_module": (
-        "_trainer",
-        "_current_fx_name",
-        "_device_mesh",
-        "forward",
-        "log",
-        "log_dict",
-    ),
-    "trainer._data_connector": ("_prepare_dataloader",),
+# Names that are used, patched, overridden or set, by place, with the features that depend on them.
+_NEEDED = {
+    # The beginning and saving of a fit, its loaders, and the hook that runs.
+    "trainer": "_signal_connector _logger_connector _data_connector save_checkpoint",
+    "trainer.lightning_module": "_trainer _current_fx_name _device_mesh forward log log_dict",
+    "trainer._data_connector": "_prepare_dataloader",
     # After a signal all ranks end at the same point, from which the fit can be resumed exactly.
-    "trainer._signal_connector": ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"),
+    "trainer._signal_connector": "_sigterm_notifier_fn _slurm_sigusr_handler_fn",
     # Epochs of unequal lengths end together, also after a resume, and all groups validate after the
     # same batch.
     "trainer.fit_loop": (
-        *(
-            "setup_data",
-            "reset",
-            "on_advance_start",
-            "on_advance_end",
-            "on_save_checkpoint",
-            "_data_fetcher",
-        ),
-        *("_combined_loader", "_restarting", "restarted_mid_epoch", "reset_restart_stage"),
+        "setup_data reset on_advance_start on_advance_end on_save_checkpoint _data_fetcher "
+        "_combined_loader _restarting restarted_mid_epoch reset_restart_stage"
     ),
     "trainer.fit_loop.epoch_loop": (
-        *(
-            "reset",
-            "advance",
-            "on_advance_end",
-            "restarted_on_train_batch_end",
-            "_is_training_done",
-            "_warning_cache",
-        ),
-        *(
-            "_num_ready_batches_reached",
-            "_should_accumulate",
-            "_should_check_val_fx",
-            "_should_check_val_epoch",
-        ),
-        *("_batches_that_stepped", "_results", "_get_monitor_value"),
+        "reset advance on_advance_end restarted_on_train_batch_end _is_training_done _warning_cache"
+        " _num_ready_batches_reached _should_accumulate _should_check_val_fx "
+        "_should_check_val_epoch _batches_that_stepped _results _get_monitor_value"
     ),
-    "lightning.pytorch.loops.fetchers": ("_DataLoaderIterDataFetcher",),
-    "lightning.pytorch.loops.fetchers._PrefetchDataFetcher": ("_start_profiler", "_stop_profiler"),
+    "lightning.pytorch.loops.fetchers": "_DataLoaderIterDataFetcher",
+    "lightning.pytorch.loops.fetchers._PrefetchDataFetcher": "_start_profiler _stop_profiler",
     # Validation sees the chosen model.
-    "trainer.fit_loop.epoch_loop.val_loop": ("run",),
-    "trainer.validate_loop": ("run",),
-    "trainer.test_loop": ("run",),
-    "trainer.predict_loop": ("run",),
+    "trainer.fit_loop.epoch_loop.val_loop": "run",
+    "trainer.validate_loop": "run",
+    "trainer.test_loop": "run",
+    "trainer.predict_loop": "run",
     # A resumed epoch has the metrics of its first batches; one that is computed in a batch does not
     # wait.
-    "trainer._logger_connector": ("_callback_metrics", "_first_loop_iter", "log_metrics"),
-    _RESULT: ("_Metadata", "_ResultMetric", "_Sync"),
-    f"{_RESULT}._Sync": ("_should",),
-    "torchmetrics.SumMetric": ("_forward_cache", "_update_count", "_defaults"),
-    "torchmetrics.metric": ("gather_all_tensors",),
+    "trainer._logger_connector": "_callback_metrics _first_loop_iter log_metrics",
+    _RESULT: "_Metadata _ResultMetric _Sync",
+    f"{_RESULT}._Sync": "_should",
+    "torchmetrics.SumMetric": "_forward_cache _update_count _defaults",
+    "torchmetrics.metric": "gather_all_tensors",
     # All groups save and stop together, and no batch waits for other groups.
     "ModelCheckpoint": (
-        "on_train_batch_end",
-        "_train_time_interval",
-        "_monitor_candidates",
-        "_save_last_checkpoint",
+        "on_train_batch_end _train_time_interval _monitor_candidates _save_last_checkpoint"
     ),
-    "Timer": ("_check_time_remaining", "_duration"),
-    "CheckpointIO": ("save_checkpoint", "load_checkpoint"),
+    "Timer": "_check_time_remaining _duration",
+    "CheckpointIO": "save_checkpoint load_checkpoint",
     # Averages are of outer parameters.
-    "StochasticWeightAveraging": ("_average_model", "on_train_epoch_start"),
+    "StochasticWeightAveraging": "_average_model on_train_epoch_start",
     # The ranks start, connect, and reduce gradients in their worker group.
-    "trainer.strategy": ("_configure_launcher", "_launcher", "reduce", "barrier"),
-    "DDPStrategy": (
-        "_setup_model",
-        "_ddp_kwargs",
-        "_ddp_comm_hook",
-        "_ddp_comm_state",
-        "_start_method",
-    ),
-    "ModelParallelStrategy": ("_setup_distributed", "_device_mesh"),
-    "lightning.pytorch.strategies.launchers": ("_MultiProcessingLauncher",),
-    "_MultiProcessingLauncher": ("_wrapping_function", "_start_method", "_strategy"),
-    FABRIC: ("_configure_launcher", "_ddp_kwargs", "_set_world_ranks"),
+    "trainer.strategy": "_configure_launcher _launcher reduce barrier",
+    "DDPStrategy": "_setup_model _ddp_kwargs _ddp_comm_hook _ddp_comm_state _start_method",
+    "ModelParallelStrategy": "_setup_distributed _device_mesh",
+    "lightning.pytorch.strategies.launchers": "_MultiProcessingLauncher",
+    "_MultiProcessingLauncher": "_wrapping_function _start_method _strategy",
+    FABRIC: "_configure_launcher _ddp_kwargs _set_world_ranks",
     # `sdiloco simulate` reads the configuration of a command line.
-    "LightningCLI": ("_get", "_run_subcommand"),
+    "LightningCLI": "_get _run_subcommand",
 }
 
 _SET = ("_launcher", "_device_mesh")
 """Names that are set, and are there then: Lightning must show them in public ones."""
 
+_WEIGHT_AVERAGING = (
+    "_average_model _latest_update_step should_update on_train_batch_end on_train_epoch_end"
+    " on_train_end on_save_checkpoint"
+)
+
 REGISTER = (
-    *(HostName(place, name) for place, names in _NEEDED.items() for name in names),
-    *(
-        HostName("WeightAveraging", name, "2.6.0")
-        for name in (
-            *(
-                "_average_model",
-                "_latest_update_step",
-                "should_update",
-                "on_train_batch_end",
-                "on_train_epoch_end",
-            ),
-            *("on_train_end", "on_save_checkpoint"),
-        )
-    ),
+    *(HostName(place, name) for place, names in _NEEDED.items() for name in names.split()),
+    *(HostName("WeightAveraging", name, "2.6.0") for name in _WEIGHT_AVERAGING.split()),
     HostName("trainer", "_results", without="sdiloco simulate shows no validation"),
     HostName(
         "trainer", "_val_check_time_interval", "2.6.0", "validation by the clock is not refused"
@@ -204,18 +168,17 @@ def check_without_trainer(host: Any, place: str = "") -> None:
 def _require(missing: list[HostName], version: str = "", warns: bool = False) -> None:
     needed = [str(entry) for entry in missing if not entry.without]
     lacks = needed or [f"{entry}, without which {entry.without}" for entry in missing]
-    told = (
+    text = (
         f"This version of Lightning{version} lacks what worker groups need: {'; '.join(lacks)}."
-        " lightning-sdiloco was"
-        f" tested with Lightning {OLDEST} to {NEWEST}."
+        f" lightning-sdiloco was tested with Lightning {OLDEST} to {NEWEST}."
     )
     if needed:
-        raise ValueError(f"{told} Install one of these, or a newer version of lightning-sdiloco.")
+        raise ValueError(f"{text} Install one of these, or a newer version of lightning-sdiloco.")
     if missing and warns:
-        _log.warning("%s Training continues without.", told)
+        _log.warning("%s Training continues without.", text)
 
 
-def wrap(undo: ExitStack, target: Any, name: str, around: Callable[..., Any]) -> None:
+def wrap(undo: ExitStack, target: Any, name: str, around: Function) -> None:
     """Replaces a function of Lightning's with one that gets it as its first argument."""
     entry = next((entry for entry in REGISTER if entry.name == name), None)
     assert entry is not None, f"{name} is not in the register of {__name__}"
@@ -223,8 +186,11 @@ def wrap(undo: ExitStack, target: Any, name: str, around: Callable[..., Any]) ->
         _require([entry])
         return
     original = getattr(target, name)
-    own = vars(target)
-    undo.callback(*((setattr, target, name, own[name]) if name in own else (own.pop, name, None)))
+    attributes = vars(target)
+    if name in attributes:
+        undo.callback(setattr, target, name, attributes[name])
+    else:
+        undo.callback(attributes.pop, name, None)
     if isinstance(target, (type, ModuleType)):
         setattr(target, name, lambda *args, **kwargs: around(original, *args, **kwargs))
     else:
@@ -232,15 +198,11 @@ def wrap(undo: ExitStack, target: Any, name: str, around: Callable[..., Any]) ->
 
 
 class _Replacement(partial[Any]):
-    """A function that replaces a method; copies and pickles of the object have the method
-    itself.
-    """
+    """A function that replaces a method; copies and pickles of the object have the method itself."""
 
     replaced: tuple[Any, str]
 
-    def __new__(
-        cls, target: Any, name: str, around: Callable[..., Any], original: Any
-    ) -> "_Replacement":
+    def __new__(cls, target: Any, name: str, around: Function, original: Any) -> "_Replacement":
         replacement = super().__new__(cls, around, original)
         replacement.replaced = target, name
         return replacement
@@ -251,7 +213,7 @@ class _Replacement(partial[Any]):
         return getattr, self.replaced
 
 
-# Where names are looked for
+# The objects in which names are looked for
 
 
 def _hosts(place: str, trainer: Any) -> Iterator[Any]:
@@ -271,15 +233,15 @@ def _hosts(place: str, trainer: Any) -> Iterator[Any]:
 
 @cache
 def _imported(place: str) -> Any:
-    """Returns a module, or an object of a class, as ``__init__`` makes it; None if there is no
-    such class.
+    """Returns a module, or an object of a class, as ``__init__`` makes it; None if there is no such
+    class.
     """
     module, _, name = place.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        host = getattr(importlib.import_module(module), name, None)
     except ImportError:
         return None
-    return found() if isinstance(found, type) else found
+    return host() if isinstance(host, type) else host
 
 
 def _distribution_of(trainer: Any) -> str:
@@ -295,11 +257,12 @@ def _has(host: Any, entry: HostName) -> bool:
     """
     name = entry.name
     is_class = isinstance(host, type)
-    own: Mapping[str, Any] = {} if is_class else getattr(host, "__dict__", {})
+    attributes: Mapping[str, Any] = {} if is_class else getattr(host, "__dict__", {})
     if name in _SET:
-        return own.get(name) is None or getattr(host, name.removeprefix("_"), None) is own[name]
+        attribute = attributes.get(name)
+        return attribute is None or getattr(host, name.removeprefix("_"), None) is attribute
     kinds = (host if is_class else type(host)).__mro__
-    return name in own or any(
+    return name in attributes or any(
         name in vars(kind) for kind in kinds if is_of_lightning(kind.__module__)
     )
 
@@ -310,8 +273,9 @@ def is_of_lightning(module: str) -> bool:
 
 
 def class_names(kind: type) -> set[str]:
-    """Returns the names of the classes of Lightning that a class inherits from. Others may have
-    the same names.
+    """Returns the names of the classes of Lightning that a class inherits from.
+
+    Others may have the same names.
     """
     return {base.__name__ for base in kind.__mro__ if is_of_lightning(base.__module__)}
 
@@ -321,57 +285,56 @@ _OURS = __name__.partition(".")[0]
 
 def user_hooks(trainer: Any, names: Collection[str]) -> list[str]:
     """Returns which of these hooks the user's module and callbacks have, as ``Class.hook``."""
-    found = dict[str, None]()
+    hooks = dict[str, None]()
     for owner in (trainer.lightning_module, *trainer.callbacks):
         # A LambdaCallback holds its hooks itself.
         members = set(vars(owner))
         for kind in type(owner).__mro__:
             if not is_of_lightning(kind.__module__) and not kind.__module__.startswith(_OURS):
                 members |= vars(kind).keys()
-        found |= {f"{type(owner).__name__}.{name}": None for name in names if name in members}
-    return list(found)
+        hooks |= {f"{type(owner).__name__}.{name}": None for name in names if name in members}
+    return list(hooks)
 
 
-# What is refused: trainers that would leave worker groups with different models, or waiting for
-# each other forever
+# Refused are trainers that would leave worker groups with different models, or waiting for each
+# other forever
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"
-_PRECISIONS = (
-    "32-true",
-    "bf16-mixed",
-    "bf16-true",
-    "16-true",
-)  # of Lightning's ModelParallelStrategy
-
+# Those of Lightning's ModelParallelStrategy.
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 
 _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 # Why a callback cannot work, by its class.
 _WITH_GROUPS = {
-    "ModelPruning": "prunes by the local weights of each worker group, so every group would prune something else. Prune"
-    " the outer model after training, with torch.nn.utils.prune.",
-    "SpikeDetection": "asks all ranks after every batch whether there was a spike, so every worker group would wait for"
-    " the slowest at every step. Leave it out; a group whose values are not finite is left out"
-    " of the mean anyway.",
+    "ModelPruning": (
+        "prunes by the local weights of each worker group, so every group would prune something"
+        " else. Prune the outer model after training, with torch.nn.utils.prune."
+    ),
+    "SpikeDetection": (
+        "asks all ranks after every batch whether there was a spike, so every worker group would"
+        " wait for the slowest at every step. Leave it out; a group whose values are not finite is"
+        " left out of the mean anyway."
+    ),
 }
 _WITH_SHARDS = {
     **dict.fromkeys(
         _AVERAGING,
         "copies the whole model, but every rank has only a part. Leave it out: the outer model,"
-        " which validation and"
-        " checkpoints use, is an average already.",
+        " which validation and checkpoints use, is an average already.",
     ),
-    "BaseFinetuning": "unfreezes layers between epochs, which sharded parameters do not follow. Freeze in"
-    " configure_model what stays frozen, and train in several fits.",
+    "BaseFinetuning": (
+        "unfreezes layers between epochs, which sharded parameters do not follow. Freeze in"
+        " configure_model what stays frozen, and train in several fits."
+    ),
 }
 _ON_A_ROUTE = dict.fromkeys(
     _AVERAGING,
     "averages outer parameters over time, but on this route each worker group holds its own, so"
-    " every group would end"
-    " with another average. Leave out the callback, or route.",
+    " every group would end with another average. Leave out the callback, or route.",
 )
 
 
-def refuse_what_cannot_work(trainer: Any, shares: bool, is_sharded: bool) -> None:
+def refuse_unsupported(trainer: Any, shares: bool, is_sharded: bool) -> None:
     """Refuses what cannot work with groups, on a route, or where each rank of a group holds a part
     of the model.
     """
@@ -386,76 +349,75 @@ def refuse_what_cannot_work(trainer: Any, shares: bool, is_sharded: bool) -> Non
     if seconds is not None:
         raise ValueError(
             f"val_check_interval is a time, {seconds:g} s: each rank would go by its own clock,"
-            " validate after another"
-            " batch and wait there for the others. Give it as a number of batches, or as a share"
-            " of the epoch."
+            " validate after another batch and wait there for the others. Give it as a number of"
+            " batches, or as a share of the epoch."
         )
-    averaging = [
+    averaging = _averaging_callbacks(trainer)
+    if len(averaging) > 1:
+        names = ", ".join(type(callback).__name__ for callback in averaging)
+        raise ValueError(
+            f"Several callbacks average weights: {names}. A checkpoint has room for one average,"
+            " and the module for one at the end. Keep one of them."
+        )
+    reasons = dict(_WITH_GROUPS)
+    if not shares:
+        reasons |= _ON_A_ROUTE
+    if is_sharded:
+        reasons |= _WITH_SHARDS
+    for callback in trainer.callbacks:
+        for name in class_names(type(callback)) & reasons.keys():
+            raise ValueError(f"{type(callback).__name__} {reasons[name]}")
+    for callback in averaging:
+        _refuse_batch_norm(callback, trainer)
+
+
+def _averaging_callbacks(trainer: Any) -> list[Any]:
+    return [
         callback
         for callback in trainer.callbacks
         if class_names(type(callback)).intersection(_AVERAGING)
     ]
-    if len(averaging) > 1:
+
+
+def _refuse_batch_norm(averaging: Any, trainer: Any) -> None:
+    """Refuses a StochasticWeightAveraging of a model with BatchNorm."""
+    contains_batch_norm = getattr(averaging, "pl_module_contains_batch_norm", None)
+    if contains_batch_norm is None or trainer.max_epochs == -1:
+        return
+    if contains_batch_norm(trainer.lightning_module):
         raise ValueError(
-            "Several callbacks average weights:"
-            f" {', '.join(type(callback).__name__ for callback in averaging)}. A"
-            " checkpoint has room for one average, and the module for one at the end. Keep one"
-            " of them."
+            f"{type(averaging).__name__} does not work with a model that has BatchNorm: it adds an"
+            " epoch that recomputes the statistics, in every worker group from its own data and"
+            " without an exchange, so every group would end with another model. Use WeightAveraging"
+            " or EMAWeightAveraging, which average the statistics too."
         )
-    reasons = {
-        **_WITH_GROUPS,
-        **({} if shares else _ON_A_ROUTE),
-        **(_WITH_SHARDS if is_sharded else {}),
-    }
-    for callback in trainer.callbacks:
-        for kind in class_names(type(callback)) & reasons.keys():
-            raise ValueError(f"{type(callback).__name__} {reasons[kind]}")
-    for callback in averaging if trainer.max_epochs != -1 else ():
-        # Only StochasticWeightAveraging has it.
-        contains_batch_norm = getattr(
-            callback, "pl_module_contains_batch_norm", lambda module: False
-        )
-        if contains_batch_norm(trainer.lightning_module):
-            raise ValueError(
-                f"{type(callback).__name__} does not work with a model that has BatchNorm: it"
-                " adds an epoch that"
-                " recomputes the statistics, in every worker group from its own data and without"
-                " an exchange, so every"
-                " group would end with another model. Use WeightAveraging or EMAWeightAveraging,"
-                " which average the"
-                " statistics too."
-            )
 
 
 def may_write_at_end(trainer: Any) -> bool:
     """Returns whether a hook of the end of training may change the model: one of a user, or of an
     average.
     """
-    averages = any(
-        class_names(type(callback)).intersection(_AVERAGING) for callback in trainer.callbacks
-    )
-    return averages or bool(user_hooks(trainer, ["on_train_end"]))
+    return bool(_averaging_callbacks(trainer) or user_hooks(trainer, ["on_train_end"]))
 
 
 def refuse_in_notebook(host: Any) -> None:
-    """Refuses to start processes in a notebook in a way that would run a script again. Lightning
-    advises DDP there.
+    """Refuses to start processes in a notebook in a way that would run a script again.
+
+    Lightning advises DDP there.
     """
     # Lightning decides alike.
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     launcher = host.launcher
-    if is_interactive and launcher is not None and not launcher.is_interactive_compatible:
-        name = "_".join((host.strategy_name, "notebook"))
-        raise ValueError(
-            f"strategy={host.strategy_name!r} cannot start its processes from a notebook or an"
-            " interactive interpreter,"
-            " which has no script to run. "
-            + (
-                f"Write strategy={name!r}, or give the strategy start_method='fork'."
-                if name in variants(host.strategy_name)
-                else "Run your code as a script."
-            )
-        )
+    if not is_interactive or launcher is None or launcher.is_interactive_compatible:
+        return
+    advice = "Run your code as a script."
+    name = "_".join((host.strategy_name, "notebook"))
+    if name in variants(host.strategy_name):
+        advice = f"Write strategy={name!r}, or give the strategy start_method='fork'."
+    raise ValueError(
+        f"strategy={host.strategy_name!r} cannot start its processes from a notebook or an"
+        f" interactive interpreter, which has no script to run. {advice}"
+    )
 
 
 def advise_on_unused(exception: BaseException, name: str) -> None:
@@ -463,12 +425,9 @@ def advise_on_unused(exception: BaseException, name: str) -> None:
     advises DDP.
     """
     advice = (
-        "It looks like your LightningModule has parameters that were not used in producing the"
-        " loss returned by"
-        " training_step. If this is intentional, DistributedDataParallel must look for them in"
-        " every step: write"
-        f" strategy='{name}_find_unused_parameters_true', or give the strategy"
-        f" ddp_kwargs={{'find_unused_parameters':"
-        " True}}."
+        "It looks like your LightningModule has parameters that were not used in producing the loss"
+        " returned by training_step. If this is intentional, DistributedDataParallel must look for"
+        f" them in every step: write strategy='{name}_find_unused_parameters_true', or give the"
+        " strategy ddp_kwargs={'find_unused_parameters': True}}."
     )
     exception.args = tuple(advice if _UNUSED in str(part) else part for part in exception.args)

@@ -20,7 +20,7 @@ from math import gcd
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from lightning_sdiloco.engine import checkpoint as files
 from lightning_sdiloco.engine.checkpoint import own_state
 from lightning_sdiloco.engine.per_rank import Read
 from lightning_sdiloco.engine.shards import local, part_of, ranks_of, reshard
-from lightning_sdiloco.lightning.host import wrap
+from lightning_sdiloco.lightning.host import Function, State, wrap
 
 _log = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ Checkpoint = dict[str, Any]
 Save = Callable[[Checkpoint, Any, Any], None]
 Load = Callable[..., Checkpoint]
 
-# What the strategy passes to DistributedDataParallel, and arguments of DDPStrategy that do not go
-# to it.
+# Arguments that the strategy passes to DistributedDataParallel itself, and those of DDPStrategy
+# that do not go to it.
 _NOT_FOR_DDP = frozenset(
     (
         "module",
@@ -65,7 +65,7 @@ _NOT_FOR_DDP = frozenset(
     + ("model_averaging_period",)
 )
 
-# Where Lightning keeps what is not a tensor, in a sharded folder.
+# The file in a sharded folder in which Lightning keeps all but the tensors.
 _METADATA = "meta.pt"
 
 
@@ -76,16 +76,16 @@ class WholeModel:
     `ShardedModel` overrides what differs where ranks share it.
     """
 
-    summary: ClassVar[
-        str
-    ] = """Trains one model on several worker groups joined by slow links, with Streaming DiLoCo.
+    summary = """Trains one model on several worker groups joined by slow links, with Streaming DiLoCo.
 
-    Each worker group trains on its own, with DistributedDataParallel among its ranks. The model is cut into fragments,
-    which the groups average one after the other, a few bits per value, while training goes on (arXiv 2501.18512).
+    Each worker group trains on its own, with DistributedDataParallel among its ranks. The model is
+    cut into fragments, which the groups average one after the other, a few bits per value, while
+    training goes on (arXiv 2501.18512).
 
     Examples:
         >>> strategy = StreamingDiLoCoStrategy(worker_groups=2, sync_every=50)
-        >>> Trainer(strategy=strategy, accelerator="cpu", devices=2).fit(model, data)  # doctest: +SKIP"""
+        >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2)  # doctest: +SKIP
+        >>> trainer.fit(model, data)  # doctest: +SKIP"""
 
     is_sharded = False
 
@@ -98,7 +98,8 @@ class WholeModel:
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         """Takes what `base_arguments` returned."""
-        self.described: dict[str, str] = {}  # What must be the same on all ranks.
+        # Arguments that must be the same on all ranks.
+        self.described: dict[str, str] = {}
 
     @staticmethod
     def base_arguments(
@@ -130,9 +131,8 @@ class WholeModel:
         arguments = dict(locals())
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise ValueError(
-                f"start_method={start_method!r} is unknown: it must be 'popen', the default,"
-                " which runs the script"
-                " again, 'spawn', 'fork' or 'forkserver'. Choose one of them."
+                f"start_method={start_method!r} is unknown: it must be 'popen', the default, which"
+                " runs the script again, 'spawn', 'fork' or 'forkserver'. Choose one of them."
             )
         require_backend(process_group_backend)
         check_ddp_kwargs(ddp_kwargs, "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper")
@@ -146,51 +146,47 @@ class WholeModel:
     ) -> GroupLayout:
         """``"auto"`` is a group per node, or per device of a single node."""
         world_size = num_nodes * num_processes
-        automatic = num_nodes if num_nodes > 1 else world_size
-        return GroupLayout(
-            world_size, automatic if isinstance(worker_groups, str) else worker_groups
-        )
+        if isinstance(worker_groups, str):
+            worker_groups = num_nodes if num_nodes > 1 else world_size
+        return GroupLayout(world_size, worker_groups)
 
     # The model
 
-    def wrap(
-        self, host: Any, module: Any, topology: Topology, wrap: Callable[[nn.Module], Any]
-    ) -> Any:
-        group = topology.in_group.process_group
-        host._ddp_kwargs["process_group"] = group
+    def wrap(self, host: Any, module: Any, topology: Topology, wrap: Function) -> Any:
+        process_group = topology.in_group.process_group
+        host._ddp_kwargs["process_group"] = process_group
         # Without the process group a communication hook of DDP reduces gradients over all groups.
         state = host._ddp_comm_state
-        if host._ddp_comm_hook is not None and state is None:
-            host._ddp_comm_state = group
-        elif state is not None and getattr(state, "process_group", group) is None:
-            state.process_group = group
+        if state is None and host._ddp_comm_hook is not None:
+            host._ddp_comm_state = process_group
+        elif state is not None and getattr(state, "process_group", process_group) is None:
+            state.process_group = process_group
         # A simulated group has no process group, and wraps in its own way.
-        is_single = topology.group_size == 1 and group is not None
-        given = host._ddp_kwargs
-        does_more = any(given.get(name) is not None for name in _MORE)
-        if (
-            is_single
-            and not does_more
-            and any(parameter.requires_grad for parameter in module.parameters())
-        ):
-            return SingleRankDDP(
-                module, device_ids=host.determine_ddp_device_ids(), **host._ddp_kwargs
-            )
+        is_single = topology.group_size == 1 and process_group is not None
+        if is_single and is_plain(host._ddp_kwargs, module):
+            device_ids = host.determine_ddp_device_ids()
+            return SingleRankDDP(module, device_ids=device_ids, **host._ddp_kwargs)
         wrapped = wrap(module)
-        if topology.group_size > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
-            fix_bucket_order(wrapped)
-            return wrapped
-        resumes = topology.group_size > 2 and host.fit.checkpointer.resumed is not None
-        if resumes and wrapped.static_graph and topology.world.rank == 0:
+        if topology.group_size > 2:
+            if may_fix_bucket_order(wrapped):
+                fix_bucket_order(wrapped)
+            elif wrapped.static_graph and host.fit.checkpointer.resumed is not None:
+                self._warn_of_static_graph(topology)
+        return wrapped
+
+    @staticmethod
+    def _warn_of_static_graph(topology: Topology) -> None:
+        """Warns that buckets are not rebuilt before the first step, so that a resumed run may round
+        differently.
+        """
+        if topology.world.rank == 0:
             _log.warning(
-                "With static_graph=True DistributedDataParallel adds up the gradients of the"
-                " first step in another"
-                " order than later ones. In a worker group of %d ranks the resumed run may round"
-                " differently from an"
-                " uninterrupted one; without static_graph it gives the same bits.",
+                "With static_graph=True DistributedDataParallel adds up the gradients of the first"
+                " step in another order than later ones. In a worker group of %d ranks the resumed"
+                " run may round differently from an uninterrupted one; without static_graph it"
+                " gives the same bits.",
                 topology.group_size,
             )
-        return wrapped
 
     # Checkpoints
 
@@ -220,13 +216,13 @@ def reader_of(load_file: Load, **how: Any) -> Read:
     # Before 2.6 Lightning knows no such argument, and reads any object.
     weights_only = how.get("weights_only", False)
 
-    def read(data: io.BytesIO) -> Any:
+    def read(packed: io.BytesIO) -> Any:
         try:
-            return torch.load(data, map_location="cpu", weights_only=weights_only)
+            return torch.load(packed, map_location="cpu", weights_only=weights_only)
         except Exception:
             with TemporaryDirectory() as folder:
                 file = Path(folder) / "entry.ckpt"
-                file.write_bytes(data.getvalue())
+                file.write_bytes(packed.getvalue())
                 return load_file(file, **how)
 
     return read
@@ -237,27 +233,24 @@ def check_ddp_kwargs(ddp_kwargs: Any, *of_lightning: str) -> None:
     if ddp_kwargs is not None and not isinstance(ddp_kwargs, Mapping):
         raise ValueError(
             f"ddp_kwargs={ddp_kwargs!r} is of type {type(ddp_kwargs).__name__}: it must be a"
-            " dictionary, with"
-            " arguments of DistributedDataParallel. Write ddp_kwargs={'find_unused_parameters':"
-            " True}, for example."
+            " dictionary, with arguments of DistributedDataParallel. Write"
+            " ddp_kwargs={'find_unused_parameters': True}, for example."
         )
-    known = {*inspect.signature(DistributedDataParallel).parameters, *of_lightning} - _NOT_FOR_DDP
+    accepted = {*inspect.signature(DistributedDataParallel).parameters, *of_lightning}
+    accepted -= _NOT_FOR_DDP
     for name in ddp_kwargs or {}:
         if name in _NOT_FOR_DDP:
             raise ValueError(
                 f"ddp_kwargs contains {name!r}, which the strategy sets itself:"
-                " DistributedDataParallel runs among the"
-                " ranks of a worker group. Take it out; choose the groups with worker_groups,"
-                " and the rest with the"
-                " strategy's own arguments."
+                " DistributedDataParallel runs among the ranks of a worker group. Take it out;"
+                " choose the groups with worker_groups, and the rest with the strategy's own"
+                " arguments."
             )
-        if name not in known:
-            near = get_close_matches(str(name), known)
-            advice = (
-                f"Did you mean {' or '.join(map(repr, near))}?"
-                if near
-                else f"It has {', '.join(sorted(known))}."
-            )
+        if name not in accepted:
+            near = get_close_matches(str(name), accepted)
+            advice = f"It has {', '.join(sorted(accepted))}."
+            if near:
+                advice = f"Did you mean {' or '.join(map(repr, near))}?"
             raise ValueError(
                 f"ddp_kwargs contains {name!r}, which DistributedDataParallel does not have."
                 f" {advice}"
@@ -269,9 +262,10 @@ class ShardedModel(WholeModel):
 
     summary = """Trains one model, too large for one device, on several worker groups joined by slow links.
 
-    Each worker group trains one sharded copy of the model, with FSDP2, tensor parallelism or both among its ranks, as
-    ``configure_model`` says. The groups do as in `StreamingDiLoCoStrategy`: they average fragments one after the other,
-    a few bits per value, while training goes on (arXiv 2501.18512). Each rank exchanges what it holds.
+    Each worker group trains one sharded copy of the model, with FSDP2, tensor parallelism or both
+    among its ranks, as ``configure_model`` says. The groups do as in `StreamingDiLoCoStrategy`:
+    they average fragments one after the other, a few bits per value, while training goes on (arXiv
+    2501.18512). Each rank exchanges what it holds.
 
     Examples:
         >>> strategy = StreamingDiLoCoModelParallelStrategy(worker_groups=2, data_parallel_size=4)
@@ -281,9 +275,10 @@ class ShardedModel(WholeModel):
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.described = {name: str(value) for name, value in arguments.items()}
-        self._data: int | Literal["auto"] = arguments["data_parallel_size"]
-        self._tensor: int | Literal["auto"] = arguments["tensor_parallel_size"]
+        self._data_parallel: int | Literal["auto"] = arguments["data_parallel_size"]
+        self._tensor_parallel: int | Literal["auto"] = arguments["tensor_parallel_size"]
         self.in_folders = arguments["save_distributed_checkpoint"]
+        self.mesh: Mapping[str, int] = {}
 
     @staticmethod
     @override
@@ -312,9 +307,8 @@ class ShardedModel(WholeModel):
             size = arguments[name]
             if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise ValueError(
-                    f"{name}={size!r} is out of range: it must be a whole number of at least 1,"
-                    " or 'auto'. Choose one"
-                    " of them."
+                    f"{name}={size!r} is out of range: it must be a whole number of at least 1, or"
+                    " 'auto'. Choose one of them."
                 )
         require_backend(process_group_backend)
         return arguments
@@ -325,30 +319,27 @@ class ShardedModel(WholeModel):
     def layout(
         self, worker_groups: int | Literal["auto"], num_nodes: int, num_processes: int
     ) -> GroupLayout:
-        if (
-            isinstance(worker_groups, str)
-            and isinstance(self._data, int)
-            and isinstance(self._tensor, int)
-        ):
-            world_size = num_nodes * num_processes
-            layout = GroupLayout(world_size, max(1, world_size // (self._data * self._tensor)))
-        else:
-            layout = super().layout(worker_groups, num_nodes, num_processes)
-        data = self._data
-        tensor = self._tensor
+        data_parallel = self._data_parallel
+        tensor_parallel = self._tensor_parallel
+        if "auto" not in (data_parallel, tensor_parallel) and isinstance(worker_groups, str):
+            group_size = int(data_parallel) * int(tensor_parallel)
+            worker_groups = max(1, num_nodes * num_processes // group_size)
+        layout = super().layout(worker_groups, num_nodes, num_processes)
         size = layout.group_size
-        if isinstance(tensor, str):
-            tensor = size // data if isinstance(data, int) else gcd(size, num_processes)
-        if isinstance(data, str):
-            data = size // tensor
-        if data * tensor != size:
+        if isinstance(tensor_parallel, str):
+            tensor_parallel = gcd(size, num_processes)
+            if isinstance(data_parallel, int):
+                tensor_parallel = size // data_parallel
+        if isinstance(data_parallel, str):
+            data_parallel = size // tensor_parallel
+        if data_parallel * tensor_parallel != size:
             raise ValueError(
-                f"data_parallel_size={self._data!r} and tensor_parallel_size={self._tensor!r} do"
-                " not fill a worker"
-                f" group of {size} ranks: their product must be that number. Change one of them,"
-                " or worker_groups."
+                f"data_parallel_size={self._data_parallel!r} and"
+                f" tensor_parallel_size={self._tensor_parallel!r} do not fill a worker group of"
+                f" {size} ranks: their product must be that number. Change one of them, or"
+                " worker_groups."
             )
-        self.mesh = {"data_parallel": data, "tensor_parallel": tensor}
+        self.mesh = {"data_parallel": data_parallel, "tensor_parallel": tensor_parallel}
         return layout
 
     # Checkpoints
@@ -378,57 +369,67 @@ class ShardedModel(WholeModel):
 
     @override
     def read(self, host: Any, path: Any, load: Load, *args: Any, **kwargs: Any) -> Checkpoint:
-        path = Path(path if host.is_alone else host.topology.world.all_gather_object(str(path))[0])
+        if not host.is_alone:
+            path = host.topology.world.all_gather_object(str(path))[0]
+        path = Path(path)
         weights_only = kwargs.get("weights_only", args[0] if args else None)
-        # The tensors of a single file stay on disk.
-        file, how = (path / _METADATA, {}) if is_folder(path) else (path, {"mmap": True})
-        checkpoint = dict(torch.load(file, map_location="cpu", weights_only=weights_only, **how))
+        how: dict[str, Any] = {"map_location": "cpu", "weights_only": weights_only}
+        in_folder = is_folder(path)
+        if in_folder:
+            checkpoint = dict(torch.load(path / _METADATA, **how))
+        else:
+            # The tensors of a single file stay on disk.
+            checkpoint = dict(torch.load(path, mmap=True, **how))
         if files.KEY not in checkpoint:
             return dict(load(path, *args, **kwargs))
-        model = host.model
         strict = host.lightning_module.strict_loading
-        state: dict[str, Any] = get_model_state_dict(model)
-        if is_folder(path):
-            loaded = {"state_dict": state}
-            load_folder(loaded, checkpoint_id=path)
-            set_model_state_dict(
-                model, loaded["state_dict"], options=StateDictOptions(strict=strict)
-            )
+        if in_folder:
+            read_folder(host.model, path, strict)
         else:
-            whole = checkpoint.pop("state_dict")
-            if strict and state.keys() != whole.keys():
-                missing = sorted(state.keys() - whole.keys())
-                unexpected = sorted(whole.keys() - state.keys())
-                raise RuntimeError(
-                    f"The checkpoint is of another model. Missing: {missing}. Unexpected:"
-                    f" {unexpected}."
-                )
-            with torch.no_grad():
-                for name in state.keys() & whole.keys():
-                    if isinstance(state[name], Tensor):
-                        local(state[name]).copy_(part_of(state[name], whole[name]))
+            take_parts(host.model, checkpoint.pop("state_dict"), strict)
         return checkpoint
 
 
+def read_folder(model: nn.Module, path: Path, strict: bool) -> None:
+    """Reads the parts of this rank from a sharded folder. All ranks must call it."""
+    loaded = {"state_dict": get_model_state_dict(model)}
+    load_folder(loaded, checkpoint_id=path)
+    set_model_state_dict(model, loaded["state_dict"], options=StateDictOptions(strict=strict))
+
+
+def take_parts(model: nn.Module, tensors: Mapping[str, Any], strict: bool) -> None:
+    """Copies the parts of this rank from whole tensors."""
+    parts: State = get_model_state_dict(model)
+    if strict and parts.keys() != tensors.keys():
+        missing = sorted(parts.keys() - tensors.keys())
+        unexpected = sorted(tensors.keys() - parts.keys())
+        raise RuntimeError(
+            f"The checkpoint is of another model. Missing: {missing}. Unexpected: {unexpected}."
+        )
+    with torch.no_grad():
+        for name in parts.keys() & tensors.keys():
+            if isinstance(parts[name], Tensor):
+                local(parts[name]).copy_(part_of(parts[name], tensors[name]))
+
+
 def require_sharded(module: nn.Module, topology: Topology, mesh: Mapping[str, int]) -> None:
-    """Refuses a model with a parameter that is not sharded over the data-parallel ranks of a
-    group.
-    """
+    """Refuses a model with a parameter that is not sharded over the data-parallel ranks of a group."""
     reshard(module)
-    data, tensor = mesh.values()
+    data_parallel, tensor_parallel = mesh.values()
     rank = topology.group_index * topology.group_size + topology.group_rank
-    row = set(range(rank - rank % tensor, rank - rank % tensor + tensor))
+    first_of_row = rank - rank % tensor_parallel
+    row = set(range(first_of_row, first_of_row + tensor_parallel))
     alone = [
-        name for name, p in module.named_parameters() if p.requires_grad and set(ranks_of(p)) <= row
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and set(ranks_of(parameter)) <= row
     ]
-    if data > 1 and alone:
+    if data_parallel > 1 and alone:
         raise ValueError(
             f"{len(alone)} trainable parameters, such as {alone[0]!r}, are not sharded over the"
-            " mesh's data_parallel"
-            f" dimension of {data} ranks: their gradients would not be averaged, and the ranks"
-            " of a group would train"
-            " different models. In configure_model call fully_shard on the module that holds"
-            " them, with"
+            f" mesh's data_parallel dimension of {data_parallel} ranks: their gradients would not"
+            " be averaged, and the ranks of a group would train different models. In"
+            " configure_model call fully_shard on the module that holds them, with"
             " mesh=self.device_mesh['data_parallel']."
         )
 
@@ -448,7 +449,7 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path, group: Communicator)
         tensors[f"optimizer_{index}"] = state
     part = path.with_name(f"{path.name}.part")
     before = path.with_name(f"{path.name}.before")
-    # What an earlier save has left goes before any rank writes; all ranks raise if it cannot.
+    # Remains of an earlier save are removed before any rank writes; if that fails, all ranks raise.
     first = group.attempt(lambda: _remove(part) if group.rank == 0 else None)[0]
     if first.failure:
         raise first.raised or OSError(f"rank 0: {first.failure[0]}: {first.text}")
@@ -475,12 +476,18 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# What DistributedDataParallel does otherwise inside a worker group
+# DistributedDataParallel inside a worker group
 
 # One rank has no gradients to average, and no need of buckets: 5 bytes a parameter.
 
 # With these DistributedDataParallel does more than average gradients, which one rank does not need.
 _MORE = frozenset({"mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce"})
+
+
+def is_plain(ddp_kwargs: Mapping[str, Any], module: nn.Module) -> bool:
+    """Returns whether DistributedDataParallel would only average the gradients of a module."""
+    does_more = any(ddp_kwargs.get(name) is not None for name in _MORE)
+    return not does_more and any(parameter.requires_grad for parameter in module.parameters())
 
 
 class SingleRankDDP(DistributedDataParallel):
@@ -501,8 +508,9 @@ class SingleRankDDP(DistributedDataParallel):
 
     @override
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        is_single = isinstance(self.reducer, _NoReducer)
-        return self.module(*inputs, **kwargs) if is_single else super().forward(*inputs, **kwargs)
+        if isinstance(self.reducer, _NoReducer):
+            return self.module(*inputs, **kwargs)
+        return super().forward(*inputs, **kwargs)
 
     @override
     def register_comm_hook(self, state: Any, hook: Any) -> None:
@@ -529,16 +537,22 @@ class _NoReducer:
 # the first step.
 
 
+def may_fix_bucket_order(model: DistributedDataParallel) -> bool:
+    """Returns whether DistributedDataParallel rebuilds its buckets after the first step at all."""
+    return not (model.static_graph or model.find_unused_parameters)
+
+
 def fix_bucket_order(model: DistributedDataParallel) -> None:
     """Makes DistributedDataParallel rebuild its buckets now: a resumed fit then adds gradients in
     the same order.
     """
     module = model.module
-    parameters = [p for p in model.module.parameters() if p.requires_grad]
-    embeddings = (
-        part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))
-    )
-    sparse = {id(part.weight) for part in embeddings if part.sparse}
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    sparse = {
+        id(part.weight)
+        for part in module.modules()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+    }
 
     def read(parameter: Tensor) -> Tensor:
         if id(parameter) in sparse:
@@ -563,9 +577,9 @@ def fix_bucket_order(model: DistributedDataParallel) -> None:
 # Gradients go before the forward pass, where Lightning lets them go after it: 1.1 bytes a
 # parameter, of 100 million.
 
-# What glibc keeps at the end of its heap at most. If less goes before the forward pass, glibc gives
-# it back to the system in every batch, where later it would not: 1 to 4 % of the processor time of
-# up to 11 million parameters.
+# glibc keeps at most this much free memory at the end of its heap. If less goes before the forward
+# pass, glibc gives it back to the system in every batch, where later it would not: 1 to 4 % of the
+# processor time of up to 11 million parameters.
 _LEAST_BYTES = 1 << 26
 
 

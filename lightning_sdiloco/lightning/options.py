@@ -1,10 +1,10 @@
-"""What a user chooses for a strategy, and what the planner chooses where that is ``"auto"``.
+"""The choices of a user for a strategy, and those of the planner for ``"auto"`` settings.
 
 [Note: what is chosen when] The first inner steps are ordinary ones: no launch is due before
 `sync_every` of them are done. In the first few the engine runs with placeholders for the settings
-to be chosen. Then all ranks gather how long a step took, measure the link together, and adopt what
-rank 0 chooses. The engine goes on as if the choice had been there from the start, so the run is,
-bit for bit, one with these settings. Every later checkpoint holds them, and a resumed fit takes
+to be chosen. Then all ranks gather how long a step took, measure the link together, and adopt the
+choice of rank 0. The engine continues as if the choice had been there from the start, so the run
+is, bit for bit, one with these settings. Every later checkpoint holds them, and a resumed fit takes
 them from there. A dense beginning is chosen in the same way, before its own first launch would be
 due: its rounds are as short as the link allows without making training wait.
 """
@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
@@ -92,6 +93,10 @@ class Measured(NamedTuple):
         )
 
 
+def _is_auto(setting: Any) -> bool:
+    return isinstance(setting, str) and setting == AUTO
+
+
 @dataclass
 class Options:
     """The choices that all strategies have, as they are now: planner or checkpoint may replace
@@ -110,153 +115,155 @@ class Options:
     overlap_gives_way: bool = False
     """Whether ``overlap_steps`` was left out, and so follows ``sync_every``."""
     steps: float = math.inf
-    """The inner steps of a fit, where they are known."""
+    """The inner steps of a fit; infinite where they are not known."""
     measured: Measured | None = None
+    """What the planner measured; None until then, and if it measured nothing."""
+    # When inner steps ended, without the seconds in which training waited for other groups.
     _times: list[float] = field(default_factory=list)
 
     @staticmethod
-    def of(arguments: Mapping[str, Any]) -> "Options":
-        """Checks the arguments of a strategy, found by their names among others."""
-        given = {item.name: arguments[item.name] for item in fields(Settings)}
-        chooses_dense = (
-            isinstance(given["dense_beginning"], str) and given["dense_beginning"] == AUTO
-        )
+    def from_arguments(arguments: Mapping[str, Any]) -> "Options":
+        """Checks the arguments of a strategy, which may have others, too."""
+        chosen = {setting.name: arguments[setting.name] for setting in fields(Settings)}
+        chooses_dense = _is_auto(chosen["dense_beginning"])
         if chooses_dense:
-            given["dense_beginning"] = None
-        auto = [
-            name for name in _PLACEHOLDERS if isinstance(given[name], str) and given[name] == AUTO
-        ]
-        stand_in = {name: _PLACEHOLDERS[name] for name in auto if name != "exchange"}
-        # What does not suit an exchange is refused here, before it gives way to a placeholder.
-        settings = Settings.among({**given, **stand_in})
+            chosen["dense_beginning"] = None
+        # An exchange that does not suit is refused here, before it gives way to a placeholder.
+        auto = [name for name in _PLACEHOLDERS if _is_auto(chosen[name]) and name != "exchange"]
+        settings = Settings.among({**chosen, **{name: _PLACEHOLDERS[name] for name in auto}})
         if isinstance(settings.exchange, TwoShot) and settings.exchange.lacks_links:
             backend = settings.exchange.backend
             settings = replace(settings, exchange=f"{_PLACEHOLDERS['exchange']}:{backend}")
-            stand_in["exchange"] = None
-        own = {
-            name: arguments[name] for name in ("worker_groups", "evaluate", "resume", "federation")
-        }
+            auto.append("exchange")
         return Options(
             settings,
-            **own,
-            auto=tuple(stand_in),
+            worker_groups=arguments["worker_groups"],
+            evaluate=arguments["evaluate"],
+            resume=arguments["resume"],
+            federation=arguments["federation"],
+            auto=tuple(auto),
             chooses_dense=chooses_dense,
-            overlap_gives_way=given["overlap_steps"] is None,
+            overlap_gives_way=chosen["overlap_steps"] is None,
         )
 
     def __post_init__(self) -> None:
-        settings = self.settings
-        first = next(iter(self.auto), "")
-        asked = f"exchange={TwoShot()!r}" if first == "exchange" else f"{first}='auto'"
-        for holds, why in (
-            (
-                first and settings.sync_every <= STEPS,
-                f"sync_every={settings.sync_every} leaves no time for {asked}: the first {STEPS}"
-                " inner steps are"
-                f" measured before the first launch. Choose {first} yourself, or a larger"
-                " sync_every.",
-            ),
-            (
-                first not in ("", "exchange") and settings.schedule is not None,
-                f"schedule={settings.schedule!r} does not work with {first}='auto': the planner"
-                " plans launches every"
-                f" sync_every inner steps. Choose {first} yourself, or leave out schedule.",
-            ),
-            (
-                first and not settings.shares,
-                f"route={settings.route!r} does not work with {first}='auto': the planner plans"
-                " rounds in which all"
-                f" groups exchange with all others. Choose {first} yourself, or leave out route.",
-            ),
-            (
-                first not in ("", "exchange") and settings.dense_beginning is not None,
-                f"dense_beginning={settings.dense_beginning!r} does not work with"
-                f" {first}='auto': its first launches"
-                f" come before the first {STEPS} inner steps are measured. Choose {first}"
-                " yourself, or leave out"
-                " dense_beginning.",
-            ),
-            (
-                "sync_every" in self.auto and settings.overlap_steps >= max(SYNC_EVERY),
-                f"overlap_steps={settings.overlap_steps} leaves nothing for sync_every='auto',"
-                " which chooses at most"
-                f" {max(SYNC_EVERY)}. Choose sync_every yourself, or fewer overlap_steps.",
-            ),
-            (
-                self.evaluate not in ("outer", "mean", "local"),
-                f"evaluate={self.evaluate!r} is unknown: validation inside a fit sees the"
-                " 'outer' model (the default),"
-                " the 'mean' of the worker groups, or each group's 'local' model. Choose one of"
-                " them.",
-            ),
-            (
-                self.resume not in ("exact", "restart", "exact:newest", "restart:newest"),
-                f"resume={self.resume!r} is unknown: it must be 'exact', which refuses a"
-                " checkpoint of other settings,"
-                " or 'restart', which restarts rounds from its outer parameters; with the suffix"
-                " ':newest' only the"
-                " newest checkpoint keeps the folder that a fit resumes from. Choose one of them.",
-            ),
-            (
-                self.federation is not None and not isinstance(self.federation, Federation),
-                f"federation={self.federation!r} is not a Federation. Give one:"
-                " lightning_sdiloco.Federation(hub=...,"
-                " run=..., site=..., keys=...), or leave it out.",
-            ),
-            (
-                self.federation is not None and self.worker_groups not in (1, "auto"),
-                f"worker_groups={self.worker_groups} does not work with a federation: the ranks"
-                " of a site are one"
-                " worker group. Leave it out, and start the others as their own sites.",
-            ),
-            (
-                self.federation is not None and first,
-                f"{first}='auto' does not work with a federation: its sites are launched"
-                " separately, and all need the"
-                " same settings. Give a number or name (sdiloco plan --hub-bandwidth recommends"
-                " some), or what the run"
-                " was founded with (sdiloco doctor --hub shows it).",
-            ),
-            (
-                self.federation is not None and self.restarts,
-                f"resume={self.resume!r} does not work with a federation: a site resumes from"
-                " its own checkpoint, or"
-                " fetches a state. Leave it out.",
-            ),
-            (
-                self.federation is not None and self.evaluate == "mean",
-                f"evaluate={self.evaluate!r} does not work with a federation: validation does"
-                " not wait for other sites."
-                " Choose 'outer' or 'local'.",
-            ),
-        ):
-            if holds:
-                raise ValueError(why)
+        if self.auto:
+            self._check_auto(self.auto[0])
+        self._check_choices()
+        if self.federation is not None:
+            self._check_federation()
         self.worker_groups = checked_worker_groups(self.worker_groups)
         if self.federation is not None:
-            self.federation.check(settings)
+            self.federation.check(self.settings)
             # The ranks of a site are one group.
             self.worker_groups = 1
 
+    def _check_auto(self, first: str) -> None:
+        """Refuses settings with which the planner cannot choose others, of which this is the first."""
+        settings = self.settings
+        auto_text = f"{first}='auto'"
+        if first == "exchange":
+            auto_text = f"exchange={TwoShot()!r}"
+        if settings.sync_every <= STEPS:
+            raise ValueError(
+                f"sync_every={settings.sync_every} leaves no time for {auto_text}: the first"
+                f" {STEPS} inner steps are measured before the first launch. Choose {first}"
+                " yourself, or a larger sync_every."
+            )
+        if first != "exchange" and settings.schedule is not None:
+            raise ValueError(
+                f"schedule={settings.schedule!r} does not work with {first}='auto': the planner"
+                f" plans launches every sync_every inner steps. Choose {first} yourself, or leave"
+                " out schedule."
+            )
+        if not settings.shares:
+            raise ValueError(
+                f"route={settings.route!r} does not work with {first}='auto': the planner plans"
+                f" rounds in which all groups exchange with all others. Choose {first} yourself, or"
+                " leave out route."
+            )
+        if first != "exchange" and settings.dense_beginning is not None:
+            raise ValueError(
+                f"dense_beginning={settings.dense_beginning!r} does not work with {first}='auto':"
+                f" its first launches come before the first {STEPS} inner steps are measured."
+                f" Choose {first} yourself, or leave out dense_beginning."
+            )
+        if "sync_every" in self.auto and settings.overlap_steps >= max(SYNC_EVERY):
+            raise ValueError(
+                f"overlap_steps={settings.overlap_steps} leaves nothing for sync_every='auto',"
+                f" which chooses at most {max(SYNC_EVERY)}. Choose sync_every yourself, or fewer"
+                " overlap_steps."
+            )
+
+    def _check_choices(self) -> None:
+        """Refuses unknown names of validation and resumption, and what is no federation."""
+        if self.evaluate not in ("outer", "mean", "local"):
+            raise ValueError(
+                f"evaluate={self.evaluate!r} is unknown: validation inside a fit sees the 'outer'"
+                " model (the default), the 'mean' of the worker groups, or each group's 'local'"
+                " model. Choose one of them."
+            )
+        if self.resume not in ("exact", "restart", "exact:newest", "restart:newest"):
+            raise ValueError(
+                f"resume={self.resume!r} is unknown: it must be 'exact', which refuses a checkpoint"
+                " of other settings, or 'restart', which restarts rounds from its outer parameters;"
+                " with the suffix ':newest' only the newest checkpoint keeps the folder that a fit"
+                " resumes from. Choose one of them."
+            )
+        if self.federation is not None and not isinstance(self.federation, Federation):
+            raise ValueError(
+                f"federation={self.federation!r} is not a Federation. Give one:"
+                " lightning_sdiloco.Federation(hub=..., run=..., site=..., keys=...), or leave it"
+                " out."
+            )
+
+    def _check_federation(self) -> None:
+        """Refuses options that do not work in a federation."""
+        if self.worker_groups not in (1, "auto"):
+            raise ValueError(
+                f"worker_groups={self.worker_groups} does not work with a federation: the ranks of"
+                " a site are one worker group. Leave it out, and start the others as their own"
+                " sites."
+            )
+        if self.auto:
+            first = self.auto[0]
+            raise ValueError(
+                f"{first}='auto' does not work with a federation: its sites are launched"
+                " separately, and all need the same settings. Give a number or name (sdiloco plan"
+                " --hub-bandwidth recommends some), or what the run was founded with (sdiloco"
+                " doctor --hub shows it)."
+            )
+        if self.restarts:
+            raise ValueError(
+                f"resume={self.resume!r} does not work with a federation: a site resumes from its"
+                " own checkpoint, or fetches a state. Leave it out."
+            )
+        if self.evaluate == "mean":
+            raise ValueError(
+                f"evaluate={self.evaluate!r} does not work with a federation: validation does not"
+                " wait for other sites. Choose 'outer' or 'local'."
+            )
+
     @property
     def restarts(self) -> bool:
-        """Whether a resumed fit restarts the rounds, whatever the settings of its checkpoint."""
+        """Returns whether a resumed fit restarts the rounds, whatever its checkpoint's settings."""
         return self.resume.startswith("restart")
 
     def described(self) -> dict[str, str]:
         """Returns every choice as text, which is the same on all ranks if and only if the choice
         is.
         """
-        own = {
+        return {
+            **self.settings.described(),
+            **dict.fromkeys(self.open, repr(AUTO)),
             "worker_groups": str(self.worker_groups),
             "evaluate": self.evaluate,
             "resume": self.resume,
         }
-        return {**self.settings.described(), **dict.fromkeys(self.open, repr(AUTO)), **own}
 
     @property
     def is_planned(self) -> bool:
-        """Whether the planner has still to choose from how long inner steps take."""
+        """Returns whether the planner still has to choose by the duration of inner steps."""
         return any(name != "exchange" for name in self.auto)
 
     @property
@@ -282,9 +289,7 @@ class Options:
         self._choose_outer_step(model, topology)
 
     def _choose_outer_step(self, model: nn.Module, topology: Topology) -> None:
-        """Chooses the open settings of the outer step, unless what they depend on is chosen
-        later.
-        """
+        """Chooses the open settings of the outer step, unless what they depend on is chosen later."""
         if {"sync_every", "dense_beginning"} & {*self.open}:
             return
         rounds = self._rounds()
@@ -303,80 +308,79 @@ class Options:
         return (self.steps - dense_steps) // self.settings.sync_every
 
     def _choose_dense(self, model: nn.Module, topology: Topology, step_time: float) -> None:
-        """Chooses the shortest dense rounds that the link hides; none if it hides none. All ranks
-        must call it.
+        """Chooses the shortest dense rounds that the link hides; none if it hides none.
+
+        All ranks must call it.
         """
         self.chooses_dense = False
         self.settings = replace(self.settings, dense_beginning=None)
-        candidates = list[DenseBeginning]()
-        for sync_every in _DENSE_EVERY:
-            dense = dense_for(topology.num_groups, self.steps, self.settings, sync_every)
-            # The first launch must not be due before this choice.
-            if dense is not None and sync_every >= len(self._times):
-                candidates.append(dense)
+        candidates = self._dense_candidates(topology.num_groups)
         if not candidates:
             return
-        # Where flights do not go on in the background, as in a simulation, the clock says nothing
-        # of a link.
+        # If flights do not run in the background, as in a simulation, the clock says nothing of a
+        # link.
         if topology.background is None and self.measured is None:
-            self.measured = Measured(
-                step_time, measure_link(topology, self.settings.timeout.total_seconds())
-            )
-        described, groups = self._described(model, topology, step_time)
-        hidden = list[DenseBeginning]()
+            timeout = self.settings.timeout.total_seconds()
+            self.measured = Measured(step_time, measure_link(topology, timeout))
+        workload = Model.of_parameters(trainable(model))
+        groups = _groups_of(model, topology, step_time)
+        hidden = None
         for dense in candidates:
-            method = Streaming(described, dense_rounds_alone(self.settings, dense), groups)
+            method = Streaming(workload, dense_rounds_alone(self.settings, dense), groups)
             if self.measured is None or is_hidden(method, self.measured.link):
-                hidden.append(dense)
-        # The clock of each rank says something else.
-        dense = topology.world.all_gather_object(as_data(hidden[0] if hidden else None))[0]
-        chosen = DenseBeginning.read(dense)
+                hidden = dense
+                break
+        # The clocks of ranks differ, so all take the choice of rank 0.
+        of_ranks = topology.world.all_gather_object(as_data(hidden))
+        chosen = DenseBeginning.read(of_ranks[0])
         self.settings = replace(self.settings, dense_beginning=chosen)
         if topology.rank == 0:
-            sent = Streaming(described, self.settings, groups).dense_bytes
-            self._tell_dense(chosen, topology.num_groups, sent)
+            dense_bytes = Streaming(workload, self.settings, groups).dense_bytes
+            self._announce_dense(chosen, topology.num_groups, dense_bytes)
 
-    def _tell_dense(self, dense: DenseBeginning | None, num_groups: int, sent: float) -> None:
-        why = f"{self.measured}" if self.measured else "the groups are simulated in one process"
+    def _dense_candidates(self, num_groups: int) -> list[DenseBeginning]:
+        """Returns dense beginnings whose first launch is not due before this inner step, those with
+        the shortest rounds first.
+        """
+        candidates = []
+        for sync_every in _DENSE_EVERY:
+            dense = dense_for(num_groups, self.steps, self.settings, sync_every)
+            if dense is not None and sync_every >= len(self._times):
+                candidates.append(dense)
+        return candidates
+
+    def _announce_dense(
+        self, dense: DenseBeginning | None, num_groups: int, dense_bytes: float
+    ) -> None:
+        """Logs the choice of a dense beginning, with its reason and with the bytes that it sends."""
+        reason = f"{self.measured}" if self.measured else "the groups are simulated in one process"
         if dense is None:
             _log.warning(
                 "Chosen: dense_beginning=None, because training would wait for the link in all"
-                " dense rounds that"
-                " sync_every=%d and the length of this fit allow: %s.",
+                " dense rounds that sync_every=%d and the length of this fit allow: %s.",
                 self.settings.sync_every,
-                why,
+                reason,
             )
             return
         _log.warning(
-            "Chosen: dense_beginning=%r: in the first %d of the %d inner steps of this fit, %.0f"
-            " %% of them, the %d"
-            " groups exchange every %d inner steps, and each sends %s. These are the shortest"
-            " rounds for which training"
-            " does not wait: %s. Give dense_beginning=None for none.",
+            "Chosen: dense_beginning=%r: in the first %d of the %d inner steps of this fit, %.0f %%"
+            " of them, the %d groups exchange every %d inner steps, and each sends %s. These are"
+            " the shortest rounds for which training does not wait: %s. Give dense_beginning=None"
+            " for none.",
             dense,
             dense.steps,
             self.steps,
             100 * dense.steps / self.steps,
             num_groups,
             dense.sync_every,
-            readable(sent),
-            why,
+            readable(dense_bytes),
+            reason,
         )
 
-    def _described(
-        self, model: nn.Module, topology: Topology, step_time: float
-    ) -> tuple[Model, Groups]:
-        """Describes model and groups for the planner."""
-        memory_rate = _MEMORY_RATES.get(next(model.parameters()).device.type, _MEMORY_RATE)
-        groups = Groups(step_time, topology.num_groups, topology.group_size, memory_rate)
-        return Model.of_parameters(trainable(model)), groups
-
-    # What the planner chooses
+    # The choice of the planner
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Takes what suits from a checkpoint, and the planner's choice if it was saved after
-        that.
-        """
+        """Takes the settings of a checkpoint that suit, and the planner's choice if it holds it."""
         saved = read_settings(saved)
         self.settings = self.settings.taken_from(saved)
         if self.chooses_dense:
@@ -384,13 +388,18 @@ class Options:
             self.chooses_dense = dense == AUTO
             if not self.chooses_dense:
                 self.settings = replace(self.settings, dense_beginning=DenseBeginning.read(dense))
-        # Runs of old say how many blocks the default was.
-        cut = self.settings.fragments
-        before = saved.get("fragments")
-        if isinstance(cut, str) and isinstance(before, str) and before.startswith(f"{cut}:"):
-            self.settings = replace(self.settings, fragments=before)
-        if not self.auto or any(saved.get(name) in (None, AUTO) for name in self.auto):
-            return
+        # Older runs say how many blocks the default was.
+        fragments = self.settings.fragments
+        saved_fragments = saved.get("fragments")
+        are_names = isinstance(fragments, str) and isinstance(saved_fragments, str)
+        if are_names and saved_fragments.startswith(f"{fragments}:"):
+            self.settings = replace(self.settings, fragments=saved_fragments)
+        is_saved = all(saved.get(name) not in (None, AUTO) for name in self.auto)
+        if self.auto and is_saved:
+            self._restore_choice(saved)
+
+    def _restore_choice(self, saved: Mapping[str, Any]) -> None:
+        """Takes the choice of the planner from a checkpoint that was saved after it was made."""
         chosen: dict[str, Any] = {}
         for name in self.auto:
             chosen[name] = saved[name]
@@ -425,17 +434,18 @@ class Options:
         return bool(self.open) and (len(self._times) > STEPS or launch_in <= 1)
 
     def step_time(self) -> float:
-        """Returns how long an inner step takes: the usual one, or while there are few of them the
-        shortest.
-        """
-        is_settled = len(self._times) > STEPS
-        times = self._times[FIRST:] if is_settled else self._times
-        seconds = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
-        return max(1e-6, median(seconds) if is_settled else min(seconds, default=0.0))
+        """Returns how long an inner step takes: the median, or the shortest of the first few."""
+        if len(self._times) > STEPS:
+            seconds = median(after - before for before, after in pairwise(self._times[FIRST:]))
+        else:
+            steps = (after - before for before, after in pairwise(self._times))
+            seconds = min(steps, default=0.0)
+        return max(1e-6, seconds)
 
     def choose(self, model: nn.Module, topology: Topology) -> None:
-        """Measures the link, and adopts what the planner recommends for what is open. All ranks
-        must call it.
+        """Measures the link, and adopts what the planner recommends for what is open.
+
+        All ranks must call it.
         """
         settings = self.settings
         timeout = self.settings.timeout.total_seconds()
@@ -484,17 +494,23 @@ def choice(
     topology: Topology,
     measured: Measured | None,
 ) -> dict[str, Any]:
+    """Returns the settings of these names that the planner recommends for a measured link."""
     if not names:
         return {}
-    described = Model.of_parameters(trainable(model))
-    among = candidates_among(names, settings, described)
+    workload = Model.of_parameters(trainable(model))
+    suitable = candidates_among(names, settings, workload)
     if measured is None:
-        own = next(among)
+        recommended = next(suitable)
     else:
-        memory_rate = _MEMORY_RATES.get(next(model.parameters()).device.type, _MEMORY_RATE)
-        groups = Groups(measured.step_time, topology.num_groups, topology.group_size, memory_rate)
-        own = recommend(described, groups, measured.link, among).settings
-    return {name: getattr(own, name) for name in names}
+        groups = _groups_of(model, topology, measured.step_time)
+        recommended = recommend(workload, groups, measured.link, suitable).settings
+    return {name: getattr(recommended, name) for name in names}
+
+
+def _groups_of(model: nn.Module, topology: Topology, step_time: float) -> Groups:
+    """Describes the groups for the planner."""
+    memory_rate = _MEMORY_RATES.get(next(model.parameters()).device.type, _MEMORY_RATE)
+    return Groups(step_time, topology.num_groups, topology.group_size, memory_rate)
 
 
 def candidates_among(
@@ -516,8 +532,9 @@ def candidates_among(
 
 
 def measure_link(topology: Topology, timeout: float, to: int | None = None) -> Link:
-    """Measures the link between groups, with ever larger messages until one is slow enough. All
-    ranks must call it.
+    """Measures the link between groups, with ever larger messages until one is slow enough.
+
+    All ranks must call it.
 
     Args:
         topology: The worker groups.
@@ -528,8 +545,8 @@ def measure_link(topology: Topology, timeout: float, to: int | None = None) -> L
     exchange = topology.exchange
 
     def seconds(nbytes: int) -> float:
-        """How long messages of that size take: to all groups, or to one of them, with a byte to
-        the others.
+        """Returns how long messages of that size take to all groups, or to one of them, with a byte
+        to the others.
         """
         sizes = [nbytes if to in (None, group) else 1 for group in range(exchange.num_groups)]
         messages = {
@@ -538,23 +555,27 @@ def measure_link(topology: Topology, timeout: float, to: int | None = None) -> L
         }
         started = time.monotonic()
         exchange.collect(exchange.post([messages[size] for size in sizes]), started + timeout)
-        took = topology.world.all_gather_object(time.monotonic() - started)
-        return float(
-            max(took if to is None else took[topology.group_size * to :][: topology.group_size])
-        )
+        times = topology.world.all_gather_object(time.monotonic() - started)
+        if to is not None:
+            times = times[topology.group_size * to :][: topology.group_size]
+        return float(max(times))
 
     round_trip = min(seconds(1) for _ in range(3))
     nbytes = _LEAST_BYTES
-    while (took := seconds(nbytes)) < _ENOUGH_SECONDS and nbytes < _MOST_BYTES:
+    transfer = seconds(nbytes)
+    while transfer < _ENOUGH_SECONDS and nbytes < _MOST_BYTES:
         nbytes *= 4
+        transfer = seconds(nbytes)
     # All ranks of a group send at once, each to all other groups.
     sent = nbytes * (topology.num_groups - 1) * topology.group_size
     return Link(
-        gbit_s=sent * 8 / max(took - round_trip, 1e-6) / 1e9, round_trip=min(round_trip, 9.9)
+        gbit_s=sent * 8 / max(transfer - round_trip, 1e-6) / 1e9, round_trip=min(round_trip, 9.9)
     )
 
 
-def tell(settings: Settings, fragments: int, measured: Measured | None) -> dict[str, float]:
+def announce_choice(
+    settings: Settings, fragments: int, measured: Measured | None
+) -> dict[str, float]:
     """Announces in the log what was chosen, and returns what the loggers of a trainer get."""
     numbers: dict[str, float] = {
         "sdiloco/sync_every": settings.sync_every,
@@ -569,8 +590,7 @@ def tell(settings: Settings, fragments: int, measured: Measured | None) -> dict[
         }
     _log.warning(
         "Chosen: sync_every=%d, overlap_steps=%d, fragments=%r (number of fragments: %d),"
-        " compression=%r, because %s. A"
-        " resumed fit takes these settings from its checkpoint.",
+        " compression=%r, because %s. A resumed fit takes these settings from its checkpoint.",
         settings.sync_every,
         settings.overlap_steps,
         settings.fragments,

@@ -1,4 +1,4 @@
-"""What users read of a strategy, also of a fit that a launcher ran in other processes."""
+"""The results of a fit for users, also if a launcher ran it in other processes."""
 
 import signal
 import sys
@@ -28,7 +28,7 @@ else:
 
 
 class Summary(NamedTuple):
-    """What stays readable of a finished fit that ran in other processes."""
+    """The results of a finished fit that ran in other processes."""
 
     fragments: tuple[Fragment, ...]
     schedule: Schedule
@@ -41,18 +41,17 @@ class Results:
     options: Options
     engine: StreamingDiLoCo | None = None
     fragments: tuple[Fragment, ...] = ()
-    other: Summary | None = None
-    """Results of a fit that ran in other processes."""
+    summary: Summary | None = None
+    """That of a fit that ran in other processes."""
 
     @property
     def source(self) -> StreamingDiLoCo | Summary:
-        source = self.engine or self.other
+        source = self.engine or self.summary
         if source is None:
             raise RuntimeError(
-                "There is nothing to read yet: fragments and schedule are known from"
-                " on_fit_start on, outer parameters"
-                " and the report from on_train_batch_start on, and everything after a fit that"
-                " trained."
+                "There is nothing to read yet: fragments and schedule are known from on_fit_start"
+                " on, outer parameters and the report from on_train_batch_start on, and everything"
+                " after a fit that trained."
             )
         return source
 
@@ -75,9 +74,9 @@ class LauncherMixin(_Base):
     It passes a termination signal of the main process on to them, and ends them after Ctrl-C.
     Lightning itself would leave them running, or wait for a result that does not come.
 
-    What may be large travels through files in a folder that lives as long as the launch.
-    Lightning's queue is a pipe of about 64 kB that the main process reads only after the processes
-    have ended: with more than that, each side would wait for the other for ever.
+    Large values travel through files in a folder that lives as long as the launch. Lightning's
+    queue is a pipe of about 64 kB that the main process reads only after the processes have ended:
+    with more than that, each side would wait for the other for ever.
     """
 
     _strategy: Any
@@ -101,8 +100,8 @@ class LauncherMixin(_Base):
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
             except KeyboardInterrupt:
-                # Whether it reached the processes or not, they end: the interpreter would wait for
-                # them.
+                # End the processes even if the signal did not reach them: the interpreter would
+                # wait for them.
                 self.kill(signal.SIGINT)
                 deadline = time.monotonic() + _SECONDS_TO_END
                 try:
@@ -121,19 +120,18 @@ class LauncherMixin(_Base):
 
     @override
     def _wrapping_function(
-        self, process_idx: int, trainer: Any, function: Any, args: Any, kwargs: Any, *rest: Any
+        self, process_idx: int, trainer: Any, function: Any, args: Any, kwargs: Any, *more: Any
     ) -> None:
         if self._inherited is not None:
             signal.signal(signal.SIGTERM, self._inherited)
         if self._start_method == "forkserver":
             # In shared memory all ranks would train the same parameters.
-            for module in (
-                part for part in (*args, *kwargs.values()) if isinstance(part, nn.Module)
-            ):
-                for tensor in (*module.parameters(), *module.buffers()):
-                    tensor.data = tensor.data.clone()
+            for argument in (*args, *kwargs.values()):
+                if isinstance(argument, nn.Module):
+                    for tensor in (*argument.parameters(), *argument.buffers()):
+                        tensor.data = tensor.data.clone()
         try:
-            super()._wrapping_function(process_idx, trainer, function, args, kwargs, *rest)
+            super()._wrapping_function(process_idx, trainer, function, args, kwargs, *more)
         except self._strategy.distribution.termination:
             # Without this exit code the main process would take this for success, and wait for the
             # result.
@@ -148,10 +146,16 @@ class LauncherMixin(_Base):
         extra = super().get_extra_results(trainer)
         engine = trainer.strategy.engine
         if engine is not None and engine.is_finished:
-            summary = engine.fragments, engine.schedule, engine.outer_state_dict(), engine.report()
+            summary = (
+                engine.fragments,
+                engine.schedule,
+                engine.outer_state_dict(),
+                engine.report(),
+            )
             torch.save(summary, folder / _SUMMARY)
-        for name in [name for name, value in extra.items() if isinstance(value, bytes)]:
-            (folder / f"{name}{_BYTES}").write_bytes(extra.pop(name))
+        for name, metrics in list(extra.items()):
+            if isinstance(metrics, bytes):
+                (folder / f"{name}{_BYTES}").write_bytes(extra.pop(name))
         return extra
 
     @override
@@ -167,6 +171,6 @@ class LauncherMixin(_Base):
                 fragments, schedule, outer, counts = torch.load(
                     folder / _SUMMARY, weights_only=True
                 )
-            trainer.strategy.results.other = Summary(
+            trainer.strategy.results.summary = Summary(
                 fragments, schedule, partial(deepcopy, outer), partial(dict, counts)
             )

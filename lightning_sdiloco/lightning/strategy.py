@@ -13,27 +13,19 @@ read, also afterwards.
 import gc
 import inspect
 import logging
-import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from functools import wraps
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from typing_extensions import TypedDict, Unpack, override
+from typing_extensions import override
 
-from lightning_sdiloco.algorithm.config import (
-    DEFAULT_TIMEOUT,
-    OTHER_NAMES,
-    OuterOptimizer,
-    refuse_unknown,
-)
+from lightning_sdiloco.algorithm.config import DEFAULT_TIMEOUT, OuterOptimizer
 from lightning_sdiloco.algorithm.gossip import Route
 from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.partition import Fragment
@@ -47,15 +39,22 @@ from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.shards import local
 from lightning_sdiloco.engine.start import align_model
 from lightning_sdiloco.federation.config import Federation
+from lightning_sdiloco.lightning.arguments import (
+    Argument,
+    arguments_of,
+    docstring_of,
+    take_arguments,
+)
 from lightning_sdiloco.lightning.epochs import process_wrapped
 from lightning_sdiloco.lightning.evaluation import Averaging
 from lightning_sdiloco.lightning.fit import Distribution, Fit
 from lightning_sdiloco.lightning.fit_state import listen_without_fit
 from lightning_sdiloco.lightning.groups import ConnectedGroups, stays_in_group
 from lightning_sdiloco.lightning.host import (
+    State,
     advise_on_unused,
     refuse_in_notebook,
-    refuse_what_cannot_work,
+    refuse_unsupported,
 )
 from lightning_sdiloco.lightning.model_format import WholeModel, release_gradients, require_sharded
 from lightning_sdiloco.lightning.options import Measured, Options
@@ -122,13 +121,13 @@ class GroupStrategy:
             docs/choosing.md. None: none.
         schedule: When fragments launch: a ``LaunchSchedule`` such as ``Selective()``, which
             launches less often while outer gradients hardly change. None: every ``sync_every``
-                inner steps.
+            inner steps.
         weighing: How much each group counts in a mean: a ``Weighing``. None: by the inner steps it
             trained.
-        route: Whom each group exchanges with in a round: a ``Route`` such as ``RandomPairs()`` or
-            ``Ring()``. With these, groups hold their own outer parameters; validation and
-            checkpoints use their mean. None: all groups.
-        untrained: What becomes of buffers and frozen parameters, by patterns of their names, as in
+        route: The groups with which each group exchanges in a round: a ``Route`` such as
+            ``RandomPairs()`` or ``Ring()``. With these, groups hold their own outer parameters;
+            validation and checkpoints use their mean. None: all groups.
+        untrained: The treatment of buffers and frozen parameters, by patterns of their names, as in
             ``{"*.queue": "own"}``: ``"mean"`` of the groups, those of the ``"first"`` group, or
             each group's ``"own"``. None: statistics of norms are averaged, other buffers are those
             of the first group, and large ones and frozen parameters are each group's own; see
@@ -144,13 +143,24 @@ class GroupStrategy:
     strategy_name: ClassVar[str]
     summary: ClassVar[str] = ""
     model_format: ClassVar[type[WholeModel]]
-    renamed: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Its names for some arguments; an empty text for missing ones."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "strategy_name" in vars(cls):
-            document(cls)
+            arguments = cls._arguments()
+            raises = inspect.cleandoc(GroupStrategy.__doc__ or "").partition("Raises:\n")[2]
+            summary = cls.summary or cls.model_format.summary
+            cls.__doc__ = docstring_of(summary, arguments, raises)
+            take_arguments(cls, arguments.values())
+
+    @classmethod
+    def _arguments(cls) -> dict[str, Argument]:
+        """Returns the arguments of this strategy, with their descriptions."""
+        base_arguments = cls.model_format.base_arguments
+        return {
+            **arguments_of(GroupStrategy.__init__, GroupStrategy.__doc__),
+            **arguments_of(base_arguments, base_arguments.__doc__),
+        }
 
     def __init__(
         self,
@@ -177,7 +187,7 @@ class GroupStrategy:
         **of_format: Any,
     ) -> None:
         # Nothing is started here: strategies are pickled.
-        self._options = Options.of(locals())
+        self._options = Options.from_arguments(locals())
         arguments = self.base_arguments(of_format)
         self._format = self.model_format(arguments)
         self._groups = ConnectedGroups()
@@ -197,11 +207,11 @@ class GroupStrategy:
 
     @property
     def root_device(self) -> torch.device:
-        # Where there are more processes than nodes, an environment may show each only its own
-        # device.
         devices = self.parallel_devices or []  # type: ignore[attr-defined]
-        is_own = len(devices) == 1 and self.world_size > self.num_nodes  # type: ignore[attr-defined]
-        return devices[0] if is_own else super().root_device  # type: ignore[misc]
+        if len(devices) == 1 and self.world_size > self.num_nodes:  # type: ignore[attr-defined]
+            # The environment shows each process only its own device.
+            return devices[0]
+        return super().root_device  # type: ignore[misc]
 
     @property
     def schedule(self) -> Schedule:
@@ -210,22 +220,22 @@ class GroupStrategy:
         Known from ``on_fit_start`` on; in Fabric, from the first step of an optimizer on. Settings
         that are ``"auto"`` are chosen after the first inner steps, and the schedule is known then.
         """
-        if self.results.other is not None:
-            return self.results.other.schedule
+        if self.results.summary is not None:
+            return self.results.summary.schedule
         settings = self.results.options.settings
         return settings.schedule_of(len(self.fragments))
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
-        """The fragments: names and sizes in bytes of their parameters. Known as early as
-        `schedule`.
+        """The fragments: names and sizes in bytes of their parameters.
+
+        Known as early as `schedule`.
         """
-        known = self.results.engine or self.results.other
-        return (
-            self.results.fragments
-            if known is None and self.results.fragments
-            else self.results.source.fragments
-        )
+        results = self.results
+        has_trained = results.engine is not None or results.summary is not None
+        if results.fragments and not has_trained:
+            return results.fragments
+        return results.source.fragments
 
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Returns the outer parameters: name -> whole float32 tensor on the host, the same on every
@@ -266,22 +276,22 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     """Overrides what Lightning's strategies of a Trainer do over all ranks."""
 
     distribution: ClassVar[Distribution]
+    _options: Options
 
-    def __init__(self, *args: Any, **given: Any) -> None:
-        super().__init__(*args, **given)
+    def __init__(self, *args: Any, **arguments: Any) -> None:
+        super().__init__(*args, **arguments)
         self._fit: Fit | None = None
-        self._patches = ExitStack()  # What is replaced in Lightning while there is no fit.
+        # Replacements in Lightning while there is no fit.
+        self._patches = ExitStack()
 
-    # What users read
+    # For users
 
     @property
     def measured(self) -> Measured | None:
-        """What the planner measured to choose the ``"auto"`` settings; None if it chose none
-        here.
-        """
+        """The measurements by which the planner chose ``"auto"`` settings; None if it chose none."""
         return self.results.options.measured
 
-    # What launcher, checkpoints and loops read
+    # For launcher, checkpoints and loops
 
     @property
     def fit(self) -> Fit:
@@ -290,7 +300,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @property
     def is_alone(self) -> bool:
-        """Whether this rank ends with an exception and must not wait for others."""
+        """Returns whether this rank ends with an exception and must not wait for others."""
         return self._groups.is_alone
 
     @property
@@ -310,19 +320,19 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         super().connect(model)
         self._groups.failed = False
         if self._fit is not None:
-            # What the planner chose stays; rate, momentum and mixing are chosen as they were for
-            # the first fit.
-            chosen = self._fit.options
-            first = self._options.settings
+            # The planner's choice stays; rate, momentum and mixing are chosen as they were for the
+            # first fit.
+            last_options = self._fit.options
+            first_settings = self._options.settings
             settings = replace(
-                chosen.settings,
-                outer_lr=first.outer_lr,
-                outer_momentum=first.outer_momentum,
-                mixing=first.mixing,
-                dense_beginning=first.dense_beginning,
+                last_options.settings,
+                outer_lr=first_settings.outer_lr,
+                outer_momentum=first_settings.outer_momentum,
+                mixing=first_settings.mixing,
+                dense_beginning=first_settings.dense_beginning,
             )
             self._options = replace(
-                chosen, settings=settings, chooses_dense=self._options.chooses_dense
+                last_options, settings=settings, chooses_dense=self._options.chooses_dense
             )
             self._fit.checkpointer.forget()
         # Some connect a model that has no trainer yet, or never gets one.
@@ -331,18 +341,19 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     def _begin(self, trainer: Any) -> None:
         # Before callbacks are set up, because some then copy the model. The model's own come later.
-        refuse_what_cannot_work(trainer, self._options.settings.shares, self._format.is_sharded)
+        refuse_unsupported(trainer, self._options.settings.shares, self._format.is_sharded)
         if self._fit is not None:
             self._fit.close()
-        kind = self.distribution.callback
-        termination = self.distribution.termination
-        self._fit = kind(
-            trainer, replace(self._options), self._groups, self._format, self.results, termination
+        self._fit = self.distribution.callback(
+            trainer,
+            replace(self._options),
+            self._groups,
+            self._format,
+            self.results,
+            self.distribution.termination,
         )
-        trainer.callbacks[:] = [
-            self._fit,
-            *(one for one in trainer.callbacks if not isinstance(one, Fit)),
-        ]
+        callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, Fit)]
+        trainer.callbacks[:] = [self._fit, *callbacks]
 
     @override
     def setup_environment(self) -> None:
@@ -366,38 +377,44 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         # Every group and every data-parallel rank has its own data; tensor-parallel ranks have the
         # same.
         topology = self.topology
-        tensor = self._format.mesh.get("tensor_parallel", 1)
-        data = topology.group_size // tensor
-        rank = topology.group_index * data + topology.group_rank // tensor
-        return {"num_replicas": topology.num_groups * data, "rank": rank}
+        tensor_parallel = self._format.mesh.get("tensor_parallel", 1)
+        data_parallel = topology.group_size // tensor_parallel
+        rank = topology.group_index * data_parallel + topology.group_rank // tensor_parallel
+        return {"num_replicas": topology.num_groups * data_parallel, "rank": rank}
 
     @override
     def setup(self, trainer: Any) -> None:
         self._patches.close()
-        if trainer.state.fn == "fit":
-            if self._fit is None or self._fit.is_closed or self._fit.trainer is not trainer:
-                self._begin(trainer)
-            self.fit.begin()
+        if trainer.state.fn != "fit":
+            self._setup_without_fit(trainer)
+            return
+        if self._fit is None or self._fit.is_closed or self._fit.trainer is not trainer:
+            self._begin(trainer)
+        self.fit.begin()
+        super().setup(trainer)
+        self.fit.checkpointer.averaging = Averaging(self.fit, self.fit.patches)
+
+    def _setup_without_fit(self, trainer: Any) -> None:
+        """Sets up a validation, a test or a prediction."""
+        listen_without_fit(trainer, self._patches)
+        # If a fit was interrupted, groups hold their own models.
+        is_in_training = (
+            self.engine is not None
+            and self.model is not None
+            and self.engine.is_training(self.model)
+        )
+        if self._format.is_sharded:
             super().setup(trainer)
-            self.fit.checkpointer.averaging = Averaging(self.fit, self.fit.patches)
         else:
-            listen_without_fit(trainer, self._patches)
-            # If a fit was interrupted, groups hold their own models.
-            align = (
-                self.engine is None or self.model is None or not self.engine.is_training(self.model)
-            )
-            if self._format.is_sharded:
-                super().setup(trainer)
-            else:
-                # As DDPStrategy does, which would overwrite all weights with rank 0's.
-                assert self.accelerator is not None
-                assert self.model is not None
-                self.accelerator.setup(trainer)
-                self.model = self.precision_plugin.convert_module(self.model)
-                self.model_to_device()
-                self.setup_precision_plugin()
-            if align and self.model is not None:
-                align_model(self.model, self.topology)
+            # As DDPStrategy does, which would overwrite all weights with rank 0's.
+            assert self.accelerator is not None
+            assert self.model is not None
+            self.accelerator.setup(trainer)
+            self.model = self.precision_plugin.convert_module(self.model)
+            self.model_to_device()
+            self.setup_precision_plugin()
+        if not is_in_training and self.model is not None:
+            align_model(self.model, self.topology)
 
     @override
     def _setup_model(self, model: nn.Module) -> Any:
@@ -415,10 +432,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             if hasattr(optimizer, "consolidate_state_dict"):
                 raise ValueError(
                     f"{type(optimizer).__name__} divides its state over all processes and sends"
-                    " parameters between"
-                    " them, also between worker groups, which train apart. Return the optimizer"
-                    " it wraps from"
-                    " configure_optimizers instead."
+                    " parameters between them, also between worker groups, which train apart."
+                    " Return the optimizer it wraps from configure_optimizers instead."
                 )
 
     @override
@@ -440,7 +455,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         super().on_train_batch_start(batch, batch_idx)
         nbytes = sum(fragment.nbytes for fragment in self.fragments)
         release_gradients(self.fit.trainer, self.optimizers, batch_idx, nbytes)
-        self._follow_what_is_trainable()
+        self._follow_trainable_parameters()
         # Nothing is between this hook and the training step.
         self.fit.watch.begin(self.topology)
 
@@ -451,11 +466,11 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         if batch is None:
             # Lightning does not call on_train_batch_start for an idle batch, but the other groups
             # may be in it. The user's hooks that move a batch need not know of idle ones.
-            self._follow_what_is_trainable()
+            self._follow_trainable_parameters()
             return None
         return super().batch_to_device(batch, device, dataloader_idx)
 
-    def _follow_what_is_trainable(self) -> None:
+    def _follow_trainable_parameters(self) -> None:
         if self.fit.follow_model() and isinstance(self.model, DistributedDataParallel):
             # The old wrapper only knows the parameters that were trainable when it was made. Its
             # hooks on parameters last as long as it does, and it is part of a reference cycle, so
@@ -469,8 +484,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
-        self.fit.optimizer_steps += 1
-        self.fit.stepped = True
+        self.fit.counts.optimizer_steps += 1
+        self.fit.counts.stepped = True
         return output
 
     @override
@@ -505,7 +520,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     # Checkpoints
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> State:
         state_dict = super().lightning_module_state_dict
         if self._groups.failed:
             # Gathering what is sharded would wait for ranks that may be gone.
@@ -514,7 +529,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             return state_dict()
         return self.fit.evaluation.state_dict(self.engine, state_dict)
 
-    def _local_state_dict(self) -> dict[str, Any]:
+    def _local_state_dict(self) -> State:
         assert self.lightning_module is not None
         state = self.lightning_module.state_dict()
         return {
@@ -526,15 +541,15 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = []
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            # A group that begins with a fresh optimizer keeps the state with which that was made.
-            is_fresh = saved.get("state") == {}
-            states.append(
-                {**saved, "state": optimizer.state_dict()["state"]} if is_fresh else saved
-            )
+            if saved.get("state") == {}:
+                # A group that begins with a fresh optimizer keeps the state with which that was
+                # made.
+                saved = {**saved, "state": optimizer.state_dict()["state"]}
+            states.append(saved)
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> State:
         if not self._format.is_sharded:
             return dict(super().optimizer_state(optimizer))
         optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -542,23 +557,23 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             return own_state(optimizer)
         # torch steps an optimizer that has no state to get one, which is no inner step and must not
         # be kept.
-        stepped = self.fit.stepped
+        stepped_before = self.fit.counts.stepped
         had_state = bool(optimizer.state)
         try:
             return dict(super().optimizer_state(optimizer))
         finally:
-            self.fit.stepped = stepped
+            self.fit.counts.stepped = stepped_before
             if not had_state:
                 optimizer.state.clear()
 
     @override
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+        self, checkpoint: State, filepath: Any, storage_options: Any | None = None
     ) -> None:
         save = super().save_checkpoint
         self._groups.meet()
 
-        def write(checkpoint: dict[str, Any], path: Any) -> None:
+        def write(checkpoint: State, path: Any) -> None:
             self._format.write(self, self.topology, checkpoint, path, storage_options, save)
 
         if not self._groups.is_connected:
@@ -569,7 +584,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             self._fit.checkpointer.save(self._fit.engine, checkpoint, filepath, write)
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> State:
         load = super().load_checkpoint
         if self._fit is None:
             return self._format.read(self, checkpoint_path, load, *args, **kwargs)
@@ -586,9 +601,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduces over the worker group for what is logged per batch, and over all ranks
-        otherwise.
-        """
+        """Reduces over the worker group for what is logged per batch, and over all ranks otherwise."""
         if group is None and stays_in_group(self.lightning_module, self._groups):
             if self.topology.in_group.size == 1:
                 return tensor
@@ -609,10 +622,9 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             if not fit.has_gathered and topology.num_groups > 1 and fit.trainer.is_global_zero:
                 _log.warning(
                     "all_gather in a training batch gathers over the ranks of the worker group"
-                    " (here %d), not over all"
-                    " ranks: groups do not wait for each other between launches. The negatives"
-                    " of a contrastive loss,"
-                    " for instance, come from the group. Shown once.",
+                    " (here %d), not over all ranks: groups do not wait for each other between"
+                    " launches. The negatives of a contrastive loss, for instance, come from the"
+                    " group. Shown once.",
                     topology.group_size,
                 )
             fit.has_gathered = True
@@ -623,8 +635,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for all ranks, except after an exception, and explains what may be wrong if they
-        do not come.
+        """Waits for all ranks, except after an exception, and explains what may be wrong if they do
+        not come.
         """
         if self.is_alone:
             return
@@ -636,67 +648,13 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         if self.is_alone:
             return obj
         # ModelCheckpoint asks at every batch whether to skip a save by time interval.
-        vote = self._fit.requests.vote(obj) if self._fit is not None else None
-        if vote is None:
-            self._groups.meet()
-        return super().broadcast(obj, src) if vote is None else vote
+        vote = None if self._fit is None else self._fit.requests.vote(obj)
+        if vote is not None:
+            return vote
+        self._groups.meet()
+        return super().broadcast(obj, src)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decides over all ranks, whichever hook asks: all of them must stop or save together."""
         return self._groups.decide(decision, all, self.root_device)
-
-
-# Arguments
-
-
-def document(strategy: Any) -> None:
-    """Gives a strategy the docstring and the signature that ``help()`` and the command line
-    show.
-    """
-    arguments = strategy.model_format.base_arguments
-    renamed = strategy.renamed
-    described, _, raises = inspect.cleandoc(GroupStrategy.__doc__ or "").partition("\n\nRaises:")
-    own = inspect.cleandoc(arguments.__doc__ or "").partition("Args:\n")[2]
-    text = f"{described.partition('Args:')[2].rstrip()}\n{own}"
-    for name, here in renamed.items():
-        pattern, instead = (
-            (f"    {name}: ", f"    {here}: ") if here else (rf"    {name}: .*\n(?:     .*\n)*", "")
-        )
-        text = re.sub(pattern, instead, text)
-    summary = inspect.cleandoc(strategy.summary or strategy.model_format.summary)
-    strategy.__doc__ = f"{summary}\n\nArgs:{text}\n\nRaises:{raises}"
-    shared = list(inspect.signature(GroupStrategy.__init__).parameters.values())[1:-1]
-    parameters = [
-        parameter.replace(name=renamed.get(parameter.name, parameter.name))
-        for parameter in (*shared, *inspect.signature(arguments).parameters.values())
-        if renamed.get(parameter.name, parameter.name)
-    ]
-    strategy.__signature__ = inspect.Signature(parameters)
-    # A command line hands over names that are no arguments, too: the strategy says what to write
-    # instead.
-    names = TypedDict("names", dict.fromkeys(OTHER_NAMES, Any), total=False)  # type: ignore[misc]
-    others = inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD, annotation=Unpack[names])
-    init = strategy.__init__
-
-    @wraps(init)
-    def taking(self: Any, *args: Any, **given: Any) -> None:
-        refuse_others(type(self), given)
-        init(self, *args, **given)
-
-    myself = next(iter(inspect.signature(init).parameters.values()))
-    taking.__signature__ = inspect.Signature([myself, *parameters, others])  # type: ignore[attr-defined]
-    strategy.__init__ = taking
-
-
-def refuse_others(strategy: type[Any], given: Mapping[str, Any]) -> None:
-    known = inspect.signature(strategy).parameters
-    of_ddp = inspect.signature(DistributedDataParallel).parameters
-    for name in given.keys() - known.keys():
-        if "ddp_kwargs" in known and (name in of_ddp or name.startswith("ddp_comm_")):
-            raise TypeError(
-                f"{strategy.__name__} has no argument {name!r}. It belongs to"
-                " DistributedDataParallel: give"
-                f" ddp_kwargs={{{name!r}: ...}}."
-            )
-    refuse_unknown(strategy.__name__, known, given)

@@ -21,7 +21,13 @@ from lightning_sdiloco.algorithm.partition import Parameter
 from lightning_sdiloco.algorithm.reduce import is_two_shot
 from lightning_sdiloco.compression import COMPRESSIONS
 from lightning_sdiloco.engine.fragments import Span
-from lightning_sdiloco.lightning.monitor import (
+from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.methods import Streaming
+from lightning_sdiloco.planning.planner import MARGIN, TARGET, recommend, with_margin
+from lightning_sdiloco.planning.units import readable, readable_rate
+from lightning_sdiloco.planning.workload import Groups, Model
+from lightning_sdiloco.tools.output import DARK, LIGHT, Theme, drawn, require_matplotlib
+from lightning_sdiloco.tools.run_files import (
     LandingRecord,
     Rank,
     Run,
@@ -29,12 +35,6 @@ from lightning_sdiloco.lightning.monitor import (
     records_in,
     write_timeline,
 )
-from lightning_sdiloco.planning.link import Link
-from lightning_sdiloco.planning.methods import Streaming
-from lightning_sdiloco.planning.planner import MARGIN, TARGET, recommend, with_margin
-from lightning_sdiloco.planning.units import readable, readable_rate
-from lightning_sdiloco.planning.workload import Groups, Model
-from lightning_sdiloco.tools.output import DARK, LIGHT, Theme, drawn, require_matplotlib
 
 
 def report(run: str, output: str | None = None) -> str:

@@ -19,7 +19,7 @@ from lightning_sdiloco import DynamicBackup, StreamingDiLoCoStrategy
 from lightning_sdiloco.federation.keys import add_keys, init_keys
 from lightning_sdiloco.federation.messages import Record
 from lightning_sdiloco.federation.server import HubService
-from lightning_sdiloco.lightning.monitor import changes, read_run
+from lightning_sdiloco.tools.run_files import changes, read_run
 from tests.chaos.faults import Fault
 from tests.chaos.play import played
 from tests.chaos.processes import BATCH, RUN

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_sdiloco import StreamingDiLoCoMonitor
-from lightning_sdiloco.lightning.monitor import read_run
+from lightning_sdiloco.tools.run_files import read_run
 from tests import fits
 from tests.fits import LIGHTNING, SHORT, SomeBatches, at, fit, refusal, said_by
 from tests.ranks import run_processes
@@ -238,7 +238,7 @@ def test_a_report_that_cannot_be_attached_leaves_the_run_as_it_is() -> None:
     )()
     monitor = StreamingDiLoCoMonitor(folder="runs")
     said = said_by("lightning_sdiloco")
-    monitor._report = lambda folder: ""  # type: ignore[method-assign]
+    monitor._tool = lambda name: SimpleNamespace(report=lambda folder: "")  # type: ignore[method-assign]
     monitor._attach(logger)
     assert said == [
         "The report is not an artifact of the run of WandbLogger: the server is away. `sdiloco"

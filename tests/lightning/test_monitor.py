@@ -41,7 +41,8 @@ from lightning_sdiloco import (
     StreamingDiLoCoStrategy,
 )
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
-from lightning_sdiloco.lightning.monitor import Interval, progress, read_run, scalars_of, trace
+from lightning_sdiloco.lightning.monitor import Interval, progress, scalars_of
+from lightning_sdiloco.tools.run_files import read_run, trace
 from tests import fits
 from tests.bits import same
 from tests.fits import LIGHTNING, OTHER, SHORT, fit, refusal, said_by

@@ -16,7 +16,6 @@ import pytest
 import lightning_sdiloco
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.partition import Parameter
-from lightning_sdiloco.lightning.monitor import Run, changes, read_run, records_in, trace
 from lightning_sdiloco.planning import planner
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming
@@ -24,6 +23,7 @@ from lightning_sdiloco.planning.workload import Groups, Model
 from lightning_sdiloco.tools import report as series
 from lightning_sdiloco.tools.output import drawn
 from lightning_sdiloco.tools.report import THEMES, draw_sites, judge, pictures_of
+from lightning_sdiloco.tools.run_files import Run, changes, read_run, records_in, trace
 from tests.fits import fit
 from tests.ranks import run_processes
 from tests.tools.command import refused, told

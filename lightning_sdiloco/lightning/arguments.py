@@ -1,0 +1,79 @@
+"""The arguments of a strategy as users see them: in ``help()``, on the command line, on the API
+page.
+
+A strategy takes the arguments that all share in ``GroupStrategy.__init__``, and others in the
+``base_arguments`` of its format. Each is described once, where it is taken.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import Any, NamedTuple
+
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import TypedDict, Unpack
+
+from lightning_sdiloco.algorithm.config import OTHER_NAMES, refuse_unknown
+
+# A command line also hands over names that are no arguments: the strategy tells users what to write
+# instead.
+OtherNames = TypedDict("OtherNames", dict.fromkeys(OTHER_NAMES, Any), total=False)  # type: ignore[misc]
+
+
+class Argument(NamedTuple):
+    parameter: inspect.Parameter
+    text: str
+    """Its description in a docstring, with the indentation of further lines."""
+
+
+def arguments_of(function: Callable[..., Any], docstring: str | None) -> dict[str, Argument]:
+    """Returns the arguments of a function that a docstring describes, by their names."""
+    section = inspect.cleandoc(docstring or "").partition("Args:\n")[2].partition("\n\n")[0]
+    texts = dict(re.findall(r"^    (\w+): (.*(?:\n     .*)*)", section, flags=re.MULTILINE))
+    parameters = inspect.signature(function).parameters
+    return {
+        name: Argument(parameter, texts[name])
+        for name, parameter in parameters.items()
+        if name in texts
+    }
+
+
+def docstring_of(summary: str, arguments: Mapping[str, Argument], raises: str) -> str:
+    """Returns the docstring of a class with these arguments."""
+    described = "\n".join(f"    {name}: {argument.text}" for name, argument in arguments.items())
+    return f"{inspect.cleandoc(summary)}\n\nArgs:\n{described}\n\nRaises:\n{raises}"
+
+
+def take_arguments(strategy: Any, arguments: Iterable[Argument]) -> None:
+    """Gives a strategy the signature that users see, and makes it refuse other arguments."""
+    parameters = [argument.parameter for argument in arguments]
+    strategy.__signature__ = inspect.Signature(parameters)
+    init = strategy.__init__
+
+    @wraps(init)
+    def checked_init(self: Any, *args: Any, **arguments: Any) -> None:
+        refuse_other_arguments(type(self), arguments)
+        init(self, *args, **arguments)
+
+    self_parameter = next(iter(inspect.signature(init).parameters.values()))
+    others = inspect.Parameter(
+        "others", inspect.Parameter.VAR_KEYWORD, annotation=Unpack[OtherNames]
+    )
+    signature = inspect.Signature([self_parameter, *parameters, others])
+    checked_init.__signature__ = signature  # type: ignore[attr-defined]
+    strategy.__init__ = checked_init
+
+
+def refuse_other_arguments(strategy: type[Any], arguments: Mapping[str, Any]) -> None:
+    """Refuses arguments that a strategy does not have, and names the place where they belong."""
+    taken = inspect.signature(strategy).parameters
+    ddp_parameters = inspect.signature(DistributedDataParallel).parameters
+    for name in arguments.keys() - taken.keys():
+        is_for_ddp = name in ddp_parameters or name.startswith("ddp_comm_")
+        if "ddp_kwargs" in taken and is_for_ddp:
+            raise TypeError(
+                f"{strategy.__name__} has no argument {name!r}. It belongs to"
+                f" DistributedDataParallel: give ddp_kwargs={{{name!r}: ...}}."
+            )
+    refuse_unknown(strategy.__name__, taken, arguments)
