@@ -48,8 +48,8 @@ def compiled(source: Path) -> Path | None:
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         print(
-            "There is no C compiler (cc, gcc, clang): operations of torch take the place of"
-            " fp4.c, and longer."
+            "There is no C compiler (cc, gcc, clang): operations of torch take the place of fp4.c,"
+            " and longer."
         )
         return None
     # Under another name until it is whole: a process may be loading the one before.

@@ -320,8 +320,7 @@ def main(arguments: list[str] | None = None) -> None:
         rows.append([name, *shares, f"{own['landing_seconds']:.1f} s"])
     caption = (
         f"{rounds} rounds. Closed forms: {100 * goodput_of_all(every):.1f} % where a fixed world"
-        " waits for all,"
-        f" {100 * goodput_at_most(every):.1f} % where nobody waits."
+        f" waits for all, {100 * goodput_at_most(every):.1f} % where nobody waits."
     )
     report.show(
         "backup_workers", ["eight sites", "goodput", "counted", "on time", "landing"], rows, caption

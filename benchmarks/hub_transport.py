@@ -122,8 +122,8 @@ def measure(line: Line, repeats: int) -> list[dict[str, Any]]:
                 ours.append(float(site.stdout.readline()))
             rows.append(line._asdict() | {"size": size, "ours": ours, "iperf3": plain})
             report.said(
-                f"{line.mbit} Mbit/s, {size // 10**6} MB: {median(ours):.0f} of"
-                f" {median(plain):.0f} Mbit/s"
+                f"{line.mbit} Mbit/s, {size // 10**6} MB: {median(ours):.0f} of {median(plain):.0f}"
+                " Mbit/s"
             )
         for process in (site, hub):
             process.communicate(timeout=30)

@@ -143,8 +143,8 @@ def costs(wanted: dict[str, Flights]) -> list[Row]:
         numel = parameters(flights.size)
         rows.append({"name": name, **asdict(flights), "parameters": numel, **found})
         report.said(
-            f"{name}: launch {1e3 * found['launch']:.2f} ms, landing"
-            f" {1e3 * found['landing']:.2f} ms"
+            f"{name}: launch {1e3 * found['launch']:.2f} ms, landing {1e3 * found['landing']:.2f}"
+            " ms"
         )
     return rows
 

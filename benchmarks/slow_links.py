@@ -315,11 +315,10 @@ def show_predictions(rows: list[Row]) -> None:
         for found in predictions(rows)
     ]
     caption = (
-        "doctor: Mbit/s that sdiloco doctor measures; planner and simulator predict from that"
-        " and the step without any"
-        " exchange. suffices: a fragment and one round trip fit in tau steps, and all fragments"
-        " in H steps. kept:"
-        " throughput relative to the loopback. bytes: per step, by the interface's counter."
+        "doctor: Mbit/s that sdiloco doctor measures; planner and simulator predict from that and"
+        " the step without any exchange. suffices: a fragment and one round trip fit in tau steps,"
+        " and all fragments in H steps. kept: throughput relative to the loopback. bytes: per step,"
+        " by the interface's counter."
     )
     report.show("Streaming DiLoCo: measured and planned", columns, table, caption)
 

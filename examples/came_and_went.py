@@ -43,17 +43,15 @@ def sentences(
     losses = [result["val_loss"] for result in results.values()]
     same = len({result["sha256"] for result in results.values()}) == 1
     ends = (
-        f"all {len(results)} sites ended with the same parameters, bit for bit, at"
-        f" {losses[0]:.3f} nats per byte"
+        f"all {len(results)} sites ended with the same parameters, bit for bit, at {losses[0]:.3f}"
+        " nats per byte"
         if same
         else "the sites DID NOT end with the same parameters, which is a bug: please report it"
     )
     return [
         f"{killed} was killed with -9 after {at['killed'] - at['founded']:.0f} s, and the others"
-        " trained on: until it"
-        f" was started again, {at['alone']:.0f} rounds later, their slowest inner step took"
-        f" {1000 * after:.0f} ms, and"
-        f" before its death {1000 * before:.0f} ms.",
+        f" trained on: until it was started again, {at['alone']:.0f} rounds later, their slowest"
+        f" inner step took {1000 * after:.0f} ms, and before its death {1000 * before:.0f} ms.",
         f"It went on from inner step {first[-1][1]:,} of its own checkpoint, counted again"
         f" {at['back'] - at['started']:.1f} s after its process was started, and {ends}.",
     ]

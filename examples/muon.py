@@ -20,9 +20,8 @@ from typing_extensions import override
 def require_muon() -> None:
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(
-            f"The optimizer 'muon' needs torch.optim.Muon, which torch {torch.__version__} does"
-            " not have. "
-            "Install torch 2.9 or newer, or choose the optimizer 'adamw'."
+            f"The optimizer 'muon' needs torch.optim.Muon, which torch {torch.__version__} does not"
+            " have. Install torch 2.9 or newer, or choose the optimizer 'adamw'."
         )
 
 
@@ -52,9 +51,9 @@ def muon_and_adamw(
     others = [p for name, p in trainable.items() if not is_matrix_of_a_block(name, p)]
     if not matrices:
         raise ValueError(
-            f"Muon trains the matrices of the blocks, and {type(model).__name__} has no"
-            " trainable matrix in a list "
-            "called 'blocks'. Call the list of layers so, or train with AdamW alone."
+            f"Muon trains the matrices of the blocks, and {type(model).__name__} has no trainable"
+            " matrix in a list called 'blocks'. Call the list of layers so, or train with AdamW"
+            " alone."
         )
     decay_of = {True: weight_decay, False: 0.0}
     groups = [

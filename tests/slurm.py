@@ -83,9 +83,8 @@ class Slurm:
         (folder / "munge.key").chmod(0o400)
         described = [
             f"NodeName={name} NodeHostname={name} NodeAddr=127.0.0.1 Port={_free_port()}"
-            f" CPUs={cores} Boards=1"
-            f" SocketsPerBoard=1 CoresPerSocket={cores} ThreadsPerCore=1 RealMemory=1024"
-            " State=UNKNOWN"
+            f" CPUs={cores} Boards=1 SocketsPerBoard=1 CoresPerSocket={cores} ThreadsPerCore=1"
+            " RealMemory=1024 State=UNKNOWN"
             for name in self.nodes
         ]
         places = {

@@ -92,10 +92,9 @@ def test_a_landing_makes_routers_as_much_alike_as_mixing_says(
     settings = f"sync_every=6, overlap_steps=1, mixing={mixing}, fragments=[['*']]"
     script = tmp_path / "train.py"
     script.write_text(
-        f"import sys, torch\nsys.path.insert(0, {str(EXAMPLES)!r})\nimport moe\n"
-        f"watch = moe.train(26, {settings})\nmoe.rank_zero_only(torch.save)(watch.seen,"
-        " 'seen.pt')\n"
-        "moe.tell(watch)\n"
+        f"import sys, torch\nsys.path.insert(0, {str(EXAMPLES)!r})\nimport moe\nwatch ="
+        f" moe.train(26, {settings})\nmoe.rank_zero_only(torch.save)(watch.seen,"
+        " 'seen.pt')\nmoe.tell(watch)\n"
     )
     printed = run_python(script, folder=tmp_path)
     seen = torch.load(tmp_path / "seen.pt")

@@ -70,6 +70,6 @@ for tokens, targets in islice(loader, 2 * engine.inner_steps, 2 * args.steps):
 accelerator.save_state(args.folder)
 engine.finish()  # the model holds the outer parameters now
 accelerator.print(
-    f"loss {accelerator.reduce(loss.detach(), 'mean'):.6f}, {engine.report()['bytes_sent']}"
-    " bytes sent"
+    f"loss {accelerator.reduce(loss.detach(), 'mean'):.6f}, {engine.report()['bytes_sent']} bytes"
+    " sent"
 )

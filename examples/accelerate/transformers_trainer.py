@@ -50,9 +50,8 @@ class StreamingDiLoCoCallback(TrainerCallback):
         if others:
             raise ValueError(
                 f"The optimizer steps {len(others)} parameters that are not the model's, such as"
-                " those of a loss. Each"
-                " group would train its own: put them into the model, or use a loss without"
-                " parameters."
+                " those of a loss. Each group would train its own: put them into the model, or use"
+                " a loss without parameters."
             )
         self.engine = StreamingDiLoCo(model, inner_optimizers=[optimizer], **self.settings)
         if self.resume_from is not None:

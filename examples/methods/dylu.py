@@ -160,6 +160,6 @@ def seconds(speeds: Sequence[float]) -> float:
 if __name__ == "__main__":
     train()
     print(
-        f"{STEPS} steps: {seconds([1.0] * 4):.0f} s where all wait, {seconds(SPEEDS):.0f} s"
-        " where nobody does"
+        f"{STEPS} steps: {seconds([1.0] * 4):.0f} s where all wait, {seconds(SPEEDS):.0f} s where"
+        " nobody does"
     )

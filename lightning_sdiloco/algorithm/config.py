@@ -304,14 +304,14 @@ class OuterOptimizer:
             return is_whole(parts) and parts >= 0
 
         rule = (
-            "it must map patterns of names to whole numbers of at least 0, such as"
-            " {'*.qkv.weight': 3}"
+            "it must map patterns of names to whole numbers of at least 0, such as {'*.qkv.weight':"
+            " 3}"
         )
         _require_map(self, "matrices", is_count, rule)
         if self.direction == ELEMENTWISE:
             raise ValueError(
-                "matrices was given together with direction='elementwise', which knows none."
-                " Leave one of them out."
+                "matrices was given together with direction='elementwise', which knows none. Leave"
+                " one of them out."
             )
 
     @property
@@ -477,8 +477,8 @@ class Settings:
         if both:
             raise ValueError(
                 f"weighing={self.weighing!r} was given together with {' and '.join(both)} of"
-                " outer_optimizer, which"
-                f" also say how much a group counts. Leave out {' and '.join(both)}, or weighing."
+                " outer_optimizer, which also say how much a group counts. Leave out"
+                f" {' and '.join(both)}, or weighing."
             )
 
     def _check_dense_beginning(self) -> None:
@@ -493,8 +493,8 @@ class Settings:
         if 2 * dense.sync_every > self.sync_every:
             raise ValueError(
                 f"dense_beginning={dense!r} does not work with sync_every={self.sync_every}: its"
-                " own sync_every must be"
-                " at most half as large. Choose a smaller one, or leave out dense_beginning."
+                " own sync_every must be at most half as large. Choose a smaller one, or leave out"
+                " dense_beginning."
             )
         if self.schedule is not None:
             raise ValueError(
@@ -516,13 +516,13 @@ class Settings:
             value = self._value_of(name)
             if value not in (None, AUTO, ELEMENTWISE):
                 raise ValueError(
-                    f"{name}={value!r} does not work with route={self.route!r}, on which each"
-                    f" group holds its own outer parameters: {why}. Leave {name} out, or route."
+                    f"{name}={value!r} does not work with route={self.route!r}, on which each group"
+                    f" holds its own outer parameters: {why}. Leave {name} out, or route."
                 )
         if kind_and_backend(self.exchange)[0] not in ("auto", "gather"):
             raise ValueError(
-                f"exchange={self.exchange!r} does not work with route={self.route!r}: in a leg"
-                " each group sends its partners whole fragments, once. Leave exchange out."
+                f"exchange={self.exchange!r} does not work with route={self.route!r}: in a leg each"
+                " group sends its partners whole fragments, once. Leave exchange out."
             )
         check_compression(self.compression)
 
@@ -789,10 +789,9 @@ def _shown(name: str, data: Any) -> str:
 
 _TOGETHER = (
     "does not work with worker groups that are launched together: every launch waits for all of"
-    " them, since a"
-    " collective ends with all or not at all. Launch each group as a site of a federation, which"
-    " closes rounds without"
-    " sites that are late: federation=Federation({name}=..., ...)"
+    " them, since a collective ends with all or not at all. Launch each group as a site of a"
+    " federation, which closes rounds without sites that are late:"
+    " federation=Federation({name}=..., ...)"
 )
 _INSTEAD = {
     "layers_per_fragment": (

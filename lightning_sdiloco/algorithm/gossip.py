@@ -175,9 +175,9 @@ def check_legs(route: Route, groups: int) -> None:
             )
         if route.shared and len(legs) > 1:
             raise ValueError(
-                f"route={route!r} says that all groups hold the same outer parameters (shared),"
-                f" but has the legs {tuple(legs)} in round {number}: groups of different legs"
-                " would drift apart. Set shared to False."
+                f"route={route!r} says that all groups hold the same outer parameters (shared), but"
+                f" has the legs {tuple(legs)} in round {number}: groups of different legs would"
+                " drift apart. Set shared to False."
             )
     route.momentum(groups)
 
@@ -261,8 +261,8 @@ def check_compression(compression: str | Compression) -> None:
     if traits.remembers or traits.share < 1 or traits.varies:
         raise ValueError(
             f"compression={compression!r} does not work with this route: partners must send each"
-            " other the same values,"
-            f" whole, but this one lets each group choose, or remembers. {advice}"
+            " other the same values, whole, but this one lets each group choose, or remembers."
+            f" {advice}"
         )
     dense = traits.values or codec
     values = torch.randn(4096, generator=torch.Generator().manual_seed(0))

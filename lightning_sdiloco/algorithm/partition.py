@@ -119,16 +119,15 @@ def partition(
     """
     if not parameters:
         raise ValueError(
-            "The model has no trainable parameters, so worker groups have nothing to exchange."
-            " Give it at least one"
-            " parameter with requires_grad=True, or train it without this strategy."
+            "The model has no trainable parameters, so worker groups have nothing to exchange. Give"
+            " it at least one parameter with requires_grad=True, or train it without this strategy."
         )
     fragments = checked_fragments(fragments)
     if isinstance(fragments, int):
         if fragments > len(parameters):
             raise ValueError(
-                f"fragments={fragments} is more than the {len(parameters)} trainable tensors of"
-                " the model, which are not divided. Give at most that number."
+                f"fragments={fragments} is more than the {len(parameters)} trainable tensors of the"
+                " model, which are not divided. Give at most that number."
             )
         return Partition(_balanced(parameters, fragments))
     if not isinstance(fragments, str):
@@ -184,8 +183,8 @@ def checked_fragments(fragments: Any) -> int | str | Sequence[Sequence[str]]:
     raise ValueError(
         f"fragments={fragments!r} is unknown. It is 'strided' or 'sequential', optionally with the"
         " number of repeated blocks in a fragment, as in 'strided:3'; 'balanced'; a number of"
-        " fragments; or a list of lists of shell-style patterns such as [['net.0.*'],"
-        " ['net.1.*']]; both numbers are whole and at least 1. Choose one of them."
+        " fragments; or a list of lists of shell-style patterns such as [['net.0.*'], ['net.1.*']];"
+        " both numbers are whole and at least 1. Choose one of them."
     )
 
 
@@ -351,7 +350,8 @@ def _claim(claims: dict[str, _Claim], parameter: str, name: str, claim: _Claim) 
         raise ValueError(
             f"fragments: the parameter {parameter!r}{tied} is claimed by two patterns,"
             f" {first.pattern!r} of fragment {first.fragment} and {claim.pattern!r} of fragment"
-            f" {claim.fragment}. Every parameter must be matched by exactly one. Narrow one of them."
+            f" {claim.fragment}. Every parameter must be matched by exactly one. Narrow one of"
+            " them."
         )
 
 

@@ -348,8 +348,8 @@ class TwoShot:
         if self.lacks_links:
             raise ValueError(
                 f"exchange={self!r} does not say what the links carry, and only a Trainer measures"
-                " them. Give the Gbit/s of each group, such as TwoShot('by_bandwidth', links=[1,"
-                " 1, 0.5]); sdiloco doctor measures them."
+                " them. Give the Gbit/s of each group, such as TwoShot('by_bandwidth', links=[1, 1,"
+                " 0.5]); sdiloco doctor measures them."
             )
         numbers = self.links
         if numbers is None and not isinstance(self.parts, str):
@@ -358,8 +358,8 @@ class TwoShot:
             return None
         if len(numbers) != groups:
             raise ValueError(
-                f"exchange={self!r} has {len(numbers)} numbers for {groups} worker groups. Give"
-                " one for each."
+                f"exchange={self!r} has {len(numbers)} numbers for {groups} worker groups. Give one"
+                " for each."
             )
         if self.links is not None:
             if groups <= 2:
@@ -447,9 +447,9 @@ def check_exchange(exchange: Any, compression: Compression) -> None:
         why = "over='senders' asks who sent a value"
     if why:
         raise ValueError(
-            f"exchange={exchange!r} was given with compression={compression!r}: {why}, but the"
-            " mean sent in the second shot shows neither and does not fit into such a payload."
-            " Leave exchange out, or choose 'gather'."
+            f"exchange={exchange!r} was given with compression={compression!r}: {why}, but the mean"
+            " sent in the second shot shows neither and does not fit into such a payload. Leave"
+            " exchange out, or choose 'gather'."
         )
 
 

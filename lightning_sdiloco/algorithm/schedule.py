@@ -49,16 +49,16 @@ class DenseBeginning:
         if self.overlap_steps >= self.sync_every:
             raise ValueError(
                 f"dense_beginning.overlap_steps={self.overlap_steps} is out of range: it must be"
-                " below its sync_every,"
-                f" which is {self.sync_every}. Choose a smaller one, or leave it out."
+                f" below its sync_every, which is {self.sync_every}. Choose a smaller one, or leave"
+                " it out."
             )
 
     @staticmethod
     def _require(name: str, value: Any, least: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(
-                f"dense_beginning.{name}={value!r} is not possible: it must be a whole number of"
-                f" at least {least}. Choose another one; dense_beginning=None is none."
+                f"dense_beginning.{name}={value!r} is not possible: it must be a whole number of at"
+                f" least {least}. Choose another one; dense_beginning=None is none."
             )
 
     @property

@@ -429,9 +429,9 @@ class Absences:
         if lost:
             raise AgreementError(
                 f"The outer gradient of worker group {', '.join(map(str, lost))} was not finite"
-                f" {_MOST_LEFT_OUT} times in a row: the other groups train without it. Look at"
-                " that group's data and learning rate, and resume from a checkpoint, for example"
-                " with gradient clipping."
+                f" {_MOST_LEFT_OUT} times in a row: the other groups train without it. Look at that"
+                " group's data and learning rate, and resume from a checkpoint, for example with"
+                " gradient clipping."
             )
 
     def state_dict(self) -> dict[str, Any]:

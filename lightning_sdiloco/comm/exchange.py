@@ -281,9 +281,9 @@ class VaryingExchange(Exchange[tuple[Any, Any]]):
         if not messages.learns_sizes:
             raise ValueError(
                 "The payloads of compression=Threshold(every=...) or ByLink(...) differ in length,"
-                " but exchange='...:nccl' can only receive sizes that all ranks know. Leave"
-                " ':nccl' out for gloo, or choose a compression whose payloads have one size, such"
-                " as 'sparse'."
+                " but exchange='...:nccl' can only receive sizes that all ranks know. Leave ':nccl'"
+                " out for gloo, or choose a compression whose payloads have one size, such as"
+                " 'sparse'."
             )
         self.device = messages.device
         self.bytes_sent = messages.bytes_sent
@@ -437,9 +437,9 @@ def nccl_on(device: torch.device) -> DeviceBackend:
     """
     if device.type != "cuda":
         raise ValueError(
-            f"exchange='...:nccl' was given, but this rank trains on {device.type}: NCCL joins"
-            " CUDA devices only. Train"
-            " on CUDA devices, or leave ':nccl' out for gloo, which works on every device."
+            f"exchange='...:nccl' was given, but this rank trains on {device.type}: NCCL joins CUDA"
+            " devices only. Train on CUDA devices, or leave ':nccl' out for gloo, which works on"
+            " every device."
         )
     if not dist.is_nccl_available():
         raise ValueError(

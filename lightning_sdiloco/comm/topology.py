@@ -112,9 +112,9 @@ def require_backend(backend: str | None) -> None:
             backends = [name for name in dist.Backend.backend_list if name not in hidden]
             raise ValueError(
                 f"process_group_backend={backend!r} names the backend {name!r}, which torch does"
-                f" not know. It knows {', '.join(backends)}, also as in 'cpu:gloo,cuda:nccl'. Choose"
-                " one of them, leave it out for that of the device, or import the package that"
-                " brings another one first."
+                f" not know. It knows {', '.join(backends)}, also as in 'cpu:gloo,cuda:nccl'."
+                " Choose one of them, leave it out for that of the device, or import the package"
+                " that brings another one first."
             )
 
 

@@ -51,8 +51,8 @@ class ByLink(Compression):
         is_list = isinstance(self.menu, Sequence) and not isinstance(self.menu, str)
         if not is_list or not 1 <= len(self.menu) <= 256:
             raise ValueError(
-                f"menu={self.menu!r} is not a menu: give a list of codes, such as ['fp4',"
-                " 'int2', 'sparse']."
+                f"menu={self.menu!r} is not a menu: give a list of codes, such as ['fp4', 'int2',"
+                " 'sparse']."
             )
         object.__setattr__(self, "menu", tuple(self.menu))
         object.__setattr__(self, "codes", tuple(map(resolve, self.menu)))
@@ -60,15 +60,15 @@ class ByLink(Compression):
             if code.traits.varies:
                 raise ValueError(
                     f"{code!r} in menu={self.menu!r} has payloads of varying length, so it is"
-                    " unknown whether a link"
-                    " carries them in time. Give codes of fixed lengths, such as 'fp4' or 'sparse'."
+                    " unknown whether a link carries them in time. Give codes of fixed lengths,"
+                    " such as 'fp4' or 'sparse'."
                 )
         if self.within == "overlap":
             return
         if not is_number(self.within) or not 0 < float(self.within) < math.inf:
             raise ValueError(
-                f"within={self.within!r} is out of range: it must be a number of seconds above 0, or"
-                " 'overlap', the time that overlap_steps take. 'overlap' is the default."
+                f"within={self.within!r} is out of range: it must be a number of seconds above 0,"
+                " or 'overlap', the time that overlap_steps take. 'overlap' is the default."
             )
 
     @property

@@ -57,8 +57,8 @@ def resolve(compression: str | Compression) -> Compression:
     if compression == "auto":
         raise ValueError(
             "compression='auto' is for a Trainer, whose planner measures the link before it"
-            " chooses. Name one here,"
-            " such as 'fp4'; sdiloco plan --bandwidth shows which ones a link carries."
+            " chooses. Name one here, such as 'fp4'; sdiloco plan --bandwidth shows which ones a"
+            " link carries."
         )
     raise ValueError(
         f"compression={compression!r} is unknown. It is one of"

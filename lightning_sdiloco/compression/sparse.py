@@ -78,9 +78,9 @@ class TopK(Compression):
         _check_values(self.values, "chooses itself which values it sends")
         if self.over not in ("groups", "senders"):
             raise ValueError(
-                f"over={self.over!r} is unknown. It is 'groups', the default, or 'senders': the"
-                " sum of a value is"
-                " divided by the number of all groups that count, or of those that sent it."
+                f"over={self.over!r} is unknown. It is 'groups', the default, or 'senders': the sum"
+                " of a value is divided by the number of all groups that count, or of those that"
+                " sent it."
             )
 
     @override
@@ -444,8 +444,8 @@ class _Chance(Compression):
     def __post_init__(self) -> None:
         if not is_positive_int(self.every):
             raise ValueError(
-                f"every={self.every!r} is out of range: it must be a whole number of at least 1."
-                " 32 sends 3 %."
+                f"every={self.every!r} is out of range: it must be a whole number of at least 1. 32"
+                " sends 3 %."
             )
         _check_values(
             self.values,

@@ -168,8 +168,8 @@ def read_rank(path: str, header: Header, rank: int) -> State:
     if len(content) != entry.size or hashlib.sha256(content).hexdigest() != entry.sha256:
         raise ValueError(
             f"The file {entry.name} in {_Folder(path, follow=True).path} is not what was saved: it"
-            f" has {len(content)} bytes where {entry.size} were written, or other contents."
-            " Restore it, or resume from another checkpoint."
+            f" has {len(content)} bytes where {entry.size} were written, or other contents. Restore"
+            " it, or resume from another checkpoint."
         )
     return _deserialised(content)
 
@@ -292,8 +292,8 @@ def _read(path: str, save: str, name: str) -> bytes:
         return bytes(folder.filesystem.cat_file(f"{folder.path}/{save}/{name}"))
     except FileNotFoundError as error:
         raise ValueError(
-            f"The checkpoint {path} needs {folder.path}/{save}/{name}, which is missing. The"
-            f" folder {folder.path} belongs to the checkpoint file: move or copy both. With"
+            f"The checkpoint {path} needs {folder.path}/{save}/{name}, which is missing. The folder"
+            f" {folder.path} belongs to the checkpoint file: move or copy both. With"
             " resume='exact:newest' only the newest checkpoint of a run has one. Without it, start"
             " a new fit from the weights of the file."
         ) from error
@@ -347,8 +347,7 @@ def take_up_entries(
     elif unread:
         raise ValueError(
             f"What this rank saved in a file of its own cannot be read: {named}. If you trust the"
-            " checkpoint, read it with weights_only=False; or save plain values or tensors"
-            " instead."
+            " checkpoint, read it with weights_only=False; or save plain values or tensors instead."
         )
     return {**saved["engine"], "extra_state": extra}
 
@@ -437,8 +436,8 @@ def _by_all(
 def require_processes(topology: Topology) -> None:
     if topology.world.size != topology.num_groups * topology.group_size:
         raise ValueError(
-            "save() writes one file per process, but these worker groups are simulated in one."
-            " Save state_dict() of each engine instead."
+            "save() writes one file per process, but these worker groups are simulated in one. Save"
+            " state_dict() of each engine instead."
         )
 
 
@@ -613,10 +612,9 @@ def require_own_state(state: Mapping[str, Any], topology: Topology) -> None:
             f"This is the state of {_in_words(saved_place)}, but this process is"
             f" {_in_words(place)}. Each rank needs its own state, because worker groups hold"
             " different values. A checkpoint that only rank 0 writes, as torch.save in one process,"
-            " fabric.save({'engine': engine}) and"
-            " accelerator.register_for_checkpointing(engine) do, keeps only rank 0's. Save with"
-            " engine.save(path) and load with engine.load(path) in all processes: they keep a file"
-            " per rank."
+            " fabric.save({'engine': engine}) and accelerator.register_for_checkpointing(engine)"
+            " do, keeps only rank 0's. Save with engine.save(path) and load with engine.load(path)"
+            " in all processes: they keep a file per rank."
         )
 
 

@@ -58,8 +58,8 @@ class DropCompute:
     ) -> None:
         if not isinstance(micro_batches, int) or micro_batches < 2:
             raise ValueError(
-                f"micro_batches={micro_batches!r} leaves nothing to drop: the last one always"
-                " runs. Accumulate the gradients of at least 2, or leave DropCompute out."
+                f"micro_batches={micro_batches!r} leaves nothing to drop: the last one always runs."
+                " Accumulate the gradients of at least 2, or leave DropCompute out."
             )
         if budget != "auto" and not (isinstance(budget, (int, float)) and budget >= 0):
             raise ValueError(

@@ -75,9 +75,8 @@ from lightning_sdiloco.memory import give_back_free_memory
 _log = logging.getLogger(__name__)
 
 _ADVICE = (
-    "Pass group=WorkerGroups(...).process_group to the collectives of a step; gather what you"
-    " log, evaluate and save"
-    " every so many steps only."
+    "Pass group=WorkerGroups(...).process_group to the collectives of a step; gather what you log,"
+    " evaluate and save every so many steps only."
 )
 
 
@@ -321,9 +320,9 @@ class StreamingDiLoCo:
         trained = 0 if idle else trained
         if not isinstance(trained, int) or trained < 0:
             raise ValueError(
-                f"trained={trained!r} is not a number of micro-batches: it must be a whole"
-                " number, 0 if the group was"
-                " idle. Give 1 for an inner step without micro-batches, or leave it out."
+                f"trained={trained!r} is not a number of micro-batches: it must be a whole number,"
+                " 0 if the group was idle. Give 1 for an inner step without micro-batches, or leave"
+                " it out."
             )
         self._counts.inner_steps += 1
         ended = self.step_span[1]
@@ -375,12 +374,10 @@ class StreamingDiLoCo:
             if self._exclusions.begins(group, landing.launched_at, self.settings.sync_every):
                 _log.warning(
                     "The outer gradient of worker group %d %s: the mean of fragment %d, launched"
-                    " after inner step %d,"
-                    " leaves that group out, and the group takes the outer parameters. Look at"
-                    " its data, loss and"
-                    " learning rate. Until it has counted for %d rounds, only Landing and the"
-                    " metrics"
-                    " sdiloco/groups_left_out and sdiloco/groups_outlying tell of more.",
+                    " after inner step %d, leaves that group out, and the group takes the outer"
+                    " parameters. Look at its data, loss and learning rate. Until it has counted"
+                    " for %d rounds, only Landing and the metrics sdiloco/groups_left_out and"
+                    " sdiloco/groups_outlying tell of more.",
                     group,
                     reason,
                     landing.fragment,
@@ -629,8 +626,8 @@ class StreamingDiLoCo:
         if self.site is not None:
             raise ValueError(
                 "The outer model of a federation changes by its records alone: a site cannot"
-                " overwrite weights while it"
-                " trains. Found another run, from the weights that you want."
+                " overwrite weights while it trains. Found another run, from the weights that you"
+                " want."
             )
         fragments = self.rounds.fragments
         trainable_names = {name for fragment in fragments for name in fragment.layout.names}
@@ -854,9 +851,8 @@ class StreamingDiLoCo:
             raise ValueError(
                 "Parameters were frozen, became trainable or were replaced since training began."
                 f" route={self.settings.route!r} cannot follow: groups hold their own outer"
-                " parameters, and a frozen"
-                " one would stay different. Choose what is trainable before training, and train"
-                " in several fits."
+                " parameters, and a frozen one would stay different. Choose what is trainable"
+                " before training, and train in several fits."
             )
         rounds = self.rounds
         if inner_optimizers is not None:
@@ -911,10 +907,8 @@ class StreamingDiLoCo:
         if self.site is not None:
             raise ValueError(
                 "A site's fragments and settings are fixed by the run config: while it trains,"
-                " parameters cannot be"
-                " frozen, become trainable or be replaced, and settings cannot change. Found"
-                " another run, from the"
-                " outer model of this one."
+                " parameters cannot be frozen, become trainable or be replaced, and settings cannot"
+                " change. Found another run, from the outer model of this one."
             )
 
     def report(self) -> dict[str, float]:
@@ -942,9 +936,7 @@ def _require_no_warmup(state: Mapping[str, Any]) -> None:
     warmup_steps = state.get("warmup_steps", 0)
     if steps < warmup_steps:
         raise ValueError(
-            f"This state was saved after {steps} inner steps, inside a warm-up of"
-            f" {warmup_steps}, which this version no"
-            " longer has. Train to its end with the version that saved it, or restart from the"
-            " outer parameters (in"
-            " Lightning with resume='restart')."
+            f"This state was saved after {steps} inner steps, inside a warm-up of {warmup_steps},"
+            " which this version no longer has. Train to its end with the version that saved it, or"
+            " restart from the outer parameters (in Lightning with resume='restart')."
         )

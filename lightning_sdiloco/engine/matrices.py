@@ -81,16 +81,16 @@ def stacks_of(model: nn.Module, patterns: Mapping[str, int]) -> dict[str, Stack]
         except ValueError as error:
             raise ValueError(
                 f"matrices={{{matching[-1]!r}: {parts}}} does not suit the parameter {name!r}:"
-                f" {error}. Give another"
-                " number, or 0 for a parameter of which every value is by itself."
+                f" {error}. Give another number, or 0 for a parameter of which every value is by"
+                " itself."
             ) from None
         if stack is not None:
             stacks[name] = stack
     if unused:
         raise ValueError(
             f"matrices has the pattern {sorted(unused)[0]!r}, which names no trainable parameter."
-            " Correct it: names are those of named_parameters(), and patterns are shell-style,"
-            " such as '*.qkv.weight'."
+            " Correct it: names are those of named_parameters(), and patterns are shell-style, such"
+            " as '*.qkv.weight'."
         )
     return stacks
 

@@ -434,10 +434,9 @@ def _check_elementwise(make: Make, count: int) -> None:
         right = _tried(make, values, gradients, slice(32, 64))
     except Exception as error:
         raise ValueError(
-            f"outer_optimizer could not step flat float32 shards: {error}. It is called with a"
-            " list of one-dimensional tensors, one per fragment, and must return a"
-            " torch.optim.Optimizer whose step() needs no closure. Choose one, such as"
-            f" {AN_OUTER_OPTIMIZER}."
+            f"outer_optimizer could not step flat float32 shards: {error}. It is called with a list"
+            " of one-dimensional tensors, one per fragment, and must return a torch.optim.Optimizer"
+            f" whose step() needs no closure. Choose one, such as {AN_OUTER_OPTIMIZER}."
         ) from error
     for stepped, *halves in zip(unsplit, left, right, strict=True):
         if not torch.allclose(stepped, torch.cat(halves), rtol=1e-5, atol=1e-7):

@@ -561,8 +561,8 @@ class Rounds:
         if self.flights or steps >= min(first, settings.schedule_of(1).first_launch):
             raise RuntimeError(
                 f"choose() was called after {steps} inner steps with"
-                f" sync_every={settings.sync_every}. Settings can be"
-                f" chosen only before the first launch: before inner step {first}."
+                f" sync_every={settings.sync_every}. Settings can be chosen only before the first"
+                f" launch: before inner step {first}."
             )
 
     def state_dict(self) -> dict[str, Any]:

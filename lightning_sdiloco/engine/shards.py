@@ -192,9 +192,9 @@ class CutModel:
         for name, parameter in trainable(self.model).items():
             if parameter.device not in devices:
                 raise ValueError(
-                    f"The parameter {name!r} is on {str(parameter.device)!r}, but the engine"
-                    f" trains the model on {str(next(iter(devices)))!r}. Make new layers there,"
-                    " with .to(device), and move the model before training only."
+                    f"The parameter {name!r} is on {str(parameter.device)!r}, but the engine trains"
+                    f" the model on {str(next(iter(devices)))!r}. Make new layers there, with"
+                    " .to(device), and move the model before training only."
                 )
 
 
@@ -425,9 +425,8 @@ def shard_specs(
             specs[name] = divided(parameter.shape, runs)
         except ValueError as error:
             raise ValueError(
-                f"The parameter {name!r} cannot be exchanged: {error}. Shard it with fully_shard"
-                " or parallelize_module over the mesh that configure_model gets as"
-                " self.device_mesh."
+                f"The parameter {name!r} cannot be exchanged: {error}. Shard it with fully_shard or"
+                " parallelize_module over the mesh that configure_model gets as self.device_mesh."
             ) from error
     return specs
 

@@ -176,8 +176,8 @@ def _require_own_parameters(models: Sequence[nn.Module]) -> None:
             if owner != group and parameter.requires_grad:
                 raise ValueError(
                     f"The models of groups {owner} and {group} share the parameter {name!r}, so"
-                    " each would train the"
-                    " other's. Give each group a model of its own, such as copy.deepcopy(model)."
+                    " each would train the other's. Give each group a model of its own, such as"
+                    " copy.deepcopy(model)."
                 )
 
 

@@ -159,10 +159,10 @@ def default_topology(
         world_size = world().size
     elif launched_processes() > 1:
         raise ValueError(
-            f"WORLD_SIZE={launched_processes()} says that a launcher started"
-            f" {launched_processes()} processes, but torch.distributed is not initialised: each of"
-            " them would train alone. Call torch.distributed.init_process_group() in all of them"
-            " before, or take WORLD_SIZE out of the environment of a single process."
+            f"WORLD_SIZE={launched_processes()} says that a launcher started {launched_processes()}"
+            " processes, but torch.distributed is not initialised: each of them would train alone."
+            " Call torch.distributed.init_process_group() in all of them before, or take WORLD_SIZE"
+            " out of the environment of a single process."
         )
     if isinstance(groups, str):
         groups = world_size
@@ -206,9 +206,9 @@ def cut(model: nn.Module, settings: Settings) -> Partition:
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():
             raise ValueError(
-                f"The trainable parameter {name!r} is {parameter.dtype}, which has no float32"
-                " outer value. Only real floating-point parameters can be exchanged. Store complex"
-                " values as two real parameters, or freeze it."
+                f"The trainable parameter {name!r} is {parameter.dtype}, which has no float32 outer"
+                " value. Only real floating-point parameters can be exchanged. Store complex values"
+                " as two real parameters, or freeze it."
             )
     frozen = [clean_name(name) for name, p in model.named_parameters() if not p.requires_grad]
     cut_by_size = partition(described(parameters), settings.fragments, aliases(model), frozen)
@@ -240,8 +240,8 @@ def _say_what_is_unusual(
         return
     if topology.num_groups == 1 and not is_site:
         _log.warning(
-            "There is one worker group: this is plain training with an outer step. Nothing"
-            " travels, but compression still applies; compression='fp32' changes no value."
+            "There is one worker group: this is plain training with an outer step. Nothing travels,"
+            " but compression still applies; compression='fp32' changes no value."
         )
     if partition.fell_back:
         _log.warning(
@@ -330,9 +330,9 @@ def require_same_start(start: str, world: Communicator) -> None:
     differences = _differences(world.all_gather_object({"the start": start}))
     if differences:
         raise ValueError(
-            f"The ranks do not start from one checkpoint: {differences[0]}. Give all ranks the"
-            " same one. Where machines have disks of their own, copy the file and the folder"
-            " beside it to each of them."
+            f"The ranks do not start from one checkpoint: {differences[0]}. Give all ranks the same"
+            " one. Where machines have disks of their own, copy the file and the folder beside it"
+            " to each of them."
         )
 
 
@@ -383,8 +383,8 @@ def require_own_group(model: nn.Module, topology: Topology) -> None:
     for name, module in model.named_modules():
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
             raise ValueError(
-                f"{_module(name)} is wrapped in FullyShardedDataParallel, whose flat parameters"
-                " the worker groups cannot exchange by name. Use fully_shard over the ranks of the"
+                f"{_module(name)} is wrapped in FullyShardedDataParallel, whose flat parameters the"
+                " worker groups cannot exchange by name. Use fully_shard over the ranks of the"
                 " worker group."
             )
         if not isinstance(module, DistributedDataParallel):
@@ -395,10 +395,10 @@ def require_own_group(model: nn.Module, topology: Topology) -> None:
             raise ValueError(
                 f"{_module(name)} is wrapped in DistributedDataParallel over {_listed(ranks)}, but"
                 f" this rank's worker group is {_listed(group_ranks)}: gradients must be averaged"
-                " inside the group only, or all groups train in step. If groups have one rank,"
-                " give the model unwrapped; otherwise wrap it with DistributedDataParallel(model,"
-                f" process_group=WorkerGroups({topology.num_groups}).process_group). Fabric does"
-                " so with strategy='streaming_diloco'."
+                " inside the group only, or all groups train in step. If groups have one rank, give"
+                " the model unwrapped; otherwise wrap it with DistributedDataParallel(model,"
+                f" process_group=WorkerGroups({topology.num_groups}).process_group). Fabric does so"
+                " with strategy='streaming_diloco'."
             )
 
 
@@ -549,9 +549,8 @@ def require_same_signatures(signatures: list[dict[str, str]]) -> None:
             shown += f"; and {len(differences) - 5} more"
         raise ValueError(
             f"The model differs between ranks: {shown}. All ranks must build the same model, with"
-            " the same names, shapes and dtypes. Do not let its construction depend on the rank."
-            " If a process trains several models, all ranks must make their engines in the same"
-            " order."
+            " the same names, shapes and dtypes. Do not let its construction depend on the rank. If"
+            " a process trains several models, all ranks must make their engines in the same order."
         )
 
 
@@ -824,9 +823,9 @@ def follow_in_optimizers(
                 optimizer.state.pop(tensor, None)
     if optimizers and unstepped and says:
         _log.warning(
-            "No inner optimizer steps %d of the new parameters, such as %r: they do not train."
-            " Give them to one with add_param_group, or make a new optimizer, before the model is"
-            " cut again.",
+            "No inner optimizer steps %d of the new parameters, such as %r: they do not train. Give"
+            " them to one with add_param_group, or make a new optimizer, before the model is cut"
+            " again.",
             len(unstepped),
             unstepped[0],
         )

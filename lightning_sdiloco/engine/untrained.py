@@ -622,8 +622,8 @@ class UntrainedState:
         if not self._has_warned:
             place = self._places[index]
             _log.warning(
-                "%r had the shape %s and outer values of %s when the model was cut, and has %s"
-                " and %s now: the worker groups cannot exchange it, and each keeps its own. Give"
+                "%r had the shape %s and outer values of %s when the model was cut, and has %s and"
+                " %s now: the worker groups cannot exchange it, and each keeps its own. Give"
                 " untrained={%r: 'own'} to say so.",
                 place.name,
                 tuple(self._shapes[index]),

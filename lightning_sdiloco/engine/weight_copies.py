@@ -233,8 +233,8 @@ class WeightCopies:
             missing = [name for name in self._names[id(optimizer)] if name not in keys]
             if missing:
                 raise ValueError(
-                    f"{type(optimizer).__name__}.{_ATTRIBUTE} names {missing[0]!r}, which is in"
-                    f" the state of no parameter: there are {sorted(keys)}. Give the names of the"
+                    f"{type(optimizer).__name__}.{_ATTRIBUTE} names {missing[0]!r}, which is in the"
+                    f" state of no parameter: there are {sorted(keys)}. Give the names of the"
                     " entries that are copies of the weights."
                 )
 

@@ -205,8 +205,8 @@ class Federation:
             if code_of(settings) is None:
                 raise ValueError(
                     f"compression={settings.compression!r} does not work with mean='hub': a hub"
-                    " reads 'fp4' and 'fp32',"
-                    " with and without memory. Choose one of them, or leave mean out."
+                    " reads 'fp4' and 'fp32', with and without memory. Choose one of them, or leave"
+                    " mean out."
                 )
 
     def join(self, rounds: Rounds, topology: Topology) -> FederatedWorld:

@@ -983,20 +983,20 @@ def _founded_run_config(
     if not text:
         if sites is None:
             raise ValueError(
-                f"The ledger has no run {run!r} yet. Say how many sites found it (sites), or"
-                " give that run's ledger."
+                f"The ledger has no run {run!r} yet. Say how many sites found it (sites), or give"
+                " that run's ledger."
             )
         return None
     run_config = RunConfig.from_bytes(text)
     if refound:
         raise ValueError(
-            "The ledger has this run: start the hub without --refound, or give the path of a"
-            " new ledger."
+            "The ledger has this run: start the hub without --refound, or give the path of a new"
+            " ledger."
         )
     if run_config.run != run:
         raise ValueError(
-            f"This ledger has run={run_config.run!r}, not {run!r}. Give that run, or"
-            " another ledger."
+            f"This ledger has run={run_config.run!r}, not {run!r}. Give that run, or another"
+            " ledger."
         )
     return run_config
 

@@ -255,8 +255,8 @@ class Progress:
         """Returns the error for a round whose record at the hub is not the one here."""
         return AgreementError(
             f"Round {round} of fragment {self.fragment} differs between the hub and this site:"
-            " their histories have"
-            " parted. Resume this site from an earlier checkpoint, or restore the hub's ledger."
+            " their histories have parted. Resume this site from an earlier checkpoint, or restore"
+            " the hub's ledger."
         )
 
     def landing(self, record: Record, site: str) -> MergeAction:
@@ -695,9 +695,9 @@ class Follower:
             loaded.append(progress)
             if progress.digest not in (digest, None):
                 raise ValueError(
-                    f"The checkpoint was damaged: fragment {fragment} has other outer"
-                    " parameters than were saved."
-                    " Resume from another one, or start without: the site then fetches a state."
+                    f"The checkpoint was damaged: fragment {fragment} has other outer parameters"
+                    " than were saved. Resume from another one, or start without: the site then"
+                    " fetches a state."
                 )
         self.fragments = loaded
 

@@ -72,8 +72,8 @@ class Bundle(NamedTuple):
         if bound_run not in (run, UNBOUND):
             raise ValueError(
                 f"These keys are for run {bound_run!r}, not for run={run!r}: a certificate is valid"
-                " for one run. Give the"
-                " name of that run, or make keys for this one: sdiloco keys init FOLDER --run RUN."
+                " for one run. Give the name of that run, or make keys for this one: sdiloco keys"
+                " init FOLDER --run RUN."
             )
         if self.identity.role == "hub" and self.identity.run == UNBOUND and self.folder is not None:
             # Sites that are added from now on look for the hub of this run.

@@ -365,8 +365,8 @@ class HubConnection:
         if self._rank and away_since is not None and self.now() - away_since > self._patience:
             raise ExchangeError(
                 f"A rank of {self.site} has not reached the hub for longer than"
-                f" patience={self._patience:.0f} s. The"
-                " site's checkpoint holds what it trained: restart it when the hub can be reached."
+                f" patience={self._patience:.0f} s. The site's checkpoint holds what it trained:"
+                " restart it when the hub can be reached."
             )
         with self._changed:
             events = self._events

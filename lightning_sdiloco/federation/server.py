@@ -137,8 +137,8 @@ class Door:
             is_full = role != "operator" and total >= MAX_CALLS
             if is_full or self._open[role, name] >= limit:
                 raise HubUnreachable(
-                    f"{name!r} has {self._open[role, name]} calls open, of {total} in"
-                    " all: too many."
+                    f"{name!r} has {self._open[role, name]} calls open, of {total} in all: too"
+                    " many."
                 )
             self._open[role, name] += 1
         try:
@@ -487,8 +487,8 @@ class Hub:
 def _bundle_of_hub(run: str, keys: str | Path | None, insecure: bool) -> Bundle | None:
     if (keys is None) != insecure:
         raise ValueError(
-            "A hub needs either keys or insecure=True. Make keys with: sdiloco keys init"
-            " FOLDER --run RUN."
+            "A hub needs either keys or insecure=True. Make keys with: sdiloco keys init FOLDER"
+            " --run RUN."
         )
     if keys is None:
         warnings.warn(
@@ -524,9 +524,9 @@ class HubService(Hub):
     ) -> None:
         if "://" in str(ledger):
             raise ValueError(
-                f"ledger={str(ledger)!r} is a URL, but a run has one hub, whose ledger is a file"
-                " on its machine: give a"
-                " path. If that hub ends, restart it with its ledger; sites train on meanwhile."
+                f"ledger={str(ledger)!r} is a URL, but a run has one hub, whose ledger is a file on"
+                " its machine: give a path. If that hub ends, restart it with its ledger; sites"
+                " train on meanwhile."
             )
         if backups is not None and Path(backups).resolve() == Path(ledger).resolve().parent:
             raise ValueError(

@@ -275,8 +275,8 @@ def from_part(fragment: FragmentState, part: Bytes) -> Part:
         ) from error
     if outer.values.shape != fragment.outer.values.shape or outer.values.dtype != torch.float32:
         raise ValueError(
-            f"the state of fragment {fragment.index} that arrived has"
-            f" {tuple(outer.values.shape)} values"
+            f"the state of fragment {fragment.index} that arrived has {tuple(outer.values.shape)}"
+            " values"
         )
     return Part(outer, untrained, of_first)
 
@@ -690,8 +690,8 @@ class FederatedWorld:
                 if self.follower.reachable:
                     self._is_alone = True
                     _log.warning(
-                        "%s The site trains on without it, and sends what it trains when it"
-                        " is back.",
+                        "%s The site trains on without it, and sends what it trains when it is"
+                        " back.",
                         event.why,
                     )
                 self.follower.lose(self._now)

@@ -103,9 +103,8 @@ def _chosen(variable: str) -> tuple[str, str]:
             return name, address
     shown = ", ".join(f"{name} ({address})" for name, address in interfaces.items())
     raise ValueError(
-        f"{variable}={choice!r} is not an interface with an IPv4 address on"
-        f" {socket.gethostname()}, which has {shown}. Set {variable} to one of these on this"
-        " machine."
+        f"{variable}={choice!r} is not an interface with an IPv4 address on {socket.gethostname()},"
+        f" which has {shown}. Set {variable} to one of these on this machine."
     )
 
 
@@ -296,8 +295,8 @@ def advice(broken: Sequence[BrokenConnection]) -> str:
                 " GLOO_SOCKET_IFNAME to the interface that the others reach."
             )
     return (
-        "Open all TCP ports between these machines in both directions: gloo listens on any port"
-        " the system gives it. If"
-        " a machine has several addresses, choose the interface with GLOO_SOCKET_IFNAME, or with"
-        " SDILOCO_EXCHANGE_INTERFACE for the traffic between worker groups."
+        "Open all TCP ports between these machines in both directions: gloo listens on any port the"
+        " system gives it. If a machine has several addresses, choose the interface with"
+        " GLOO_SOCKET_IFNAME, or with SDILOCO_EXCHANGE_INTERFACE for the traffic between worker"
+        " groups."
     )

@@ -122,8 +122,8 @@ class Rendezvous:
                 )
             if self.rank == 0:
                 _log.warning(
-                    "Still waiting for %s at %s. A rank that cannot reach this address says so"
-                    " in its own output.%s%s",
+                    "Still waiting for %s at %s. A rank that cannot reach this address says so in"
+                    " its own output.%s%s",
                     missing,
                     self.address,
                     self._second(),
@@ -270,9 +270,9 @@ def wait_for_store(
             unanswered_since = now
             if now - started > timeout.total_seconds():
                 raise ValueError(
-                    f"{failure}: nothing listened there within {timeout.total_seconds():g} s."
-                    f" Start rank 0 on {host}, and give all ranks its address and port"
-                    f" (MASTER_ADDR, MASTER_PORT).{other_rank}"
+                    f"{failure}: nothing listened there within {timeout.total_seconds():g} s. Start"
+                    f" rank 0 on {host}, and give all ranks its address and port (MASTER_ADDR,"
+                    f" MASTER_PORT).{other_rank}"
                 ) from answer
         is_late = now - unanswered_since > patience
         if isinstance(answer, bytes) and (answer or is_late):
@@ -355,9 +355,8 @@ def warn_of_shared_store(rank: int) -> None:
         and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     ):
         _log.warning(
-            "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its"
-            " environment, on every node."
-            " Without it, restarted processes try to reach the old ones, and fail."
+            "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment,"
+            " on every node. Without it, restarted processes try to reach the old ones, and fail."
         )
 
 

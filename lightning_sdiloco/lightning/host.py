@@ -75,13 +75,13 @@ _NEEDED = {
     # Epochs of unequal lengths end together, also after a resume, and all groups validate after the
     # same batch.
     "trainer.fit_loop": (
-        "setup_data reset on_advance_start on_advance_end on_save_checkpoint _data_fetcher "
-        "_combined_loader _restarting restarted_mid_epoch reset_restart_stage"
+        "setup_data reset on_advance_start on_advance_end on_save_checkpoint _data_fetcher"
+        " _combined_loader _restarting restarted_mid_epoch reset_restart_stage"
     ),
     "trainer.fit_loop.epoch_loop": (
         "reset advance on_advance_end restarted_on_train_batch_end _is_training_done _warning_cache"
-        " _num_ready_batches_reached _should_accumulate _should_check_val_fx "
-        "_should_check_val_epoch _batches_that_stepped _results _get_monitor_value"
+        " _num_ready_batches_reached _should_accumulate _should_check_val_fx"
+        " _should_check_val_epoch _batches_that_stepped _results _get_monitor_value"
     ),
     "lightning.pytorch.loops.fetchers": "_DataLoaderIterDataFetcher",
     "lightning.pytorch.loops.fetchers._PrefetchDataFetcher": "_start_profiler _stop_profiler",

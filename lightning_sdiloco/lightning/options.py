@@ -391,9 +391,9 @@ class Options:
         # Older runs say how many blocks the default was.
         fragments = self.settings.fragments
         saved_fragments = saved.get("fragments")
-        are_names = isinstance(fragments, str) and isinstance(saved_fragments, str)
-        if are_names and saved_fragments.startswith(f"{fragments}:"):
-            self.settings = replace(self.settings, fragments=saved_fragments)
+        is_name = isinstance(fragments, str) and isinstance(saved_fragments, str)
+        if is_name and str(saved_fragments).startswith(f"{fragments}:"):
+            self.settings = replace(self.settings, fragments=str(saved_fragments))
         is_saved = all(saved.get(name) not in (None, AUTO) for name in self.auto)
         if self.auto and is_saved:
             self._restore_choice(saved)

@@ -135,8 +135,8 @@ def train(setting: str, steps: int, console: Console) -> dict[str, Any]:
         if process.returncode != 0:
             console.print("".join(output[-60:]), highlight=False, markup=False)
             raise SystemExit(
-                f"The setting {setting!r} ended with exit code {process.returncode}; its error"
-                " is above."
+                f"The setting {setting!r} ended with exit code {process.returncode}; its error is"
+                " above."
             )
         return json.loads(numbers.read_text(encoding="utf-8"))
 
@@ -159,12 +159,12 @@ def results_table(results: dict[str, dict[str, Any]]) -> Table:
     first = next(iter(results.values()))
     table = Table(
         title=f"{first['parameters']:,} parameters, {first['ranks']} worker groups, {first['steps']:,} steps; "
-        f"{first['tokens']:,} tokens, {first['tokens'] / first['parameters']:.3g} per parameter, "
-        f"{first['passes']:.2g} passes over the text",
+        f"{first['tokens']:,} tokens, {first['tokens'] / first['parameters']:.3g} per parameter,"
+        f" {first['passes']:.2g} passes over the text",
         caption="Loss in nats per byte, on text not trained on. Bytes are those one rank sent to the other: counted by "
-        "Streaming DiLoCo, for DDP the arithmetic of a ring all-reduce of the gradients."
-        " Training here is measured, "
-        f"with nothing slow; the last column is computed for a link of {LINK_NAME}.",
+        "Streaming DiLoCo, for DDP the arithmetic of a ring all-reduce of the gradients. Training"
+        " here is measured, with nothing slow; the last column is computed for a link of"
+        f" {LINK_NAME}.",
         box=SIMPLE_HEAD,
     )
     table.add_column("setting")
@@ -200,9 +200,9 @@ def sentences(ddp: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     perplexity = 100 * abs(math.expm1(nats))
     above, more = ("above", "more") if nats > 0 else ("below", "less")
     return [
-        f"What it cost: after the same tokens the loss of {OURS} is {abs(nats):.3f} nats per"
-        f" byte {above} that of DDP: "
-        f"{loss:.1f} % {more} loss, {perplexity:.1f} % {more} perplexity; one seed each.",
+        f"What it cost: after the same tokens the loss of {OURS} is {abs(nats):.3f} nats per byte"
+        f" {above} that of DDP: {loss:.1f} % {more} loss, {perplexity:.1f} % {more} perplexity; one"
+        " seed each.",
         f"What it saved: on a link of {LINK_NAME} the same run takes DDP {time_on_link(ddp)} and"
         f" {OURS} {time_on_link(ours)}; computed from the {1000 * ours['link_step_seconds']:.3g} ms"
         " that a step took here, not measured on a link.",

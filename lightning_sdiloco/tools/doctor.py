@@ -277,9 +277,9 @@ def _environment(num_nodes: int | None) -> tuple[Any, tuple[str, ...]]:
         except RuntimeError as error:
             raise ValueError(f"Lightning would refuse this job: {error}") from error
     raise ValueError(
-        "This process does not know its rank. Start it on every node like the training: with"
-        " srun, with torchrun,"
-        " or by hand with NODE_RANK, MASTER_ADDR and MASTER_PORT set and --num-nodes N."
+        "This process does not know its rank. Start it on every node like the training: with srun,"
+        " with torchrun, or by hand with NODE_RANK, MASTER_ADDR and MASTER_PORT set and --num-nodes"
+        " N."
     )
 
 
@@ -467,8 +467,8 @@ def _check_buffers(link: MeasuredLink, buffers: tuple[int, int]) -> Iterator[Fin
         yield Finding(
             "slow",
             f"buffers {link.source} -> {link.target}",
-            f"TCP buffers may hold one connection below {readable_rate(most / 1e9)}"
-            f" at {1000 * link.round_trip:.3g} ms",
+            f"TCP buffers may hold one connection below {readable_rate(most / 1e9)} at"
+            f" {1000 * link.round_trip:.3g} ms",
             f'On both sides: sysctl -w net.ipv4.tcp_wmem="4096 16384 {needed}"'
             f' net.ipv4.tcp_rmem="4096 131072 {needed}"',
         )
@@ -707,8 +707,8 @@ def _fix_of(refusal: Exception, insecure: bool) -> str:
     if isinstance(refusal, HubUnreachable):
         if insecure:
             return (
-                "Something listens there, but does not answer: a hub with keys refuses calls without."
-                " Give --keys FILE."
+                "Something listens there, but does not answer: a hub with keys refuses calls"
+                " without. Give --keys FILE."
             )
         return (
             "Something listens there, but hub and keys do not match: another authority, another"

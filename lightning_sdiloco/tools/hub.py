@@ -336,8 +336,8 @@ class MetricsServer:
             )
         except OSError as error:
             raise ValueError(
-                f"metrics={listen!r} cannot be used ({error}). Give an address of this machine,"
-                " and a free port."
+                f"metrics={listen!r} cannot be used ({error}). Give an address of this machine, and"
+                " a free port."
             ) from error
         self.port = int(self._server.server_port)
         answer_metrics = self._server.get_app()

@@ -204,8 +204,8 @@ def _links(path: str | None, bandwidth: float | None) -> dict[str, float]:
         return {}
     if bandwidth is not None:
         raise ValueError(
-            f"--bandwidth {bandwidth:g} was given together with --links, which also sets it."
-            " Leave one of them out."
+            f"--bandwidth {bandwidth:g} was given together with --links, which also sets it. Leave"
+            " one of them out."
         )
     try:
         content = yaml.safe_load(Path(path).read_text())
@@ -250,8 +250,8 @@ def _described(
     if model is not None:
         if params is not None or layers is not None:
             raise ValueError(
-                "--model was given together with --params or --layers. Give either the model or"
-                " its size."
+                "--model was given together with --params or --layers. Give either the model or its"
+                " size."
             )
         return Model.of_parameters(trainable(_module(model)))
     assert params is not None
@@ -373,11 +373,11 @@ def _plan_as_text(numbers: Mapping[str, Any]) -> str:
         f"{name}={recommended[name]:g}" for name in ("outer_lr", "outer_momentum", "mixing")
     )
     lines = [
-        f"{numbers['parameters']:,} parameters in {fragments},"
-        f" {numbers['groups']} groups of {ranks}",
+        f"{numbers['parameters']:,} parameters in {fragments}, {numbers['groups']} groups of"
+        f" {ranks}",
         f"{numbers['steps']:,} inner steps of {numbers['step_time']:g} s",
-        f"{readable_rate(link.gbit_s)} in each direction, {link.round_trip * 1000:g} ms round"
-        f" trip, {loss}",
+        f"{readable_rate(link.gbit_s)} in each direction, {link.round_trip * 1000:g} ms round trip,"
+        f" {loss}",
         "",
         f"With sync_every={settings['sync_every']}, {overlap}, fragments={settings['fragments']!r},"
         f" compression={settings['compression']!r}:",
@@ -491,8 +491,8 @@ def _links_as_text(shared: planner.SharedOut, names: list[str], settings: Settin
         "",
         table(columns),
         "",
-        "  a round of all fragments keeps the busiest link busy for"
-        f" {short(shared.round_seconds)} s,",
+        f"  a round of all fragments keeps the busiest link busy for {short(shared.round_seconds)}"
+        " s,",
         f"  with equal parts for {short(shared.equal_seconds)} s: {shared.gain:.2f} times as long",
     ]
     return "\n".join(lines)

@@ -311,8 +311,8 @@ def _site_as_text(head: Rank) -> str:
         times = "once" if restarts == 1 else f"{restarts} times"
         restarted = f" It was started again {times}."
     return (
-        f"This is {head.name}, one site of a federation, which waits for no other.{restarted}"
-        f" Of the {len(landings)} rounds of fragments that landed here, sites counted: {counted}."
+        f"This is {head.name}, one site of a federation, which waits for no other.{restarted} Of"
+        f" the {len(landings)} rounds of fragments that landed here, sites counted: {counted}."
     )
 
 
@@ -338,9 +338,9 @@ def _slow_group_as_text(run: Run, computed: str, waited: str) -> list[str]:
         f"{computed} A slower group limited this run: an inner step of group {slow} took"
         f" {seconds_as_text(steps[slow])}, of group {fast} {seconds_as_text(steps[fast])}."
         f" {waited}",
-        "No setting of the exchange changes that: at every landing the faster groups wait"
-        " for the slowest. Give the slower group smaller batches or faster devices. With equal"
-        f" speed training would be up to {steps[slow] / steps[fast]:.2f} times as fast.",
+        "No setting of the exchange changes that: at every landing the faster groups wait for the"
+        " slowest. Give the slower group smaller batches or faster devices. With equal speed"
+        f" training would be up to {steps[slow] / steps[fast]:.2f} times as fast.",
     ]
 
 
@@ -348,8 +348,8 @@ def _advice_as_text(advice: Advice | None, link: Link | None) -> str:
     """Formats the advice, or why there is none."""
     if link is None:
         return (
-            "The link's speed is unknown: all messages were there before a rank began to wait"
-            " for them, so the planner cannot say what to change."
+            "The link's speed is unknown: all messages were there before a rank began to wait for"
+            " them, so the planner cannot say what to change."
         )
     if advice is None:
         return "The planner cannot say what to change: it knows compressions only by name."
@@ -364,8 +364,8 @@ def _advice_as_text(advice: Advice | None, link: Link | None) -> str:
     changes = " and ".join(f"{name}={value!r}" for name, value in advice.changes.items())
     return (
         f"Set {changes}. The planner expects a compute utilisation of {advice.then:.1%} with it,"
-        f" and {advice.now:.1%} with the current settings, counting on {MARGIN:.0%} of the"
-        " measured bandwidth."
+        f" and {advice.now:.1%} with the current settings, counting on {MARGIN:.0%} of the measured"
+        " bandwidth."
     )
 
 

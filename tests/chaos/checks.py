@@ -391,9 +391,8 @@ def examined(told: Told, batch: int) -> Found:
     problems = disagreements(told) + counted_twice(told, batch)
     problems += [problem for own in lost.values() for *_, problem in own if problem]
     problems += [
-        f"{site} stood still for {one['stalled']:.3f} s ({one['stalled'] - _stall(one):.3f} s of"
-        " it without"
-        f" a processor) at step {one['step']}, and a step takes {own['step']:.3f} s"
+        f"{site} stood still for {one['stalled']:.3f} s ({one['stalled'] - _stall(one):.3f} s of it"
+        f" without a processor) at step {one['step']}, and a step takes {own['step']:.3f} s"
         for site, own in sites.items()
         for one in own["above"]
     ]

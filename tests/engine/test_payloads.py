@@ -274,8 +274,8 @@ def test_the_counter_of_the_interface_agrees_and_no_byte_crosses_between_launche
             break
     else:
         pytest.skip(
-            "TCP retransmitted in five measurements out of five: the machine is too busy to"
-            " weigh bytes"
+            "TCP retransmitted in five measurements out of five: the machine is too busy to weigh"
+            " bytes"
         )
     ours = sum(trained["report"]["bytes_sent"] for trained in ranks[: world_size // 2])
     counters = ranks[0]["counters"]

@@ -1070,8 +1070,8 @@ def test_a_federation_refuses_bad_numbers_addresses_and_keys_when_it_is_made(
         ),
         (
             {"rounds": 2.0},
-            "rounds=2.0 is of type float, not a whole number: it must be a whole number of at"
-            " least 1",
+            "rounds=2.0 is of type float, not a whole number: it must be a whole number of at least"
+            " 1",
         ),
         ({"hub": Path("/mnt/run")}, "is of type PosixPath, not a string: give one"),
         (

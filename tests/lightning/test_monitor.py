@@ -595,11 +595,9 @@ def test_one_line_lists_active_settings_and_another_the_load_of_the_link(
     assert [told for told, *_ in others] == [[]] * 3
     start, measured = lines
     assert start == (
-        "Streaming DiLoCo: 2 worker groups of 2 ranks, 4 fragments, sync_every=4,"
-        " overlap_steps=2, outer_lr=0.75,"
-        f" outer_momentum=0.5, mixing=0.25, direction=equalised; each rank sends {sent[0]} bytes"
-        f" to {sent[-1]} bytes a"
-        " fragment; the first launch follows inner step 4."
+        "Streaming DiLoCo: 2 worker groups of 2 ranks, 4 fragments, sync_every=4, overlap_steps=2,"
+        " outer_lr=0.75, outer_momentum=0.5, mixing=0.25, direction=equalised; each rank sends"
+        f" {sent[0]} bytes to {sent[-1]} bytes a fragment; the first launch follows inner step 4."
     )
     seconds = float(re.findall(r"an inner step takes (\S+) s", measured)[0])
     [(window, rate, unit)] = re.findall(

@@ -141,8 +141,8 @@ OF_ANOTHER_TYPE: Table = [
     ({"dense_beginning": 3}, "^dense_beginning=3 is not a DenseBeginning. Give one, such as"),
     (
         {"dense_beginning": DenseBeginning(3), "sync_every": 7},
-        "^dense_beginning=DenseBeginning(rounds=3, ... sync_every=7: its own sync_every must be"
-        " at most half as large",
+        "^dense_beginning=DenseBeginning(rounds=3, ... sync_every=7: its own sync_every must be at"
+        " most half as large",
     ),
     (
         {"dense_beginning": DenseBeginning(3), "schedule": Selective()},
@@ -172,9 +172,8 @@ OF_ANOTHER_TYPE: Table = [
             "outer_lr": 0.5,
             "outer_momentum": 0.5,
         },
-        "outer_optimizer was given together with outer_lr=0.5 and outer_momentum=0.5. ..."
-        " replaces ... "
-        "Leave out outer_lr and outer_momentum",
+        "outer_optimizer was given together with outer_lr=0.5 and outer_momentum=0.5. ... replaces"
+        " ... Leave out outer_lr and outer_momentum",
     ),
     ({"fragments": "striped"}, "fragments='striped' ... [['net.0.*'], ['net.1.*']] ... Choose one"),
 ]
@@ -195,8 +194,8 @@ OF_STRATEGIES: Table = [
     ),
     (
         {"ddp_kwargs": {"process_group": object()}},
-        "ddp_kwargs contains 'process_group' ... among the ranks of a worker group ... Take it"
-        " out ... worker_groups",
+        "ddp_kwargs contains 'process_group' ... among the ranks of a worker group ... Take it out"
+        " ... worker_groups",
     ),
     *(
         (
@@ -601,8 +600,8 @@ OWN: list[tuple[dict[str, tuple[Any, Any]], str]] = [
                 OuterOptimizer(outlier_guard=3, clip_norm=2.0),
             )
         },
-        "outer_optimizer.clip_norm is None on rank 0, 2.0 on rank 1;"
-        " outer_optimizer.outlier_guard is 2 on rank 0, 3",
+        "outer_optimizer.clip_norm is None on rank 0, 2.0 on rank 1; outer_optimizer.outlier_guard"
+        " is 2 on rank 0, 3",
     ),
     ({"outer_optimizer": (None, outer())}, "outer_optimizer is None on rank 0"),
     ({"outer_optimizer": (outer(), outer(lr=0.2))}, "outer_optimizer is SGD"),

@@ -266,8 +266,8 @@ def after(batches: int) -> str:
 def unequal(*numbers: int | str, decided: int) -> tuple[str, str]:
     text = ", ".join(f"group {group} has {number}" for group, number in enumerate(numbers))
     return (
-        f"Worker groups have unequal numbers of batches: {text}. Every epoch ends after"
-        f" {decided} in all",
+        f"Worker groups have unequal numbers of batches: {text}. Every epoch ends after {decided}"
+        " in all",
         "",
     )
 

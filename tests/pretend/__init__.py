@@ -250,8 +250,8 @@ def allocated(by: Operation, tensor: Tensor) -> Memory:
     for access in _freed.pop(by.stream, []):
         if not access.by.is_before(by):
             raise Race(
-                f"{by} may get freed memory that {access}, perhaps still: no record_stream told"
-                " of it"
+                f"{by} may get freed memory that {access}, perhaps still: no record_stream told of"
+                " it"
             )
     memory = Memory(by.stream, tensor.untyped_storage().nbytes())
     memory.touch(by, tensor, writes=True)

@@ -263,8 +263,8 @@ def test_one_run_reports_losses_bytes_and_time(tmp_path: Path) -> None:
     chosen = recommended(direction="elementwise")
     for line in (
         "2 worker groups, 12 inner steps each, 74 parameters",
-        f"overlap_steps=2, mixing={chosen.mixing}, compression='fp4',"
-        f" outer_lr={chosen.outer_lr}, outer_momentum=",
+        f"overlap_steps=2, mixing={chosen.mixing}, compression='fp4', outer_lr={chosen.outer_lr},"
+        " outer_momentum=",
         "Outer model: loss ",
         "val_loss",
         "Predicted on 1 Mbit/s in each direction, 50 ms round trip, 0.1 s per inner step:",

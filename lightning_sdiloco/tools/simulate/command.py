@@ -243,8 +243,7 @@ def _methods_of(file: str, groups: int) -> list[Planned]:
     ):
         raise ValueError(
             f"methods={file!r} is not a YAML file that maps names to arguments of the strategy."
-            " Write for example"
-            " 'rarer: {sync_every: 200}'."
+            " Write for example 'rarer: {sync_every: 200}'."
         )
     arguments = _arguments()
     runs = []
@@ -547,8 +546,8 @@ def run_as_text(outcome: Outcome, places: Places) -> str:
         waits = [_duration(times.waited) for times in outcome.prediction.times]
         columns["predicted\nwait"] = waits
     parts = [
-        f"{counted(len(run.groups), 'worker group')},"
-        f" {outcome.inner_steps:,} inner steps each, {_settings(run)}",
+        f"{counted(len(run.groups), 'worker group')}, {outcome.inner_steps:,} inner steps each,"
+        f" {_settings(run)}",
         table(columns, width=_WIDTH),
     ]
     if run.outer_loss:
@@ -565,15 +564,14 @@ def _prediction_as_text(prediction: Prediction, timeout: timedelta, places: Plac
     measured = "" if places.step_time else ", as measured here"
     text = (
         f"Predicted on {_described(places.link)}, {prediction.step_time:.3g} s per inner"
-        f" step{measured}:\n"
-        f"  {_duration(prediction.seconds)}, compute utilisation {percent(prediction.utilisation)};"
-        f" DDP over all groups {_duration(prediction.ddp_seconds)}"
+        f" step{measured}:\n  {_duration(prediction.seconds)}, compute utilisation"
+        f" {percent(prediction.utilisation)}; DDP over all groups"
+        f" {_duration(prediction.ddp_seconds)}"
     )
     if prediction.longest_flight > timeout.total_seconds():
         text += (
-            f"\n  A fragment would be in flight for {_duration(prediction.longest_flight)},"
-            " longer than timeout: a"
-            " real run would end with an ExchangeError. Raise timeout."
+            f"\n  A fragment would be in flight for {_duration(prediction.longest_flight)}, longer"
+            " than timeout: a real run would end with an ExchangeError. Raise timeout."
         )
     return text
 

@@ -378,8 +378,8 @@ class Configuration:
                 arguments = ()
             if not isinstance(arguments, Mapping | None):
                 raise ValueError(
-                    f"config={file!r} is not a YAML file of arguments. Give the configuration"
-                    " file of a LightningCLI."
+                    f"config={file!r} is not a YAML file of arguments. Give the configuration file"
+                    " of a LightningCLI."
                 )
 
     @property
@@ -494,8 +494,8 @@ def _configured_arguments(trainer: Any) -> dict[str, Any]:
     if cls is None or not issubclass(cls, WorkerGroupStrategy):
         raise ValueError(
             f"trainer.strategy={path or strategy!r} cannot be simulated, only"
-            " StreamingDiLoCoStrategy. Choose it in"
-            " the configuration, or with --set trainer.strategy=streaming_diloco."
+            " StreamingDiLoCoStrategy. Choose it in the configuration, or with --set"
+            " trainer.strategy=streaming_diloco."
         )
     # Not dict(): that of a Namespace takes apart what is nested in it, such as a federation.
     arguments: dict[str, Any] = strategy.init_args.as_dict()
@@ -641,8 +641,8 @@ def live(
     strategy = trainer.strategy
     if strategy.engine is None:
         raise ValueError(
-            "The configuration trains nothing. Make sure that its max_steps and max_epochs are"
-            " not 0."
+            "The configuration trains nothing. Make sure that its max_steps and max_epochs are not"
+            " 0."
         )
     group = recorder.group
     report = strategy.report()
