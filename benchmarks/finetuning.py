@@ -24,9 +24,6 @@ from tempfile import gettempdir
 from typing import Any
 
 import torch
-
-# isort: skip  (on the path since benchmarks.models)
-from text_data import Windows, standard_library_sources
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -35,6 +32,9 @@ from benchmarks.models import SMALL, TINY, Size
 from benchmarks.quality import TWO_GROUPS
 from benchmarks.runs import Runs
 from benchmarks.training import Text, Training, parameters, trained
+
+# The folder of text_data is on the path since the import of benchmarks.models.
+from text_data import Windows, standard_library_sources  # isort: skip
 
 STEPS = 500
 BATCH = 4

@@ -65,7 +65,7 @@ def test_every_example_is_short_and_in_the_docs_and_errors_refer_to_its_file() -
     """In an import, and as a class path of a YAML file."""
     docs = (FOLDER.parents[1] / "docs" / "methods.md").read_text()
     assert [path.name for path in EXAMPLES if f"examples/methods/{path.name}" not in docs] == []
-    assert [path.name for path in EXAMPLES if len(path.read_text().splitlines()) > 140] == []
+    assert [path.name for path in EXAMPLES if len(path.read_text().splitlines()) > 170] == []
     parser = LightningArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Trainer, "trainer")
     ours = "--trainer.strategy=lightning_sdiloco.StreamingDiLoCoStrategy"

@@ -88,8 +88,8 @@ assert ("StreamingDiLoCoStrategy" in lightning_sdiloco.__all__) == ({distributio
         ("AgreementError", 4, False),
         ("DenseBeginning", 5, False),
         ("Quorum", 13, False),
-        ("FP4", 11, True),
-        ("TwoShot", 16, True),
+        ("FP4", 13, True),
+        ("TwoShot", 20, True),
     ],
 )
 def test_a_public_name_imports_only_the_modules_that_it_needs(

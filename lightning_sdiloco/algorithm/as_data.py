@@ -34,7 +34,7 @@ def as_data(value: Any) -> Any:
     if isinstance(value, Sequence):
         return [as_data(part) for part in value]
     if _has_fields(value):
-        chosen = {name: part for name, part, default in _fields(value) if part != default}
+        chosen = {name: part for name, part, default in _fields_of(value) if part != default}
         return _object(type(value).__qualname__, as_data(chosen))
     return repr(value)
 
@@ -56,7 +56,7 @@ def describes(data: Any, value: Any) -> bool:
         # The text of an older checkpoint, which could not be read.
         return bool(data == repr(value))
     saved = dict(data["fields"])
-    for name, part, default in _fields(value):
+    for name, part, default in _fields_of(value):
         if name not in saved and part != default:
             return False
         if name in saved and not describes(saved.pop(name), part):
@@ -117,7 +117,7 @@ def _has_fields(value: Any) -> bool:
     return is_dataclass(value) or isinstance(value, Compression)
 
 
-def _fields(value: Any) -> Iterator[tuple[str, Any, Any]]:
+def _fields_of(value: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yields the name, the value and the default of each field that a ``repr`` shows."""
     if not is_dataclass(value):
         for name, part in vars(value).items():

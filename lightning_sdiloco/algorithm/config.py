@@ -217,7 +217,7 @@ class OuterOptimizer:
             that suits; see docs/choosing.md.
         matrices: Into how many matrices a parameter is cut along its first dimension, by patterns
             of names: 3 suits fused projections of queries, keys and values; 0 steps every value by
-                itself. None: as `stack_of` says.
+            itself. None: as `stack_of` says.
 
     Raises:
         ValueError: If an argument is out of its range. The message names the argument.

@@ -139,7 +139,7 @@ class Communicator:
         """Returns a communicator among the same ranks that only the engine with that number uses,
         if they have gloo.
         """
-        if self.is_on_host and self.size > 1:
+        if self.process_group is not None and self.is_on_host and self.size > 1:
             return MessageCommunicator(self.process_group, engine)
         return self
 

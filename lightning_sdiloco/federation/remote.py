@@ -224,7 +224,7 @@ class HubConnection:
         self._early: dict[str, Early] = {}
         self._events: list[SiteEvent] = []
         self._error: Exception | None = None
-        self._records = RecordQueue()
+        self.records = RecordQueue()
         # The hub refuses all calls until it has let the site in; then all outstanding contributions
         # are sent.
         self._let_in = rank > 0
@@ -328,8 +328,8 @@ class HubConnection:
             None if progress.digest is None else progress.applied.round
             for progress in follower.fragments
         ]
-        if applied != self._records.applied:
-            self._records.applied = applied
+        if applied != self.records.applied:
+            self.records.applied = applied
             self._fetch_waiting()
         self._client.turn()
 
@@ -513,8 +513,8 @@ class HubConnection:
                     del self._early[key]
             # A record of an earlier connection comes again, or did not happen in a run that was
             # founded again.
-            if self._rank or record.key in self._records.fetching:
-                self._records.fetching.discard(record.key)
+            if self._rank or record.key in self.records.fetching:
+                self.records.fetching.discard(record.key)
                 self._close(record, blobs)
 
     def _close(self, record: Record, blobs: Mapping[str, Bytes] | None) -> None:
@@ -625,11 +625,11 @@ class HubConnection:
         # A record is announced at once if its payloads are of no use, and otherwise when these are
         # here.
         with self._changed:
-            if self._records.is_dropped(record):
+            if self.records.is_dropped(record):
                 self._close(record, None)
             else:
-                self._records.add(record)
-                if not self._records.is_useful(record):
+                self.records.add(record)
+                if not self.records.is_useful(record):
                     self._put(Recorded(record, None))
         self._fetch_waiting()
 
@@ -638,7 +638,7 @@ class HubConnection:
             self._let_in = True
             self._asking = False
             self._ask_at = float("-inf")
-            self._records.welcome(event.welcome.kept)
+            self.records.welcome(event.welcome.kept)
             outstanding = self._outbox.contributions()
         self._put(event)
         pending_retries = self._nudge
@@ -651,7 +651,7 @@ class HubConnection:
         self._let_in = False
         self._asking = False
         # Pending fetches may not arrive.
-        self._records.fetching.clear()
+        self.records.fetching.clear()
         if lacks_run_config and not self._rank:
             # A hub that has lost its ledger knows nothing of the run.
             self._submit("calls", self._bring, self._run_config)
@@ -676,6 +676,6 @@ class HubConnection:
             unread = sum(
                 isinstance(event, Recorded) and event.blobs is not None for event in self._events
             )
-            records = self._records.take(max(0, _UNREAD - unread - len(self._records.fetching)))
+            records = self.records.take(max(0, _UNREAD - unread - len(self.records.fetching)))
         for record in records:
             self.fetch(record)

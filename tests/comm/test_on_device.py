@@ -207,7 +207,7 @@ def stopping(rank: int, world_size: int, how: str) -> None:
         if how == "silent":
             # Its hosts go on to answer, and its device does not.
             topology.exchange.post = lambda *_: None
-            training.engine.rounds._synchronizer._collect = lambda *_: time.sleep(2)
+            training.engine.rounds._synchronizer.collect = lambda *_: time.sleep(2)
         else:
             topology.exchange.post = lambda *_: os._exit(3)
     for _ in range(STEPS):

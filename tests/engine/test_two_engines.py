@@ -268,7 +268,7 @@ def test_digests_tell_engines_apart() -> None:
     groups = SimulatedGroups([mlp(), mlp()], **CHOICES)
     # Messages of another engine's number do not arrive, so the numbers are mixed up here.
     synchronizer: Any = groups.engines[1].rounds._synchronizer
-    synchronizer._topology = replace(synchronizer._topology, engine=2)
+    synchronizer.topology = replace(synchronizer.topology, engine=2)
 
     def train() -> None:
         for _ in range(STEPS):

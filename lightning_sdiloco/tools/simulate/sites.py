@@ -202,7 +202,7 @@ class _Incarnation:
 
     def _applied(self) -> list[int]:
         """Returns the rounds that have landed, by fragment."""
-        return [round or 0 for round in self._rank.connection.applied]
+        return [round or 0 for round in self._rank.connection.records.applied]
 
     def course(self, group: Group, records: Sequence[Record]) -> Site:
         """Returns the site's course from the ledger: rounds that counted, were late, or were
