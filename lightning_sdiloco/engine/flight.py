@@ -285,9 +285,11 @@ class Flight:
         if self._diagnosis is not None:
             compression = self._kind.all_reduce.compression
             self._diagnosis.measure_mean(payloads, compression, mean)
-        gradient = self._kind.gradient_from(payloads, mean, self._count)
-        if self._second_hop is None:
-            self._mean = gradient
+        mean = self._kind.gradient_from(payloads, mean, self._count)
+        # The mean of a part returns in the messages of the second hop, as all groups decode it.
+        # It is freed before the payloads, whose pages are of no use for the vectors that follow.
+        self._mean = mean if self._second_hop is None else mean.new_empty(0)
+        del mean
         self._spans["decode"] = span_from(began, self._device)
         self._posted = None
         self._words.posts.clear()
