@@ -438,7 +438,7 @@ def test_a_fetch_begun_by_an_earlier_connection_is_reported_by_the_next_one_only
     world: World,
 ) -> None:
     connection: Any = world.found("a", rounds=2).connection
-    until(lambda: not connection._records.fetching and not connection.events())
+    until(lambda: not connection.records.fetching and not connection.events())
     record = world.service.coordinator.ledger.history[0][0]
     get = connection._client.get_small
     asked = threading.Event()
@@ -454,7 +454,7 @@ def test_a_fetch_begun_by_an_earlier_connection_is_reported_by_the_next_one_only
         return get(wanted)
 
     with patch.object(connection._client, "get_small", slow):
-        connection._records.applied = [0, 0]
+        connection.records.applied = [0, 0]
         for lost in (True, False):
             asked.clear()
             goes_on.clear()
