@@ -927,10 +927,6 @@ class PendingFlight:
     pending: Pending[Arrival]
     launch_span: Span
 
-    def completed(self, report: Landing, wait: Span, step: int) -> Landing:
-        """Completes the report of this flight with its times and the inner step of its landing."""
-        return completed(report, self.launch_span, wait, self.pending.seconds, step)
-
 
 def completed(report: Landing, launch: Span, wait: Span, seconds: float, step: int) -> Landing:
     """Completes the report of a flight of so many seconds that lands now."""

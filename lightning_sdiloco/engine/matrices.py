@@ -106,8 +106,9 @@ def with_direction(
     """Returns the settings with a direction that suits them, the model and so many rounds. All
     ranks must call it.
     """
-    suits_all = all(topology.world.all_gather_object(suits(model)))
-    is_slow = any(topology.world.all_gather_object(takes_long(model)))
+    facts = topology.world.all_gather_object((suits(model), takes_long(model)))
+    suits_all = all(is_suited for is_suited, _ in facts)
+    is_slow = any(is_long for _, is_long in facts)
     may_direct = suits_all and not is_slow and rounds >= FEWEST_ROUNDS
     chosen = settings.directed(may_direct=may_direct)
     if says and suits_all and is_slow and chosen != settings.directed() and topology.rank == 0:

@@ -45,7 +45,7 @@ from lightning_sdiloco.algorithm.schedule import Every, Heard, LaunchSchedule, S
 from lightning_sdiloco.algorithm.weighting import Weighed
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.background import Background
-from lightning_sdiloco.engine.flight import PendingFlight, Synchronizer
+from lightning_sdiloco.engine.flight import PendingFlight, Synchronizer, completed
 from lightning_sdiloco.engine.fragments import (
     Arrival,
     FragmentState,
@@ -127,9 +127,16 @@ class Rounds:
         flights: What is in flight, in the order of the launches.
         began_at: The inner step after which the rounds began.
         is_ending: Whether landings change the model alone; see [Note: memory at the end].
-        partition: How the model is cut. It changes with `cut`, as do ``settings``, ``fragments``,
-            ``cut_model`` and ``schedule``.
+        partition: How the model is cut. `cut` sets it, as it does ``settings``, ``cut_model`` and
+            ``schedule``.
     """
+
+    partition: tuple[Fragment, ...]
+    settings: Settings
+    cut_model: CutModel
+    schedule: Schedule
+    _launches: LaunchSchedule
+    _synchronizer: Synchronizer
 
     requested = 0
     is_over = False
@@ -146,8 +153,6 @@ class Rounds:
         copies: WeightCopies,
     ) -> None:
         self.model = model
-        self.partition = tuple(partition)
-        self.settings = settings
         self.storage = storage
         self.background = background
         self.inner_optimizers = inner_optimizers
@@ -159,18 +164,14 @@ class Rounds:
         self.began_at = 0
         self.flights: list[PendingFlight] = []
         self.fragments: list[FragmentState] = []
-        self.cut_model = CutModel(model)
-        self.schedule = settings.schedule_of(len(partition))
         self._topology = topology
         self._diagnoses = False
         self._sharded = sharded_modules(model)
         self._thread = threading.get_ident()
-        self._launches: LaunchSchedule = Every()
         # The schedule's memory of the landings since the rounds began.
         self._schedule_state: Mapping[str, Any] = {}
         # The outer gradient of a flight and the state that it replaces serve the next flight.
         self._spare: SparePages | None = None
-        self._synchronizer = Synchronizer([], topology, settings, diagnoses=False)
         self.cut(partition, settings)
 
     def cut(self, partition: Sequence[Fragment], settings: Settings) -> None:
@@ -426,7 +427,8 @@ class Rounds:
                 self._note_round(launch, arrival)
             if self._topology.group_index in arrival.landing.left_out:
                 self.recover(fragment.index)
-            return flight.completed(arrival.landing, wait, step)
+            seconds = flight.pending.seconds
+            return completed(arrival.landing, flight.launch_span, wait, seconds, step)
 
     def _note_round(self, launch: Launch, arrival: Arrival) -> None:
         """Tells the link's rate and the schedule what landed."""

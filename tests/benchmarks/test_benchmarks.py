@@ -106,13 +106,18 @@ def test_a_vision_model_with_batchnorm_is_judged_in_groups_and_with_ddp(tmp_path
 
 @pytest.mark.large
 def test_a_group_adds_eight_bytes_a_parameter_and_a_flight_to_a_plain_fit() -> None:
-    rows = memory.memory({"10M": memory.SIZES["10M"]}, ["lightning_alone", "streaming"])
-    alone, streaming = (row["memory"] for row in rows)
-    if not alone:
-        pytest.skip("This system does not say how much memory a process has.")
-    # Eight for outer parameters and momentum, three for the fragment in flight, and three to four
-    # that the allocator keeps.
-    assert (streaming - alone) / rows[0]["parameters"] < 15
+    # Eight for outer parameters and momentum, three for the fragment in flight, and what the
+    # allocator keeps, which differs between runs by half a byte.
+    added = []
+    for _ in range(3):
+        rows = memory.memory({"10M": memory.SIZES["10M"]}, ["lightning_alone", "streaming"])
+        alone, streaming = (row["memory"] for row in rows)
+        if not alone:
+            pytest.skip("This system does not say how much memory a process has.")
+        added.append((streaming - alone) / rows[0]["parameters"])
+        if added[-1] < 14.5:
+            return
+    raise AssertionError(f"bytes a parameter in three runs: {added}")
 
 
 @pytest.mark.network
