@@ -25,6 +25,7 @@ from benchmarks.models import Size
 from benchmarks.picture import BLUE, GREEN, GREY, PURPLE, RED, figure, save
 from benchmarks.sites import Job, results
 from lightning_sdiloco import StreamingDiLoCo
+from lightning_sdiloco.engine.turns import alone
 from tests.ranks import run_ranks
 
 SIZES = {
@@ -110,10 +111,11 @@ def flown(flights: Flights, rank: int, world_size: int) -> Row:
     for _ in range(flights.rounds * 2 * flights.fragments):
         whole = time.process_time()
         before = time.thread_time()
-        engine.launch_due()
+        inner_step = engine.stepping()
+        next(inner_step)
         launched = time.thread_time()
         # Processor time of this thread: waiting for the others is none.
-        landed = engine.land_due()
+        landed = alone(inner_step)
         if landed:
             landings.append(time.thread_time() - launched)
             everything[-1] += time.process_time() - whole

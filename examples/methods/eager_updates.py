@@ -19,6 +19,7 @@ from side_by_side import compare
 from torch import Tensor, nn
 
 from lightning_sdiloco import LandingRule, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco.engine.turns import Turns, alone, in_turns
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,15 @@ class EagerUpdates:
 
     def finish(self) -> None:
         """Ends training, in place of `engine.finish`."""
-        self.engine.land_all()
+        alone(self.finishing())
+
+    def finishing(self) -> Turns[None]:
+        """Does what `finish` does, with the pauses of `engine.finishing`."""
+        ending = self.engine.finishing()
+        next(ending)  # All that was in flight has landed.
         self.rejoin()
-        self.engine.finish()
+        yield
+        yield from ending
 
 
 class EagerGroups(SimulatedGroups):
@@ -113,11 +120,7 @@ class EagerGroups(SimulatedGroups):
         return landed
 
     def finish(self) -> None:
-        for engine in self.engines:
-            engine.land_all()
-        for eager in self.eager:
-            eager.rejoin()
-        super().finish()
+        in_turns([eager.finishing() for eager in self.eager])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ what landed.
 import inspect
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -46,28 +46,31 @@ from lightning_sdiloco.engine.matrices import proofs, with_direction
 from lightning_sdiloco.engine.outer import storage_for
 from lightning_sdiloco.engine.outer_view import GroupMean, LocalValues, OuterView
 from lightning_sdiloco.engine.per_rank import extra_state, load_extra_state
+from lightning_sdiloco.engine.recut import (
+    Recut,
+    cut_again,
+    follow_in_optimizers,
+    say_what_is_cut_again,
+    take_over,
+)
 from lightning_sdiloco.engine.restart import Restart
 from lightning_sdiloco.engine.rounds import Federated, Loop, Rounds, keep_until_done
-from lightning_sdiloco.engine.shards import digest, local, unwrapped
+from lightning_sdiloco.engine.shards import unwrapped
 from lightning_sdiloco.engine.start import (
     NamedOuter,
-    Recut,
     WorkerGroups,
     agreed_fragments,
     align_ranks,
     broadcast,
     cut,
-    cut_again,
-    follow_in_optimizers,
     named_outer,
     require_own_group,
     require_same_settings,
     say_what_averages_twice,
-    say_what_is_cut_again,
     say_what_trains_little,
-    take_over,
     topology_for,
 )
+from lightning_sdiloco.engine.turns import Turns, alone
 from lightning_sdiloco.engine.untrained import first_own
 from lightning_sdiloco.engine.weight_copies import WeightCopies
 from lightning_sdiloco.memory import give_back_free_memory
@@ -232,6 +235,7 @@ class StreamingDiLoCo:
             copies,
         )
         self.link = self.rounds.link
+        self.requests = self.rounds.requests
         self.view = self._new_view()
         say_what_trains_little(self.rounds.outer_optimizer, self.topology)
         align_ranks(self.model, self.rounds.fragments, self.topology)
@@ -247,7 +251,6 @@ class StreamingDiLoCo:
         self._counts = Counts()
         self._exclusions = Exclusions()
         self._unfinished: dict[str, Any] = {}
-        self._next_cut: tuple[Fragment, ...] = ()  # While the model is cut again.
         self._is_closed = False
         self.watch = WorldWatch(_ADVICE, "inner steps")
         """Watches from one inner step to the next; stopped where Lightning runs the loop."""
@@ -308,13 +311,12 @@ class StreamingDiLoCo:
             ExchangeError: If a worker group went away, or did not answer within ``timeout``.
             AgreementError: If the groups hold different outer parameters, or one stays not finite.
         """
-        self.launch_due(trained=trained, idle=idle, samples=samples)
-        return self.land_due()
+        return alone(self.stepping(trained=trained, idle=idle, samples=samples))
 
-    def launch_due(
+    def stepping(
         self, *, trained: int = 1, idle: bool = False, samples: int | None = None
-    ) -> None:
-        """Does the first half of `step`: counts an inner step and launches what is due."""
+    ) -> Turns[list[Landing]]:
+        """Does what `step` does, and pauses between launches and landings."""
         self._require_open("step()")
         self.watch.end()
         trained = 0 if idle else trained
@@ -332,13 +334,9 @@ class StreamingDiLoCo:
             self.loop.trained(trained, trained if samples is None else samples)
             self.rounds.step_clock.note(ended, began)
         self._counts.launches += self.loop.launch_due(self.inner_steps)
-
-    def land_due(self) -> list[Landing]:
-        """Does the second half of `step`: lands what is due, and prefetches what the next inner
-        step launches.
-        """
+        yield
         landed = self._counted(self.loop.land_due(self.inner_steps))
-        self.step_span = self.step_span[0], time.perf_counter()
+        self.step_span = began, time.perf_counter()
         self.watch.begin(self.topology)
         return landed
 
@@ -394,15 +392,26 @@ class StreamingDiLoCo:
         bits in every group, and without gradients. Returns what landed, without the final exchange.
         A second call does nothing.
         """
+        return alone(self.finishing())
+
+    def finishing(self) -> Turns[list[Landing]]:
+        """Does what `finish` does, and pauses when all flights have landed, and after every launch
+        of the final exchange.
+        """
         if self.is_finished:
             return []
-        landed = self.land_all()
-        for _ in self.final_exchange():
-            pass
+        landed = self._land_at_end()
+        yield
+        for landing in self.loop.final_exchange(self.inner_steps):
+            if landing is not None:
+                self.final_landings.append(self._noted(landing))
+            yield
+        self.view.end(is_written=self.rounds.is_ending)
+        self.view.write_untrained(self.first_own())
+        self.close()
         return landed
 
-    def land_all(self) -> list[Landing]:
-        """Does the first part of `finish`: lands every fragment in flight."""
+    def _land_at_end(self) -> list[Landing]:
         self.rounds.require_coverage()
         # See [Note: memory at the end].
         self.model.zero_grad()
@@ -414,25 +423,6 @@ class StreamingDiLoCo:
         # What a site lands until its end goes into its records, too.
         self.view.begin_end(keeps_parameters=not self.rounds.is_ending)
         return self._counted(self.loop.land_all(self.inner_steps))
-
-    def final_exchange(self) -> Iterator[None]:
-        """Does the second part of `finish`. Yields again and again, so that groups in one process
-        can take turns.
-        """
-        for landing in self.loop.final_exchange(self.inner_steps):
-            self.final_landings += [] if landing is None else [self._noted(landing)]
-            yield
-        self.view.end(is_written=self.rounds.is_ending)
-        self.view.write_untrained(self.first_own())
-        self.close()
-
-    def keep_outer(self) -> None:
-        """Copies the outer parameters for `outer_state_dict`: call it after `finish` if the model
-        may change.
-
-        It takes 4 bytes for each parameter that this rank holds in float32 or finer.
-        """
-        self.view.keep_outer()
 
     def leave(self) -> list[Landing]:
         """Ends training before its end: what a site holds is sent, and counts. Returns what
@@ -456,23 +446,6 @@ class StreamingDiLoCo:
                 f"{called} was called after finish() or close(). Make a new StreamingDiLoCo to"
                 " train."
             )
-
-    def request(self, bits: int) -> None:
-        """Asks something of all groups, with up to 16 bits: the `Landing` of the next launch shows
-        them to all.
-        """
-        self.rounds.requests |= int(bits)
-
-    def withdraw(self, bits: int) -> None:
-        """Withdraws a request that has not been launched yet."""
-        self.rounds.requests &= ~int(bits)
-
-    @property
-    def requested(self) -> int:
-        """Requests of a site's ranks to each other in the last inner step; between groups,
-        landings show them.
-        """
-        return self.loop.requested
 
     def is_training(self, model: nn.Module) -> bool:
         """Returns whether this engine trains that model and has not finished, so that groups hold
@@ -557,16 +530,9 @@ class StreamingDiLoCo:
             mean: What `group_mean` returned; None: the outer model.
             own: What `first_own` returned; None: each group shows what it keeps of untrained state
                 itself.
-            watches: Whether `rewritten` will be asked inside the block.
+            watches: Whether `OuterView.rewritten` will be called inside the block.
         """
         return self.view.shown(mean, own, watches=watches)
-
-    @property
-    def own_moved(self) -> bool:
-        """Whether code has moved state that groups keep, such as a frozen teacher: known alike in
-        all groups.
-        """
-        return any(fragment.untrained.own_moved for fragment in self.rounds.fragments)
 
     def first_own(self) -> dict[str, Tensor]:
         """Returns what the first group keeps of untrained state, by name, where this rank holds
@@ -587,24 +553,6 @@ class StreamingDiLoCo:
     def show_local(self) -> None:
         """Puts the local parameters and buffers back."""
         self.view.show_local()
-
-    def rewritten(self) -> dict[str, int]:
-        """Returns the parameters that code has overwritten since `evaluate` showed them: name and
-        digest of each.
-        """
-        return self.view.rewritten()
-
-    def local_digests(self) -> dict[str, int]:
-        """Returns a digest of what this rank holds of each parameter, by name."""
-        digests: dict[str, int] = {}
-        for fragment in self.rounds.fragments:
-            for name, parameter in zip(
-                fragment.layout.names, fragment.layout.parameters, strict=True
-            ):
-                # One that was reshaped since the cut is another parameter.
-                if self.rounds.cut_model.former_name(parameter) is not None:
-                    digests[name] = digest(local(parameter))
-        return digests
 
     @torch.no_grad()
     def set_outer(self, names: Collection[str] | None = None) -> None:
@@ -660,12 +608,10 @@ class StreamingDiLoCo:
 
         All ranks must call it. Until `has_landed`, evaluate this.
         """
-        return _last(self.average_now())
+        return alone(self.averaging())
 
-    def average_now(self) -> Iterator[GroupMean | None]:
-        """Does what `group_mean` does. Yields None until it has the mean, so that groups in one
-        process take turns.
-        """
+    def averaging(self) -> Turns[GroupMean]:
+        """Does what `group_mean` does, and pauses after every launch."""
         self._require_open("group_mean()")
         gathered: list[Tensor] = []
         untrained: list[Mapping[int, Tensor]] = []
@@ -681,12 +627,12 @@ class StreamingDiLoCo:
         with self.view.hidden():
             yield from self.rounds.average_now(self.inner_steps, receive)
             first_values = self.first_own()
-        yield GroupMean(gathered, untrained, first_values)
+        return GroupMean(gathered, untrained, first_values)
 
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Returns the outer parameters by name, in float32 and on the host, the same on every rank.
 
-        After `finish` it reads them from the model; see `keep_outer`.
+        After `finish` it reads them from the model; see `OuterView.keep_outer`.
 
         Collective within a worker group until `finish`; afterwards too, if ranks hold parts of the
         parameters. On a route that does not share, it returns the mean of the groups, and until
@@ -710,7 +656,7 @@ class StreamingDiLoCo:
         """Returns what `state_dict` does, without the local values."""
         return {
             "counts": asdict(self._counts),
-            "requests": self.rounds.requests,
+            "requests": self.requests.bits,
             **self._absences.state_dict(),
             "rank": place_of(self.topology),
             "settings": self.settings.saved(),
@@ -743,7 +689,7 @@ class StreamingDiLoCo:
         self.loop.load_state_dict(state)
         self._absences.load_state_dict(state)
         self._counts = Counts(**state["counts"])
-        self.rounds.requests = state["requests"]
+        self.requests.bits = state["requests"]
 
     def save(self, path: str | PathLike[str]) -> None:
         """Saves all that a run needs to resume bit for bit, including what is in flight. All ranks
@@ -829,16 +775,18 @@ class StreamingDiLoCo:
         Args:
             inner_optimizers: The optimizers of your loop, if you made others. Make them before.
         """
-        landed = self.land_for_recut(inner_optimizers)
-        recut = self.prepare_recut()
+        landed, recut = self.begin_recut(inner_optimizers)
         recut = recut.agreed(self.topology.world.all_gather_object(recut.names))
-        self.cut_again(recut, self.group_mean() if recut.needs_mean else None)
+        self.end_recut(recut, self.group_mean() if recut.needs_mean else None)
         return landed
 
     @torch.no_grad()
-    def land_for_recut(self, inner_optimizers: Sequence[Optimizer] | None = None) -> list[Landing]:
-        """Does the first part of `recut`: refuses what cannot be cut again, and lands every
-        fragment in flight.
+    def begin_recut(
+        self, inner_optimizers: Sequence[Optimizer] | None = None
+    ) -> tuple[list[Landing], Recut]:
+        """Does the first half of `recut`: refuses what cannot be cut again, and lands every
+        fragment in flight. Returns the landings, and what becomes of the outer state, as far as
+        this rank knows.
         """
         self._require_open("recut()")
         if self.view.is_shown:
@@ -857,10 +805,14 @@ class StreamingDiLoCo:
         rounds = self.rounds
         if inner_optimizers is not None:
             self.use_optimizers(inner_optimizers)
-        self._next_cut = cut_again(rounds.cut_model, rounds.fragments, self.settings, self.topology)
+        partition = cut_again(rounds.cut_model, rounds.fragments, self.settings, self.topology)
         for fragment in rounds.fragments:
             fragment.let_go()
-        return self._counted(self.loop.land_all(self.inner_steps))
+        landed = self._counted(self.loop.land_all(self.inner_steps))
+        rounds.reshard()
+        outer = named_outer(rounds.fragments, self.topology.in_group)
+        recut = Recut.of(rounds.cut_model, partition, rounds.fragments, outer, self.settings)
+        return landed, recut
 
     def use_optimizers(self, inner_optimizers: Sequence[Optimizer]) -> None:
         """Takes other inner optimizers than those that the engine was made with; see `recut`."""
@@ -868,29 +820,12 @@ class StreamingDiLoCo:
         self.view = self._new_view()
 
     @torch.no_grad()
-    def prepare_recut(self) -> Recut:
-        """Does the second part of `recut`: returns what becomes of the outer state, as far as this
-        rank knows.
-        """
-        self.rounds.reshard()
-        outer = named_outer(self.rounds.fragments, self.topology.in_group)
-        return Recut.of(
-            self.rounds.cut_model, self._next_cut, self.rounds.fragments, outer, self.settings
-        )
-
-    @torch.no_grad()
-    def cut_again(self, recut: Recut, mean: GroupMean | None) -> None:
-        """Does the last part of `recut`, after all ranks have agreed and the mean is there if it
-        needs one.
+    def end_recut(self, recut: Recut, mean: GroupMean | None) -> None:
+        """Does the second half of `recut`, after all ranks have agreed. ``mean`` is that of the
+        groups, if the recut needs one.
         """
         if mean is not None:
-            # Outer values of what never landed are not trained, and no landing will come.
-            trained = self.view.named(mean)
-            frozen = dict(recut.frozen)
-            for name, parameter in recut.frozen.items():
-                if not parameter.rounds:
-                    frozen[name] = parameter._replace(values=trained[name].flatten())
-            recut = recut._replace(frozen=frozen)
+            recut = recut.with_mean(self.view.named(mean))
         take_over(self.rounds.fragments, recut, self.topology)
         rounds = self.rounds
         is_first_rank = self.topology.rank == 0
@@ -920,12 +855,6 @@ class StreamingDiLoCo:
         these were in flight, added up.
         """
         return {**asdict(self._counts), **self.settings.numbers}
-
-
-def _last(means: Iterator[GroupMean | None]) -> GroupMean:
-    *_, mean = means
-    assert mean is not None, "the mean comes last"
-    return mean
 
 
 def _require_no_warmup(state: Mapping[str, Any]) -> None:

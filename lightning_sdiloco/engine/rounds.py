@@ -56,8 +56,9 @@ from lightning_sdiloco.engine.fragments import (
 )
 from lightning_sdiloco.engine.measure import LinkRate, StepClock
 from lightning_sdiloco.engine.outer import OuterStorage, ShardOptimizer
-from lightning_sdiloco.engine.shards import CutModel, local, sharded_modules, trainable
-from lightning_sdiloco.engine.start import NamedOuter, Recut, require_same_fragments, start_from
+from lightning_sdiloco.engine.recut import Recut
+from lightning_sdiloco.engine.shards import CutModel, digest, local, sharded_modules, trainable
+from lightning_sdiloco.engine.start import NamedOuter, require_same_fragments, start_from
 from lightning_sdiloco.engine.weight_copies import WeightCopies
 from lightning_sdiloco.memory import SparePages
 
@@ -104,6 +105,29 @@ class Loop(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+class Requests:
+    """What this rank asks of all groups, as up to 16 bits: the `Landing` of the next launch shows
+    them to all. Signal handlers may ask at any moment.
+    """
+
+    def __init__(self) -> None:
+        self.bits = 0
+
+    def ask(self, bits: int) -> None:
+        self.bits |= bits
+
+    def withdraw(self, bits: int) -> None:
+        """Withdraws requests that have not been launched yet."""
+        self.bits &= ~bits
+
+    def take(self) -> int:
+        """Returns what was asked since the last launch took it along."""
+        taken = self.bits
+        # Requests that a signal handler adds in the meantime stay.
+        self.withdraw(taken)
+        return taken
+
+
 class Federated(Protocol):
     """A federation as the engine sees it: these ranks are a site of it, whose loop follows its
     rules.
@@ -122,8 +146,7 @@ class Rounds:
     other what is due.
 
     Attributes:
-        requests: What this rank sends to all groups with the next launch, as bits. Signal handlers
-            may request something at any moment.
+        requests: What this rank sends to all groups with the next launch.
         flights: What is in flight, in the order of the launches.
         began_at: The inner step after which the rounds began.
         is_ending: Whether landings change the model alone; see [Note: memory at the end].
@@ -159,7 +182,7 @@ class Rounds:
         self.copies = copies
         self.link = LinkRate()
         self.step_clock = StepClock()
-        self.requests = 0
+        self.requests = Requests()
         self.is_ending = False
         self.began_at = 0
         self.flights: list[PendingFlight] = []
@@ -291,19 +314,23 @@ class Rounds:
         """
         return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
 
+    def local_digests(self) -> dict[str, int]:
+        """Returns a digest of what this rank holds of each parameter, by name."""
+        digests: dict[str, int] = {}
+        for fragment in self.fragments:
+            layout = fragment.layout
+            for name, parameter in zip(layout.names, layout.parameters, strict=True):
+                # One that was reshaped since the cut is another parameter.
+                if self.cut_model.former_name(parameter) is not None:
+                    digests[name] = digest(local(parameter))
+        return digests
+
     def has_parameters_of(self, optimizer: Optimizer) -> bool:
         """Returns whether an optimizer steps a parameter that is in a fragment."""
         parameters = (
             parameter for group in optimizer.param_groups for parameter in group["params"]
         )
         return any(self.cut_model.former_name(parameter) is not None for parameter in parameters)
-
-    def take_requests(self) -> int:
-        """Returns what was requested since the last launch took it along."""
-        taken = self.requests
-        # Requests that a signal handler adds in the meantime stay.
-        self.requests &= ~taken
-        return taken
 
     # Algorithm 2
 
@@ -330,7 +357,7 @@ class Rounds:
     def _launched(self, index: int, step: int) -> Launch:
         """Reads all that the flight of a fragment carries in a round."""
         launch = self.fragments[index].launch(
-            step, self._deadline(), Purpose.ROUND, self.take_requests()
+            step, self._deadline(), Purpose.ROUND, self.requests.take()
         )
         launch = launch._replace(
             step_time=self.step_clock.seconds,
@@ -512,7 +539,7 @@ class Rounds:
             received = receive(flights.pop(0)) if len(flights) >= at_once else None
             began = time.perf_counter()
             if ends:
-                launch = fragment.launch(step, self._deadline(), purpose, self.take_requests())
+                launch = fragment.launch(step, self._deadline(), purpose, self.requests.take())
             else:
                 launch = fragment.read(step, self._deadline(), purpose)
             launch_span = began, time.perf_counter()

@@ -17,6 +17,7 @@ from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.engine.outer_view import GroupMean
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.engine.start import require_same_signatures, signature
+from lightning_sdiloco.engine.turns import in_turns
 from lightning_sdiloco.engine.weight_copies import WeightCopies
 
 
@@ -93,17 +94,15 @@ class SimulatedGroups:
         Returns:
             What landed in each group.
         """
+        steps = []
         for group, engine in enumerate(self.engines):
-            engine.launch_due(trained=trained[group] if trained else 1, idle=group in idle)
-        return [engine.land_due() for engine in self.engines]
+            micro_batches = trained[group] if trained else 1
+            steps.append(engine.stepping(trained=micro_batches, idle=group in idle))
+        return in_turns(steps)
 
     def finish(self) -> None:
         """Ends training in all groups; see `StreamingDiLoCo.finish`."""
-        for engine in self.engines:
-            engine.land_all()
-        # Each launches what another one waits for when its next turn comes.
-        for _ in zip(*(engine.final_exchange() for engine in self.engines), strict=True):
-            pass
+        in_turns([engine.finishing() for engine in self.engines])
         first_values = self._first_own()
         for engine in self.engines:
             engine.view.write_untrained(first_values)
@@ -122,31 +121,31 @@ class SimulatedGroups:
         optimizers: Sequence[Sequence[Optimizer] | None] = inner_optimizers or [
             None for _ in self.engines
         ]
-        landed = [
-            engine.land_for_recut(of_group)
+        begun = [
+            engine.begin_recut(of_group)
             for engine, of_group in zip(self.engines, optimizers, strict=True)
         ]
-        recuts = [engine.prepare_recut() for engine in self.engines]
-        names = [recut.names for recut in recuts]
-        recuts = [recut.agreed(names) for recut in recuts]
+        names = [recut.names for _, recut in begun]
+        recuts = [recut.agreed(names) for _, recut in begun]
         means: Sequence[GroupMean | None] = [None for _ in self.engines]
         if recuts[0].needs_mean:
-            *_, means = zip(*(engine.average_now() for engine in self.engines), strict=True)
+            means = self._group_means()
         with torch.no_grad():
             for name, values in recuts[0].new.items():
                 for recut in recuts[1:]:
                     recut.new[name].copy_(values)
         for engine, recut, mean in zip(self.engines, recuts, means, strict=True):
-            engine.cut_again(recut, mean)
-        return landed
+            engine.end_recut(recut, mean)
+        return [landings for landings, _ in begun]
 
     def group_mean(self) -> GroupMean:
         """Returns the mean of the groups, which any of the ``engines`` shows; see
         `StreamingDiLoCo.group_mean`.
         """
-        *_, (mean, *_) = zip(*(engine.average_now() for engine in self.engines), strict=True)
-        assert mean is not None, "the mean comes last"
-        return mean._replace(own=self._first_own())
+        return self._group_means()[0]._replace(own=self._first_own())
+
+    def _group_means(self) -> list[GroupMean]:
+        return in_turns([engine.averaging() for engine in self.engines])
 
     def _first_own(self) -> dict[str, Tensor]:
         """Copies what the first group keeps of untrained state, by name."""

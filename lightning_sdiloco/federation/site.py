@@ -377,7 +377,7 @@ class FederatedWorld:
         """Launches what is due; returns how many fragments. All ranks learn the requests of each
         rank at once.
         """
-        self.requested = self.hear(self._rounds.take_requests())
+        self.requested = self.hear(self._rounds.requests.take())
         for call in self.follower.skips():
             self._connection.hub.skip(call)
         due = self.follower.launches(step)

@@ -306,7 +306,9 @@ class Evaluation:
                 if self._hooks:
                     if is_due:
                         self._groups.meet()
-                    self.rewritten.take(engine, engine.rewritten(), self._hooks, with_all=is_due)
+                    self.rewritten.take(
+                        engine, engine.view.rewritten(), self._hooks, with_all=is_due
+                    )
                 return metrics
         finally:
             self._is_showing = False
@@ -314,7 +316,7 @@ class Evaluation:
     def _exchange(self, engine: StreamingDiLoCo, validates: bool) -> None:
         """Exchanges what a validation shows, if all ranks validate; see [Note: the first round]."""
         takes_mean = self._shows == "mean" or not self.shown.is_outer(engine)
-        if not takes_mean and not engine.own_moved:
+        if not takes_mean and not engine.view.own_moved:
             return
         device = self._fit.trainer.strategy.root_device
         if self._groups.decide(validates, True, device):

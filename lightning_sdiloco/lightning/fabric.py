@@ -173,7 +173,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             return
         if self._shown.mean is None and not self._shown.is_outer(engine):
             self._shown.exchange(engine)
-        elif self._shown.mean is None and engine.own_moved:
+        elif self._shown.mean is None and engine.view.own_moved:
             self._shown.take_first_own(engine)
         with self._shown.showing(engine, self._wrapped):
             yield

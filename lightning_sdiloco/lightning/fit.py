@@ -263,7 +263,7 @@ class Fit(FitState):
         digests_before = self._epoch_digests
         self._epoch_digests = None
         if self.engine is not None and digests_before is not None:
-            digests = self.engine.local_digests()
+            digests = self.engine.rounds.local_digests()
             rewritten = {
                 name: digest
                 for name, digest in digests.items()
@@ -275,7 +275,7 @@ class Fit(FitState):
         """Notes what the model holds before hooks of epochs run, if the user has any."""
         self._epoch_hooks = user_hooks(self.trainer, EPOCH_HOOKS)
         if self._epoch_hooks and self.engine is not None and not self.engine.is_finished:
-            self._epoch_digests = self.engine.local_digests()
+            self._epoch_digests = self.engine.rounds.local_digests()
 
     def follow_model(self) -> bool:
         """Follows what hooks have changed where an epoch begins; returns whether the model must be
@@ -399,7 +399,7 @@ class Fit(FitState):
         self._early = []
         self.landed = bool(landings)
         self.evaluation.shown.forget()
-        self.requests.land(landings, engine.requested)
+        self.requests.land(landings, engine.loop.requested)
         if landings:
             self.epochs.places.collect(landings[-1].launched_at)
         return landings
@@ -486,7 +486,7 @@ class Fit(FitState):
         self._note(self.finish())
         self._log_last_row()
         if self.engine is not None and self.engine.is_finished and may_write_at_end(trainer):
-            self.engine.keep_outer()
+            self.engine.view.keep_outer()
 
     def finish(self) -> list[Landing]:
         """Ends a fit that ran to its end, with the outer parameters in the module, and returns what

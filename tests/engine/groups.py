@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo, WorkerGroups
 from lightning_sdiloco.engine.measure import StepClock
+from lightning_sdiloco.engine.turns import in_turns
 from tests.bits import same_bits
 from tests.training import batch, inner_optimizer, mlp
 
@@ -173,9 +174,12 @@ class Groups:
                 optimizer.step()
         with torch.no_grad():
             then(self.models)
-        for engine, group, rest in zip(self.engines, self.every, rests, strict=True):
-            engine.launch_due(trained=self.micro_batches(group, self.steps), idle=rest)
-        landed, *_ = [engine.land_due() for engine in self.engines]
+        landed, *_ = in_turns(
+            [
+                engine.stepping(trained=self.micro_batches(group, self.steps), idle=rest)
+                for engine, group, rest in zip(self.engines, self.every, rests, strict=True)
+            ]
+        )
         self.landings += landed
         return landed
 

@@ -211,10 +211,8 @@ def test_the_end_has_no_more_in_flight_than_a_round_and_is_the_end() -> None:
     groups = SimulatedGroups(models, compression="fp32", sync_every=100, fragments="strided:1")
     for model in models:
         model(torch.ones(5)).sum().backward()
-    for engine in groups.engines:
-        engine.land_all()
-    turns = zip(*(engine.final_exchange() for engine in groups.engines), strict=True)
-    assert [len(groups.engines[0].in_flight) for _ in turns] == [*[1] * 12, 0]
+    turns = zip(*(engine.finishing() for engine in groups.engines), strict=True)
+    assert [len(groups.engines[0].in_flight) for _ in turns] == [0, *[1] * 12, 0]
     assert all(engine.is_finished for engine in groups.engines)
     assert all(parameter.grad is None for model in models for parameter in model.parameters())
     engine = StreamingDiLoCo(mlp(), sync_every=4, overlap_steps=0)

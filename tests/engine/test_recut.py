@@ -26,7 +26,7 @@ CHOICES: dict[str, Any] = {
     "fragments": "strided:1",
     "inner": "sgd",
 }
-START = "lightning_sdiloco.engine.start"
+RECUT = "lightning_sdiloco.engine.recut"
 
 
 class Net(nn.Module):
@@ -119,7 +119,7 @@ def test_groups_train_on_alike_after_a_change_of_the_model_with_flights_in_fligh
     kind: str,
 ) -> None:
     how, told = CHANGES[kind]
-    said = said_by(START)
+    said = said_by(RECUT)
     here = Groups(net=Net, **CHOICES)
     here.until(10)
     in_flight = here.engines[0].in_flight
@@ -144,7 +144,7 @@ def test_groups_train_on_alike_after_a_change_of_the_model_with_flights_in_fligh
 def in_ranks(rank: int, world_size: int) -> dict[str, tuple[Values, list[str]]]:
     found = {}
     for kind in ("copied", "widened", "inserted"):
-        said = said_by(START)
+        said = said_by(RECUT)
         here = Groups(net=Net, joined=WorkerGroups(2), **CHOICES)
         here.until(10)
         change(here, CHANGES[kind][0])
@@ -270,7 +270,7 @@ def test_a_change_in_the_midst_of_training_is_refused_in_words(
     )
     uses: dict[str, Callable[[], Any]] = {
         "launch": engine.step,
-        "land": engine.land_all,
+        "land": lambda: next(engine.finishing()),
         "finish": engine.finish,
     }
 
@@ -321,7 +321,7 @@ def test_a_layer_on_another_device_is_refused_with_both_devices() -> None:
 
 @pytest.mark.parametrize("steps_copy", [True, False])
 def test_new_parameters_that_no_inner_optimizer_steps_are_named(steps_copy: bool) -> None:
-    said = said_by(START)
+    said = said_by(RECUT)
     model = Net()
     parts = [model.body, model.norm, model.head, *([model.copy] if steps_copy else [])]
     optimizer = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.1)
@@ -361,7 +361,7 @@ def test_a_model_all_of_whose_parameters_are_replaced_keeps_the_rate_of_its_roun
 
 
 def replaced_alone(rank: int, world_size: int) -> tuple[Values, Values, list[str]]:
-    said = said_by(START)
+    said = said_by(RECUT)
     here = Groups(net=Net, joined=WorkerGroups(2), **CHOICES)
     here.until(10)
     (engine,), (model,) = here.engines, here.models

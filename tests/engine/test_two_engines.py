@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sdiloco import DenseBeginning, SimulatedGroups, StreamingDiLoCo, WorkerGroups
 from lightning_sdiloco.comm.pacing import Connection
+from lightning_sdiloco.engine.turns import in_turns
 from lightning_sdiloco.errors import AgreementError
 from tests.engine.groups import Values, copied, message, unlike
 from tests.known_training import wait_for_flights
@@ -94,13 +95,8 @@ def trained_together(rank: int, groups: int, overlaps: bool, **choices: Any) -> 
             engine.step()
             if not overlaps:
                 wait_for_flights(engine)
-    for engine in engines:
-        engine.land_all()
     # The last means of both networks fly at once.
-    for _ in zip(*(engine.final_exchange() for engine in engines), strict=False):
-        pass
-    for engine in engines:
-        engine.finish()
+    in_turns([engine.finishing() for engine in engines])
     return gan.values()
 
 

@@ -348,7 +348,7 @@ def test_a_frozen_teacher_is_each_groups_own_and_that_of_the_first_is_shown_and_
     run = Run().until(14)
     teachers = values(run, "teacher.0.weight")
     assert not torch.equal(*teachers)
-    assert all(engine.own_moved for engine in run.groups.engines)
+    assert all(engine.view.own_moved for engine in run.groups.engines)
     mean = run.groups.group_mean()
     assert [
         torch.equal(run.shown(group, mean)["teacher.0.weight"], teachers[0]) for group in range(2)
@@ -391,7 +391,8 @@ def test_all_groups_know_alike_that_one_of_them_has_moved_its_teacher(
         # Only the first group's follows its student.
         model._move = model._move if group == 0 else lambda y: None
     known = [
-        {engine.own_moved for engine in run.until(step).groups.engines} for step in range(1, 15)
+        {engine.view.own_moved for engine in run.until(step).groups.engines}
+        for step in range(1, 15)
     ]
     assert known[0] == {False}
     assert known[-1] == {True}

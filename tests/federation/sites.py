@@ -18,6 +18,8 @@ from lightning_sdiloco import Federation, StreamingDiLoCo
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.background import InlineBackground
+from lightning_sdiloco.engine.fragments import Landing
+from lightning_sdiloco.engine.turns import Turns, alone
 from lightning_sdiloco.federation.client import InProcessClient
 from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.memory import InProcessHub
@@ -104,6 +106,7 @@ class Site:
             self.model, topology=self.topology, federation=federation, **choices
         )
         self.connection: Any = made[0]
+        self.inner_step: Turns[list[Landing]] | None = None
         self.world: Any = self.engine.loop
 
     @property
@@ -114,7 +117,20 @@ class Site:
     def train(self, samples: int | None = None) -> None:
         self.step += 1
         train_step(self.model, self.optimizer, self.index, self.step)
-        self.engine.launch_due(**({} if samples is None else {"samples": samples}))
+        self.begin_step(samples=samples)
+
+    def begin_step(self, **trained: Any) -> None:
+        """Counts an inner step and launches what is due; `land` does its second half."""
+        self.inner_step = self.engine.stepping(**trained)
+        next(self.inner_step)
+
+    def land(self) -> None:
+        """Lands what is due after the inner step that has begun; without one, what has come."""
+        if self.inner_step is None:
+            list(self.world.land_due(self.engine.inner_steps))
+            return
+        alone(self.inner_step)
+        self.inner_step = None
 
     def outer(self) -> list[Tensor]:
         return [own.outer.values for own in self.engine.rounds.fragments]
@@ -155,7 +171,7 @@ def train(sites: Sequence[Site], steps: int, heartbeat: Sequence[Site] = ()) -> 
         for site in sites:
             site.train()
         for site in sites:
-            site.engine.land_due()
+            site.land()
 
 
 def founded(count: int, steps: int = 0, **choices: Any) -> list[Site]:
@@ -299,11 +315,11 @@ def train_ranked(
                 hub.passes(STEP)
             every.wait()
             step(model, own.optimizer, index, number)
-            own.engine.launch_due(
+            own.begin_step(
                 samples=of_site if isinstance(of_site, int) else of_site[topology.group_rank]
             )
             every.wait()
-            own.engine.land_due()
+            own.land()
             at(own, number)
         return own
 

@@ -150,9 +150,9 @@ def test_a_site_weighs_by_the_samples_it_trained() -> None:
         for site, trained in zip(
             sites, ({"trained": 3}, {"trained": 2, "samples": 16}), strict=True
         ):
-            site.engine.launch_due(**trained)
+            site.begin_step(**trained)
         for site in sites:
-            site.engine.land_due()
+            site.land()
     assert [own.weight for own in sites[0].hub.records(0)[0].counted] == [3 * 8, 16 * 8]
 
 
@@ -353,7 +353,7 @@ def test_a_new_incarnations_progress_in_an_open_round_counts_with_its_next_launc
     train([run.sites[1]], 3)
     run.made[1] += 3
     again.world.hear()
-    again.engine.land_due()
+    again.land()
     assert (run.counted(0), again.fragments[0].applied.round) == (8, 1)
     assert torch.allclose(
         again.local(), before + (again.outer()[0] - was)[: len(before)], atol=1e-6
@@ -382,7 +382,7 @@ def test_all_ranks_of_a_site_begin_again_together() -> None:
         for _ in range(steps):
             hub.passes(STEP)
             other.connection.heartbeat(other.world.follower)
-            at_once(lambda rank: (rank.train(samples=1), rank.engine.land_due()), ranks)
+            at_once(lambda rank: (rank.train(samples=1), rank.land()), ranks)
 
     site = started(0)
     other = Site(hub, 1, **ONE_FRAGMENT)
@@ -403,7 +403,7 @@ def test_all_ranks_of_a_site_begin_again_together() -> None:
     assert [rank.fragments[0].samples for rank in again] == [10, 10]
     train([other], 3)
     hear(again)
-    at_once(lambda rank: list(rank.engine.land_due()), again)
+    at_once(lambda rank: rank.land(), again)
     (first,) = hub.records()
     assert [own.launch for own in first.counted] == [(1, site[0].world.follower.incarnation)]
     assert [(rank.fragments[0].applied.round, rank.fragments[0].samples) for rank in again] == [
@@ -427,7 +427,7 @@ def test_a_site_that_drops_late_contributions_still_mixes(
     late.mended()
     for _ in range(4):
         late.world.hear()
-        late.engine.land_due()
+        late.land()
     assert late.fragments[0].applied.round == 1
     now = next(late.model.parameters()).detach().flatten()
     assert torch.allclose(now, 0.25 * values + 0.75 * late.outer()[0][: len(values)], atol=1e-6)
@@ -697,9 +697,9 @@ def test_the_number_of_ranks_of_a_site_changes_no_bit(direction: Any) -> None:
         if rank.index == 0 and not rank.topology.group_rank and step < 8:
             gathered.append(rank.topology.in_site.gathered)  # type: ignore[attr-defined]
         if step == 5 and rank.topology.group_rank == 3:
-            rank.engine.request(2)
-        if rank.engine.requested:
-            heard.append((rank.index, step, rank.engine.requested))
+            rank.engine.requests.ask(2)
+        if rank.world.requested:
+            heard.append((rank.index, step, rank.world.requested))
 
     sites = train_ranked((4, 2, 1), 26, normed, ((2, 0, 1, 1), 2, 4), at, **choices)
     # What one rank asks, all of its site hear after the next step.
@@ -1009,8 +1009,8 @@ def test_float32_payloads_are_read_as_such_beside_compressed_ones() -> None:
     mean = (fragment.outer.values + fragment.layout.read()) / 2
     for sent in held:
         send(*sent)
-    still.engine.land_due()
-    other.engine.land_due()
+    still.land()
+    other.land()
     train([still, other], CHOICES["overlap_steps"])
     assert [site.fragments[0].applied.round for site in (still, other)] == [1, 1]
     assert torch.allclose(other.outer()[0], mean, rtol=1e-6, atol=1e-7)

@@ -67,7 +67,7 @@ def fitted(
     validation: Any = None,
     **hooks: Callable[[Any], None],
 ) -> Any:
-    said = said_by("lightning_sdiloco.engine.start", "lightning_sdiloco.lightning.fit")
+    said = said_by("lightning_sdiloco.engine.recut", "lightning_sdiloco.lightning.fit")
     choices = {"max_epochs": EPOCHS, "limit_train_batches": BATCHES, "callbacks": list(callbacks)}
     choices |= {"enable_checkpointing": True, "num_sanity_val_steps": 0}
     made = fits.fit(

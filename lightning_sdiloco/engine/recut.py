@@ -1,0 +1,253 @@
+"""A recut: the model is cut again after parameters were frozen, became trainable or were replaced.
+
+Outer state outlives the former fragments by the names of tensors. All groups do the same: a
+parameter that one rank has replaced is new on all of them.
+"""
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.partition import Fragment
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine.fragments import FragmentState
+from lightning_sdiloco.engine.shards import CutModel, OuterParameter, is_sharded, trainable
+from lightning_sdiloco.engine.start import NamedOuter, broadcast, cut, require_same_model
+from lightning_sdiloco.engine.untrained import Kind, kinds_of
+
+_log = logging.getLogger(__name__)
+
+
+class Recut(NamedTuple):
+    """Divides a model that is about to be cut again; nothing of it is in flight.
+
+    Attributes:
+        fragments: The new cut.
+        outer: The outer state of tensors that remain, by the new names.
+        frozen: The outer parameters that are no longer trainable, by the former names.
+        known: The parameters and the untrained state that remain.
+        new: Tensors that did not exist, or had another shape: all groups take those of the first.
+    """
+
+    fragments: tuple[Fragment, ...]
+    outer: NamedOuter
+    frozen: Mapping[str, OuterParameter]
+    known: dict[str, Tensor]
+    new: dict[str, Tensor]
+
+    @property
+    def needs_mean(self) -> bool:
+        """Whether the mean of the groups is needed: some frozen parameters never landed, and now
+        never will.
+        """
+        return not all(parameter.rounds for parameter in self.frozen.values())
+
+    def with_mean(self, trained: Mapping[str, Tensor]) -> "Recut":
+        """Returns the recut, given the mean of the groups: frozen parameters that never landed take
+        their values from it, since their outer values are not trained.
+        """
+        frozen = dict(self.frozen)
+        for name, parameter in self.frozen.items():
+            if not parameter.rounds:
+                frozen[name] = parameter._replace(values=trained[name].flatten())
+        return self._replace(frozen=frozen)
+
+    @property
+    def names(self) -> tuple[list[str], list[str]]:
+        """The names of what is new and of what was frozen here, for `agreed`."""
+        return list(self.new), list(self.frozen)
+
+    def agreed(self, names: Sequence[tuple[list[str], list[str]]]) -> "Recut":
+        """Returns the recut of all ranks, given the `names` of each: a parameter that one rank has
+        replaced is new on all of them.
+        """
+        new = set[str]().union(*(new_names for new_names, _ in names))
+        frozen_everywhere = set.intersection(*(set(frozen_names) for _, frozen_names in names))
+        tensors = self.known | self.new
+        return self._replace(
+            outer=self.outer._replace(
+                parameters=_without(new, self.outer.parameters),
+                untrained=_without(new, self.outer.untrained),
+            ),
+            frozen={name: p for name, p in self.frozen.items() if name in frozen_everywhere},
+            # In an order that is the same on ranks that have replaced different ones.
+            new={name: tensors[name] for name in sorted(new)},
+        )
+
+    @staticmethod
+    def of(
+        cut_model: CutModel,
+        fragments: tuple[Fragment, ...],
+        before: Sequence[FragmentState],
+        outer: NamedOuter,
+        settings: Settings,
+    ) -> "Recut":
+        """Divides the outer state of a cut into that of tensors which remain, which were frozen,
+        and which are gone.
+        """
+        rounds = max(parameter.rounds for parameter in outer.parameters.values())
+        trained = _divide_parameters(cut_model, outer)
+        untrained = _divide_untrained(cut_model, before, outer, settings)
+        return Recut(
+            fragments=fragments,
+            outer=NamedOuter(trained.outer, untrained.outer, rounds),
+            frozen={name: outer.parameters[name] for name in sorted(cut_model.frozen())},
+            known=trained.known | untrained.known,
+            new=trained.new | untrained.new,
+        )
+
+
+class _Division(NamedTuple):
+    """The tensors of a model that is cut again, by their new names, without frozen ones.
+
+    Attributes:
+        outer: The outer state of tensors that remain.
+        known: The tensors that remain.
+        new: The tensors that did not exist, or had another shape.
+    """
+
+    outer: dict[str, Any]
+    known: dict[str, Tensor]
+    new: dict[str, Tensor]
+
+
+def _divide_parameters(cut_model: CutModel, outer: NamedOuter) -> _Division:
+    division = _Division({}, {}, {})
+    for name, parameter in trainable(cut_model.model).items():
+        former_name = cut_model.former_name(parameter)
+        if former_name is None:
+            division.new[name] = parameter
+        else:
+            division.known[name] = parameter
+            division.outer[name] = outer.parameters[former_name]
+    return division
+
+
+def _divide_untrained(
+    cut_model: CutModel, before: Sequence[FragmentState], outer: NamedOuter, settings: Settings
+) -> _Division:
+    division = _Division({}, {}, {})
+    former_kinds = dict[str, Kind]()
+    for fragment in before:
+        former_kinds |= fragment.untrained.kinds_by_name()
+    kinds = kinds_of(cut_model.model, settings.untrained or {}, former_kinds)
+    for place, kind in kinds.items():
+        # Code replaces the tensors of buffers as it likes, so their modules identify them.
+        former_name = cut_model.former_place(place.name)
+        values = outer.untrained.get(former_name)
+        if values is not None and values.shape == place.tensor.shape:
+            division.known[place.name] = place.tensor
+            division.outer[place.name] = values
+        elif former_kinds.get(former_name) is Kind.OWN:
+            division.known[place.name] = place.tensor
+        elif kind is not Kind.OWN or not place.is_parameter:
+            division.new[place.name] = place.tensor
+    return division
+
+
+Value = TypeVar("Value")
+
+
+def _without(names: Collection[str], values: Mapping[str, Value]) -> dict[str, Value]:
+    return {name: value for name, value in values.items() if name not in names}
+
+
+@torch.no_grad()
+def take_over(fragments: Sequence[FragmentState], recut: Recut, topology: Topology) -> None:
+    """Prepares a model for a new cut: frozen parameters take their outer values, and new tensors
+    the values of group 0.
+    """
+    frozen = {name: parameter.values for name, parameter in recut.frozen.items()}
+    for fragment in fragments:
+        fragment.layout.write_named(frozen)
+    for tensor in recut.new.values():
+        broadcast(tensor, topology)
+
+
+def cut_again(
+    cut_model: CutModel, fragments: Sequence[FragmentState], settings: Settings, topology: Topology
+) -> tuple[Fragment, ...]:
+    """Cuts a model again after what is trainable has changed. All ranks must call it."""
+    for fragment in fragments:
+        if any(map(is_sharded, fragment.layout.parameters)):
+            raise ValueError(
+                "Parameters were frozen, became trainable or were replaced since training began."
+                " FSDP2 cannot follow: new ones would not be trained. Choose what is trainable in"
+                " configure_model, and train in several fits."
+            )
+    require_same_model(cut_model.model, topology.world)
+    partition = cut(cut_model.model, settings)
+    cut_model.require_devices()
+    return partition.fragments
+
+
+def say_what_is_cut_again(recut: Recut, cut_model: CutModel, *, restarts: bool) -> None:
+    changes = cut_model.described()
+    start = ""
+    if any(isinstance(tensor, nn.Parameter) for tensor in recut.new.values()):
+        changes = changes or "parameters have been replaced on other ranks"
+        start = (
+            " What is new starts from the values of the first worker group, without outer momentum."
+        )
+    _log.warning(
+        "The model is cut again, into %d fragments, and rounds %s: since the last cut, %s.%s",
+        len(recut.fragments),
+        "restart" if restarts else "continue",
+        changes or "names or dtypes have changed",
+        start,
+    )
+
+
+def follow_in_optimizers(
+    recut: Recut, cut_model: CutModel, optimizers: Sequence[Optimizer], *, says: bool
+) -> None:
+    """Drops gradients and optimizer state of another shape, and warns of new parameters that no
+    optimizer steps.
+    """
+    stepped, trained = _parameters_of(optimizers)
+    unstepped = list[str]()
+    for name, tensor in recut.new.items():
+        if not isinstance(tensor, nn.Parameter):
+            continue
+        former = cut_model.former_parameter(name)
+        if former is not tensor:
+            # Perhaps no optimizer stepped the former parameter, such as a copy in another
+            # submodule.
+            should_train = former is None or id(former) in trained
+            if should_train and id(tensor) not in stepped:
+                unstepped.append(name)
+        elif cut_model.former_name(tensor) is None:
+            tensor.grad = None
+            for optimizer in optimizers:
+                optimizer.state.pop(tensor, None)
+    if optimizers and unstepped and says:
+        _log.warning(
+            "No inner optimizer steps %d of the new parameters, such as %r: they do not train. Give"
+            " them to one with add_param_group, or make a new optimizer, before the model is cut"
+            " again.",
+            len(unstepped),
+            unstepped[0],
+        )
+
+
+def _parameters_of(optimizers: Sequence[Optimizer]) -> tuple[set[int], set[int]]:
+    """Returns the ids of the parameters that optimizers hold, and of those that they have
+    trained.
+    """
+    stepped = set[int]()
+    trained = set[int]()
+    for optimizer in optimizers:
+        held = set[int]()
+        # Lightning takes anything that has the methods of an optimizer.
+        for group in getattr(optimizer, "param_groups", ()):
+            held |= set(map(id, group["params"]))
+        stepped |= held
+        # A parameter that never has a gradient gets no state, where other parameters do.
+        with_state = set(map(id, getattr(optimizer, "state", ())))
+        trained |= held & with_state if with_state else held
+    return stepped, trained
