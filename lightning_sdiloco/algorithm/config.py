@@ -168,6 +168,9 @@ _FEWEST_DENSE_ROUNDS = 3
 # The values of settings before there was a choice, except for those that were None.
 _FORMERLY = {"outer_optimizer.direction": ELEMENTWISE}
 
+# The settings that changed nothing about a run by the time of its checkpoint, or are refused there.
+_REMOVED = frozenset({"warmup_steps"})
+
 # The settings of the Nesterov SGD that an optimizer of the user replaces.
 _OF_SGD = ("outer_lr", "outer_momentum")
 
@@ -725,6 +728,9 @@ class Settings:
             if not describes(before, value):
                 now = _shown(name, as_data(value))
                 sentences.append(f"{name} was {_shown(name, before)}, now it is {now}")
+        for name in saved.keys() - self._values().keys() - _REMOVED:
+            shown = _shown(name, saved[name])
+            sentences.append(f"{name} was {shown}, which this version does not have")
         return sentences
 
     def described(self) -> dict[str, str]:

@@ -74,6 +74,7 @@ from lightning_sdiloco.engine.turns import Turns, alone
 from lightning_sdiloco.engine.untrained import first_own
 from lightning_sdiloco.engine.weight_copies import WeightCopies
 from lightning_sdiloco.memory import give_back_free_memory
+from lightning_sdiloco.version import VERSION
 
 _log = logging.getLogger(__name__)
 
@@ -258,7 +259,7 @@ class StreamingDiLoCo:
     def _require_same_on_all_ranks(
         self, partition: Sequence[Fragment], device: torch.device
     ) -> None:
-        described = dict(self.rounds.described())
+        described = {"the version of lightning_sdiloco": VERSION, **self.rounds.described()}
         for fragment in self.rounds.fragments:
             for name, kind in fragment.untrained.kinds_by_name().items():
                 described[f"the kind of {name!r}"] = kind.value
