@@ -369,7 +369,8 @@ def _launched_together(fragments: int, sync_every: int, span: int) -> list[list[
     """Returns for each fragment those launched in the ``span`` inner steps that end with its own
     launch.
     """
-    offsets = [fragment * sync_every // fragments for fragment in range(fragments)]
+    schedule = Schedule(sync_every, overlap_steps=0, fragments=fragments)
+    offsets = [schedule.offset(fragment) for fragment in range(fragments)]
     together = []
     for last in offsets:
         launched = [p for p, offset in enumerate(offsets) if (last - offset) % sync_every < span]
