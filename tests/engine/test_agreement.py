@@ -1,4 +1,4 @@
-"""What all groups hold: the same outer parameters or an error, the mean that evaluation shows,
+"""State that all groups share: the same outer parameters or an error, the mean of an evaluation,
 buffers, the end.
 """
 
@@ -27,21 +27,23 @@ from tests.engine.groups import MEAN, Groups, Values, copied, message, unlike, w
 from tests.ranks import run_ranks
 from tests.training import LAYERS, mlp
 
+Choices = dict[str, Any]
+
 
 def train(groups: SimulatedGroups) -> None:
     for _ in range(8):
         groups.step()
 
 
-def spoil_outer(state: dict[str, Any]) -> None:
+def spoil_outer(state: Any) -> None:
     state["fragments"][2]["outer"][5] += 1e-7
 
 
-def spoil_buffers(state: dict[str, Any]) -> None:
+def spoil_buffers(state: Any) -> None:
     state["fragments"][3]["buffers"][0][1] += 1e-6
 
 
-def spoil_steps(state: dict[str, Any]) -> None:
+def spoil_steps(state: Any) -> None:
     state["counts"]["inner_steps"] = 0
 
 
@@ -53,7 +55,7 @@ def differ(kind: str, fragment: int) -> str:
 
 
 DIFFERENT_POINTS = r"not at the same point .* \(group 0: \(0, 8\), group 1: \(0, 4\)\)"
-SPOILED: dict[str, Any] = {
+SPOILED = {
     "sync_every": 4,
     "overlap_steps": 0,
     "fragments": [*LAYERS[:3], ["6.*", "7.*"]],
@@ -72,7 +74,7 @@ WHOLE = {**SPOILED, "fragments": [["*"]]}
     ],
 )
 def test_any_difference_of_the_outer_state_is_an_error_before_it_lands(
-    spoil: Any, act: Any, choices: dict[str, Any], error: str
+    spoil: Any, act: Any, choices: Choices, error: str
 ) -> None:
     """Groups take up the outer state at a launch, where they take their mean, and where they
     end.
@@ -128,7 +130,7 @@ def test_a_rank_whose_processor_rounds_differently_is_named() -> None:
     assert "set ATEN_CPU_CAPABILITY=default on all ranks" in report
 
 
-SETTINGS: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:2"}
+SETTINGS = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:2"}
 
 
 def trained(groups: int, steps: int, **choices: Any) -> Groups:
@@ -154,7 +156,7 @@ def compared(state: Any) -> dict[str, Any]:
 
 
 def equal_leaves(leaf: Any, expected: Any) -> bool:
-    return torch.equal(leaf, expected) if isinstance(leaf, Tensor) else bool(leaf == expected)
+    return torch.equal(leaf, expected) if isinstance(leaf, Tensor) else leaf == expected
 
 
 def same(state: Any, expected: Any) -> bool:
@@ -190,7 +192,7 @@ def assert_plain_mean(mean: Values, models: list[Any]) -> None:
     ids=str,
 )
 def test_the_group_mean_is_the_plain_mean_of_local_values_whatever_is_shown(
-    choices: dict[str, Any],
+    choices: Choices,
 ) -> None:
     """In four bits of the whole training's change, weights that all groups have at 0.999 came out
     as 0.74 to 1.28.
@@ -216,7 +218,7 @@ def test_the_group_mean_is_the_plain_mean_of_local_values_whatever_is_shown(
     assert unlike(floating(run.models[1].state_dict()), mean) == []
 
 
-GUARDED: dict[str, Any] = {
+GUARDED = {
     "compression": Int4(),
     "exchange": "two_shot",
     "outer_optimizer": OuterOptimizer(outlier_guard=3.0),
@@ -233,7 +235,7 @@ GUARDED: dict[str, Any] = {
     ids=["sparse", "chance", "guarded"],
 )
 def test_taking_the_group_mean_after_every_step_changes_no_bit_of_training(
-    groups: int, choices: dict[str, Any]
+    groups: int, choices: Choices
 ) -> None:
     plain = trained(groups, 0, **choices)
     evaluated = trained(groups, 0, **choices)
@@ -257,7 +259,7 @@ def test_taking_the_group_mean_after_every_step_changes_no_bit_of_training(
 
 
 def bytes_sent(groups: SimulatedGroups) -> int:
-    return int(groups.engines[0].report()["bytes_sent"])
+    return groups.engines[0].report()["bytes_sent"]
 
 
 def test_the_end_has_no_more_in_flight_than_a_round_and_is_the_end() -> None:
@@ -297,7 +299,7 @@ class Played:
     def __init__(
         self, buffers: int = 1, dtype: torch.dtype = torch.float32, **choices: Any
     ) -> None:
-        self.models: list[Any] = [Counted(buffers, dtype) for _ in range(2)]
+        self.models = [Counted(buffers, dtype) for _ in range(2)]
         defaults = {"sync_every": 2, "overlap_steps": 0, "mixing": 0.0}
         untrained = {"buffer_*": "mean"}
         self.groups = SimulatedGroups(self.models, untrained=untrained, **{**defaults, **choices})
@@ -363,7 +365,7 @@ def test_a_group_that_recovers_takes_the_outer_value_of_a_buffer_that_did_not_tr
     assert run.buffers() == [0.0, 0.0]
 
 
-QUARTER_KEPT: dict[str, Any] = {**MEAN, "sync_every": 1, "compression": "fp32", "mixing": 0.25}
+QUARTER_KEPT = {**MEAN, "sync_every": 1, "compression": "fp32", "mixing": 0.25}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

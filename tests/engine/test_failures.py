@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -38,7 +39,7 @@ from tests.ranks import run_processes, run_ranks
 from tests.training import LAYERS, mlp
 
 NAN = float("nan")
-ONE: dict[str, Any] = {"sync_every": 4, "overlap_steps": 0, "fragments": [["*"]]}
+ONE = {"sync_every": 4, "overlap_steps": 0, "fragments": [["*"]]}
 
 
 def poisoned(run: Groups, *groups: int, everywhere: bool = False) -> list[Landing]:
@@ -54,7 +55,7 @@ def poisoned(run: Groups, *groups: int, everywhere: bool = False) -> list[Landin
 
 
 def is_finite(run: Groups) -> bool:
-    return all(bool(values.isfinite().all()) for values in run.seen().values())
+    return all(values.isfinite().all() for values in run.seen().values())
 
 
 def left_out(landings: list[Landing]) -> list[tuple[int, ...]]:
@@ -68,7 +69,7 @@ def left_out(landings: list[Landing]) -> list[tuple[int, ...]]:
 def test_a_group_that_is_not_finite_is_left_out_by_all_and_recovers(
     compression: str, mixing: float
 ) -> None:
-    choices: dict[str, Any] = {"mixing": mixing, "compression": compression}
+    choices = {"mixing": mixing, "compression": compression}
     run = Groups(3, sync_every=6, overlap_steps=2, fragments=LAYERS, **choices)
     run.until(5)
     landings = poisoned(run, 1)
@@ -124,32 +125,35 @@ def test_a_run_ends_when_no_group_is_finite() -> None:
         poisoned(run, 0, 1)
 
 
-# In the second case both fragments tell of each event: one is launched just before the group
-# recovers.
-@pytest.mark.parametrize(
-    ("sync_every", "overlap_steps", "choices"),
-    [(4, 0, ONE), (8, 4, {"fragments": [["[02].*"], ["[46].*"]]})],
-)
-def test_twice_with_a_recovery_is_no_error(
-    sync_every: int, overlap_steps: int, choices: dict[str, Any]
+def assert_survives(
+    poisoned_at: Sequence[int],
+    sync_every: int,
+    overlap_steps: int,
+    resumes: bool = False,
+    **choices: Any,
 ) -> None:
-    run = Groups(**{**choices, "sync_every": sync_every, "overlap_steps": overlap_steps})
+    """A run in which the second group is poisoned before some steps ends with finite values."""
+    run = Groups(sync_every=sync_every, overlap_steps=overlap_steps, **choices)
     for step in range(1, 6 * sync_every + 1):
-        is_poisoned = step % (3 * sync_every) in (sync_every, 2 * sync_every)
-        poisoned(run, *[1] * is_poisoned, everywhere=True)
-    assert is_finite(run)
-
-
-@pytest.mark.parametrize("sync_every", [8, 4, 1])
-def test_one_event_of_which_several_fragments_tell_is_no_error(sync_every: int) -> None:
-    choices: dict[str, Any] = {"fragments": LAYERS, "compression": "fp32"}
-    run = Groups(sync_every=sync_every, overlap_steps=sync_every - 1, **choices)
-    for step in range(1, 6 * sync_every + 1):
-        is_poisoned = step == 2 * sync_every
-        poisoned(run, *[1] * is_poisoned, everywhere=True)
-        if sync_every == 4:
+        groups = [1] if step in poisoned_at else []
+        poisoned(run, *groups, everywhere=True)
+        if resumes:
             run = run.resumed()
     assert is_finite(run)
+
+
+def test_twice_with_a_recovery_is_no_error() -> None:
+    assert_survives((4, 8, 16, 20), 4, 0, fragments=[["*"]])
+    # Both fragments tell of each event: one is launched just before the group recovers.
+    assert_survives((8, 16, 32, 40), 8, 4, fragments=[["[02].*"], ["[46].*"]])
+
+
+@pytest.mark.parametrize(("sync_every", "resumes"), [(8, False), (4, True), (1, False)])
+def test_one_event_of_which_several_fragments_tell_is_no_error(
+    sync_every: int, resumes: bool
+) -> None:
+    choices = {"fragments": LAYERS, "compression": "fp32"}
+    assert_survives([2 * sync_every], sync_every, sync_every - 1, resumes, **choices)
 
 
 def test_an_overflown_norm_is_no_error() -> None:
@@ -193,7 +197,7 @@ def shown(run: Groups, group: int, mean: Any = None) -> Tensor:
 
 
 def have_finite_statistics(run: Groups) -> bool:
-    return all(bool(statistics(model).isfinite().all()) for model in run.models)
+    return all(statistics(model).isfinite().all() for model in run.models)
 
 
 @pytest.mark.parametrize("mixing", [0.0, 1.0])
@@ -365,17 +369,26 @@ def boom() -> None:
     raise ArithmeticError("boom")
 
 
-def failing_module(distribution: str, place: str, act: Any) -> Any:
-    """A module that acts in a hook, or in training step 5; `act` may be None."""
+def nothing() -> None:
+    """The act of a rank that does not fail."""
+
+
+ENDS = {
+    boom: ("boom", "ArithmeticError: boom"),
+    interrupt: ("SystemExit: 1", "KeyboardInterrupt"),
+}
+
+
+def module_that_acts(distribution: str, place: str, act: Any) -> Any:
+    """A module that acts in a hook, or in training step 5."""
 
     def training_step(self: Any, parts: Any, index: int) -> Tensor:
-        if act and index == 5:
+        if index == 5:
             act()
         return self.loss(parts)
 
     def hook(self: Any) -> None:
-        if act:
-            act()
+        act()
         self.trainer.strategy.barrier("here")
 
     member = training_step if place == "training_step" else hook
@@ -389,6 +402,10 @@ class Ended(NamedTuple):
     log: str
 
 
+def text_of(error: BaseException) -> str:
+    return "".join([*traceback.format_exception_only(error), str(error.__cause__)])
+
+
 def fitted(
     ranks: int,
     failing: int,
@@ -398,22 +415,19 @@ def fitted(
     groups: int = 2,
 ) -> list[Ended]:
     """The ends, by rank, of a fit in which one rank acts."""
+    timeout = timedelta(seconds=TIMEOUT if act is pause else 20)
+    choices = {**ONE, "sync_every": 8, "worker_groups": groups, "timeout": timeout}
 
     def run(rank: int, world_size: int) -> Ended:
         log = fits.said_by("lightning_sdiloco")
-        timeout = timedelta(seconds=TIMEOUT if act is pause else 20)
-        choices = {**ONE, "sync_every": 8, "worker_groups": groups, "timeout": timeout}
         strategy = fits.strategy(distribution, **choices)
-        trainer = fits.trainer(distribution, strategy=strategy, devices=world_size, max_steps=40)
-        module = failing_module(distribution, place, act if rank == failing else None)
-        loader = fits.batches(rank // (world_size // 2))
+        trainer = fits.trainer(distribution, strategy=strategy, devices=ranks, max_steps=40)
+        module = module_that_acts(distribution, place, act if rank == failing else nothing)
         with pytest.raises(BaseException) as caught:  # noqa: PT011
-            trainer.fit(module, loader)
-        error = caught.value
-        lines = [*traceback.format_exception_only(error), str(error.__cause__)]
-        return Ended("".join(lines), "\n".join(log))
+            trainer.fit(module, fits.batches(rank // (ranks // 2)))
+        return Ended(text_of(caught.value), "\n".join(log))
 
-    return list(run_processes(run, ranks, timeout=40))
+    return run_processes(run, ranks, timeout=40)
 
 
 @pytest.mark.parametrize(
@@ -425,8 +439,8 @@ def test_an_exception_in_one_rank_ends_all_and_its_rank_is_named(
 ) -> None:
     ends = fitted(ranks, failing, act, distribution)
     first = ends.pop(failing)
-    error = "KeyboardInterrupt" if act is interrupt else "ArithmeticError: boom"
-    assert ("SystemExit: 1" if act is interrupt else "boom") in first.error
+    end_of_rank, error = ENDS[act]
+    assert end_of_rank in first.error
     assert "failed first" not in first.log
     cause = f"Rank {failing} (worker group {failing // (ranks // 2)}) failed first: {error}"
     for number, end in enumerate(ends):
@@ -456,7 +470,7 @@ def test_failures_of_an_earlier_run_are_ignored() -> None:
 
 
 def test_a_silent_store_delays_no_end() -> None:
-    silent: Any = SimpleNamespace(compare_set=lambda *arguments: time.sleep(60))
+    silent = SimpleNamespace(compare_set=lambda *arguments: time.sleep(60))
     error = ExchangeError("worker group 0 went away")
     start = time.monotonic()
     Failures(silent, 1, 1, 2).leave(error)

@@ -69,6 +69,9 @@ from tests.ranks import run_ranks
 from tests.reference import is_launched
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
 
+Fragments = tuple[int, ...]
+Legs = Sequence[tuple[int, ...]]
+
 # Policies of a user
 
 
@@ -83,7 +86,7 @@ class Rarer(LaunchSchedule):
         first_launches = [schedule.sync_every + schedule.offset(p) for p in fragments]
         return {"next": first_launches, "gap": 4}
 
-    def due(self, state: Any, step: int) -> tuple[int, ...]:
+    def due(self, state: Any, step: int) -> Fragments:
         return tuple(p for p, launch in enumerate(state["next"]) if launch == step)
 
     def heard(self, state: Any, landing: Heard) -> dict[str, Any]:
@@ -187,28 +190,23 @@ def test_calm_phases_double_the_stride_and_a_jump_ends_them() -> None:
     assert strides == [1, 2, 4, 4, 4, 1, 2, 4, 4]
 
 
-@pytest.mark.parametrize(
-    ("rate", "present", "norms", "trained", "stride"),
-    [
-        # One group that changes is enough, and an absent one is not asked.
-        (1.0, (0, 1), (10.0, 20.0), (10, 10), 1),
-        (1.0, (0,), (10.0, 20.0), (10, 10), 2),
-        (1.0, (0, 1), (20.0, 10.0), (20, 10), 2),
-        # A group that did not move has changed once it does.
-        (0.0, (0, 1), (10.0, 20.0), (10, 10), 1),
-        (0.0, (0, 1), (10.0, 0.0), (10, 10), 2),
-    ],
-)
-def test_a_stride_doubles_unless_the_rate_of_a_present_group_changes(
-    rate: float,
-    present: tuple[int, ...],
-    norms: tuple[float, float],
-    trained: tuple[int, int],
-    stride: int,
-) -> None:
+def stride_after(
+    rate: float, present: tuple[int, ...], norms: tuple[float, ...], trained: tuple[int, ...]
+) -> int:
+    """The stride after a landing, of two groups that moved by 1 and by a rate a step before it."""
     state = {"sync_every": 10, "next": [20], "stride": [1], "rates": [[1.0, rate]]}
-    landing = Heard(0, 20, present, norms, trained)
-    assert Selective().heard(state, landing)["stride"] == [stride]
+    (stride,) = Selective().heard(state, Heard(0, 20, present, norms, trained))["stride"]
+    return stride
+
+
+def test_a_stride_doubles_unless_the_rate_of_a_present_group_changes() -> None:
+    # One group that changes is enough, and an absent one is not asked.
+    assert stride_after(1.0, (0, 1), (10.0, 20.0), (10, 10)) == 1
+    assert stride_after(1.0, (0,), (10.0, 20.0), (10, 10)) == 2
+    assert stride_after(1.0, (0, 1), (20.0, 10.0), (20, 10)) == 2
+    # A group that did not move has changed once it does.
+    assert stride_after(0.0, (0, 1), (10.0, 20.0), (10, 10)) == 1
+    assert stride_after(0.0, (0, 1), (10.0, 0.0), (10, 10)) == 2
 
 
 @pytest.mark.parametrize("weighing", [ByNorm(), ByMedian(), ZScore(warmup=1), Aggregation()])
@@ -248,7 +246,7 @@ USUAL_NORMS = [1.0, 1.2, 0.8, 1.1, 0.9] * 4
 
 def test_z_scores_match_their_formulas() -> None:
     weighing = ZScore(alpha=0.0)
-    scores: Any = weighing.start(1)
+    scores = weighing.start(1)
     for norm in USUAL_NORMS:
         scores = weighing.heard([said(norm=norm)], scores)
     assert scores[0] == pytest.approx([20, mean(USUAL_NORMS), pvariance(USUAL_NORMS)])
@@ -258,7 +256,7 @@ def test_z_scores_match_their_formulas() -> None:
 def test_z_scores_reject_only_brief_outliers(later_norms: list[float]) -> None:
     weighing = ZScore(threshold=3.0, alpha=0.1, warmup=10)
     is_outlying = []
-    state: Any = weighing.start(2)
+    state = weighing.start(2)
     for norm in [*USUAL_NORMS, *later_norms]:
         controls = [said(), said(norm=norm)]
         is_outlying.append(1 in weighing.count(controls, state).outlying)
@@ -276,7 +274,7 @@ class NoDataclass(LaunchSchedule):
 
 
 class Halves(Route):
-    def legs(self, number: int, groups: int) -> Sequence[tuple[int, ...]]:
+    def legs(self, number: int, groups: int) -> Legs:
         return ((0,),)
 
 
@@ -313,10 +311,6 @@ def assert_routed_groups_refuse(pattern: str, **choices: Any) -> None:
     assert_groups_refuse(pattern, **{**routed, **choices})
 
 
-def assert_two_shots_refuse(pattern: str, compression: Any) -> None:
-    assert_groups_refuse(pattern, exchange="two_shot", compression=compression)
-
-
 def assert_sites_refuse(setting: str, *policies: Any) -> None:
     federation = Federation(hub="localhost:1", run="r", site="a", insecure=True)
     for policy in policies:
@@ -331,24 +325,23 @@ def test_impossible_and_incompatible_choices_are_refused_by_name() -> None:
     assert_groups_refuse("frozen dataclass", schedule=NoDataclass())
     assert_groups_refuse("together with clip_norm", weighing=ByNorm(), outer_optimizer=CLIP)
     assert_groups_refuse("together with outlier_guard", weighing=ZScore(), outer_optimizer=GUARD)
-    assert_two_shots_refuse(
-        "exchange='two_shot' was given with compression=ByLink.*differ in length", ByLink()
-    )
-    assert_two_shots_refuse(
-        "exchange='two_shot' was given with compression=ErrorFeedback",
-        ErrorFeedback(OF_VARYING_LENGTH),
-    )
-    assert_two_shots_refuse("'two_shot' .*=ErrorFeedback", ErrorFeedback(OVER_SENDERS))
+    words = "exchange='two_shot' was given with compression="
+    two_shots = {"exchange": "two_shot", "compression": ByLink()}
+    assert_groups_refuse(f"{words}ByLink.*differ in length", **two_shots)
+    for code in (OF_VARYING_LENGTH, OVER_SENDERS):
+        two_shots["compression"] = ErrorFeedback(code)
+        assert_groups_refuse(f"{words}ErrorFeedback", **two_shots)
     assert_sites_refuse("schedule", Selective(), Rarer())
     assert_sites_refuse("mixing", Carry(), DelayCompensation())
     assert_sites_refuse("weighing", ByNorm(), ZScore(), ByMedian(), Loudest())
     assert_sites_refuse("exchange", TwoShot([1.0]))
     assert_sites_refuse("route", RandomPairs())
-    strategy = StreamingDiLoCoStrategy
-    choices = {"route": RandomPairs(), "sync_every": "auto", "compression": "fp32"}
-    assert_refused("route=.* does not work with sync_every='auto'", strategy, **choices)
-    pattern = "schedule=Selective.* does not work with overlap_steps='auto'"
-    assert_refused(pattern, strategy, schedule=Selective(), overlap_steps="auto")
+    words = "route=.* does not work with sync_every='auto'"
+    choices = {"route": RandomPairs(), "compression": "fp32"}
+    assert_refused(words, StreamingDiLoCoStrategy, sync_every="auto", **choices)
+    words = "schedule=Selective.* does not work with overlap_steps='auto'"
+    choices = {"schedule": Selective(), "overlap_steps": "auto"}
+    assert_refused(words, StreamingDiLoCoStrategy, **choices)
 
 
 def test_choices_that_do_not_work_with_a_route_are_refused_by_name() -> None:
@@ -370,33 +363,23 @@ def test_choices_that_do_not_work_with_a_route_are_refused_by_name() -> None:
     assert_refused("fewer than 4", SimulatedGroups, three_models, **choices)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "pattern"),
-    [
-        (ReduceLROnPlateau, "made a ReduceLROnPlateau, which needs a metric"),
-        (
-            partial(Halving, step_size=3),
-            "a Halving, which cannot be stepped by counting rounds: tell",
-        ),
-        (
-            lambda optimizer: 0.5,
-            "made a float, which is not a torch.optim.lr_scheduler.LRScheduler",
-        ),
-        (
-            lambda optimizer: StepLR(SGD([torch.zeros(1)], lr=0.1), 3),
-            "a StepLR, which schedules another opt",
-        ),
-        (CosineAnnealingLR, "could not make a scheduler .*T_max.*functools.partial"),
-        (
-            lambda optimizer: {}["rounds"],
-            "could not make a scheduler of the outer optimizer: 'rounds'",
-        ),
-    ],
-)
-def test_schedules_that_cannot_be_stepped_by_counting_rounds_are_refused(
-    schedule: Any, pattern: str
-) -> None:
+def assert_schedule_refused(pattern: str, schedule: Any) -> None:
     assert_groups_refuse(f"^outer_optimizer.lr_schedule .*{pattern}", **scheduled(schedule))
+
+
+def test_schedules_that_cannot_be_stepped_by_counting_rounds_are_refused() -> None:
+    words = "made a ReduceLROnPlateau, which needs a metric"
+    assert_schedule_refused(words, ReduceLROnPlateau)
+    words = "a Halving, which cannot be stepped by counting rounds: tell"
+    assert_schedule_refused(words, partial(Halving, step_size=3))
+    words = "made a float, which is not a torch.optim.lr_scheduler.LRScheduler"
+    assert_schedule_refused(words, lambda optimizer: 0.5)
+    schedule = StepLR(SGD([torch.zeros(1)], lr=0.1), 3)
+    assert_schedule_refused("a StepLR, which schedules another opt", lambda optimizer: schedule)
+    words = "could not make a scheduler .*T_max.*functools.partial"
+    assert_schedule_refused(words, CosineAnnealingLR)
+    words = "could not make a scheduler of the outer optimizer: 'rounds'"
+    assert_schedule_refused(words, lambda optimizer: {}["rounds"])
 
 
 def test_arguments_of_policies_that_are_out_of_range_are_refused_by_name() -> None:
@@ -430,58 +413,42 @@ def constant_rate(factor: float) -> Any:
 
 
 def test_schedules_that_differ_between_ranks_are_refused() -> None:
-    patterns = [
-        "differ between ranks: outer_optimizer.lr_schedule is None on rank 0",
-        r"lr_schedule is StepLR \(0.4, 0.4, ",
-        r"lr_schedule is LambdaLR \(0.2, 0.2, 0.2, 0.2, ...; 1000 rounds: ",
-    ]
-    schedules_of_ranks = [
-        [None, partial(StepLR, step_size=300), constant_rate(0.5)],
-        [partial(StepLR, step_size=3), partial(StepLR, step_size=301), constant_rate(0.25)],
-    ]
-
     def check(rank: int, world_size: int) -> None:
-        StreamingDiLoCo(mlp(), **scheduled(constant_rate(0.5)))
-        for schedule, pattern in zip(schedules_of_ranks[rank], patterns, strict=True):
-            choices = scheduled(schedule)
+        def assert_differs(pattern: str, *schedules: Any) -> None:
+            choices = scheduled(schedules[rank])
             assert_refused(pattern, StreamingDiLoCo, mlp(), outer_lr=0.4, **choices)
+
+        StreamingDiLoCo(mlp(), **scheduled(constant_rate(0.5)))
+        words = "differ between ranks: outer_optimizer.lr_schedule is None on rank 0"
+        assert_differs(words, None, partial(StepLR, step_size=3))
+        late = [partial(StepLR, step_size=step) for step in (300, 301)]
+        assert_differs(r"lr_schedule is StepLR \(0.4, 0.4, ", *late)
+        words = r"lr_schedule is LambdaLR \(0.2, 0.2, 0.2, 0.2, ...; 1000 rounds: "
+        assert_differs(words, constant_rate(0.5), constant_rate(0.25))
 
     run_ranks(check, 2)
 
 
-COSINE_OF_50 = scheduled(partial(CosineAnnealingLR, T_max=50))
-COSINE_OF_60 = scheduled(partial(CosineAnnealingLR, T_max=60))
-OTHER_SCHEDULE = "another outer_optimizer.lr_schedule: it was CosineAnnealingLR"
-SLOW_SGD = {"outer_optimizer": partial(SGD, lr=0.1)}
-FAST_SGD = {"outer_optimizer": partial(SGD, lr=0.2)}
-OTHER_SGD = "another outer_optimizer: it was SGD.*'lr': 0.1.*now it is SGD.*'lr': 0.2"
+def layered(outer_optimizer: Any) -> StreamingDiLoCo:
+    return StreamingDiLoCo(mlp(), fragments=LAYERS, outer_optimizer=outer_optimizer)
 
 
-def layered(**choices: Any) -> StreamingDiLoCo:
-    return StreamingDiLoCo(mlp(), **{"fragments": LAYERS, **choices})
+def cosine(rounds: int) -> OuterOptimizer:
+    return OuterOptimizer(lr_schedule=partial(CosineAnnealingLR, T_max=rounds))
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "pattern"),
-    [
-        ({"fragments": [["*"]]}, {}, "other fragments"),
-        (SLOW_SGD, FAST_SGD, OTHER_SGD),
-        (COSINE_OF_50, COSINE_OF_60, OTHER_SCHEDULE),
-        (COSINE_OF_50, scheduled(None), OTHER_SCHEDULE),
-    ],
-    ids=["fragments", "optimizers of one name", "schedules", "no schedule"],
-)
-def test_state_of_other_fragments_or_optimizers_is_refused(
-    before: dict[str, Any], now: dict[str, Any], pattern: str
-) -> None:
-    state = layered(**before).state_dict()
-    assert_refused(pattern, layered(**now).load_state_dict, state)
-
-
-def test_state_of_an_equal_schedule_at_another_address_is_loaded() -> None:
-    state = layered(**COSINE_OF_50).state_dict()
-    same_schedule = scheduled(partial(CosineAnnealingLR, T_max=50))
-    layered(**same_schedule).load_state_dict(state)
+def test_state_of_other_fragments_optimizers_or_schedules_is_refused() -> None:
+    state = StreamingDiLoCo(mlp(), fragments=[["*"]]).state_dict()
+    engine = StreamingDiLoCo(mlp(), fragments=LAYERS)
+    assert_refused("other fragments", engine.load_state_dict, state)
+    state = layered(partial(SGD, lr=0.1)).state_dict()
+    words = "another outer_optimizer: it was SGD.*'lr': 0.1.*now it is SGD.*'lr': 0.2"
+    assert_refused(words, layered(partial(SGD, lr=0.2)).load_state_dict, state)
+    state = layered(cosine(50)).state_dict()
+    layered(cosine(50)).load_state_dict(state)
+    words = "another outer_optimizer.lr_schedule: it was CosineAnnealingLR"
+    assert_refused(words, layered(cosine(60)).load_state_dict, state)
+    assert_refused(words, layered(OuterOptimizer()).load_state_dict, state)
 
 
 def test_inner_optimizers_that_share_tensors_of_their_state_are_refused() -> None:
@@ -515,7 +482,7 @@ def test_simulated_groups_that_would_train_the_same_parameters_are_refused() -> 
 
 # Routes: groups that average with partners, each with its own outer parameters
 
-OUTER: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.5}
+OUTER = {"outer_lr": 0.7, "outer_momentum": 0.5}
 SPEEDS = (5.0, 1.0, 3.0, 3.0, 1.0, 2.0, 5.0)
 
 
@@ -528,6 +495,11 @@ def vectors(groups: int, numel: int = 64, **choices: Any) -> tuple[list[Any], Si
 
 def stacked(models: Sequence[Any]) -> Tensor:
     return torch.stack([model[0].detach().double() for model in models])
+
+
+def outer_rows(groups: SimulatedGroups) -> Tensor:
+    rows = [outer_state(engine)[0]["outer"] for engine in groups.engines]
+    return torch.stack(rows).double()
 
 
 def begin(models: Sequence[Any], seed: int) -> Tensor:
@@ -557,7 +529,7 @@ class Neighbours(Route):
     A group that is left over joins the last pair.
     """
 
-    def legs(self, number: int, groups: int) -> Sequence[tuple[int, ...]]:
+    def legs(self, number: int, groups: int) -> Legs:
         row = list(range(groups)) if number % 2 == 0 else [*range(1, groups), 0]
         pairs = [tuple(sorted(row[place : place + 2])) for place in range(0, groups - 1, 2)]
         if groups % 2 == 0:
@@ -566,7 +538,7 @@ class Neighbours(Route):
         return [*pairs[:-1], three]
 
 
-def mean_of_partners(values: Tensor, legs: Sequence[tuple[int, ...]]) -> Tensor:
+def mean_of_partners(values: Tensor, legs: Legs) -> Tensor:
     """The rows of groups, each replaced by the mean over its partners."""
     means = torch.empty_like(values)
     for leg in legs:
@@ -595,7 +567,7 @@ class PlainLoops:
             self.outer = self.outer - OUTER["outer_lr"] * self.velocity
         self.local = self.mixing * self.local + (1 - self.mixing) * self.outer
 
-    def _accelerated(self, legs: Sequence[tuple[int, ...]]) -> Tensor:
+    def _accelerated(self, legs: Legs) -> Tensor:
         """The continuous momentum of A2CiD2: the twin is mixed in, and pulled to the mean."""
         rate, pull = ring_numbers(self.groups)
         decay = np.exp(-2 * rate)
@@ -612,7 +584,7 @@ class PlainLoops:
 @pytest.mark.parametrize(
     "route",
     [RandomPairs(seed=3), FastestPairs(speeds=SPEEDS), Ring(), Neighbours()],
-    ids=lambda route: type(route).__name__,
+    ids=str,
 )
 def test_routes_follow_plain_loops(route: Route) -> None:
     momentum_sgd = partial(SGD, lr=OUTER["outer_lr"], momentum=OUTER["outer_momentum"])
@@ -630,8 +602,7 @@ def test_routes_follow_plain_loops(route: Route) -> None:
             loops.sent = loops.local
         if step >= 4 and step % 4 == 2:
             loops.land(step // 4 - 1)
-        outer = [fragment["outer"] for engine in groups.engines for fragment in outer_state(engine)]
-        assert torch.allclose(torch.cat(outer).double().view(7, 64), loops.outer, atol=2e-6)
+        assert torch.allclose(outer_rows(groups), loops.outer, atol=2e-6)
         assert torch.allclose(stacked(models), loops.local, atol=2e-6)
     expected_mean = loops.local.mean(0)
     shown_mean = groups.outer_state_dict()["0"]
@@ -731,7 +702,7 @@ def test_the_fastest_pairs_are_optimal(seed: int) -> None:
     symmetric = np.minimum(drawn, drawn.T).tolist()
     speeds = tuple(tuple(row) for row in symmetric)
 
-    def sorted_speeds(pairs: Sequence[tuple[int, ...]]) -> list[float]:
+    def sorted_speeds(pairs: Legs) -> list[float]:
         """The slowest pair is compared first."""
         return sorted(speeds[group][partner] for group, partner in pairs)
 
@@ -767,28 +738,23 @@ def test_the_fastest_pairs_of_a_window_connect_all_groups(groups: int, block: in
     assert_connected(FastestPairs(speeds=by_link, window=4), block, groups)
 
 
-@pytest.mark.parametrize(
-    ("route", "steps", "rounds"),
-    [
-        # In multiples of the time that a payload takes on a slow link, whose later launch the
-        # second landing awaits.
-        (FastestPairs(speeds=(10, 10, 1, 1)), 10, 0.1),
-        (FastestPairs(speeds=(10, 10, 1, 1)), 20, 2.0),
-        (None, 20, 3.0),
-    ],
-)
-def test_the_clock_knows_unequal_links_and_pairs(
-    route: Route | None, steps: int, rounds: float
-) -> None:
-    """Two fast groups and two slow ones: pairs by speed let the fast ones wait for one round
-    less.
-    """
+def play_time(route: Route | None, steps: int) -> float:
+    """The predicted seconds of some steps of two fast groups and two slow ones."""
     links = [Link(gbit_s=speed) for speed in (1.0, 1.0, 0.1, 0.1)]
     hosts = Hosts(groups=4, step_time=1.0, memory_rate=1e15)
     choices = Settings(sync_every=10, overlap_steps=0, compression="fp32", route=route, mixing=0.0)
     method = Streaming(Model.of_size(10**7, layers=1), choices, hosts)
     trace = play(method, links[0], steps, [1.0] * 4, links=links)[0]
-    assert trace.steps[-1] == pytest.approx(steps + rounds * 3.2, rel=0.01)
+    return trace.steps[-1]
+
+
+def test_the_clock_knows_unequal_links_and_pairs() -> None:
+    """Pairs by speed let the fast groups wait for one round less."""
+    pairs = FastestPairs(speeds=(10, 10, 1, 1))
+    # A payload takes 3.2 seconds on a slow link, whose later launch the second landing awaits.
+    assert play_time(pairs, 10) == pytest.approx(10 + 0.1 * 3.2, rel=0.01)
+    assert play_time(pairs, 20) == pytest.approx(20 + 2.0 * 3.2, rel=0.01)
+    assert play_time(None, 20) == pytest.approx(20 + 3.0 * 3.2, rel=0.01)
 
 
 # Numbers and schedules
@@ -797,26 +763,29 @@ SENDERS = ErrorFeedback(TopK(1 / 64, Int2(), over="senders"), decay=0.95)
 SPARSE = recommended(is_sparse=True)
 
 
-@pytest.mark.parametrize(
-    ("compression", "is_sparse", "sends_few"),
-    [
-        ("sparse", True, True),
-        (ErrorFeedback(Threshold(1 / 64, Float32(), least=1.5)), True, True),
-        ("fp4", False, False),
-        (ErrorFeedback(FP4()), False, False),
-        (ErrorFeedback(TopK(0.5, Int2())), False, False),  # most values do not wait
-        (TopK(1 / 64, Int2()), False, True),  # without a memory, momentum is worth as much as ever
-        (ErrorFeedback(RandomK(64, FP4())), False, True),  # all groups send the same values
-    ],
-)
-def test_the_numbers_of_a_compression_replace_momentum_by_a_sparse_memory(
-    compression: Any, is_sparse: bool, sends_few: bool
-) -> None:
+def assert_numbers(compression: Any, is_sparse: bool, is_elementwise: bool) -> None:
     chosen = Settings(compression=compression).chosen_for(2)
     direction = chosen.outer.direction
     assert OuterStep(**chosen.numbers) == recommended(is_sparse, direction=direction)
-    assert (direction == "elementwise") == sends_few
+    assert (direction == "elementwise") == is_elementwise
     assert (chosen.outer_momentum == 0) == is_sparse
+
+
+def test_the_numbers_of_a_compression_replace_momentum_by_a_sparse_memory() -> None:
+    sparse = TopK(1 / 64, Int2())
+    threshold = Threshold(1 / 64, Float32(), least=1.5)
+    assert_numbers("sparse", is_sparse=True, is_elementwise=True)
+    assert_numbers(ErrorFeedback(threshold), is_sparse=True, is_elementwise=True)
+    assert_numbers("fp4", is_sparse=False, is_elementwise=False)
+    assert_numbers(ErrorFeedback(FP4()), is_sparse=False, is_elementwise=False)
+    # Most values do not wait.
+    half = TopK(0.5, Int2())
+    assert_numbers(ErrorFeedback(half), is_sparse=False, is_elementwise=False)
+    # Without a memory, momentum is worth as much as elsewhere.
+    assert_numbers(sparse, is_sparse=False, is_elementwise=True)
+    # All groups send the same values.
+    same_values = RandomK(64, FP4())
+    assert_numbers(ErrorFeedback(same_values), is_sparse=False, is_elementwise=True)
 
 
 def test_a_sparse_memory_acts_as_momentum() -> None:
@@ -831,40 +800,34 @@ def test_a_sparse_memory_acts_as_momentum() -> None:
     assert over_senders.outer_lr == 1.0 < SPARSE.outer_lr
 
 
-def numbers(outer_lr: float, outer_momentum: float, compression: Any = "sparse") -> dict[str, Any]:
-    return {
-        "outer_lr": outer_lr,
-        "outer_momentum": outer_momentum,
-        "compression": compression,
-    }
-
-
-@pytest.mark.parametrize(
-    ("choices", "suitable_lr"),
-    [
-        ({"outer_momentum": 0.9}, SPARSE.outer_lr),
-        ({"outer_lr": 4.0}, SPARSE.outer_lr),
-        ({}, None),
-        (numbers(1.0, 0.5), None),
-        (numbers(0.4, 0.9, "fp4"), None),
-        ({"outer_optimizer": partial(SGD, lr=0.1)}, None),
-        (numbers(0.1, 0.0, SENDERS), 1.0),
-        (numbers(1.0, 0.0, SENDERS), None),
-        (numbers(3.2, 0.0, SENDERS), 1.0),
-    ],
-)
-def test_unsuitable_numbers_get_one_warning_that_names_suitable_ones(
-    choices: dict[str, Any], suitable_lr: float | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
+def warnings_of(log: pytest.LogCaptureFixture, **choices: Any) -> list[str]:
+    log.clear()
+    with log.at_level(logging.WARNING):
         SimulatedGroups([mlp() for _ in range(4)], **{"compression": "sparse", **choices})
-    warnings = [text for text in caplog.messages if "known not to suit" in text]
-    if suitable_lr is None:
-        assert warnings == []
-        return
-    (warning,) = warnings
-    suitable = f"outer_lr={suitable_lr:g} and outer_momentum={SPARSE.outer_momentum:g}"
-    assert f"to get {suitable}" in warning
+    return [text for text in log.messages if "known not to suit" in text]
+
+
+def test_unsuitable_numbers_get_one_warning_that_names_suitable_ones(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def assert_warned(suitable_lr: float, **choices: Any) -> None:
+        (warning,) = warnings_of(caplog, **choices)
+        suitable_momentum = f"outer_momentum={SPARSE.outer_momentum:g}"
+        assert f"to get outer_lr={suitable_lr:g} and {suitable_momentum}" in warning
+
+    plain = {"outer_momentum": 0.0, "compression": SENDERS}
+    assert_warned(SPARSE.outer_lr, outer_momentum=0.9)
+    assert_warned(SPARSE.outer_lr, outer_lr=4.0)
+    assert_warned(1.0, outer_lr=0.1, **plain)
+    assert_warned(1.0, outer_lr=3.2, **plain)
+    for suitable in (
+        {},
+        {"outer_lr": 1.0, "outer_momentum": 0.5},
+        {"outer_lr": 0.4, "outer_momentum": 0.9, "compression": "fp4"},
+        {"outer_optimizer": partial(SGD, lr=0.1)},
+        {"outer_lr": 1.0, **plain},
+    ):
+        assert warnings_of(caplog, **suitable) == []
 
 
 def test_given_numbers_are_kept_and_the_others_are_chosen() -> None:
@@ -915,8 +878,8 @@ class Event(NamedTuple):
     """The fragments that launch and land in an inner step."""
 
     step: int
-    launches: tuple[int, ...]
-    landings: tuple[int, ...]
+    launches: Fragments
+    landings: Fragments
 
 
 @st.composite
@@ -935,7 +898,7 @@ def by_the_paper(schedule: Schedule, first: int, last: int) -> list[Event]:
     """The steps of a range in which fragments launch or land, by line 6 of the algorithm."""
     number = schedule.fragments
 
-    def due(step: int) -> tuple[int, ...]:
+    def due(step: int) -> Fragments:
         fragments = range(number)
         return tuple(p for p in fragments if is_launched(step, p, number, schedule.sync_every))
 
@@ -943,7 +906,7 @@ def by_the_paper(schedule: Schedule, first: int, last: int) -> list[Event]:
     return busy([Event(step, due(step), due(step - schedule.overlap_steps)) for step in steps])
 
 
-def parsed_fragments(cell: str) -> tuple[int, ...]:
+def parsed_fragments(cell: str) -> Fragments:
     return () if cell == "-" else tuple(map(int, cell.split(",")))
 
 
@@ -980,7 +943,7 @@ def assert_rounds_are_regular(schedule: Schedule, events: Sequence[Event]) -> No
     """Flights land in the order of their launch, and a round launches every fragment once."""
     fragments = range(schedule.fragments)
     sync_every = schedule.sync_every
-    in_flight = list[int]()
+    in_flight = []
     for event in events:
         in_flight += event.launches
         assert len(in_flight) == len(set(in_flight)), "no fragment has two flights"

@@ -2,7 +2,6 @@
 loops and torch.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -64,9 +63,11 @@ def assert_same(actual: Values, expected: Values, outer_steps: int) -> None:
         torch.testing.assert_close(actual[name], values, rtol=1e-6, atol=relative * largest)
 
 
+Choices = dict[str, Any]
+
 # Answers that are known, for the loops
 
-PLAIN: dict[str, Any] = {**MEAN, "overlap_steps": 0}
+PLAIN = {**MEAN, "overlap_steps": 0}
 
 
 def alone(inner: str, group: int, steps: int) -> list[Values]:
@@ -128,9 +129,9 @@ class Slope(nn.Module):
         return self.w * x
 
 
-WALKING: dict[str, Any] = {
-    "sync_every": 2,
-    "overlap_steps": 1,
+STREAMING = {
+    "sync_every": 4,
+    "overlap_steps": 2,
     "mixing": 0.5,
     "outer_lr": 0.5,
     "outer_momentum": 0.5,
@@ -151,8 +152,10 @@ def slopes(steps: int, dtype: torch.dtype = torch.float32, **choices: Any) -> Re
     """
     models = [Slope(dtype), Slope(dtype)]
     optimizers = [SGD(model.parameters(), lr=1.0) for model in models]
-    choices = {**WALKING, "fragments": [["w"]], "steps": steps, **choices}
-    trajectory = run(models, optimizers, walk, first_argument, **choices)
+    choices = {**STREAMING, "sync_every": 2, "overlap_steps": 1, **choices}
+    trajectory = run(
+        models, optimizers, walk, first_argument, fragments=[["w"]], steps=steps, **choices
+    )
     final = trajectory.outer["w"].to(dtype).item()
     assert all(model.w.item() == final for model in models)
     return trajectory
@@ -250,13 +253,6 @@ def walked(model: nn.Module, group: int, step: int, place: int, size: int) -> Te
 
 # By the number of groups. The sums are powers of two, also without the last group.
 MICRO_BATCHES = {1: [1], 2: [1, 3], 4: [1, 1, 2, 4]}
-STREAMING: dict[str, Any] = {
-    "sync_every": 4,
-    "overlap_steps": 2,
-    "mixing": 0.5,
-    "outer_lr": 0.5,
-    "outer_momentum": 0.5,
-}
 HALVES = OuterOptimizer(lr_schedule=partial(LambdaLR, lr_lambda=lambda number: 0.5**number))
 
 
@@ -275,9 +271,9 @@ class Exact(NamedTuple):
     """A case without rounding: settings of both, and those that loops and engine call otherwise."""
 
     fragments: int
-    settings: dict[str, Any]
-    loops: dict[str, Any] = {}
-    engine: dict[str, Any] = {}
+    settings: Choices
+    loops: Choices = {}
+    engine: Choices = {}
 
 
 DENSE = DenseBeginning(2, 3, 2)
@@ -300,7 +296,7 @@ EXACT = {
 }
 
 
-def rests(groups: int) -> dict[str, Any]:
+def rests(groups: int) -> Choices:
     """In the second round the last group does not train, in the third one no group does."""
 
     def idle(group: int, step: int) -> bool:
@@ -329,8 +325,8 @@ def assert_like_loops(name: str, joined: WorkerGroups, groups: int) -> None:
     assert engine.report()["landings"] == len(expected.landings)
 
 
-def walk_by_loops(groups: int, choices: dict[str, Any]) -> Result:
-    models: list[nn.Module] = [Walk() for _ in range(groups)]
+def walk_by_loops(groups: int, choices: Choices) -> Result:
+    models = [Walk() for _ in range(groups)]
     optimizers = [inner_optimizer("whole", model) for model in models]
     return run(models, optimizers, whole_steps, first_argument, steps=14, **choices)
 
@@ -355,7 +351,7 @@ def test_real_ranks_match_the_plain_loops_bit_for_bit() -> None:
 # The engine, up to rounding in numbers as they come
 
 
-def drawn_choices(draw: Any) -> dict[str, Any]:
+def drawn_choices(draw: Any) -> Choices:
     sync_every = draw(st.integers(1, 9))
     return {
         "sync_every": sync_every,
@@ -366,7 +362,7 @@ def drawn_choices(draw: Any) -> dict[str, Any]:
     }
 
 
-def unequal_data(batches: list[int], warm_up: int) -> dict[str, Any]:
+def unequal_data(batches: list[int], warm_up: int) -> Choices:
     """Epochs of as many inner steps as the group with the most batches; groups train unequal
     micro-batches.
     """
@@ -387,20 +383,20 @@ def drawn_dense(draw: Any, sync_every: int) -> tuple[int, int, int] | None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    data=st.data(),
+    draws=st.data(),
     batches=st.lists(st.integers(0, 12), min_size=1, max_size=4),
     warm_up=st.integers(0, 5),
     base_lr=st.sampled_from([0.4, 0.7, 1.0]),
     inner=st.sampled_from(["sgd", "adamw"]),
 )
 def test_groups_that_run_dry_and_a_schedule_follow_the_loops(
-    data: Any, batches: list[int], warm_up: int, base_lr: float, inner: str
+    draws: Any, batches: list[int], warm_up: int, base_lr: float, inner: str
 ) -> None:
     def factor(number: int) -> float:
         return min(1.0, (number + 1) / (warm_up + 1))
 
-    choices = {**drawn_choices(data.draw), **unequal_data(batches, warm_up)}
-    dense = drawn_dense(data.draw, choices["sync_every"])
+    choices = {**drawn_choices(draws.draw), **unequal_data(batches, warm_up)}
+    dense = drawn_dense(draws.draw, choices["sync_every"])
     of_loops = {"outer_lr": lambda number: base_lr * factor(number), "dense": dense}
     expected = by_loops(inner, len(batches), 25, **choices, **of_loops)
     schedule = OuterOptimizer(
@@ -415,8 +411,7 @@ def test_groups_that_run_dry_and_a_schedule_follow_the_loops(
         dense_beginning=DenseBeginning(*dense) if dense else None,
         **choices,
     )
-    dense_rounds = dense[0] if dense else 0
-    most_steps = 1 + dense_rounds + 25 // choices["sync_every"]
+    most_steps = 1 + (dense[0] if dense else 0) + 25 // choices["sync_every"]
     for outer in expected.outers:
         trained.step()
         assert_same(trained.groups.outer_state_dict(), outer, most_steps)
@@ -452,7 +447,7 @@ SCHEDULES = [
     Decaying,
 ]
 NESTEROV = partial(SGD, lr=0.4, momentum=0.9, nesterov=True)
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+OPTIMIZERS = {
     "default": NESTEROV,
     "nesterov": NESTEROV,
     "adamw": partial(torch.optim.AdamW, lr=0.3),

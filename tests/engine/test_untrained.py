@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from math import inf, nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
+from torch.optim import SGD, Optimizer
 
 from lightning_sdiloco import RandomPairs, Ring, SimulatedGroups, StreamingDiLoCo, WorkerGroups
 from tests.bits import same_bits
@@ -15,13 +18,12 @@ from tests.engine.groups import Values, copied, through_a_file, unlike
 from tests.ranks import run_ranks
 from tests.training import train_step
 
-CHOICES: dict[str, Any] = {
+CHOICES = {
     "sync_every": 4,
     "overlap_steps": 2,
     "compression": "fp32",
     "fragments": 2,
 }
-INFINITE = float("inf")
 
 
 class Attention(nn.Module):
@@ -30,7 +32,7 @@ class Attention(nn.Module):
     def __init__(self, length: int, width: int) -> None:
         super().__init__()
         self.qkv = nn.Linear(width, 3 * width)
-        self.register_buffer("mask", torch.full((length, length), -INFINITE).triu(1))
+        self.register_buffer("mask", torch.full((length, length), -inf).triu(1))
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).chunk(3, dim=-1)
@@ -58,10 +60,10 @@ class Stateful(nn.Module):
         self.counts = holder(
             steps=torch.zeros(()),
             whole=torch.zeros((), dtype=torch.int64),
-            best=torch.tensor(INFINITE),
+            best=torch.tensor(inf),
         )
         self.constants = holder(
-            mask=torch.tensor([[0.0, -INFINITE], [0.0, 0.0]]),
+            mask=torch.tensor([[0.0, -inf], [0.0, 0.0]]),
             exact=torch.tensor([0.1, 16777217.0, 3e38], dtype=torch.float64),
             thirds=torch.rand(4096),
             places=torch.arange(7),
@@ -69,7 +71,7 @@ class Stateful(nn.Module):
         )
         self.moving = holder(average=torch.zeros(3))
         self.queue = holder(
-            features=nn.functional.normalize(torch.randn(70_000, 3), dim=1),
+            features=normalize(torch.randn(70_000, 3), dim=1),
             place=torch.zeros((), dtype=torch.int64),
         )
 
@@ -95,12 +97,12 @@ class Stateful(nn.Module):
         # As code does that binds a buffer anew.
         self.moving.average = 0.9 * self.moving.average + 0.1 * y.mean(dim=0)
         places = (int(self.queue.place) + torch.arange(len(y))) % len(self.queue.features)
-        self.queue.features[places] = nn.functional.normalize(y, dim=1)
+        self.queue.features[places] = normalize(y, dim=1)
         self.queue.place += len(y)
 
 
-def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
+def sgd(model: nn.Module, lr: float = 0.05) -> Optimizer:
+    return SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
 
 
 class Run:
@@ -113,7 +115,7 @@ class Run:
         lr: float = 0.05,
         **choices: Any,
     ) -> None:
-        self.models: list[Any] = [make() for _ in range(groups)]
+        self.models = [make() for _ in range(groups)]
         self.groups = SimulatedGroups(self.models, **{**CHOICES, **choices})
         self.optimizers = [sgd(model, lr) for model in self.models]
         self.steps = 0
@@ -138,7 +140,7 @@ class Run:
         return [copied(model.state_dict()) for model in self.models]
 
     def bytes_sent(self) -> int:
-        return int(self.groups.engines[0].report()["bytes_sent"])
+        return self.groups.engines[0].report()["bytes_sent"]
 
     def saved(self) -> list[Any]:
         return through_a_file([engine.state_dict() for engine in self.groups.engines])
@@ -177,7 +179,7 @@ def test_an_infinite_mask_leaves_a_model_finite_and_keeps_its_bits(mixing: float
         return nn.Sequential(nn.Linear(5, 8), Attention(8, 8), nn.Linear(8, 3))
 
     run = Run(make, mixing=mixing).until(11).finish()
-    expected = torch.full((8, 8), -INFINITE).triu(1)
+    expected = torch.full((8, 8), -inf).triu(1)
     for model in run.models:
         assert torch.equal(model[1].mask, expected)
         assert all(parameter.isfinite().all() for parameter in model.parameters())
@@ -186,7 +188,7 @@ def test_an_infinite_mask_leaves_a_model_finite_and_keeps_its_bits(mixing: float
 def test_values_that_are_infinite_in_a_mean_are_exchanged_elementwise() -> None:
     def make() -> nn.Module:
         model = nn.Linear(5, 3)
-        model.register_buffer("lowest", torch.tensor([INFINITE, -INFINITE, 0.0]))
+        model.register_buffer("lowest", torch.tensor([inf, -inf, 0.0]))
         return model
 
     for mixing in (0.0, 0.5, 1.0):
@@ -194,7 +196,7 @@ def test_values_that_are_infinite_in_a_mean_are_exchanged_elementwise() -> None:
         for group, model in enumerate(run.models):
             model.lowest[2] = 2.0 + 2 * group
         run.until(9).finish()
-        assert [model.lowest.tolist() for model in run.models] == [[INFINITE, -INFINITE, 3.0]] * 2
+        assert [model.lowest.tolist() for model in run.models] == [[inf, -inf, 3.0]] * 2
 
 
 def test_constants_of_any_dtype_keep_their_bits_and_never_travel() -> None:
@@ -290,7 +292,7 @@ def test_a_large_queue_is_each_groups_own_and_ends_as_that_of_the_first() -> Non
 def test_a_small_queue_keeps_its_lengths_and_is_that_of_the_first_group() -> None:
     def make() -> nn.Module:
         model = Stateful()
-        model.queue.features = nn.functional.normalize(torch.randn(6, 3), dim=1)
+        model.queue.features = normalize(torch.randn(6, 3), dim=1)
         return model
 
     run = Run(make, overlap_steps=0, fragments=1).until(12)
@@ -346,7 +348,7 @@ class Rebound(nn.Module):
         self.register_buffer("seen", first)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
+        y = self.layer(x)
         self.seen = y.detach().abs().mean().to(self.dtype).expand(self.seen.shape).clone()
         return y
 
@@ -390,8 +392,8 @@ class Unset(nn.Linear):
         super().__init__(5, 3)
         for number in range(64):
             self.register_buffer(f"changes{number}", torch.zeros(2))
-        self.register_buffer("unset", torch.full((2,), float("nan")))
-        self.register_buffer("one", torch.tensor(float("nan")))
+        self.register_buffer("unset", torch.full((2,), nan))
+        self.register_buffer("one", torch.tensor(nan))
 
 
 @pytest.mark.parametrize("choices", [{}, {"route": RandomPairs()}])
@@ -455,26 +457,26 @@ def test_a_travelling_teacher_is_its_groups_own_again_after_validation_and_resum
 def test_a_group_whose_values_are_not_a_number_is_not_the_first() -> None:
     run = Run(overlap_steps=0, mixing=0.0, fragments=1).until(10)
     codes = [model.codebook.codes for model in run.models]
-    codes[0].fill_(float("nan"))
+    codes[0].fill_(nan)
     sent = codes[1].clone()
     run.groups.step()
     run.groups.step()
     assert_equal(values(run, "codebook.codes"), [sent, sent])
 
 
-@pytest.mark.parametrize(
-    ("untrained", "pattern"),
-    [
-        ({"nothing.*": "own"}, "matches no buffer and no frozen parameter"),
-        ({"net.0.*": "own"}, "names the trainable parameter 'net.0.weight'"),
-        ({"counts.whole": "mean"}, r"its values are torch\.int64, which have no mean"),
-        ({"counts.*": "median"}, "it must map patterns of names to 'mean', 'first' or 'own'"),
-        ("own", "of type str: it must map patterns"),
-    ],
-)
-def test_kinds_that_cannot_be_are_refused_before_training(untrained: Any, pattern: str) -> None:
+def assert_kinds_refused(pattern: str, untrained: Any) -> None:
     with pytest.raises(ValueError, match=pattern):
         StreamingDiLoCo(Stateful(), untrained=untrained)
+
+
+def test_kinds_that_cannot_be_are_refused_before_training() -> None:
+    assert_kinds_refused("matches no buffer and no frozen parameter", {"nothing.*": "own"})
+    assert_kinds_refused("names the trainable parameter 'net.0.weight'", {"net.0.*": "own"})
+    words = r"its values are torch\.int64, which have no mean"
+    assert_kinds_refused(words, {"counts.whole": "mean"})
+    words = "it must map patterns of names to 'mean', 'first' or 'own'"
+    assert_kinds_refused(words, {"counts.*": "median"})
+    assert_kinds_refused("of type str: it must map patterns", "own")
 
 
 def test_groups_resume_bit_for_bit_with_state_of_every_kind() -> None:
@@ -497,15 +499,15 @@ class Bank(nn.Module):
         self.register_buffer("features", torch.zeros(3, 4, dtype=torch.float16))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
+        y = self.layer(x)
         with torch.no_grad():
-            self.features.copy_(nn.functional.normalize(y[:4].T, dim=1))
+            self.features.copy_(normalize(y[:4].T, dim=1))
         return y
 
 
 def filled_bank() -> nn.Module:
     model = Bank()
-    model.features.copy_(nn.functional.normalize(torch.ones(3, 4), dim=1))
+    model.features.copy_(normalize(torch.ones(3, 4), dim=1))
     return model
 
 
@@ -560,7 +562,7 @@ def test_real_ranks_show_end_and_resume_alike_with_state_of_every_kind(
             assert unlike(state, expected) == []
         return uninterrupted
 
-    of_ranks: list[Stages] = run_ranks(play, ranks, timeout=120)
+    of_ranks = run_ranks(play, ranks, timeout=120)
     first = of_ranks[0]
     for of_rank in of_ranks:
         assert unlike(of_rank.shown, first.shown) == []
@@ -578,9 +580,9 @@ REBOUND = [
 
 def rebound_queue(rank: int, values: Tensor) -> Tensor:
     """The queue at the end of a training in which group 1 binds it to other values."""
-    model: Any = nn.Linear(5, 3)
+    model = nn.Linear(5, 3)
     model.register_buffer("queue", torch.zeros(2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model)
     engine = StreamingDiLoCo(model, worker_groups=2, untrained={"queue": "own"}, **CHOICES)
     for step in range(1, 8):
         train_step(model, optimizer, rank, step)

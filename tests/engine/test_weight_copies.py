@@ -4,12 +4,14 @@ them away.
 
 import copy
 import random
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo, WorkerGroups
 from lightning_sdiloco.engine.weight_copies import WeightCopies, copies_in
@@ -20,7 +22,7 @@ from tests.ranks import run_ranks
 from tests.training import mlp
 
 KINDS = ["z", "slow", "master"]
-PLAIN: dict[str, Any] = {
+PLAIN = {
     **MEAN,
     "compression": "fp32",
     "fragments": 2,
@@ -152,7 +154,7 @@ def same_parameters(model: nn.Module, expected: nn.Module) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_resume_with_copies_to_the_same_bits(kind: str) -> None:
-    choices: dict[str, Any] = {"overlap_steps": 2, "compression": "fp4", "mixing": 0.25}
+    choices = {"overlap_steps": 2, "compression": "fp4", "mixing": 0.25}
     run = keeping(kind, (0, 1), **choices).train(9)
     with run.groups.engines[0].evaluate():
         saved = run.saved()
@@ -246,7 +248,7 @@ def test_shown_weights_stay_as_they_are_whichever_mode_a_hook_leaves() -> None:
     optimizer.step()
 
 
-class Renamed(torch.optim.AdamW):
+class Renamed(AdamW):
     """Does what AdamW does."""
 
 
@@ -261,31 +263,25 @@ def two_param_groups(dtype: torch.dtype) -> list[Any]:
 def test_copies_are_recognised_by_the_behaviour_of_the_optimizer(dtype: torch.dtype) -> None:
     def assert_copies(optimizer: Any, *names: str) -> None:
         states = copy.deepcopy(dict(optimizer.state))
+        torch_numbers = torch.get_rng_state()
+        python_numbers = random.getstate()
         assert set(copies_in(optimizer)) == set(names)
+        assert torch.equal(torch.get_rng_state(), torch_numbers)
+        assert random.getstate() == python_numbers
         assert list(map(len, states.values())) == list(map(len, optimizer.state.values()))
 
-    def parameters() -> list[Any]:
-        return two_param_groups(dtype)
-
-    optimizers = [
-        (ScheduleFreeSGD(parameters()), "z"),
-        (Lookahead(torch.optim.AdamW(parameters(), weight_decay=0.5)), "slow"),
-        (Lookahead(Renamed(parameters())), "slow"),
-        (Lookahead(ScheduleFreeSGD(parameters())), "slow", "z"),
-        (MasterSGD(parameters()), "master"),
-        (GPA(parameters(), lr=0.1), "z"),
-        (Renamed(parameters(), weight_decay=0.5),),
-        (torch.optim.AdamW(parameters()),),
-    ]
-    torch_numbers = torch.get_rng_state()
-    python_numbers = random.getstate()
-    for optimizer, *names in optimizers:
-        assert_copies(optimizer, *names)
-    assert torch.equal(torch.get_rng_state(), torch_numbers)
-    assert random.getstate() == python_numbers
+    parameters = partial(two_param_groups, dtype)
+    assert_copies(ScheduleFreeSGD(parameters()), "z")
+    assert_copies(Lookahead(AdamW(parameters(), weight_decay=0.5)), "slow")
+    assert_copies(Lookahead(Renamed(parameters())), "slow")
+    assert_copies(Lookahead(ScheduleFreeSGD(parameters())), "slow", "z")
+    assert_copies(MasterSGD(parameters()), "master")
+    assert_copies(GPA(parameters(), lr=0.1), "z")
+    assert_copies(Renamed(parameters(), weight_decay=0.5))
+    assert_copies(AdamW(parameters()))
 
 
-class Both(torch.optim.Optimizer):
+class Both(Optimizer):
     """Cannot be made again from its parameters alone."""
 
     def __init__(self, parameters: Any, kind: Any) -> None:
@@ -295,14 +291,14 @@ class Both(torch.optim.Optimizer):
 
 def test_an_optimizer_that_cannot_be_made_again_is_taken_for_its_parts() -> None:
     with_master = Both(list(mlp().parameters()), lambda parameters: MasterSGD(parameters))
-    plain = Both(list(mlp().parameters()), lambda parameters: torch.optim.SGD(parameters))
+    plain = Both(list(mlp().parameters()), lambda parameters: SGD(parameters))
     assert copies_in(with_master) == ("master",)
     assert copies_in(plain) == ()
 
 
 def test_a_copy_outside_the_state_is_refused_with_a_remedy() -> None:
     model = mlp()
-    optimizer: Any = HiddenMasterSGD(model.parameters())
+    optimizer = HiddenMasterSGD(model.parameters())
     words = "HiddenMasterSGD keeps its own copy of the weights.*bf16-mixed"
     with pytest.raises(ValueError, match=words):
         StreamingDiLoCo(model, inner_optimizers=[optimizer])
@@ -312,9 +308,9 @@ def test_a_copy_outside_the_state_is_refused_with_a_remedy() -> None:
 
 def with_named_copies(name: str) -> Run:
     models = [mlp(0) for _ in range(2)]
-    optimizers: list[Any] = []
+    optimizers = []
     for model in models:
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.5)
         optimizer.weight_copies = (name,)
         optimizers.append(optimizer)
     return Run(models, optimizers)
@@ -346,5 +342,5 @@ def test_values_that_are_not_finite_do_not_stay_in_a_copy(kind: str) -> None:
 
 
 def test_an_optimizer_without_copies_costs_nothing_at_landings() -> None:
-    optimizer = torch.optim.SGD(mlp().parameters(), lr=0.1)
+    optimizer = SGD(mlp().parameters(), lr=0.1)
     assert WeightCopies([optimizer]).of(next(mlp().parameters())) == []
