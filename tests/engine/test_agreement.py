@@ -72,6 +72,7 @@ WHOLE = {**SPOILED, "fragments": [["*"]]}
         (spoil_buffers, train, SPOILED, differ("parameters and buffers", 3)),
         (spoil_steps, train, WHOLE, DIFFERENT_POINTS),
     ],
+    ids=["launch", "mean", "end", "buffers", "steps"],
 )
 def test_any_difference_of_the_outer_state_is_an_error_before_it_lands(
     spoil: Any, act: Any, choices: Choices, error: str

@@ -174,7 +174,7 @@ def test_gradients_that_are_averaged_over_all_groups_are_refused_on_every_rank()
     run_ranks(construct, 4)
 
 
-def test_a_wrapper_over_the_ranks_of_a_group_is_taken_off_and_one_over_fewer_is_refused() -> None:
+def test_a_wrapper_over_a_groups_ranks_is_taken_off_and_one_over_fewer_is_refused() -> None:
     def construct(rank: int, world_size: int) -> None:
         groups = WorkerGroups(2)
         first = 2 * groups.group_index
