@@ -1,6 +1,5 @@
 """Outer steps of whole matrices: against loops, in shards of every kind, and what is refused."""
 
-import re
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -27,7 +26,7 @@ from tests.ranks import run_ranks
 from tests.training import mlp
 
 EQUALISED = OuterOptimizer(direction="equalised")
-CHOICES: dict[str, Any] = {
+CHOICES = {
     "sync_every": 4,
     "overlap_steps": 2,
     "mixing": 0.5,
@@ -36,27 +35,29 @@ CHOICES: dict[str, Any] = {
 }
 
 
+def by_decomposition_of_matrices(gradient: Tensor) -> Tensor:
+    return by_decomposition(gradient).float() if gradient.ndim == 2 else gradient
+
+
 def test_the_engine_follows_loops_that_decompose() -> None:
     """Vectors step elementwise, and matrices in the direction of their mean outer gradient."""
-
-    def direction(gradient: Tensor) -> Tensor:
-        return by_decomposition(gradient).float() if gradient.ndim == 2 else gradient
-
     start = copied(mlp().named_parameters())
-    loops = by_loops("adamw", 2, 18, grouped(2), **CHOICES, direction=direction)
-    groups = Groups(
-        2, compression="fp32", fragments=grouped(2), outer_optimizer=EQUALISED, **CHOICES
-    )
+    fragments = grouped(2)
+    direction = by_decomposition_of_matrices
+    loops = by_loops("adamw", 2, 18, fragments, **CHOICES, direction=direction)
+    choices = {**CHOICES, "compression": "fp32", "outer_optimizer": EQUALISED}
+    groups = Groups(2, fragments=fragments, **choices)
     for _ in loops.outers:
         groups.step()
     engine = groups.engines[0]
     for name, actual in engine.outer_state_dict().items():
         expected = loops.outers[-1][name]
-        moved = torch.linalg.norm(expected - start[name])
-        assert torch.linalg.norm(actual - expected) < 0.02 * moved, name
-    assert engine.last_landing is not None
+        progress = torch.linalg.norm(expected - start[name])
+        assert torch.linalg.norm(actual - expected) < 0.02 * progress, name
+    landing = engine.last_landing
+    assert landing is not None
     # Equal singular values with the same sum have a smaller norm.
-    assert 0 < engine.last_landing.direction_norm < engine.last_landing.outer_grad_norm
+    assert 0 < landing.direction_norm < landing.outer_grad_norm
 
 
 class Parts(nn.Module):
@@ -77,11 +78,8 @@ class Parts(nn.Module):
 
 
 def test_stacks_of_matrices_are_recognised_in_every_kind_of_layer() -> None:
-    stacks = {
-        name: tuple(stack)
-        for name, stack in stacks_of(Parts(), {"*.in_proj_weight": 3, "body.1.*": 0}).items()
-    }
-    assert stacks == {
+    stacks = stacks_of(Parts(), {"*.in_proj_weight": 3, "body.1.*": 0})
+    assert {name: tuple(stack) for name, stack in stacks.items()} == {
         "embedding.weight": (1, 11, 6),
         "body.0.weight": (1, 8, 6),
         "convolution.weight": (2, 3, 6),
@@ -91,11 +89,14 @@ def test_stacks_of_matrices_are_recognised_in_every_kind_of_layer() -> None:
         "attention.in_proj_weight": (3, 6, 6),
         "attention.out_proj.weight": (1, 6, 6),
     }
+    compiled = torch.compile(Parts())
+    assert list(stacks_of(compiled, {})) == list(stacks_of(Parts(), {}))
+
+
+def test_a_tied_matrix_is_recognised_once() -> None:
     tied = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9, bias=False))
     tied[1].weight = tied[0].weight
-    assert list(stacks_of(tied, {})) == ["0.weight"], "a tied one once"
-    wrapped = torch.compile(Parts())
-    assert list(stacks_of(wrapped, {})) == list(stacks_of(Parts(), {}))
+    assert list(stacks_of(tied, {})) == ["0.weight"]
 
 
 def test_a_tensor_of_many_modules_is_found_at_once() -> None:
@@ -120,7 +121,8 @@ class Named(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         for name, shape in SHAPES.items():
-            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
+            values = torch.randn(shape, generator=generator)
+            self.register_parameter(name, nn.Parameter(values))
 
 
 def by_rows(model: Named) -> None:
@@ -133,17 +135,36 @@ def by_columns_and_rows(model: Named) -> None:
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     for name in ("a", "d", "e"):
-        values = getattr(model, name).detach()
-        setattr(
-            model,
-            name,
-            nn.Parameter(distribute_tensor(values, mesh["tensor"], [Shard(values.ndim - 1)])),
-        )
+        values = model.get_parameter(name).detach()
+        last_dimension = [Shard(values.ndim - 1)]
+        sharded = distribute_tensor(values, mesh["tensor"], last_dimension)
+        model.register_parameter(name, nn.Parameter(sharded))
     fully_shard(model, mesh=mesh["data"])
 
 
 def whole(model: nn.Module) -> None:
     """Every rank holds all."""
+
+
+def full(parameter: Any) -> Tensor:
+    values = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return values.detach()
+
+
+def directed(model: nn.Module) -> None:
+    """Replaces matrices by their direction; every rank computes the directions of some of them."""
+    topology = WorkerGroups(1).topology
+    parameters = dict(model.named_parameters())
+    stacks = stacks_of(model, {})
+    stack_of_each = tuple(stacks.get(name) for name in SHAPES)
+    fragment = Fragment(tuple(SHAPES), (4,) * len(SHAPES), stack_of_each)
+    (layout,) = layouts_of([fragment], parameters, topology)
+    matrices = Matrices(fragment, layout, EQUALISED.map, topology)
+    owners = {matrix.owner for matrix in matrices._dealt}
+    assert owners == {0, 1, 2, 3}, "all ranks have something to do"
+    gradient = layout.read()
+    matrices.direct(gradient, topology.stages[0])
+    layout.write(layout.all_gather(gradient, topology.in_group))
 
 
 @pytest.mark.parametrize("divide", [whole, by_rows, by_columns_and_rows])
@@ -153,35 +174,19 @@ def test_the_bits_do_not_depend_on_how_matrices_are_held_and_dealt(
     """Ranks hold unequal parts, some of them nothing of a parameter."""
 
     def check(rank: int, world_size: int) -> None:
-        expected = {
-            name: equalised(values) if values.ndim > 1 else values
-            for name, values in copied(Named().named_parameters()).items()
-        }
         model = Named()
         divide(model)
-        topology = WorkerGroups(1).topology
-        stacks = stacks_of(model, {})
+        directed(model)
         parameters = dict(model.named_parameters())
-        fragment = Fragment(
-            tuple(SHAPES), (4,) * len(SHAPES), tuple(stacks.get(name) for name in SHAPES)
-        )
-        (layout,) = layouts_of([fragment], parameters, topology)
-        matrices = Matrices(fragment, layout, EQUALISED.map, topology)
-        owners = {matrix.owner for matrix in matrices._dealt}
-        assert owners == set(range(world_size)), "all ranks have something to do"
-        gradient = layout.read()
-        matrices.direct(gradient, topology.stages[0])
-        layout.write(layout.all_gather(gradient, topology.in_group))
-        for name, parameter in parameters.items():
-            held: Any = parameter
-            values = held.full_tensor() if hasattr(held, "full_tensor") else held
-            assert same_bits(values.detach(), expected[name]), name
-            assert local(parameter).shape.numel() <= values.numel()
+        for name, values in Named().named_parameters():
+            expected = equalised(values.detach()) if values.ndim > 1 else values.detach()
+            assert same_bits(full(parameters[name]), expected), name
+            assert local(parameters[name]).numel() <= values.numel()
 
     run_ranks(check, 4)
 
 
-# What is refused, before training
+# Refusals before training
 
 
 def halved(name: str, matrices: Tensor) -> Tensor:
@@ -192,87 +197,87 @@ def rank_dependent(name: str, matrices: Tensor) -> Tensor:
     return matrices * (1 + torch.distributed.get_rank())
 
 
-@pytest.mark.parametrize(
-    ("outer", "told"),
-    [
-        (
-            {"direction": halved},
-            r"returned values of shape \(1, \d+, \d+\) and torch.float32 for float32 matrices",
-        ),
-        (
-            {"direction": "equalised", "matrices": {"nothing.*": 2}},
-            "'nothing.*', which names no trainable parameter",
-        ),
-        (
-            {"direction": "equalised", "matrices": {"0.weight": 3}},
-            "does not suit the parameter '0.weight'",
-        ),
-        (
-            {"direction": "equalised", "matrices": {"0.weight": -1}},
-            "is not possible: it must map patterns",
-        ),
-        ({"direction": "equalised", "matrices": 3}, "is of type int"),
-        (
-            {"direction": "elementwise", "matrices": {"0.weight": 1}},
-            "which knows none. Leave one of them out",
-        ),
-        ({"direction": "polar"}, "direction='polar' is out of range"),
-    ],
-)
-def test_invalid_directions_are_refused(outer: dict[str, Any], told: str) -> None:
-    assert re.search(
-        told, refusal(lambda: StreamingDiLoCo(mlp(), outer_optimizer=OuterOptimizer(**outer)))
-    )
+def assert_direction_refused(pattern: str, **choices: Any) -> None:
+    with pytest.raises(ValueError, match=pattern):
+        StreamingDiLoCo(mlp(), outer_optimizer=OuterOptimizer(**choices))
 
 
-def test_routes_and_ranks_that_disagree_are_refused() -> None:
+def test_invalid_directions_are_refused() -> None:
+    shape = r"\(1, \d+, \d+\)"
+    words = rf"returned values of shape {shape} and torch.float32 for float32 matrices"
+    assert_direction_refused(words, direction=halved)
+    assert_direction_refused("direction='polar' is out of range", direction="polar")
+    words = "which knows none. Leave one of them out"
+    assert_direction_refused(words, direction="elementwise", matrices={"0.weight": 1})
+
+
+def test_invalid_matrices_are_refused() -> None:
+    def assert_matrices_refused(pattern: str, matrices: Any) -> None:
+        assert_direction_refused(pattern, direction="equalised", matrices=matrices)
+
+    words = "'nothing.*', which names no trainable parameter"
+    assert_matrices_refused(words, {"nothing.*": 2})
+    assert_matrices_refused("does not suit the parameter '0.weight'", {"0.weight": 3})
+    assert_matrices_refused("is not possible: it must map patterns", {"0.weight": -1})
+    assert_matrices_refused("is of type int", 3)
+
+
+def test_directions_that_differ_between_ranks_are_refused() -> None:
     def check(rank: int, world_size: int) -> None:
-        told = refusal(
-            StreamingDiLoCo,
-            mlp(),
-            worker_groups=2,
-            outer_optimizer=OuterOptimizer(direction=rank_dependent),
-        )
-        assert "the direction of" in told
-        assert "differ between ranks" in told
+        outer_optimizer = OuterOptimizer(direction=rank_dependent)
+        choices = {"worker_groups": 2, "outer_optimizer": outer_optimizer}
+        message = refusal(StreamingDiLoCo, mlp(), **choices)
+        assert "the direction of" in message
+        assert "differ between ranks" in message
 
     run_ranks(check, 2)
-    route = {"route": RandomPairs(), "outer_optimizer": EQUALISED}
-    assert "direction='equalised' does not work with route" in refusal(Settings, **route)
+
+
+def test_a_direction_of_matrices_is_refused_with_a_route() -> None:
+    message = refusal(Settings, route=RandomPairs(), outer_optimizer=EQUALISED)
+    assert "direction='equalised' does not work with route" in message
 
 
 def test_a_run_goes_on_with_the_direction_that_it_began_with() -> None:
     saved = Settings(outer_optimizer=EQUALISED).chosen_for(2).saved()
     assert Settings().taken_from(saved).outer.direction == "equalised"
+
+
+def test_a_run_that_was_saved_before_there_were_directions_goes_on_elementwise() -> None:
     elementwise = OuterOptimizer(direction="elementwise")
-    earlier = Settings(outer_optimizer=elementwise).chosen_for(2).saved()
-    del earlier["outer_optimizer.direction"]
-    taken = Settings().taken_from(earlier)
-    assert taken.outer.direction == "elementwise", "it was saved before there were directions"
-    assert taken.differences(earlier) == []
-    asked = Settings(outer_optimizer=EQUALISED).taken_from(earlier)
-    told = asked.differences(earlier)
-    assert told == ["outer_optimizer.direction was elementwise, now it is equalised"]
+    saved = Settings(outer_optimizer=elementwise).chosen_for(2).saved()
+    del saved["outer_optimizer.direction"]
+    resumed = Settings().taken_from(saved)
+    assert resumed.outer.direction == "elementwise"
+    assert resumed.differences(saved) == []
+    differing = Settings(outer_optimizer=EQUALISED).taken_from(saved)
+    change = "outer_optimizer.direction was elementwise, now it is equalised"
+    assert differing.differences(saved) == [change]
+
+
+def direction_of(model: nn.Module, **choices: Any) -> str:
+    return StreamingDiLoCo(model, **choices).settings.outer.direction
 
 
 def test_matrices_of_language_models_are_mapped_by_default(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not with LoRA, and not in models that are large for their device, unless somebody asks."""
+    """Not with LoRA, and not in models that are large for their device, unless a user asks."""
     language_model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7))
 
     def warnings() -> list[str]:
-        messages = [record.getMessage() for record in caplog.records]
-        return [message for message in messages if "treats every value by itself" in message]
+        return [text for text in caplog.messages if "treats every value by itself" in text]
 
-    assert StreamingDiLoCo(language_model).settings.outer.direction == "equalised"
+    assert direction_of(language_model) == "equalised"
     adapted = nn.Sequential(deepcopy(language_model).requires_grad_(False), nn.Linear(3, 3))
-    for model in (mlp(), nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 1)), adapted):
+    regression = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 1))
+    for model in (mlp(), regression, adapted):
         settings = StreamingDiLoCo(model).settings
         assert (settings.outer.direction, settings.outer_lr) == ("elementwise", 0.7)
-    assert not warnings()
+    assert warnings() == []
     monkeypatch.setattr("lightning_sdiloco.engine.matrices.MOST_VALUES", 50)
-    assert StreamingDiLoCo(language_model).settings.outer.direction == "elementwise"
-    assert "more than 50 values" in warnings()[-1]
-    assert StreamingDiLoCo(mlp(), outer_optimizer=EQUALISED).settings.outer.direction == "equalised"
+    assert direction_of(language_model) == "elementwise"
+    (warning,) = warnings()
+    assert "more than 50 values" in warning
+    assert direction_of(mlp(), outer_optimizer=EQUALISED) == "equalised"
     assert len(warnings()) == 1

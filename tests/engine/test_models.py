@@ -1,10 +1,10 @@
-"""Models of any kind: how their values are sharded, against what torch does; wrapped ones are
-unwrapped or refused.
+"""Models of any kind: their values are sharded as torch does it; wrapped ones are unwrapped or
+refused.
 """
 
 import itertools
-import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -33,44 +33,73 @@ SHAPES = [(1,), (3,), (7,), (8,), (5, 3), (2, 9), (1, 1), (3, 2, 5)]
 PLACEMENTS = list(itertools.product([Replicate(), Shard(0), Shard(1)], repeat=2))
 
 
-def test_shards_are_those_of_torch_and_hold_every_value_once() -> None:
-    """Of DTensors in all ways, and of FSDP on top of tensor parallelism; other ways are refused on
-    all ranks.
-    """
+def fits_shape(placements: Any, shape: tuple[int, ...]) -> bool:
+    sharded = [placement for placement in placements if isinstance(placement, Shard)]
+    return all(placement.dim < len(shape) for placement in sharded)
 
+
+CASES = [case for case in itertools.product(SHAPES, PLACEMENTS) if fits_shape(case[1], case[0])]
+RANKS = range(4)
+
+
+def two_by_two() -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+
+def specs_of(parameter: Any, group: Any, ranks: range = RANKS) -> list[Any]:
+    """The shard of each rank of a parameter."""
+    return list(shard_specs({"it": parameter}, group, ranks)["it"])
+
+
+def test_shards_of_tensors_are_those_of_torch_and_hold_every_value_once() -> None:
     def check(rank: int, world_size: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        mesh = two_by_two()
         group = WorkerGroups(1).topology.in_group
-        for shape, placements in itertools.product(SHAPES, PLACEMENTS):
-            if any(isinstance(p, Shard) and p.dim >= len(shape) for p in placements):
-                continue
-            whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
-            tensor = distribute_tensor(whole, mesh, placements)
-            assert torch.equal(part_of(tensor, whole), tensor.to_local())
-            ranks = shard_specs({"it": tensor}, group, range(world_size))["it"]
-            own = ranks[rank]
-            values = tensor.to_local().reshape(-1)[own.first : own.first + own.length]
-            assert torch.equal(own.extract(whole.reshape(-1)), values)
-            taken = torch.cat([spec.extract(whole.reshape(-1)) for spec in ranks])
-            assert sorted(taken.tolist()) == whole.flatten().tolist(), "every value once"
+        for shape, placements in CASES:
+            flat = torch.arange(float(torch.Size(shape).numel()))
+            full = flat.view(shape)
+            tensor = distribute_tensor(full, mesh, placements)
+            local = tensor.to_local()
+            assert torch.equal(part_of(tensor, full), local)
+            specs = specs_of(tensor, group)
+            spec = specs[rank]
+            values = local.reshape(-1)[spec.first : spec.first + spec.length]
+            assert torch.equal(spec.extract(flat), values)
+            joined = torch.cat([spec.extract(flat) for spec in specs])
+            assert sorted(joined.tolist()) == flat.tolist(), "every value once"
+
+    run_ranks(check, 4)
+
+
+def test_shards_of_fsdp_on_top_of_tensor_parallelism_are_those_of_torch() -> None:
+    def check(rank: int, world_size: int) -> None:
+        mesh = two_by_two()
+        group = WorkerGroups(1).topology.in_group
         for size in range(2, 14):
             torch.manual_seed(0)
             model = nn.Linear(3, size, bias=False)
-            whole = model.weight.detach().clone()
-            model.weight = nn.Parameter(distribute_tensor(whole, mesh["tensor"], [Shard(0)]))
+            full = model.weight.detach().clone()
+            model.weight = nn.Parameter(distribute_tensor(full, mesh["tensor"], [Shard(0)]))
             fully_shard(model, mesh=mesh["data"])
-            assert torch.equal(part_of(model.weight, whole), model.weight.to_local())
-            specs = shard_specs({"weight": model.weight}, group, range(world_size))["weight"]
-            assert sum(spec.length for spec in specs) == 3 * size
-        partial = DTensor.from_local(torch.ones(4), mesh["data"], [Partial()])
+            assert torch.equal(part_of(model.weight, full), model.weight.to_local())
+            assert sum(spec.length for spec in specs_of(model.weight, group)) == 3 * size
+
+    run_ranks(check, 4)
+
+
+def test_tensors_that_no_group_holds_whole_are_refused_on_all_ranks() -> None:
+    def check(rank: int, world_size: int) -> None:
+        mesh = two_by_two()["data"]
+        group = WorkerGroups(1).topology.in_group
+        partial_sums = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+        error = "'it' cannot be exchanged.*"
+        with pytest.raises(ValueError, match=f"{error}no whole values on any rank"):
+            specs_of(partial_sums, group)
         # The ranks of one row only hold one half each, those of the other row nothing that fits it.
-        missing = distribute_tensor(torch.ones(4), mesh["data"], [Shard(0)])
-        for tensor, members, told in (
-            (partial, range(4), "no whole values on any rank"),
-            (missing, range(1, 4), r"ranks of several worker groups: ranks \[0\] belong to others"),
-        ):
-            with pytest.raises(ValueError, match=f"'it' cannot be exchanged.*{told}"):
-                shard_specs({"it": tensor}, group, members)
+        missing = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        words = r"ranks of several worker groups: ranks \[0\] belong to others"
+        with pytest.raises(ValueError, match=f"{error}{words}"):
+            specs_of(missing, group, range(1, 4))
         model = nn.Linear(4, 4)
         model.register_buffer("mean", missing)
         with pytest.raises(ValueError, match="The buffer 'mean' is sharded"):
@@ -83,7 +112,7 @@ def test_a_launch_looks_at_every_parameter_once() -> None:
     """However many there are: it runs in the training thread."""
     parameters = [nn.Parameter(torch.ones(3)) for _ in range(1000)]
     layout = WholeLayout([str(index) for index in range(1000)], parameters)
-    looked_at = list[int]()
+    looked_at = []
 
     def look(parameter: torch.Tensor) -> torch.Tensor:
         looked_at.append(id(parameter))
@@ -94,26 +123,26 @@ def test_a_launch_looks_at_every_parameter_once() -> None:
     assert looked_at == [id(parameter) for parameter in parameters]
 
 
+def outer_parameter(size: int) -> OuterParameter:
+    state = {"momentum_buffer": torch.randn(size), "step": torch.tensor(4.0)}
+    return OuterParameter(torch.randn(size), state, 7)
+
+
 def test_outer_state_survives_being_sharded_and_joined() -> None:
-    specs = {
-        "a": divided([5, 2], [[[(0, 3)], [(0, 2)]], [[(3, 5)], [(0, 2)]]]),
-        "b": divided([3], [[[(0, 3)]]] * 2),
-    }
-    parameters = {
-        name: OuterParameter(
-            torch.randn(size), {"momentum_buffer": torch.randn(size), "step": torch.tensor(4.0)}, 7
-        )
-        for name, size in (("a", 10), ("b", 3))
-    }
-    layouts = [ShardedLayout(["a", "b"], [], list(specs.values()), rank) for rank in range(2)]
+    specs = [
+        divided([5, 2], [[[(0, 3)], [(0, 2)]], [[(3, 5)], [(0, 2)]]]),
+        divided([3], [[[(0, 3)]]] * 2),
+    ]
+    parameters = {"a": outer_parameter(10), "b": outer_parameter(3)}
+    layouts = [ShardedLayout(["a", "b"], [], specs, rank) for rank in range(2)]
     shards = [layout.to_shard(list(parameters.values())) for layout in layouts]
     assert [shard.values.numel() for shard in shards] == [8, 5]
-    for name, parameter in to_parameters(layouts[0].state_dict(), shards).items():
-        assert torch.equal(parameter.values, parameters[name].values)
-        assert torch.equal(
-            parameter.state["momentum_buffer"], parameters[name].state["momentum_buffer"]
-        )
-        assert (parameter.rounds, float(parameter.state["step"])) == (7, 4.0)
+    for name, joined in to_parameters(layouts[0].state_dict(), shards).items():
+        expected = parameters[name]
+        momentum = joined.state["momentum_buffer"]
+        assert torch.equal(joined.values, expected.values)
+        assert torch.equal(momentum, expected.state["momentum_buffer"])
+        assert (joined.rounds, float(joined.state["step"])) == (7, 4.0)
 
 
 NAMES = sorted(dict(mlp().named_parameters()))
@@ -123,34 +152,42 @@ def names_of(engine: StreamingDiLoCo) -> list[str]:
     return sorted(name for fragment in engine.fragments for name in fragment.names)
 
 
-def test_gradients_that_are_averaged_over_all_groups_are_refused_on_every_rank() -> None:
-    """A wrapper over the ranks of the group is taken off, and one over fewer is refused."""
+def refusal_of(model: nn.Module, worker_groups: int) -> str:
+    return refusal(StreamingDiLoCo, model, worker_groups=worker_groups)
 
+
+def ranks_of_group(rank: int) -> str:
+    return "2 and 3" if rank > 1 else "0 and 1"
+
+
+def test_gradients_that_are_averaged_over_all_groups_are_refused_on_every_rank() -> None:
+    def construct(rank: int, world_size: int) -> None:
+        averaged = DistributedDataParallel(mlp())
+        message = refusal_of(averaged, 2)
+        words = f"over ranks 0, 1, 2 and 3, but this rank's worker group is ranks {ranks_of_group(rank)}"
+        assert words in message
+        assert "process_group=WorkerGroups(2).process_group" in message
+        assert refusal_of(torch.compile(averaged), 2) == message
+        partly_averaged = nn.Sequential(DistributedDataParallel(mlp()), nn.Linear(3, 3))
+        assert refusal_of(partly_averaged, 2).startswith("The module '0' of the model")
+
+    run_ranks(construct, 4)
+
+
+def test_a_wrapper_over_a_groups_ranks_is_taken_off_and_one_over_fewer_is_refused() -> None:
     def construct(rank: int, world_size: int) -> None:
         groups = WorkerGroups(2)
-        part = nn.Sequential(DistributedDataParallel(mlp()), nn.Linear(3, 3))
-        own = "2 and 3" if rank > 1 else "0 and 1"
-        whole = DistributedDataParallel(mlp())
-        told = refusal(StreamingDiLoCo, whole, worker_groups=2)
-        assert f"over ranks 0, 1, 2 and 3, but this rank's worker group is ranks {own}" in told
-        assert "process_group=WorkerGroups(2).process_group" in told
-        assert refusal(StreamingDiLoCo, torch.compile(whole), worker_groups=2) == told
-        assert refusal(StreamingDiLoCo, part, worker_groups=2).startswith(
-            "The module '0' of the model"
-        )
-        assert groups.topology.ranks == range(2 * groups.group_index, 2 * groups.group_index + 2)
-        model = DistributedDataParallel(mlp(rank), process_group=groups.process_group)
-        told = f"over ranks {own}, but this rank's worker group is ranks 0, 1,"
-        assert told in refusal(StreamingDiLoCo, model, worker_groups=1)
+        first = 2 * groups.group_index
+        assert groups.topology.ranks == range(first, first + 2)
+        ddp = partial(DistributedDataParallel, process_group=groups.process_group)
+        model = ddp(mlp(rank))
+        words = f"over ranks {ranks_of_group(rank)}, but this rank's worker group is ranks 0, 1,"
+        assert words in refusal_of(model, 1)
         engine = StreamingDiLoCo(model, worker_groups=groups)
         assert engine.topology.ranks == groups.topology.ranks
-        ddp = partial(DistributedDataParallel, process_group=groups.process_group)
-        wrapped = torch.compile(mlp()), ddp(torch.compile(mlp())), torch.compile(ddp(mlp()))
-        names = [
-            names_of(one)
-            for one in (engine, *(StreamingDiLoCo(own, worker_groups=groups) for own in wrapped))
-        ]
-        assert names == [NAMES] * 4
+        assert names_of(engine) == NAMES
+        for wrapped in (torch.compile(mlp()), ddp(torch.compile(mlp())), torch.compile(ddp(mlp()))):
+            assert names_of(StreamingDiLoCo(wrapped, worker_groups=groups)) == NAMES
 
     run_ranks(construct, 4)
 
@@ -159,23 +196,23 @@ def test_models_wrapped_by_fabric_keep_the_names_that_the_user_gave() -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     plain = fabric.setup(mlp())
     compiled = fabric.setup(torch.compile(mlp()))
-    assert next(iter(dict(plain.named_parameters()))).startswith("_forward_module.")
+    first_name, _ = next(plain.named_parameters())
+    assert first_name.startswith("_forward_module.")
     assert names_of(StreamingDiLoCo(plain)) == names_of(StreamingDiLoCo(compiled)) == NAMES
     model = nn.Module()
     model.module = mlp()
-    assert names_of(StreamingDiLoCo(model)) == [f"module.{name}" for name in NAMES], (
-        "it is the user's name"
-    )
+    users_names = [f"module.{name}" for name in NAMES]
+    assert names_of(StreamingDiLoCo(model)) == users_names
 
 
 def test_parameters_that_are_sharded_over_all_groups_or_lie_flat_are_refused() -> None:
     def construct(rank: int, world_size: int) -> None:
         sharded = fully_shard(mlp(), mesh=init_device_mesh("cpu", (2,)))
-        told = f"'0.weight' is sharded over ranks of several .* a mesh of rank {rank}"
-        assert re.search(told, refusal(StreamingDiLoCo, sharded, worker_groups=2))
+        words = f"'0.weight' is sharded over ranks of several .* a mesh of rank {rank}"
+        with pytest.raises(ValueError, match=words):
+            StreamingDiLoCo(sharded, worker_groups=2)
         flat = FullyShardedDataParallel(mlp(), device_id=torch.device("cpu"))
-        assert re.search(
-            "FullyShardedDataParallel.*fully_shard", refusal(StreamingDiLoCo, flat, worker_groups=1)
-        )
+        with pytest.raises(ValueError, match="FullyShardedDataParallel.*fully_shard"):
+            StreamingDiLoCo(flat, worker_groups=1)
 
     run_ranks(construct, 2)

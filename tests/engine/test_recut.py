@@ -1,31 +1,27 @@
-"""What a model may become between epochs: submodules that are replaced, layers of another shape,
-added or removed.
+"""Models that change between epochs: submodules are replaced, layers get another shape, are added
+or removed.
 """
 
 import gc
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo, WorkerGroups
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.engine.restart import restart_from
 from lightning_sdiloco.errors import AgreementError
 from tests.engine.groups import Groups, Values, copied, outer_state, unlike
-from tests.fits import said_by
+from tests.fits import SHORT, said_by
 from tests.ranks import run_ranks
 from tests.training import inner_optimizer, mlp
 
-CHOICES: dict[str, Any] = {
-    "sync_every": 4,
-    "overlap_steps": 2,
-    "fragments": "strided:1",
-    "inner": "sgd",
-}
+CHOICES = {**SHORT, "inner": "sgd"}
 RECUT = "lightning_sdiloco.engine.recut"
 
 
@@ -76,7 +72,7 @@ def convert(net: Net) -> None:
     net.head.register_forward_hook(lambda head, inputs, output: output.float())
 
 
-CHANGES: dict[str, tuple[Callable[[Net], None], str]] = {
+CHANGES = {
     "copied": (
         replace_copy,
         "6 parameters have been replaced or reshaped, such as 'copy.0.weight'",
@@ -89,156 +85,164 @@ CHANGES: dict[str, tuple[Callable[[Net], None], str]] = {
 }
 
 
-def change(here: Groups, how: Callable[[Net], None], optimizer: str = "sgd") -> None:
+def change(run: Groups, how: Callable[[Net], None]) -> None:
     """Changes the models in all groups, and makes them train on with new inner optimizers."""
-    for index, model in enumerate(here.models):
-        torch.manual_seed(100 + index + here.place)
+    for index, model in enumerate(run.models):
+        torch.manual_seed(100 + index + run.place)
         how(model)
-        here.optimizers[index] = inner_optimizer(optimizer, model)
-    assert all(engine.has_other_parameters() for engine in here.engines)
-    if hasattr(here, "groups"):
-        landed = here.groups.recut([[optimizer] for optimizer in here.optimizers])[0]
+        run.optimizers[index] = inner_optimizer("sgd", model)
+    assert all(engine.has_other_parameters() for engine in run.engines)
+    if hasattr(run, "groups"):
+        run.landings += run.groups.recut([[optimizer] for optimizer in run.optimizers])[0]
     else:
-        landed = here.engines[0].recut(here.optimizers)
-    here.landings += landed
-    assert not any(engine.has_other_parameters() for engine in here.engines)
+        run.landings += run.engines[0].recut(run.optimizers)
+    assert not any(engine.has_other_parameters() for engine in run.engines)
+
+
+def after(steps: int, **choices: Any) -> Groups:
+    run = Groups(net=Net, **{**CHOICES, **choices})
+    run.until(steps)
+    return run
+
+
+def starting_with(prefix: str | tuple[str, ...], values: Values) -> Values:
+    return {name: tensor for name, tensor in values.items() if name.startswith(prefix)}
 
 
 def momentum(engine: StreamingDiLoCo) -> Values:
     """The outer momentum by the name of the parameter, where there is any."""
-    found: Values = {}
-    for name, own in restart_from([[engine.state_dict()]], Settings()).parameters.items():
-        values = own.state.get("momentum_buffer")
-        if values is not None and values.any():
-            found[name] = values
-    return found
+    parameters = restart_from([[engine.state_dict()]], Settings()).parameters
+    buffers = {
+        name: parameter.state.get("momentum_buffer") for name, parameter in parameters.items()
+    }
+    return {name: values for name, values in buffers.items() if values is not None and values.any()}
+
+
+def trainable(model: nn.Module) -> Values:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def shapes(values: Values) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in values.items()}
 
 
 @pytest.mark.parametrize("kind", CHANGES)
 def test_groups_train_on_alike_after_a_change_of_the_model_with_flights_in_flight(
     kind: str,
 ) -> None:
-    how, told = CHANGES[kind]
-    said = said_by(RECUT)
-    here = Groups(net=Net, **CHOICES)
-    here.until(10)
-    in_flight = here.engines[0].in_flight
-    assert in_flight
-    landed = len(here.landings)
-    change(here, how)
-    assert len(here.landings) == landed + len(in_flight)
-    assert told in "".join(said)
-    here.until(23)
-    for engine in here.engines:
-        assert all(own.outer.rounds for own in engine.rounds.fragments)
-    outer = [engine.outer_state_dict() for engine in here.engines]
-    assert unlike(*outer) == []
-    parameters = dict(here.models[0].named_parameters())
-    assert {name: own.shape for name, own in outer[0].items()} == {
-        name: own.shape for name, own in parameters.items() if own.requires_grad
-    }
-    here.groups.finish()
-    assert unlike(*[copied(model.state_dict()) for model in here.models]) == []
+    how, words = CHANGES[kind]
+    log = said_by(RECUT)
+    run = after(10)
+    flights = len(run.engines[0].in_flight)
+    assert flights
+    landed = len(run.landings)
+    change(run, how)
+    assert len(run.landings) == landed + flights
+    assert words in "".join(log)
+    run.until(23)
+    for engine in run.engines:
+        assert all(fragment.outer.rounds for fragment in engine.rounds.fragments)
+    outer, outer_of_group_1 = (engine.outer_state_dict() for engine in run.engines)
+    assert unlike(outer, outer_of_group_1) == []
+    assert shapes(outer) == shapes(trainable(run.models[0]))
+    run.groups.finish()
+    assert unlike(*[copied(model.state_dict()) for model in run.models]) == []
 
 
-def in_ranks(rank: int, world_size: int) -> dict[str, tuple[Values, list[str]]]:
-    found = {}
-    for kind in ("copied", "widened", "inserted"):
-        said = said_by(RECUT)
-        here = Groups(net=Net, joined=WorkerGroups(2), **CHOICES)
-        here.until(10)
-        change(here, CHANGES[kind][0])
-        if here.size > 1:
-            ddp = {"process_group": WorkerGroups(2).process_group, "broadcast_buffers": False}
-            here.trained = []
-            gc.collect()
-            here.trained = [nn.parallel.DistributedDataParallel(here.models[0], **ddp)]
-        here.until(17)
-        engine = here.engines[0]
-        assert engine.in_flight
-        engine.finish()
-        found[kind] = (copied(here.models[0].named_parameters()), said)
-    return found
+class Recut(NamedTuple):
+    """The end of a run that changed its model, and the log of the rank."""
+
+    parameters: Values
+    log: list[str]
 
 
+def recut_in_ranks(rank: int, world_size: int, kind: str) -> Recut:
+    log = said_by(RECUT)
+    run = after(10, joined=WorkerGroups(2))
+    change(run, CHANGES[kind][0])
+    if run.size > 1:
+        ddp = {"process_group": WorkerGroups(2).process_group, "broadcast_buffers": False}
+        run.trained = []
+        gc.collect()
+        run.trained = [nn.parallel.DistributedDataParallel(run.models[0], **ddp)]
+    run.until(17)
+    engine = run.engines[0]
+    assert engine.in_flight
+    engine.finish()
+    return Recut(copied(run.models[0].named_parameters()), log)
+
+
+@pytest.mark.parametrize("kind", ["copied", "widened", "inserted"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_real_groups_of_one_and_of_two_ranks_end_alike_after_changes(ranks: int) -> None:
-    every = run_ranks(in_ranks, ranks)
-    for kind, (parameters, said) in every[0].items():
-        assert CHANGES[kind][1] in "".join(said), "rank 0 says it"
-        for other in every[1:]:
-            assert unlike(other[kind][0], parameters) == []
-            assert not any("cut again" in text for text in other[kind][1])
+def test_real_groups_of_one_and_of_two_ranks_end_alike_after_changes(ranks: int, kind: str) -> None:
+    first, *following = run_ranks(recut_in_ranks, ranks, kind)
+    assert CHANGES[kind][1] in "".join(first.log), "rank 0 says it"
+    for recut in following:
+        assert unlike(recut.parameters, first.parameters) == []
+        assert not any("cut again" in text for text in recut.log)
 
 
 def test_a_copy_starts_from_group_0_without_momentum_and_the_rest_goes_on() -> None:
-    here = Groups(net=Net, **CHOICES)
-    here.until(10)
-    engine = here.engines[0]
-    began = engine.steps_in_rounds
-    change(here, replace_copy)
-    expected = copied(here.models[0].copy.named_parameters())
-    for model, other in zip(here.models, here.engines, strict=True):
-        outer = {
-            name[5:]: own
-            for name, own in other.outer_state_dict().items()
-            if name.startswith("copy.")
-        }
-        assert unlike(outer, expected) == []
-        assert unlike(copied(model.copy.named_parameters()), expected) == []
-    assert engine.steps_in_rounds == began, "the fragments are the same, so the rounds continue"
-    names = set(momentum(engine))
-    assert not any(name.startswith("copy.") for name in names)
-    assert {name for name in names if name.startswith("body.")} == {
+    run = after(10)
+    engine = run.engines[0]
+    steps = engine.steps_in_rounds
+    change(run, replace_copy)
+    expected = starting_with("copy.", copied(run.models[0].named_parameters()))
+    for model, engine_of_group in zip(run.models, run.engines, strict=True):
+        assert unlike(starting_with("copy.", engine_of_group.outer_state_dict()), expected) == []
+        assert unlike(starting_with("copy.", copied(model.named_parameters())), expected) == []
+    assert engine.steps_in_rounds == steps, "the fragments are the same, so the rounds continue"
+    with_momentum = momentum(engine)
+    assert not starting_with("copy.", with_momentum)
+    assert starting_with("body.", with_momentum).keys() == {
         f"body.{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")
     }
-    assert "head.weight" in names
+    assert "head.weight" in with_momentum
 
 
 def test_a_layer_that_is_inserted_leaves_momentum_with_those_that_it_renames() -> None:
-    here = Groups(net=Net, **{**CHOICES, "overlap_steps": 0})
-    here.until(12)
-    before = momentum(here.engines[0])
-    local = copied(here.models[1].body[2].named_parameters())
-    change(here, insert)
-    after = momentum(here.engines[0])
-    assert torch.equal(after["body.3.weight"], before["body.2.weight"])
-    assert "body.2.weight" not in after
-    assert unlike(copied(here.models[1].body[3].named_parameters()), local) == [], (
-        "each group keeps its progress"
-    )
-    assert here.engines[0].steps_in_rounds == 0, "rounds restart with other fragments"
+    run = after(12, overlap_steps=0)
+    before = momentum(run.engines[0])
+    local = copied(run.models[1].body[2].named_parameters())
+    change(run, insert)
+    now = momentum(run.engines[0])
+    assert torch.equal(now["body.3.weight"], before["body.2.weight"])
+    assert "body.2.weight" not in now
+    renamed = copied(run.models[1].body[3].named_parameters())
+    assert unlike(renamed, local) == [], "each group keeps its progress"
+    assert run.engines[0].steps_in_rounds == 0, "rounds restart with other fragments"
 
 
 def test_error_feedback_of_fragments_without_a_new_parameter_remains() -> None:
-    here = Groups(net=Net, **CHOICES, compression="sparse")
-    here.until(12)
-    engine = here.engines[0]
-    before = [own["memory"] for own in outer_state(engine)]
+    run = after(12, compression="sparse")
+    engine = run.engines[0]
+    before = [fragment["memory"] for fragment in outer_state(engine)]
     in_flight = engine.in_flight
-    change(here, replace_copy)
+    change(run, replace_copy)
     remaining = []
-    for index, own in enumerate(outer_state(engine)):
-        if any(name.startswith("copy.") for name in own["names"]):
-            assert own["memory"] is None
+    for index, fragment in enumerate(outer_state(engine)):
+        if any(name.startswith("copy.") for name in fragment["names"]):
+            assert fragment["memory"] is None
         elif index not in in_flight:
-            assert torch.equal(own["memory"], before[index])
+            assert torch.equal(fragment["memory"], before[index])
             remaining.append(index)
     assert remaining
 
 
-def test_data_of_a_parameter_may_be_replaced_at_any_time() -> None:
-    def rebound(models: list[Any]) -> None:
-        for model in models:
-            for parameter in model.parameters():
-                parameter.data = parameter.data.clone()
+def rebind(models: list[Any]) -> None:
+    for model in models:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
 
-    whole, other = (Groups(net=Net, **CHOICES) for _ in range(2))
+
+def test_data_of_a_parameter_may_be_replaced_at_any_time() -> None:
+    plain = after(0)
+    rebound = after(0)
     for _ in range(13):
-        whole.step()
-        other.step(then=rebound)
-        assert not other.engines[0].has_other_parameters()
-    assert unlike(other.seen(), whole.seen()) == []
+        plain.step()
+        rebound.step(then=rebind)
+        assert not rebound.engines[0].has_other_parameters()
+    assert unlike(rebound.seen(), plain.seen()) == []
 
 
 def replace_head(net: Net) -> None:
@@ -252,136 +256,146 @@ def reshape_head(net: Net) -> None:
     net.head.bias.grad = None
 
 
-@pytest.mark.parametrize("use", ["launch", "land", "finish", "evaluate"])
-@pytest.mark.parametrize("how", [replace_head, reshape_head])
+def evaluate(engine: StreamingDiLoCo) -> None:
+    with engine.evaluate():
+        pass
+
+
+USES = {
+    "launch": StreamingDiLoCo.step,
+    "land": lambda engine: next(engine.finishing()),
+    "finish": StreamingDiLoCo.finish,
+    "evaluate": evaluate,
+}
+REPLACED = "2 parameters have been replaced or reshaped, such as 'head.weight'"
+RESHAPED = r"shape of the parameter 'head.weight' has changed from \(3, 9\) to \(5, 9\)"
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(("how", "words"), [(replace_head, REPLACED), (reshape_head, RESHAPED)])
 def test_a_change_in_the_midst_of_training_is_refused_in_words(
-    how: Callable[[Net], None], use: str
+    how: Callable[[Net], None], words: str, use: str
 ) -> None:
     model = Net()
     engine = StreamingDiLoCo(model, sync_every=4, overlap_steps=2, fragments=1)
     for _ in range(4 if use == "land" else 3):
         engine.step()
     how(model)
-    changed = r"shape of the parameter 'head.weight' has changed from \(3, 9\) to \(5, 9\)"
-    told = (
-        changed
-        if how is reshape_head
-        else "2 parameters have been replaced or reshaped, such as 'head.weight'"
-    )
-    uses: dict[str, Callable[[], Any]] = {
-        "launch": engine.step,
-        "land": lambda: next(engine.finishing()),
-        "finish": engine.finish,
-    }
-
-    def evaluate() -> None:
-        with engine.evaluate():
-            pass
-
     if use == "evaluate" and how is replace_head:
-        evaluate()
+        evaluate(engine)
         return
-    with pytest.raises(AgreementError, match=rf"Since the model was cut.*{told}.*call recut\(\)"):
-        uses.get(use, evaluate)()
+    error = rf"Since the model was cut.*{words}.*call recut\(\)"
+    with pytest.raises(AgreementError, match=error):
+        USES[use](engine)
     engine.recut()
     for _ in range(9):
         engine.step()
     engine.finish()
 
 
-def test_models_that_change_in_unlike_ways_are_refused_with_names() -> None:
+def engine_of(model: nn.Module, **choices: Any) -> StreamingDiLoCo:
+    return StreamingDiLoCo(model, sync_every=4, overlap_steps=2, **choices)
+
+
+def test_simulated_models_that_change_in_unlike_ways_are_refused_with_names() -> None:
     models = [Net() for _ in range(2)]
     groups = SimulatedGroups(models, sync_every=4, overlap_steps=2)
     models[1].head = nn.Linear(9, 4)
-    with pytest.raises(
-        ValueError, match=r"differs between ranks: head.weight is \(3, 9\).* on rank 0, \(4, 9\)"
-    ):
+    words = r"differs between ranks: head.weight is \(3, 9\).* on rank 0, \(4, 9\)"
+    with pytest.raises(ValueError, match=words):
         groups.recut()
 
+
+def test_models_of_ranks_that_change_in_unlike_ways_are_refused_with_names() -> None:
     def run(rank: int, world_size: int) -> None:
         model = Net()
-        engine = StreamingDiLoCo(model, sync_every=4, overlap_steps=2)
+        engine = engine_of(model)
         model.head = nn.Linear(9, 3 + rank)
         engine.recut()
 
     errors = run_ranks(run, 2, expect_failure=True)
     assert len(errors) == 2
-    assert all("The model differs between ranks: head.weight" in error for error in errors.values())
+    for error in errors.values():
+        assert "The model differs between ranks: head.weight" in error
 
 
 def test_a_layer_on_another_device_is_refused_with_both_devices() -> None:
     model = Net()
-    engine = StreamingDiLoCo(model, sync_every=4, overlap_steps=2)
+    engine = engine_of(model)
     model.head = nn.Linear(9, 3, device="meta")
-    with pytest.raises(
-        ValueError, match="'head.weight' is on 'meta', but the engine trains the model on 'cpu'"
-    ):
+    words = "'head.weight' is on 'meta', but the engine trains the model on 'cpu'"
+    with pytest.raises(ValueError, match=words):
         engine.recut()
 
 
 @pytest.mark.parametrize("steps_copy", [True, False])
 def test_new_parameters_that_no_inner_optimizer_steps_are_named(steps_copy: bool) -> None:
-    said = said_by(RECUT)
+    log = said_by(RECUT)
     model = Net()
-    parts = [model.body, model.norm, model.head, *([model.copy] if steps_copy else [])]
-    optimizer = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.1)
-    engine = StreamingDiLoCo(model, inner_optimizers=[optimizer], sync_every=4, overlap_steps=2)
+    parameters = model.named_parameters()
+    stepped = [p for name, p in parameters if steps_copy or not name.startswith("copy.")]
+    engine = engine_of(model, inner_optimizers=[SGD(stepped, lr=0.1)])
     replace_copy(model)
     engine.recut()
-    warned = [text for text in said if text.startswith("No inner optimizer steps")]
-    assert len(warned) == steps_copy, "a copy that no optimizer stepped before needs none"
-    assert all("6 of the new parameters, such as 'copy.0.bias'" in text for text in warned)
-    said.clear()
+    warnings = [text for text in log if text.startswith("No inner optimizer steps")]
+    assert len(warnings) == steps_copy, "a copy that no optimizer stepped before needs none"
+    assert all("6 of the new parameters, such as 'copy.0.bias'" in text for text in warnings)
+    log.clear()
     replace_copy(model)
-    engine.recut([torch.optim.SGD(model.parameters(), lr=0.1)])
-    assert not any("No inner optimizer" in text for text in said)
+    engine.recut([SGD(model.parameters(), lr=0.1)])
+    assert not any("No inner optimizer" in text for text in log)
 
 
 def test_a_model_cannot_be_cut_again_while_the_outer_one_is_shown() -> None:
     model = Net()
-    engine = StreamingDiLoCo(model, sync_every=4, overlap_steps=2)
+    engine = engine_of(model)
     replace_head(model)
     with engine.evaluate(), pytest.raises(RuntimeError, match="Call recut.. outside evaluate"):
         engine.recut()
     engine.recut()
 
 
+def assign(net: Net) -> None:
+    net.load_state_dict(copied(net.state_dict()), assign=True)
+
+
 def test_a_model_all_of_whose_parameters_are_replaced_keeps_the_rate_of_its_round() -> None:
-    here = Groups(net=Net, **CHOICES)
-    here.until(10)
-    round_before = here.engines[0].round
+    run = after(10)
+    engine = run.engines[0]
+    round_before = engine.round
     assert round_before
-
-    def assign(net: Net) -> None:
-        net.load_state_dict(copied(net.state_dict()), assign=True)
-
-    change(here, assign)
-    assert here.engines[0].round == round_before
-    assert here.engines[0].has_landed
+    change(run, assign)
+    assert engine.round == round_before
+    assert engine.has_landed
 
 
-def replaced_alone(rank: int, world_size: int) -> tuple[Values, Values, list[str]]:
-    said = said_by(RECUT)
-    here = Groups(net=Net, joined=WorkerGroups(2), **CHOICES)
-    here.until(10)
-    (engine,), (model,) = here.engines, here.models
+class ReplacedAlone(NamedTuple):
+    """A rank of a run in which one rank alone replaces a copy."""
+
+    started: Values
+    ended: Values
+    log: list[str]
+
+
+def replaced_alone(rank: int, world_size: int) -> ReplacedAlone:
+    log = said_by(RECUT)
+    run = after(10, joined=WorkerGroups(2))
+    (engine,) = run.engines
+    (model,) = run.models
     model.head = nn.Linear(9, 4)
     if rank == 1:
         replace_copy(model)
-    here.optimizers[0] = inner_optimizer("sgd", model)
-    engine.recut(here.optimizers)
-    started = {
-        name: own
-        for name, own in copied(model.named_parameters()).items()
-        if name.startswith(("copy", "head"))
-    }
-    here.until(17)
+    run.optimizers[0] = inner_optimizer("sgd", model)
+    engine.recut(run.optimizers)
+    started = starting_with(("copy", "head"), copied(model.named_parameters()))
+    run.until(17)
     engine.finish()
-    return started, copied(model.named_parameters()), said
+    return ReplacedAlone(started, copied(model.named_parameters()), log)
 
 
 def test_parameters_replaced_by_one_rank_alone_are_new_in_all_groups() -> None:
-    (started, ended, said), (other_started, other_ended, _) = run_ranks(replaced_alone, 2)
-    assert unlike(other_started, started) == []
-    assert unlike(other_ended, ended) == []
-    assert "parameters have been replaced or reshaped, such as 'head.weight'" in "".join(said)
+    first, second = run_ranks(replaced_alone, 2)
+    assert unlike(second.started, first.started) == []
+    assert unlike(second.ended, first.ended) == []
+    words = "parameters have been replaced or reshaped, such as 'head.weight'"
+    assert words in "".join(first.log)

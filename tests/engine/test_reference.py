@@ -2,10 +2,8 @@
 loops and torch.
 """
 
-import warnings
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -43,79 +41,81 @@ def by_loops(
     """Trains the small model by the plain loops."""
     models = [mlp() for _ in range(groups)]
     optimizers = [inner_optimizer(inner, model) for model in models]
-    names = [
-        [f"{pattern[0]}.{kind}" for pattern in group for kind in ("weight", "bias")]
-        for group in fragments
-    ]
-    return run(
-        models, optimizers, batch, nn.functional.mse_loss, fragments=names, steps=steps, **choices
-    )
+    names = []
+    for patterns in fragments:
+        layers = [pattern[0] for pattern in patterns]
+        names.append([f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")])
+    choices |= {"fragments": names, "steps": steps}
+    return run(models, optimizers, batch, nn.functional.mse_loss, **choices)
 
 
 def assert_same(actual: Values, expected: Values, outer_steps: int) -> None:
     """Compares up to what rounding explains: in each outer step of a fragment two units in the last
     place.
 
-    Engine and loops write the same arithmetic in other ways, and round the outer gradient, mean,
-    step and mix.
+    Engine and loops write the same arithmetic in different ways, and round the outer gradient,
+    mean, step and mix.
     """
     assert sorted(actual) == sorted(expected)
+    relative = 1e-6 + 2 * torch.finfo(torch.float32).eps * outer_steps
     for name, values in expected.items():
-        atol = (1e-6 + 2 * torch.finfo(torch.float32).eps * outer_steps) * float(
-            values.detach().abs().max()
-        )
-        torch.testing.assert_close(actual[name], values, rtol=1e-6, atol=atol)
+        largest = float(values.detach().abs().max())
+        torch.testing.assert_close(actual[name], values, rtol=1e-6, atol=relative * largest)
 
+
+Choices = dict[str, Any]
 
 # Answers that are known, for the loops
 
-PLAIN: dict[str, Any] = {**MEAN, "overlap_steps": 0}
+PLAIN = {**MEAN, "overlap_steps": 0}
 
 
 def alone(inner: str, group: int, steps: int) -> list[Values]:
     """The parameters after every step of training without any exchange."""
     model = mlp()
-    seen = []
+    trajectory = []
     optimizer = inner_optimizer(inner, model)
     for step in range(1, steps + 1):
         train_step(model, optimizer, group, step)
-        seen.append(copied(model.named_parameters()))
-    return seen
+        trajectory.append(copied(model.named_parameters()))
+    return trajectory
+
+
+def data_parallel(groups: int, steps: int) -> list[Values]:
+    """The parameters after every step of SGD on the mean loss of all groups."""
+    model = mlp()
+    optimizer = inner_optimizer("sgd", model)
+    trajectory = []
+    for step in range(1, steps + 1):
+        batches = [batch(group, step) for group in range(groups)]
+        losses = [nn.functional.mse_loss(model(x), y) for x, y in batches]
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        trajectory.append(copied(model.named_parameters()))
+    return trajectory
 
 
 def test_exchanging_every_step_is_data_parallel_sgd_and_never_independent_training() -> None:
     for groups in (1, 3):
         loops = by_loops("sgd", groups, 6, grouped(2), sync_every=1, **PLAIN)
-        model = mlp()
-        optimizer = inner_optimizer("sgd", model)
-        for step in range(1, 7):
-            losses = [
-                nn.functional.mse_loss(model(x), y)
-                for x, y in (batch(m, step) for m in range(groups))
-            ]
-            optimizer.zero_grad()
-            torch.stack(losses).mean().backward()
-            optimizer.step()
-            for seen in (loops.outers[step - 1], *loops.locals[step - 1]):
-                torch.testing.assert_close(
-                    seen, copied(model.named_parameters()), rtol=0, atol=1e-6
-                )
-    keeping = {
-        "sync_every": 4,
-        "overlap_steps": 1,
-        "mixing": 1.0,
-        "outer_lr": 0.7,
-        "outer_momentum": 0.9,
-    }
+        expected = data_parallel(groups, 6)
+        assert_near(loops.outers, expected, rtol=0)
+        for group in range(groups):
+            assert_near([values[group] for values in loops.locals], expected, rtol=0)
+    keeping = {"sync_every": 4, "overlap_steps": 1, "mixing": 1.0}
     for inner in ("sgd", "adamw"):
-        loops = by_loops(inner, 2, 12, grouped(2), **keeping)
+        loops = by_loops(inner, 2, 12, grouped(2), outer_lr=0.7, outer_momentum=0.9, **keeping)
         for group in range(2):
-            pairs = zip(loops.locals, alone(inner, group, 12), strict=True)
-            assert [unlike(one[group], own) for one, own in pairs] == [[]] * 12
+            expected = alone(inner, group, 12)
+            for values, expected_values in zip(loops.locals, expected, strict=True):
+                assert unlike(values[group], expected_values) == []
         loops = by_loops(inner, 1, 11, grouped(4), sync_every=4, **PLAIN)
-        torch.testing.assert_close(
-            [own for (own,) in loops.locals], alone(inner, 0, 11), rtol=1e-5, atol=1e-6
-        )
+        assert_near([values for (values,) in loops.locals], alone(inner, 0, 11), rtol=1e-5)
+
+
+def assert_near(actual: list[Values], expected: list[Values], rtol: float) -> None:
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-6)
 
 
 class Slope(nn.Module):
@@ -129,47 +129,57 @@ class Slope(nn.Module):
         return self.w * x
 
 
+STREAMING = {
+    "sync_every": 4,
+    "overlap_steps": 2,
+    "mixing": 0.5,
+    "outer_lr": 0.5,
+    "outer_momentum": 0.5,
+}
+
+
+def walk(group: int, step: int) -> tuple[float, None]:
+    return 1.0 + 2.0 * group, None
+
+
+def first_argument(output: Any, target: None) -> Any:
+    return output
+
+
 def slopes(steps: int, dtype: torch.dtype = torch.float32, **choices: Any) -> Result:
     """M = 2, P = 1, H = 2, tau = 1, alpha = 0.5, outer lr 0.5, momentum 0.5; the groups walk by -1
     and -3 per step.
     """
     models = [Slope(dtype), Slope(dtype)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    numbers = {
-        "sync_every": 2,
-        "overlap_steps": 1,
-        "mixing": 0.5,
-        "outer_lr": 0.5,
-        "outer_momentum": 0.5,
-        **choices,
-    }
-    walk = lambda group, step: (1.0 + 2.0 * group, None)  # noqa: E731
-    result = run(
-        models, optimizers, walk, lambda y, _: y, fragments=[["w"]], steps=steps, **numbers
+    optimizers = [SGD(model.parameters(), lr=1.0) for model in models]
+    choices = {**STREAMING, "sync_every": 2, "overlap_steps": 1, **choices}
+    trajectory = run(
+        models, optimizers, walk, first_argument, fragments=[["w"]], steps=steps, **choices
     )
-    assert all(model.w.item() == result.outer["w"].to(dtype).item() for model in models)
-    return result
+    final = trajectory.outer["w"].to(dtype).item()
+    assert all(model.w.item() == final for model in models)
+    return trajectory
 
 
 # Worked out by hand; every number is a dyadic fraction, hence exact in float32.
 #
-# t  inner step         what else                                                              outer
-#     local 1  9, 7               nothing
-#     10        9, 7 2  8, 4               launch 10 - (8, 4) = (2, 6)
-#              10        8, 4 3  7, 1               land: mean 4; buf 4; d = 4 + 0.5 * 4 = 6; outer
-# 10 - 0.5 * 6 = 7;      7         7, 4
-#                       local (7 + 7) / 2, (1 + 7) / 2
-# 4  6, 1               launch 7 - (6, 1) = (1, 6)                                             7
-#     6, 1 5  5, -2              land: mean 3.5; buf 0.5 * 4 + 3.5 = 5.5; d = 3.5 + 0.5 * 5.5 =
-# 6.25;   3.875     4.4375, 0.9375
-#                       outer 7 - 3.125 = 3.875; local (5 + 3.875) / 2, (-2 + 3.875) / 2
-# 6  3.4375, -2.0625    launch 3.875 - (3.4375, -2.0625) = (0.4375, 5.9375)                    3.875
-#     as left end                   land: mean 3.1875; buf 0.5 * 5.5 + 3.1875 = 5.9375;
+# t    local            what else                                                        outer
+# 1    9, 7             nothing                                                          10
+# 2    8, 4             launch 10 - (8, 4) = (2, 6)                                      10
+# 3    7, 1             land: mean 4; buffer 4; d = 4 + 0.5 * 4 = 6
+#                       outer 10 - 0.5 * 6; local (7 + 7) / 2, (1 + 7) / 2               7
+#      7, 4
+# 4    6, 1             launch 7 - (6, 1) = (1, 6)                                       7
+# 5    5, -2            land: mean 3.5; buffer 0.5 * 4 + 3.5 = 5.5
+#                       d = 3.5 + 0.5 * 5.5 = 6.25; outer 7 - 3.125
+#                       local (5 + 3.875) / 2, (-2 + 3.875) / 2                          3.875
+#      4.4375, 0.9375
+# 6    3.4375, -2.0625  launch 3.875 - (3.4375, -2.0625) = (0.4375, 5.9375)              3.875
+# end                   land: mean 3.1875; buffer 0.5 * 5.5 + 3.1875 = 5.9375
 #                       d = 3.1875 + 0.5 * 5.9375 = 6.15625; outer 3.875 - 3.078125
-# 0.796875
-#                       local (3.4375 + 0.796875) / 2, (-2.0625 + 0.796875) / 2
-# 2.1171875, -0.6328125 then                  mean of the local parameters
-#                 0.7421875
+#                       local (3.4375 + 0.796875) / 2, (-2.0625 + 0.796875) / 2          0.796875
+#      2.1171875, -0.6328125
+# last mean             of the local parameters                                          0.7421875
 OUTER_BY_HAND = [10.0, 10.0, 7.0, 7.0, 3.875, 3.875]
 LOCAL_BY_HAND = [
     [9.0, 7.0],
@@ -182,28 +192,39 @@ LOCAL_BY_HAND = [
 
 
 def test_an_example_worked_out_by_hand() -> None:
-    result = slopes(6)
-    assert [outer["w"].item() for outer in result.outers] == OUTER_BY_HAND
-    assert [[group["w"].item() for group in groups] for groups in result.locals] == LOCAL_BY_HAND
-    assert result.launches == [(2, 0), (4, 0), (6, 0)]
-    assert result.landings == [(3, 0), (5, 0), (6, 0)]
-    assert result.outer["w"].item() == 0.7421875
+    trajectory = slopes(6)
+    assert [outer["w"].item() for outer in trajectory.outers] == OUTER_BY_HAND
+    local = [[values["w"].item() for values in groups] for groups in trajectory.locals]
+    assert local == LOCAL_BY_HAND
+    assert trajectory.launches == [(2, 0), (4, 0), (6, 0)]
+    assert trajectory.landings == [(3, 0), (5, 0), (6, 0)]
+    assert trajectory.outer["w"].item() == 0.7421875
     # The last mean ignores learning rate and momentum: after step 5 nothing is in flight, after 1
     # nothing was.
     assert slopes(5).outer["w"].item() == 2.6875
     assert slopes(1).outer["w"].item() == 8.0
-    # Outer parameters are float32 whatever the model: deltas are 1 and 3, and bfloat16 has no 10 -
-    # 0.3 * 2.
-    result = slopes(1, torch.bfloat16, **{**PLAIN, "sync_every": 1, "outer_lr": 0.3})
-    assert result.outers[0]["w"].item() == pytest.approx(9.4, abs=1e-6)
-    assert [own["w"].item() for own in result.locals[0]] == [9.375] * 2
-    # Of more fragments than steps the last two land at the end, one step early.
-    result = by_loops("sgd", 2, 5, grouped(4), sync_every=2, **{**PLAIN, "overlap_steps": 1})
-    assert result.launches == [(2, 0), (2, 1), (3, 2), (3, 3), (4, 0), (4, 1), (5, 2), (5, 3)]
-    assert result.landings == [(3, 0), (3, 1), (4, 2), (4, 3), (5, 0), (5, 1), (5, 2), (5, 3)]
+
+
+def test_outer_parameters_of_the_loops_are_float32_whatever_the_model() -> None:
+    """Deltas are 1 and 3, and bfloat16 has no 10 - 0.3 * 2."""
+    trajectory = slopes(1, torch.bfloat16, **{**PLAIN, "sync_every": 1, "outer_lr": 0.3})
+    assert trajectory.outers[0]["w"].item() == pytest.approx(9.4, abs=1e-6)
+    assert [values["w"].item() for values in trajectory.locals[0]] == [9.375] * 2
+
+
+def test_the_last_two_of_more_fragments_than_steps_land_at_the_end() -> None:
+    choices = {**PLAIN, "overlap_steps": 1}
+    trajectory = by_loops("sgd", 2, 5, grouped(4), sync_every=2, **choices)
+    launches = [(2, 0), (2, 1), (3, 2), (3, 3), (4, 0), (4, 1), (5, 2), (5, 3)]
+    assert trajectory.launches == launches
+    assert trajectory.landings[:6] == [(step + 1, fragment) for step, fragment in launches[:6]]
+    assert trajectory.landings[6:] == [(5, 2), (5, 3)], "one step early"
 
 
 # The engine, bit for bit where all sums are exact
+
+
+SIZES = (5, 3, 7)
 
 
 class Walk(nn.Module):
@@ -211,172 +232,193 @@ class Walk(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ParameterList([torch.arange(float(size)) for size in (5, 3, 7)])
+        self.parts = nn.ParameterList([torch.arange(float(size)) for size in SIZES])
 
     def forward(self, x: list[Tensor]) -> Tensor:
-        return torch.stack(
-            [(part * own).sum() for part, own in zip(self.parts, x, strict=True)]
-        ).sum()
-
-    @staticmethod
-    def batch(group: int, step: int) -> tuple[list[Tensor], None]:
-        generator = torch.Generator().manual_seed(100 * group + step)
-        return [
-            torch.randint(-1, 2, (size,), generator=generator).float() for size in (5, 3, 7)
-        ], None
+        products = [(part * step).sum() for part, step in zip(self.parts, x, strict=True)]
+        return torch.stack(products).sum()
 
 
-MICRO_BATCHES = {
-    1: [1],
-    2: [1, 3],
-    4: [1, 1, 2, 4],
-}  # their sums are powers of two, without the last one too
-STREAMING: dict[str, Any] = {
-    "sync_every": 4,
-    "overlap_steps": 2,
-    "mixing": 0.5,
-    "outer_lr": 0.5,
-    "outer_momentum": 0.5,
-}
+def whole_steps(group: int, step: int) -> tuple[list[Tensor], None]:
+    generator = torch.Generator().manual_seed(100 * group + step)
+    steps = [torch.randint(-1, 2, (size,), generator=generator) for size in SIZES]
+    return [values.float() for values in steps], None
+
+
+def walked(model: nn.Module, group: int, step: int, place: int, size: int) -> Tensor:
+    """The loss of a rank, which is that of its whole group."""
+    x, _ = whole_steps(group, step)
+    return model(x)
+
+
+# By the number of groups. The sums are powers of two, also without the last group.
+MICRO_BATCHES = {1: [1], 2: [1, 3], 4: [1, 1, 2, 4]}
 HALVES = OuterOptimizer(lr_schedule=partial(LambdaLR, lr_lambda=lambda number: 0.5**number))
-# Fragments, what both are told, and what the loops and the engine are told for themselves.
-EXACT: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "in every step": (1, {**PLAIN, "sync_every": 1}, {}, {}),
-    "diloco": (1, {**STREAMING, "mixing": 0.0, "overlap_steps": 0}, {}, {}),
-    "streaming": (3, STREAMING, {}, {}),
-    "two in flight": (
-        2,
-        {**STREAMING, "sync_every": 5, "overlap_steps": 4, "mixing": 0.25},
-        {},
-        {},
-    ),
-    "independent": (2, {**STREAMING, "mixing": 1.0}, {}, {}),
-    "carry": (3, STREAMING, {"carries": True}, {"mixing": Carry()}),
-    "dense": (2, STREAMING, {"dense": (2, 2, 1)}, {"dense_beginning": DenseBeginning(2, 2)}),
-    "dense, with a rate that halves": (
+
+
+def halved(number: int) -> float:
+    return 0.5 ** (1 + number)
+
+
+CUTS = {
+    1: [["parts.0", "parts.1", "parts.2"]],
+    2: [["parts.0", "parts.2"], ["parts.1"]],
+    3: [["parts.0"], ["parts.1"], ["parts.2"]],
+}
+
+
+class Exact(NamedTuple):
+    """A case without rounding: settings of both, and those that loops and engine call otherwise."""
+
+    fragments: int
+    settings: Choices
+    loops: Choices = {}
+    engine: Choices = {}
+
+
+DENSE = DenseBeginning(2, 3, 2)
+EXACT = {
+    "in every step": Exact(1, {**PLAIN, "sync_every": 1}),
+    "diloco": Exact(1, {**STREAMING, "mixing": 0.0, "overlap_steps": 0}),
+    "streaming": Exact(3, STREAMING),
+    "two in flight": Exact(2, {**STREAMING, "sync_every": 5, "overlap_steps": 4, "mixing": 0.25}),
+    "independent": Exact(2, {**STREAMING, "mixing": 1.0}),
+    "carry": Exact(3, STREAMING, {"carries": True}, {"mixing": Carry()}),
+    "dense": Exact(2, STREAMING, {"dense": (2, 2, 1)}, {"dense_beginning": DenseBeginning(2, 2)}),
+    "dense, with a rate that halves": Exact(
         3,
         {**STREAMING, "sync_every": 6},
-        {"dense": (2, 3, 2), "outer_lr": lambda number: 0.5 ** (1 + number)},
-        {"dense_beginning": DenseBeginning(2, 3, 2), "outer_optimizer": HALVES},
+        {"dense": (2, 3, 2), "outer_lr": halved},
+        {"dense_beginning": DENSE, "outer_optimizer": HALVES},
     ),
-    "a rate that halves": (
-        3,
-        STREAMING,
-        {"outer_lr": lambda number: 0.5 ** (1 + number)},
-        {"outer_optimizer": HALVES},
-    ),
-    "idle": (1, STREAMING, {}, {}),
+    "a rate that halves": Exact(3, STREAMING, {"outer_lr": halved}, {"outer_optimizer": HALVES}),
+    "idle": Exact(1, STREAMING),
 }
 
 
-def differences(rank: int, world_size: int) -> dict[str, Any]:
-    """Plays all cases with each number of groups, and returns where this rank is not at the bits
-    of the loops.
-    """
-    wrong: dict[str, Any] = {}
-    for groups in (4, 2, 1):
-        joined = WorkerGroups(groups)
+def rests(groups: int) -> Choices:
+    """In the second round the last group does not train, in the third one no group does."""
 
-        def idle(group: int, step: int, groups: int = groups) -> bool:
-            """In the second round the last group does not train, in the third one nobody."""
-            return 4 < step <= 8 and group == groups - 1 > 0 or 8 < step <= 12
+    def idle(group: int, step: int) -> bool:
+        last_rests = group == groups - 1 > 0 and 4 < step <= 8
+        return last_rests or 8 < step <= 12
 
-        counts = {
-            "idle": idle,
-            "micro_batches": lambda group, step, groups=groups: MICRO_BATCHES[groups][group],
-        }
-        for case, (fragments, both, loops, own) in EXACT.items():
-            cut = [
-                [f"parts.{part}" for part in range(index, 3, fragments)]
-                for index in range(fragments)
-            ]
-            choices = {**both, **(counts if case == "idle" else {}), "fragments": cut}
-            models: list[nn.Module] = [Walk() for _ in range(groups)]
-            optimizers = [inner_optimizer("whole", model) for model in models]
-            expected = run(
-                models, optimizers, Walk.batch, lambda y, _: y, **{"steps": 14, **choices, **loops}
-            )
-            choices |= {"compression": "fp32", **own, "net": lambda _: Walk(), "joined": joined}
-            here = Groups(
-                inner="whole",
-                loss=lambda model, *place: model(Walk.batch(*place[:2])[0]),
-                **choices,
-            )
-            (model,), (engine,) = here.models, here.engines
-            for local, outer in zip(expected.locals, expected.outers, strict=True):
-                here.step()
-                off = unlike(copied(model.named_parameters()), local[joined.group_index])
-                if off or unlike(engine.outer_state_dict(), outer):
-                    wrong.setdefault(f"{groups} groups, {case}", (here.steps, off))
-            engine.finish()
-            off = unlike(copied(model.named_parameters()), expected.outer)
-            if off:
-                wrong[f"{groups} groups, {case}: at the end"] = off
-            if engine.report()["landings"] != len(expected.landings):
-                wrong[f"{groups} groups, {case}: landings"] = engine.report()["landings"]
-    return wrong
+    return {"idle": idle, "micro_batches": lambda group, step: MICRO_BATCHES[groups][group]}
+
+
+def assert_like_loops(name: str, joined: WorkerGroups, groups: int) -> None:
+    """Plays a case by the loops and in this rank."""
+    case = EXACT[name]
+    choices = {**case.settings, "fragments": CUTS[case.fragments]}
+    if name == "idle":
+        choices |= rests(groups)
+    expected = walk_by_loops(groups, {**choices, **case.loops})
+    of_engine = {"compression": "fp32", **choices, **case.engine, "joined": joined}
+    trained = Groups(inner="whole", net=lambda seed: Walk(), loss=walked, **of_engine)
+    (engine,) = trained.engines
+    for local, outer in zip(expected.locals, expected.outers, strict=True):
+        trained.step()
+        assert_values(trained, local[joined.group_index], name)
+        assert unlike(engine.outer_state_dict(), outer) == [], name
+    engine.finish()
+    assert_values(trained, expected.outer, name)
+    assert engine.report()["landings"] == len(expected.landings)
+
+
+def walk_by_loops(groups: int, choices: Choices) -> Result:
+    models = [Walk() for _ in range(groups)]
+    optimizers = [inner_optimizer("whole", model) for model in models]
+    return run(models, optimizers, whole_steps, first_argument, steps=14, **choices)
+
+
+def assert_values(trained: Groups, expected: Values, name: str) -> None:
+    place = f"{name} after step {trained.steps}"
+    assert unlike(copied(trained.models[0].named_parameters()), expected) == [], place
 
 
 def test_real_ranks_match_the_plain_loops_bit_for_bit() -> None:
     """Ranks of a group of several own a shard each, of fragments whose sizes are odd."""
-    assert run_ranks(differences, 4) == [{}] * 4
+
+    def play(rank: int, world_size: int) -> None:
+        for groups in (4, 2, 1):
+            joined = WorkerGroups(groups)
+            for name in EXACT:
+                assert_like_loops(name, joined, groups)
+
+    run_ranks(play, 4)
 
 
 # The engine, up to rounding in numbers as they come
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    data=st.data(),
-    batches=st.lists(st.integers(0, 12), min_size=1, max_size=4),
-    warm_up=st.integers(0, 5),
-)
-def test_groups_that_run_dry_and_a_schedule_follow_the_loops(
-    data: Any, batches: list[int], warm_up: int
-) -> None:
+def drawn_choices(draw: Any) -> Choices:
+    sync_every = draw(st.integers(1, 9))
+    return {
+        "sync_every": sync_every,
+        "overlap_steps": draw(st.integers(0, sync_every - 1)),
+        "mixing": draw(st.sampled_from([0.0, 0.25, 0.5, 1.0])),
+        "fragments": grouped(draw(st.integers(1, 4))),
+        "outer_momentum": draw(st.sampled_from([0.0, 0.9])),
+    }
+
+
+def unequal_data(batches: list[int], warm_up: int) -> Choices:
     """Epochs of as many inner steps as the group with the most batches; groups train unequal
     micro-batches.
     """
-    sync_every = data.draw(st.integers(1, 9))
-    base = data.draw(st.sampled_from([0.4, 0.7, 1.0]))
-    dense = dense_beginning = None
-    if sync_every > 1 and data.draw(st.booleans()):
-        dense_every = data.draw(st.integers(1, sync_every // 2))
-        dense = (
-            data.draw(st.integers(1, 4)),
-            dense_every,
-            data.draw(st.integers(0, dense_every - 1)),
-        )
-        dense_beginning = DenseBeginning(*dense)
-    choices = {
-        "sync_every": sync_every,
-        "overlap_steps": data.draw(st.integers(0, sync_every - 1)),
-        "mixing": data.draw(st.sampled_from([0.0, 0.25, 0.5, 1.0])),
-        "fragments": grouped(data.draw(st.integers(1, 4))),
-        "outer_momentum": data.draw(st.sampled_from([0.0, 0.9])),
-        "idle": lambda group, step: (step - 1) % max(1, *batches) >= batches[group],
+    steps = max(1, *batches)
+    return {
+        "idle": lambda group, step: (step - 1) % steps >= batches[group],
         "micro_batches": lambda group, step: 1 + (group + step * warm_up) % 3,
     }
-    rate = lambda number: min(1.0, (number + 1) / (warm_up + 1))  # noqa: E731
+
+
+def drawn_dense(draw: Any, sync_every: int) -> tuple[int, int, int] | None:
+    """Rounds of a dense beginning, and their H and tau."""
+    if sync_every == 1 or not draw(st.booleans()):
+        return None
+    dense_every = draw(st.integers(1, sync_every // 2))
+    return draw(st.integers(1, 4)), dense_every, draw(st.integers(0, dense_every - 1))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    draws=st.data(),
+    batches=st.lists(st.integers(0, 12), min_size=1, max_size=4),
+    warm_up=st.integers(0, 5),
+    base_lr=st.sampled_from([0.4, 0.7, 1.0]),
+    inner=st.sampled_from(["sgd", "adamw"]),
+)
+def test_groups_that_run_dry_and_a_schedule_follow_the_loops(
+    draws: Any, batches: list[int], warm_up: int, base_lr: float, inner: str
+) -> None:
+    def factor(number: int) -> float:
+        return min(1.0, (number + 1) / (warm_up + 1))
+
+    choices = {**drawn_choices(draws.draw), **unequal_data(batches, warm_up)}
+    dense = drawn_dense(draws.draw, choices["sync_every"])
+    of_loops = {"outer_lr": lambda number: base_lr * factor(number), "dense": dense}
+    expected = by_loops(inner, len(batches), 25, **choices, **of_loops)
     schedule = OuterOptimizer(
-        lr_schedule=partial(LambdaLR, lr_lambda=rate), direction="elementwise"
+        lr_schedule=partial(LambdaLR, lr_lambda=factor), direction="elementwise"
     )
-    loops = {**choices, "outer_lr": lambda number: base * rate(number), "dense": dense}
-    own = {**choices, "outer_lr": base, "outer_optimizer": schedule, "compression": "fp32"}
-    own["dense_beginning"] = dense_beginning
-    inner = data.draw(st.sampled_from(["sgd", "adamw"]))
-    expected = by_loops(inner, len(batches), 25, **loops)
-    trained = Groups(len(batches), inner, **own)
-    most = 1 + (dense[0] if dense else 0) + 25 // sync_every
+    trained = Groups(
+        len(batches),
+        inner,
+        outer_lr=base_lr,
+        outer_optimizer=schedule,
+        compression="fp32",
+        dense_beginning=DenseBeginning(*dense) if dense else None,
+        **choices,
+    )
+    most_steps = 1 + (dense[0] if dense else 0) + 25 // choices["sync_every"]
     for outer in expected.outers:
         trained.step()
-        assert_same(trained.groups.outer_state_dict(), outer, most)
+        assert_same(trained.groups.outer_state_dict(), outer, most_steps)
     trained.groups.finish()
-    for values in (
-        trained.groups.outer_state_dict(),
-        *(dict(model.named_parameters()) for model in trained.models),
-    ):
-        assert_same(values, expected.outer, most)
+    assert_same(trained.groups.outer_state_dict(), expected.outer, most_steps)
+    for model in trained.models:
+        assert_same(dict(model.named_parameters()), expected.outer, most_steps)
 
 
 # The outer step, for any optimizer and any schedule
@@ -405,7 +447,7 @@ SCHEDULES = [
     Decaying,
 ]
 NESTEROV = partial(SGD, lr=0.4, momentum=0.9, nesterov=True)
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+OPTIMIZERS = {
     "default": NESTEROV,
     "nesterov": NESTEROV,
     "adamw": partial(torch.optim.AdamW, lr=0.3),
@@ -414,34 +456,33 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 class Stepped:
-    """An engine that makes an outer step of both fragments in every inner step, on gradients of
-    one's own.
+    """An engine that applies an outer step to both fragments in every inner step, on gradients
+    that a test chooses.
     """
 
     def __init__(self, *values: Tensor, **choices: Any) -> None:
-        self.model = nn.ParameterList([own.clone() for own in values])
+        self.model = nn.ParameterList([shard.clone() for shard in values])
         self.values = list(values)
-        always: dict[str, Any] = {
-            "sync_every": 1,
-            "overlap_steps": 0,
-            "mixing": 0.0,
-            "compression": "fp32",
-        }
-        self.engine = StreamingDiLoCo(self.model, fragments=[["0"], ["1"]], **always, **choices)
+        self.engine = StreamingDiLoCo(
+            self.model,
+            fragments=[["0"], ["1"]],
+            sync_every=1,
+            overlap_steps=0,
+            mixing=0.0,
+            compression="fp32",
+            **choices,
+        )
 
     @torch.no_grad()
     def step(self, *moves: Tensor) -> tuple[list[Tensor], list[Landing]]:
-        """Moves the parameters; returns the outer gradients, as they are after rounding, and what
-        landed.
-        """
+        """Moves the parameters; returns the outer gradients after rounding, and the landings."""
         for parameter, move in zip(self.model.parameters(), moves, strict=True):
             parameter.sub_(move)
-        gradients = [
-            old - own for old, own in zip(self.values, self.model.parameters(), strict=True)
-        ]
-        landed = self.engine.step()
-        self.values = [own.detach().clone() for own in self.model.parameters()]
-        return gradients, landed
+        pairs = zip(self.values, self.model.parameters(), strict=True)
+        gradients = [outer - local for outer, local in pairs]
+        landings = self.engine.step()
+        self.values = [parameter.detach().clone() for parameter in self.model.parameters()]
+        return gradients, landings
 
 
 def drawn(numel: int, seed: int) -> Tensor:
@@ -451,36 +492,44 @@ def drawn(numel: int, seed: int) -> Tensor:
     return values
 
 
+class Separate:
+    """torch's optimizers and schedulers of some shards."""
+
+    def __init__(self, values: list[Tensor], make: Any, schedule: Any) -> None:
+        self.parameters = [nn.Parameter(shard.clone()) for shard in values]
+        self.optimizers = [make([parameter]) for parameter in self.parameters]
+        self.schedulers = [schedule(optimizer) for optimizer in self.optimizers if schedule]
+
+    def rates(self) -> list[float]:
+        return [float(optimizer.param_groups[0]["lr"]) for optimizer in self.optimizers]
+
+    def step(self, gradients: list[Tensor]) -> list[Tensor]:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for stepped in (*self.optimizers, *self.schedulers):
+            stepped.step()
+        return [parameter.detach() for parameter in self.parameters]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_outer_step_is_that_of_torch_with_the_same_schedule(name: str) -> None:
-    make = OPTIMIZERS[name]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for schedule in SCHEDULES:
-            # The long one is stepped in stretches.
-            numels = (37, 140_003) if schedule is None else (37, 7)
-            numbers: Any = {"outer_lr": 0.4, "outer_momentum": 0.9} if name == "default" else {}
-            choices = {
-                "outer_optimizer": OuterOptimizer(None if numbers else make, lr_schedule=schedule),
-                **numbers,
-            }
-            outer = Stepped(*map(drawn, numels, (0, 1)), **choices)
-            parameters = [nn.Parameter(values.clone()) for values in outer.values]
-            optimizers = [make([parameter]) for parameter in parameters]
-            schedulers = [schedule(own) for own in optimizers] if schedule else []
-            for number in range(9):
-                rates = [float(own.param_groups[0]["lr"]) for own in optimizers]
-                gradients, landed = outer.step(*(drawn(numel, 10 + number) for numel in numels))
-                assert [landing.outer_lr for landing in landed] == rates, schedule
-                for parameter, gradient, own in zip(parameters, gradients, optimizers, strict=True):
-                    parameter.grad = gradient
-                    own.step()
-                for own in schedulers:
-                    own.step()
-                assert all(map(same_bits, outer.values, (own.detach() for own in parameters))), (
-                    schedule,
-                    number,
-                )
+@pytest.mark.filterwarnings("error")
+def test_every_outer_step_is_that_of_torch_with_the_same_schedule(name: str, schedule: Any) -> None:
+    # The engine steps the long shard in stretches.
+    numels = (37, 140_003) if schedule is None else (37, 7)
+    choices = {"outer_optimizer": OuterOptimizer(OPTIMIZERS[name], lr_schedule=schedule)}
+    if name == "default":
+        outer_optimizer = OuterOptimizer(lr_schedule=schedule)
+        choices = {"outer_optimizer": outer_optimizer, "outer_lr": 0.4, "outer_momentum": 0.9}
+    outer = Stepped(*map(drawn, numels, (0, 1)), **choices)
+    separate = Separate(outer.values, OPTIMIZERS[name], schedule)
+    for number in range(9):
+        rates = separate.rates()
+        moves = [drawn(numel, 10 + number) for numel in numels]
+        gradients, landings = outer.step(*moves)
+        assert [landing.outer_lr for landing in landings] == rates
+        expected = separate.step(gradients)
+        assert all(map(same_bits, outer.values, expected)), number
 
 
 class Scaled(SGD):
@@ -504,43 +553,47 @@ def test_hooks_and_attributes_of_the_users_optimizer_act_within_each_fragment() 
     """torch's copies of an optimizer have neither, so it must not be copied; and checkpoints do
     not hold them.
     """
-    made = []
+    optimizers = []
     hooked = []
 
     def make(shards: Any) -> Optimizer:
-        made.append(Scaled(shards, scale=0.25))
-        made[-1].register_step_post_hook(lambda optimizer, *given: hooked.append(optimizer))
-        return made[-1]
+        optimizer = Scaled(shards, scale=0.25)
+        optimizer.register_step_post_hook(lambda stepped, *arguments: hooked.append(stepped))
+        optimizers.append(optimizer)
+        return optimizer
 
     outer = Stepped(torch.zeros(3), torch.zeros(3), outer_optimizer=make)
     ones = torch.ones(3)
-    calls, hooked[:] = len(made), []
+    calls = len(optimizers)
+    hooked.clear()
     before = outer_state(outer.engine)
     for expected in (-0.25, -0.25 - 0.25 - 0.125):
         outer.step(ones, ones)
         assert [values.tolist() for values in outer.values] == [[expected] * 3] * 2
-    assert [own["outer"].tolist() for own in before] == [[0.0] * 3] * 2, "a step works on copies"
-    assert {id(optimizer) for optimizer in hooked} == {id(made[-1])}
-    assert len(made) == calls, "the factory is called at the start only"
+    for fragment in before:
+        assert fragment["outer"].tolist() == [0.0] * 3, "a step works on copies"
+    assert {id(optimizer) for optimizer in hooked} == {id(optimizers[-1])}
+    assert len(optimizers) == calls, "the factory is called at the start only"
 
 
-def test_fragments_may_have_their_own_rates_and_too_short_a_schedule_is_refused() -> None:
-    def apart(shards: Any) -> Optimizer:
-        return SGD(
-            [{"params": [shard], "lr": 0.1 * (i + 1)} for i, shard in enumerate(shards)], lr=1.0
-        )
+def test_fragments_may_have_different_rates() -> None:
+    def with_rates(shards: Any) -> Optimizer:
+        groups = [{"params": [shard], "lr": 0.1 * (i + 1)} for i, shard in enumerate(shards)]
+        return SGD(groups, lr=1.0)
 
-    halving = OuterOptimizer(apart, lr_schedule=HALVES.lr_schedule)
+    halving = OuterOptimizer(with_rates, lr_schedule=HALVES.lr_schedule)
     outer = Stepped(torch.zeros(3), torch.zeros(3), outer_optimizer=halving)
-    rates = [
-        [landing.outer_lr for landing in outer.step(torch.ones(3), torch.ones(3))[1]]
-        for _ in range(3)
-    ]
-    assert rates == [[0.1, 0.2], [0.05, 0.1], [0.025, 0.05]]
+    ones = torch.ones(3)
+    for expected in ([0.1, 0.2], [0.05, 0.1], [0.025, 0.05]):
+        _, landings = outer.step(ones, ones)
+        assert [landing.outer_lr for landing in landings] == expected
+
+
+def test_a_schedule_that_ends_before_training_is_refused() -> None:
     ended = OuterOptimizer(lr_schedule=partial(OneCycleLR, max_lr=0.7, total_steps=3))
-    with pytest.raises(
-        ValueError, match=r"no rate for round 4, counted from 0: .* as many rounds as you train"
-    ):
-        Groups(
-            inner="sgd", sync_every=8, fragments=LAYERS, overlap_steps=3, outer_optimizer=ended
-        ).until(48)
+    groups = Groups(
+        inner="sgd", sync_every=8, fragments=LAYERS, overlap_steps=3, outer_optimizer=ended
+    )
+    words = r"no rate for round 4, counted from 0: .* as many rounds as you train"
+    with pytest.raises(ValueError, match=words):
+        groups.until(48)

@@ -4,14 +4,16 @@ them away.
 
 import copy
 import random
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
 
-from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo, WorkerGroups
+from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo, WorkerGroups
 from lightning_sdiloco.engine.weight_copies import WeightCopies, copies_in
 from tests.engine.groups import MEAN, through_a_file
 from tests.methods import GPA
@@ -20,7 +22,7 @@ from tests.ranks import run_ranks
 from tests.training import mlp
 
 KINDS = ["z", "slow", "master"]
-PLAIN: dict[str, Any] = {
+PLAIN = {
     **MEAN,
     "compression": "fp32",
     "fragments": 2,
@@ -30,53 +32,96 @@ PLAIN: dict[str, Any] = {
 
 
 def push(model: nn.Module, group: int) -> None:
-    """Gives gradients that do not depend on the parameters: a group goes its own way."""
+    """Gives gradients that do not depend on the parameters: the groups move apart."""
+    direction = 0.25 if group else -1.0
     for index, parameter in enumerate(model.parameters()):
-        parameter.grad = torch.full_like(parameter, (1 + index) * (0.25 if group else -1.0))
+        parameter.grad = torch.full_like(parameter, (1 + index) * direction)
+
+
+class Run:
+    """Two simulated groups that are pushed apart, each with an inner optimizer."""
+
+    def __init__(self, models: list[Any], optimizers: list[Any], **choices: Any) -> None:
+        self.models = models
+        self.optimizers = optimizers
+        inner = [[optimizer] for optimizer in optimizers]
+        self.groups = SimulatedGroups(models, inner, **{**PLAIN, **choices})
+
+    def push(self) -> None:
+        """An inner step of every group, which the engines do not see yet."""
+        for group, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            push(model, group)
+            optimizer.step()
+
+    def step(self) -> list[Landing]:
+        self.push()
+        return self.groups.step()[0]
+
+    def train(self, steps: int) -> "Run":
+        for _ in range(steps):
+            self.step()
+        return self
+
+    def saved(self) -> Any:
+        engines = [engine.state_dict() for engine in self.groups.engines]
+        inner = [optimizer.state_dict() for optimizer in self.optimizers]
+        return through_a_file([engines, inner])
+
+    def load(self, saved: Any) -> "Run":
+        engines, inner = copy.deepcopy(saved)
+        for optimizer, state in zip(self.optimizers, inner, strict=True):
+            optimizer.load_state_dict(state)
+        for engine, state in zip(self.groups.engines, engines, strict=True):
+            engine.load_state_dict(state)
+        return self
+
+
+def keeping(kind: str, seeds: tuple[int, int] = (0, 0), **choices: Any) -> Run:
+    """Groups whose optimizers keep a copy of a kind."""
+    models = [mlp(seed) for seed in seeds]
+    return Run(models, [keeper(kind, model) for model in models], **choices)
+
+
+def linear() -> nn.Linear:
+    model = nn.Linear(3, 3)
+    nn.init.zeros_(model.weight)
+    return model
 
 
 def first_value(model: nn.Module) -> float:
     return float(next(model.parameters()).detach().flatten()[0])
 
 
-def free_runs(kind: str, steps: int, dtype: torch.dtype) -> list[list[float]]:
-    """A value of two groups that never exchange, after each step."""
-    runs = []
-    for group in range(2):
-        model = nn.Linear(3, 3).to(dtype)
-        nn.init.zeros_(model.weight)
-        optimizer = keeper(kind, model)
-        values = [0.0]
-        for _ in range(steps):
-            push(model, group)
-            optimizer.step()
-            values.append(first_value(model))
-        runs.append(values)
-    return runs
+def free_run(kind: str, group: int, steps: int) -> list[float]:
+    """A value of a group that never exchanges, after each step."""
+    model = linear()
+    optimizer = keeper(kind, model)
+    values = [0.0]
+    for _ in range(steps):
+        push(model, group)
+        optimizer.step()
+        values.append(first_value(model))
+    return values
 
 
 @pytest.mark.parametrize("kind", ["none", *KINDS])
 def test_after_a_landing_groups_go_on_from_the_mean_whatever_the_optimizer_keeps(kind: str) -> None:
-    free = free_runs(kind, 14, torch.float32)
-    models = [nn.Linear(3, 3) for _ in range(2)]
-    nn.init.zeros_(models[0].weight)
-    optimizers = [keeper(kind, model) for model in models]
-    groups = SimulatedGroups(
-        models, [[optimizer] for optimizer in optimizers], **{**PLAIN, "fragments": 1}
-    )
+    free_runs = [free_run(kind, group, 14) for group in range(2)]
+    models = [linear(), nn.Linear(3, 3)]
+    run = Run(models, [keeper(kind, model) for model in models], fragments=1)
     landed_at = 0
     outer = 0.0
     for step in range(1, 15):
-        for group, model in enumerate(models):
-            push(model, group)
-            optimizers[group].step()
-            expected = outer + free[group][step] - free[group][landed_at]
-            assert first_value(model) == pytest.approx(expected, abs=1e-6)
-        if groups.step()[0]:
+        run.push()
+        for model, free in zip(models, free_runs, strict=True):
+            progress = free[step] - free[landed_at]
+            assert first_value(model) == pytest.approx(outer + progress, abs=1e-6)
+        if run.groups.step()[0]:
             landed_at = step
-            outer = (free[0][step] + free[1][step]) / 2
-    groups.finish()
-    assert first_value(models[1]) == pytest.approx((free[0][14] + free[1][14]) / 2, abs=1e-6)
+            outer = (free_runs[0][step] + free_runs[1][step]) / 2
+    run.groups.finish()
+    final_mean = (free_runs[0][14] + free_runs[1][14]) / 2
+    assert first_value(models[1]) == pytest.approx(final_mean, abs=1e-6)
 
 
 def test_float32_masters_of_bfloat16_keep_what_a_landing_adds_below_its_precision() -> None:
@@ -84,259 +129,218 @@ def test_float32_masters_of_bfloat16_keep_what_a_landing_adds_below_its_precisio
     for model in models:
         nn.init.ones_(model.weight)
     optimizers = [MasterSGD(model.parameters(), lr=2**-7) for model in models]
-    choices = {**PLAIN, "fragments": 1, "sync_every": 2, "mixing": 0.75}
-    groups = SimulatedGroups(models, [[optimizer] for optimizer in optimizers], **choices)
+    run = Run(models, optimizers, fragments=1, sync_every=2, mixing=0.75)
     for _ in range(2):
         for group, model in enumerate(models):
             for parameter in model.parameters():
                 parameter.grad = torch.full_like(parameter, float(group))
             optimizers[group].step()
-        groups.step()
-    masters = [
-        float(optimizer.state[models[0].weight if at == 0 else models[1].weight]["master"][0, 0])
-        for at, optimizer in enumerate(optimizers)
-    ]
+        run.groups.step()
+    pairs = zip(optimizers, models, strict=True)
+    states = [optimizer.state[model.weight] for optimizer, model in pairs]
     # From 1 and 1 - 2**-6 a quarter of the way to their mean: less than half of what bfloat16
     # resolves below 1.
+    masters = [float(state["master"][0, 0]) for state in states]
     assert masters == [1 - 2**-9, 1 - 2**-6 + 2**-9]
+
+
+def parameters_of(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def same_parameters(model: nn.Module, expected: nn.Module) -> bool:
+    return all(map(torch.equal, model.parameters(), expected.parameters()))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_resume_with_copies_to_the_same_bits(kind: str) -> None:
-    def made() -> tuple[SimulatedGroups, list[nn.Module], list[Any]]:
-        models: list[nn.Module] = [mlp(group) for group in range(2)]
-        optimizers = [keeper(kind, model) for model in models]
-        choices = {**PLAIN, "overlap_steps": 2, "compression": "fp4", "mixing": 0.25}
-        return (
-            SimulatedGroups(models, [[optimizer] for optimizer in optimizers], **choices),
-            models,
-            optimizers,
-        )
+    choices = {"overlap_steps": 2, "compression": "fp4", "mixing": 0.25}
+    run = keeping(kind, (0, 1), **choices).train(9)
+    with run.groups.engines[0].evaluate():
+        saved = run.saved()
+    run.train(8)
+    resumed = keeping(kind, (0, 1), **choices).load(saved).train(8)
+    assert all(map(same_parameters, resumed.models, run.models))
 
-    def train(
-        groups: SimulatedGroups, models: list[nn.Module], optimizers: list[Any], steps: int
-    ) -> None:
-        for _ in range(steps):
-            for group, model in enumerate(models):
-                push(model, group)
-                optimizers[group].step()
-            groups.step()
 
-    whole = made()
-    train(*whole, 9)
-    with whole[0].engines[0].evaluate():
-        saved = through_a_file(
-            [
-                [engine.state_dict() for engine in whole[0].engines],
-                [one.state_dict() for one in whole[2]],
-            ]
-        )
-    train(*whole, 8)
-    resumed = made()
-    for engine, optimizer, state, inner in zip(resumed[0].engines, resumed[2], *saved, strict=True):
-        optimizer.load_state_dict(copy.deepcopy(inner))
-        engine.load_state_dict(state)
-    train(*resumed, 8)
-    for one, other in zip(whole[1], resumed[1], strict=True):
-        assert all(map(torch.equal, one.parameters(), other.parameters()))
+def finished(run: Run) -> Run:
+    """A run at its end, where in every mode of the optimizers all groups hold the final
+    parameters.
+    """
+    run.groups.finish()
+    for optimizer in run.optimizers:
+        if hasattr(optimizer, "eval"):
+            optimizer.eval()
+    assert same_parameters(*run.models)
+    return run
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_ended_is_continued_from_before_its_end_with_its_copies(kind: str) -> None:
-    def run(steps: int, state: Any = None) -> tuple[Any, list[Tensor]]:
-        models = [mlp(0) for _ in range(2)]
-        optimizers = [keeper(kind, model) for model in models]
-        groups = SimulatedGroups(models, [[optimizer] for optimizer in optimizers], **PLAIN)
-        if state is not None:
-            for engine, optimizer, saved, inner in zip(
-                groups.engines, optimizers, *state, strict=True
-            ):
-                optimizer.load_state_dict(inner)
-                engine.load_state_dict(saved)
-        for _ in range(steps):
-            for group, model in enumerate(models):
-                push(model, group)
-                optimizers[group].step()
-            groups.step()
-        groups.finish()
-        # Whatever the mode, all groups hold the final parameters.
-        for optimizer in optimizers:
-            if hasattr(optimizer, "eval"):
-                optimizer.eval()
-        assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
-        state = (
-            [engine.state_dict() for engine in groups.engines],
-            [one.state_dict() for one in optimizers],
-        )
-        return through_a_file(list(state)), [p.detach().clone() for p in models[0].parameters()]
+    uninterrupted = finished(keeping(kind).train(13))
+    ended = finished(keeping(kind).train(6))
+    continued = finished(keeping(kind).load(ended.saved()).train(7))
+    assert same_parameters(continued.models[0], uninterrupted.models[0])
 
-    expected = run(13)[1]
-    assert all(map(torch.equal, run(7, run(6)[0])[1], expected))
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([values.flatten() for values in parameters_of(model)])
+
+
+def trained_and_shown(rank: int, world_size: int, kind: str) -> list[Tensor]:
+    """The parameters after each of six steps, and those of an evaluation."""
+    groups = WorkerGroups(2)
+    model = mlp(rank)
+    ddp = DistributedDataParallel(model, process_group=groups.process_group)
+    optimizer = keeper(kind, model)
+    engine = StreamingDiLoCo(ddp, worker_groups=groups, inner_optimizers=[optimizer], **PLAIN)
+    trajectory = []
+    for _ in range(6):
+        push(model, groups.group_index)
+        optimizer.step()
+        engine.step()
+        trajectory.append(flat(model))
+    with engine.evaluate():
+        shown = flat(model)
+        if kind == "z":
+            optimizer.eval()
+            optimizer.train()
+        assert torch.equal(shown, flat(model))
+    return [*trajectory, shown]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_whose_optimizers_copied_other_weights_start_from_rank_0(kind: str) -> None:
-    def train(rank: int, world_size: int) -> list[Tensor]:
-        groups = WorkerGroups(2)
-        model = mlp(rank)
-        ddp = DistributedDataParallel(model, process_group=groups.process_group)
-        optimizer = keeper(kind, model)
-        engine = StreamingDiLoCo(ddp, worker_groups=groups, inner_optimizers=[optimizer], **PLAIN)
-        held = []
-        for _ in range(6):
-            push(model, groups.group_index)
-            optimizer.step()
-            engine.step()
-            held.append(torch.cat([p.detach().flatten().clone() for p in model.parameters()]))
-        with engine.evaluate():
-            shown = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
-            if kind == "z":
-                optimizer.eval()
-                optimizer.train()
-            assert torch.equal(shown, torch.cat([p.detach().flatten() for p in model.parameters()]))
-        return [*held, shown]
-
-    ranks = run_ranks(train, 4, timeout=60)
+    ranks = run_ranks(trained_and_shown, 4, kind, timeout=60)
     for values in zip(*ranks, strict=True):
         assert torch.equal(values[0], values[1])
         assert torch.equal(values[2], values[3])
-    # All groups have landed after four steps, and what is shown is the same everywhere.
+    # All groups have landed after four steps, and an evaluation shows the same everywhere.
     assert all(torch.equal(ranks[0][-1], rank[-1]) for rank in ranks)
     assert not torch.equal(ranks[0][0], ranks[2][0])
     # Two steps from the same values, of gradients that differ by at most 8 * 1.25.
-    assert float((ranks[0][5] - ranks[2][5]).abs().max()) <= 2 * 0.05 * 10 + 1e-5
+    distance = float((ranks[0][5] - ranks[2][5]).abs().max())
+    assert distance <= 2 * 0.05 * 10 + 1e-5
 
 
 def test_shown_weights_stay_as_they_are_whichever_mode_a_hook_leaves() -> None:
-    models = [mlp(0) for _ in range(2)]
-    optimizers = [keeper("z", model) for model in models]
-    groups = SimulatedGroups(models, [[optimizer] for optimizer in optimizers], **PLAIN)
-    for _ in range(5):
-        for group, model in enumerate(models):
-            push(model, group)
-            optimizers[group].step()
-        groups.step()
-    engine = groups.engines[1]
-    model = models[1]
-    optimizer = optimizers[1]
-    before = [p.detach().clone() for p in model.parameters()]
+    run = keeping("z").train(5)
+    engine = run.groups.engines[1]
+    model = run.models[1]
+    optimizer = run.optimizers[1]
+    local = parameters_of(model)
     outer = engine.outer_state_dict()
     with engine.evaluate():
         optimizer.eval()
         assert all(torch.equal(p, outer[name]) for name, p in model.named_parameters())
     # The hook did not switch back: training goes on from the local weights.
-    assert all(map(torch.equal, model.parameters(), before))
+    assert all(map(torch.equal, model.parameters(), local))
     optimizer.train()
-    assert all(map(torch.equal, model.parameters(), before))
-    # Switched before, and back inside.
+    assert all(map(torch.equal, model.parameters(), local))
+    # The hook switches before, and back inside.
     optimizer.eval()
-    assert not all(map(torch.equal, model.parameters(), before))
+    assert not all(map(torch.equal, model.parameters(), local))
     with engine.evaluate():
         optimizer.train()
-    assert all(
-        torch.allclose(p, old, atol=1e-6) for p, old in zip(model.parameters(), before, strict=True)
-    )
+    for parameter, values in zip(model.parameters(), local, strict=True):
+        assert torch.allclose(parameter, values, atol=1e-6)
     push(model, 1)
     optimizer.step()
 
 
+class Renamed(AdamW):
+    """Does what AdamW does."""
+
+
+def two_param_groups(dtype: torch.dtype) -> list[Any]:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1)).to(dtype)
+    matrices = {"params": [model[0].weight, model[1].weight]}
+    vectors = {"params": [model[0].bias], "lr": 0.5}
+    return [matrices, vectors]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_copies_are_recognised_by_the_behaviour_of_the_optimizer(dtype: torch.dtype) -> None:
-    def parameters() -> list[Any]:
-        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1)).to(dtype)
-        return [
-            {"params": [model[0].weight, model[1].weight]},
-            {"params": [model[0].bias], "lr": 0.5},
-        ]
-
-    class Own(torch.optim.AdamW):
-        """Does what AdamW does."""
-
-    expected: list[tuple[Any, tuple[str, ...]]] = [
-        (ScheduleFreeSGD(parameters()), ("z",)),
-        (Lookahead(torch.optim.AdamW(parameters(), weight_decay=0.5)), ("slow",)),
-        (Lookahead(Own(parameters())), ("slow",)),
-        (Lookahead(ScheduleFreeSGD(parameters())), ("slow", "z")),
-        (MasterSGD(parameters()), ("master",)),
-        (GPA(parameters(), lr=0.1), ("z",)),
-        (Own(parameters(), weight_decay=0.5), ()),
-        (torch.optim.AdamW(parameters()), ()),
-    ]
-    before = torch.get_rng_state(), random.getstate()
-    for optimizer, names in expected:
+    def assert_copies(optimizer: Any, *names: str) -> None:
         states = copy.deepcopy(dict(optimizer.state))
-        assert set(copies_in(optimizer)) == set(names), type(optimizer).__name__
+        torch_numbers = torch.get_rng_state()
+        python_numbers = random.getstate()
+        assert set(copies_in(optimizer)) == set(names)
+        assert torch.equal(torch.get_rng_state(), torch_numbers)
+        assert random.getstate() == python_numbers
         assert list(map(len, states.values())) == list(map(len, optimizer.state.values()))
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert random.getstate() == before[1]
+
+    parameters = partial(two_param_groups, dtype)
+    assert_copies(ScheduleFreeSGD(parameters()), "z")
+    assert_copies(Lookahead(AdamW(parameters(), weight_decay=0.5)), "slow")
+    assert_copies(Lookahead(Renamed(parameters())), "slow")
+    assert_copies(Lookahead(ScheduleFreeSGD(parameters())), "slow", "z")
+    assert_copies(MasterSGD(parameters()), "master")
+    assert_copies(GPA(parameters(), lr=0.1), "z")
+    assert_copies(Renamed(parameters(), weight_decay=0.5))
+    assert_copies(AdamW(parameters()))
+
+
+class Both(Optimizer):
+    """Cannot be made again from its parameters alone."""
+
+    def __init__(self, parameters: Any, kind: Any) -> None:
+        self.inside = [kind(parameters)]
+        super().__init__(parameters, {})
 
 
 def test_an_optimizer_that_cannot_be_made_again_is_taken_for_its_parts() -> None:
-    class Both(torch.optim.Optimizer):
-        def __init__(self, parameters: Any, kind: Any) -> None:
-            self.inside = [kind(parameters)]
-            super().__init__(parameters, {})
-
-    assert copies_in(Both(list(mlp().parameters()), lambda parameters: MasterSGD(parameters))) == (
-        "master",
-    )
-    assert (
-        copies_in(Both(list(mlp().parameters()), lambda parameters: torch.optim.SGD(parameters)))
-        == ()
-    )
+    with_master = Both(list(mlp().parameters()), lambda parameters: MasterSGD(parameters))
+    plain = Both(list(mlp().parameters()), lambda parameters: SGD(parameters))
+    assert copies_in(with_master) == ("master",)
+    assert copies_in(plain) == ()
 
 
 def test_a_copy_outside_the_state_is_refused_with_a_remedy() -> None:
     model = mlp()
-    optimizer: Any = HiddenMasterSGD(model.parameters())
-    with pytest.raises(
-        ValueError, match="HiddenMasterSGD keeps its own copy of the weights.*bf16-mixed"
-    ):
+    optimizer = HiddenMasterSGD(model.parameters())
+    words = "HiddenMasterSGD keeps its own copy of the weights.*bf16-mixed"
+    with pytest.raises(ValueError, match=words):
         StreamingDiLoCo(model, inner_optimizers=[optimizer])
     optimizer.weight_copies = ()
     StreamingDiLoCo(model, inner_optimizers=[optimizer])
 
 
-def test_a_user_names_copies_and_a_name_that_is_in_no_state_is_refused() -> None:
-    def landed(name: str) -> None:
-        models = [mlp(0) for _ in range(2)]
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5) for model in models]
-        for optimizer in optimizers:
-            optimizer.weight_copies = (name,)  # type: ignore[attr-defined]
-        groups = SimulatedGroups(models, [[optimizer] for optimizer in optimizers], **PLAIN)
-        for _ in range(4):
-            for group, model in enumerate(models):
-                push(model, group)
-                optimizers[group].step()
-            groups.step()
+def with_named_copies(name: str) -> Run:
+    models = [mlp(0) for _ in range(2)]
+    optimizers = []
+    for model in models:
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.5)
+        optimizer.weight_copies = (name,)
+        optimizers.append(optimizer)
+    return Run(models, optimizers)
 
-    landed("momentum_buffer")
-    with pytest.raises(
-        ValueError,
-        match="names 'y', which is in the state of no parameter: there are .'momentum_buff",
-    ):
-        landed("y")
+
+def test_a_user_names_copies_and_a_name_that_is_in_no_state_is_refused() -> None:
+    with_named_copies("momentum_buffer").train(4)
+    run = with_named_copies("y")
+    words = "names 'y', which is in the state of no parameter: there are .'momentum_buff"
+    with pytest.raises(ValueError, match=words):
+        run.train(4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_that_are_not_finite_do_not_stay_in_a_copy(kind: str) -> None:
-    models = [mlp(0) for _ in range(2)]
-    optimizers = [keeper(kind, model) for model in models]
-    groups = SimulatedGroups(models, [[optimizer] for optimizer in optimizers], **PLAIN)
-    for step in range(6):
-        for group, model in enumerate(models):
-            push(model, group)
-            if step == 2 and group == 1:
-                next(model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
-            optimizers[group].step()
-        groups.step()
-    for optimizer in optimizers:
-        assert all(
-            value.isfinite().all() for state in optimizer.state.values() for value in state.values()
-        )
-    assert all(bool(p.isfinite().all()) for model in models for p in model.parameters())
+    run = keeping(kind).train(2)
+    for group, (model, optimizer) in enumerate(zip(run.models, run.optimizers, strict=True)):
+        push(model, group)
+        if group == 1:
+            next(model.parameters()).grad.fill_(float("nan"))
+        optimizer.step()
+    run.groups.step()
+    run.train(3)
+    for optimizer in run.optimizers:
+        for state in optimizer.state.values():
+            assert all(values.isfinite().all() for values in state.values())
+    for model in run.models:
+        assert flat(model).isfinite().all()
 
 
 def test_an_optimizer_without_copies_costs_nothing_at_landings() -> None:
-    optimizer = torch.optim.SGD(mlp().parameters(), lr=0.1)
+    optimizer = SGD(mlp().parameters(), lr=0.1)
     assert WeightCopies([optimizer]).of(next(mlp().parameters())) == []
