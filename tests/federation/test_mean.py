@@ -29,10 +29,10 @@ from tests.federation.sites import (
     at_once,
     equal,
     founded,
+    outer_parameters,
     restarted,
     train,
     train_ranked,
-    whole,
 )
 from tests.federation.test_site import normed, step_with_teacher, with_teacher
 
@@ -143,7 +143,7 @@ def test_sites_of_several_ranks_take_the_hubs_mean_and_fetch_alike_however_many(
         sites = train_ranked(
             ranks, 20, normed, [4] * len(ranks), **CHOICES, compression=compression
         )
-        held = [whole(site) for site in sites]
+        held = [outer_parameters(site) for site in sites]
         assert held[0]
         assert all(same(own, held[0]) for own in held)
         buffers = [
