@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -360,12 +362,16 @@ class RankedRun:
         return own
 
 
+def do_nothing(rank: Site, step: int) -> None:
+    """Follows an inner step."""
+
+
 def train_ranked(
     ranks: Sequence[int],
     steps: int,
     make: Callable[[], nn.Module],
     samples: Sequence[int | Sequence[int]],
-    after_step: Callable[[Site, int], None] = lambda rank, step: None,
+    after_step: Callable[[Site, int], None] = do_nothing,
     step: Step = train_step,
     **choices: Any,
 ) -> list[list[Site]]:
@@ -382,7 +388,4 @@ def train_ranked(
         for topology in topologies(number)
     ]
     trained = at_once(lambda place: run.train(*place, steps), places)
-    sites: list[list[Site]] = [[] for _ in ranks]
-    for rank in trained:
-        sites[rank.index].append(rank)
-    return sites
+    return [list(site) for _, site in groupby(trained, key=attrgetter("index"))]

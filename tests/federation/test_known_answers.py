@@ -151,7 +151,11 @@ def close(ledger: Ledger, now: float = 1.0) -> list[str]:
     """Closes what is due; returns the names that count in each round."""
     records = ledger.due(now)
     append(ledger, records)
-    return ["".join(sent.site for sent in closed.counted) for closed in records]
+    return list(map(names_in, records))
+
+
+def names_in(closed: Record) -> str:
+    return "".join(sent.site for sent in closed.counted)
 
 
 @pytest.mark.parametrize(
@@ -540,6 +544,7 @@ def test_a_hub_imports_only_a_quorum_named_by_its_operator_and_starts_with_the_r
     hub = InProcessHub("run", 1)
     allows_core = partial(built_in, named=CORE.class_path)
     careful = Coordinator("run", hub.journal, hub.store, 1, find_quorum=built_in)
+    allowing = Coordinator("run", hub.journal, hub.store, 1, find_quorum=allows_core)
     for quorum, message in (
         (CORE, r"tests\.own_quorum\.Core\(core=\['a', 'b'\]\).* sdiloco hub --quorum tests"),
         (replace(CORE, class_path="os.system"), "is not available here"),
@@ -554,14 +559,13 @@ def test_a_hub_imports_only_a_quorum_named_by_its_operator_and_starts_with_the_r
     ):
         with pytest.raises(ValueError, match=message):
             imported(path)
-    for find, quorum, expected in (
-        (built_in, BACKUP, DynamicBackup()),
-        (allows_core, BACKUP, DynamicBackup()),
-        (allows_core, CORE, Core(["a", "b"])),
+    for coordinator, find, quorum, expected in (
+        (careful, built_in, BACKUP, DynamicBackup()),
+        (allowing, allows_core, BACKUP, DynamicBackup()),
+        (allowing, allows_core, CORE, Core(["a", "b"])),
     ):
         run_config = run_config_of(quorum)
-        founding = Coordinator("run", hub.journal, hub.store, 1, find_quorum=find)
-        assert founding.agree("a", run_config) == run_config
+        assert coordinator.agree("a", run_config) == run_config
         hub.journal.note({"run_config": run_config.to_bytes()})
         restarted = Coordinator("run", hub.journal, hub.store, find_quorum=find)
         assert restarted.ledger.quorum == expected

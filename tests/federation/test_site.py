@@ -567,7 +567,9 @@ def samples_of(site: Site) -> int:
     progress = site.fragments[0]
     counted = site.hub.contributions(f"s{site.index}")
     samples = progress.samples + sum(contribution.weight for contribution in counted)
-    return samples + progress.flight.own.weight if progress.flight else samples
+    if progress.flight:
+        samples += progress.flight.own.weight
+    return samples
 
 
 def test_sites_train_on_while_the_hub_lacks_its_ledger_and_count_everything_later(

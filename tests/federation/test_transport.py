@@ -125,9 +125,9 @@ def answers(member: HubClient) -> bool:
 
 
 @pytest.fixture
-def served(of_module: Served) -> Iterator[Served]:
-    yield of_module
-    site = of_module.client("site-b")
+def served(shared_hub: Served) -> Iterator[Served]:
+    yield shared_hub
+    site = shared_hub.client("site-b")
     assert answers(site)
     assert site.get(put(site, b"still there")) == b"still there"
 

@@ -130,7 +130,7 @@ class Mutant(NamedTuple):
     change: Any
 
 
-# Where the worlds change another seed may notice: look among the first thirty.
+# If the worlds change, another seed may notice: look among the first thirty.
 MUTANTS = [
     Mutant("a record is told before it is durable", 2, Durable, "append", append_too_late),
     Mutant("rounds wait for all, without a grace", 0, Ledger, "_closes", closes_with_all),

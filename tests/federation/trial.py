@@ -63,6 +63,8 @@ FAULTS = (
     *("flip_outer", "flip_payload", "flip_record", "flip_state", "flip_checkpoint"),
     *("wrong_arithmetic", "not_finite"),
 )
+# They wait for the next message of their kind.
+FLIPS_OF_MESSAGES = ("flip_payload", "flip_record", "flip_state")
 # After these a site needs the state of another one.
 NEED_A_DONOR = ("old_checkpoint", "lost_disk", "flip_outer", "flip_checkpoint", "wrong_arithmetic")
 # After these the hub may have to ask an operator.
@@ -474,7 +476,7 @@ class Hub(Process):
         self.world = world
         self.disk = disk
         self.started = world.now
-        self.sessions: dict[str, str] = {}
+        self.sessions: dict[str, Peer] = {}
         self.beats: dict[str, Beat] = {}
         self.overdue: dict[int, int] = defaultdict(int)
         disk.journal.hub = self
@@ -496,9 +498,9 @@ class Hub(Process):
 
     def tell(self, event: Event, to: Any = None) -> None:
         self.world.judge.counts["no site has a state"] += b"no site has a state" in event.body
-        for site, incarnation in self.sessions.items():
+        for site, peer in self.sessions.items():
             if to is None or site in to:
-                self.world.tell(site, incarnation, event)
+                self.world.tell(peer, event)
 
     def tick(self) -> None:
         if not self.alive:
@@ -517,68 +519,64 @@ class Hub(Process):
             self.coordinator.tick()
 
     def receive(self, *message: Any) -> None:
-        site, incarnation, call, arguments = message
+        peer, call, arguments = message
         try:
-            getattr(self, f"on_{call}")(site, incarnation, *arguments)
+            getattr(self, f"on_{call}")(peer, *arguments)
         except (Refused, HubError) as error:
-            self.world.tell(site, incarnation, Event("refused", {}, str(error).encode()))
+            self.world.tell(peer, Event("refused", {}, str(error).encode()))
         self.close_rounds()
 
-    def on_hello(self, site: str, incarnation: str, hello: Hello) -> None:
-        answer = self.coordinator.hello(Peer("site", site, incarnation), {"hello": plain(hello)})
-        records: list[Event] = []
-        welcomes: list[Event] = []
-        for event in answer:
-            (records if event.kind == "record" else welcomes).append(event)
-        self.sessions[site] = incarnation
-        last = self.beats.get(site)
-        follows = last is not None and last.follows and last.incarnation == incarnation
+    def on_hello(self, peer: Peer, hello: Hello) -> None:
+        world = self.world
+        events = list(self.coordinator.hello(peer, {"hello": plain(hello)}))
+        self.sessions[peer.name] = peer
+        last = self.beats.get(peer.name)
+        follows = last is not None and last.follows and last.incarnation == peer.incarnation
         applied = tuple(position.round for position in hello.applied)
-        self.beats[site] = Beat(self.world.now, incarnation, follows, applied)
+        self.beats[peer.name] = Beat(world.now, peer.incarnation, follows, applied)
         # A site that hears from a hub that does not know all may lose what it trains until it
         # hears from another one.
-        if self is not self.world.hub or not self.disk.is_real:
-            self.world.sites[site].life.is_misled = True
-        self.world.tell(site, incarnation, *welcomes)
-        self.world.tell(site, incarnation, *records, reliably=True)
+        if self is not world.hub or not self.disk.is_real:
+            world.sites[peer.name].life.is_misled = True
+        world.tell(peer, *(event for event in events if event.kind != "record"))
+        records = [event for event in events if event.kind == "record"]
+        world.tell(peer, *records, reliably=True)
 
-    def on_heartbeat(self, site: str, incarnation: str, heartbeat: Heartbeat) -> None:
-        self.coordinator.heartbeat(Peer("site", site, incarnation), {"heartbeat": plain(heartbeat)})
-        self.beats[site] = Beat(self.world.now, incarnation, heartbeat.follows, heartbeat.applied)
-        self.world.tell(site, incarnation, Event("heard", {}))
+    def on_heartbeat(self, peer: Peer, heartbeat: Heartbeat) -> None:
+        self.coordinator.heartbeat(peer, {"heartbeat": plain(heartbeat)})
+        self.beats[peer.name] = Beat(
+            self.world.now, peer.incarnation, heartbeat.follows, heartbeat.applied
+        )
+        self.world.tell(peer, Event("heard", {}))
 
     def on_contribute(
-        self, site: str, incarnation: str, contribution: Contribution, blobs: dict[str, bytes]
+        self, peer: Peer, contribution: Contribution, blobs: dict[str, bytes]
     ) -> None:
-        peer = Peer("site", site, incarnation)
         header = {"kind": "payload"}
         for blob in blobs.values():
             self.coordinator.admit(peer, header, key_of(blob), len(blob))
             self.coordinator.stored(peer, header, self.disk.store.put(blob), len(blob))
-        if self.coordinator.contribute(contribution, incarnation) == "open":
+        if self.coordinator.contribute(contribution, peer.incarnation) == "open":
             self.acknowledged[contribution.fragment, contribution.site] = contribution
-            if contribution.incarnation == incarnation:
+            if contribution.incarnation == peer.incarnation:
                 # A launch of this incarnation: it follows.
-                self.beats[site] = self.beats[site]._replace(follows=True)
+                self.beats[peer.name] = self.beats[peer.name]._replace(follows=True)
 
-    def on_skip(self, site: str, incarnation: str, call: Call) -> None:
-        self.coordinator.call(Peer("site", site, incarnation), "skip", {}, call.to_bytes())
+    def on_skip(self, peer: Peer, call: Call) -> None:
+        self.coordinator.call(peer, "skip", {}, call.to_bytes())
 
-    def on_leave(self, site: str, incarnation: str) -> None:
-        self.coordinator.gone(Peer("site", site, incarnation))
-        if site not in self.ledger.members:
-            self.beats.pop(site, None)
-            self.sessions.pop(site, None)
+    def on_leave(self, peer: Peer) -> None:
+        self.coordinator.gone(peer)
+        if peer.name not in self.ledger.members:
+            self.beats.pop(peer.name, None)
+            self.sessions.pop(peer.name, None)
 
-    def on_ask(self, site: str, incarnation: str, without: tuple[str, ...]) -> None:
-        header = {"without": list(without)}
-        self.coordinator.call(Peer("site", site, incarnation), "state", header, b"")
+    def on_ask(self, peer: Peer, without: tuple[str, ...]) -> None:
+        self.coordinator.call(peer, "state", {"without": list(without)}, b"")
 
-    def on_give(
-        self, site: str, incarnation: str, request: str, header: StateHeader, parts: list[bytes]
-    ) -> None:
+    def on_give(self, peer: Peer, request: str, header: StateHeader, parts: list[bytes]) -> None:
         payloads = [Payload(self.disk.store.put(part), len(part)) for part in parts]
-        self.coordinator.give(site, request, header, payloads)
+        self.coordinator.give(peer.name, request, header, payloads)
 
 
 # The world
@@ -688,25 +686,26 @@ class World:
             arguments = (contribution, flipped)
         delays = [] if site.cut_up else self.delays()
         site.life.link_is_broken |= not delays
+        peer = Peer("site", site.name, site.life.incarnation)
         for delay in delays:
-            self.after(delay, self.hub.arrive, site.name, site.life.incarnation, call, arguments)
+            self.after(delay, self.hub.arrive, peer, call, arguments)
 
-    def tell(self, name: str, incarnation: str, *events: Event, reliably: bool = False) -> None:
+    def tell(self, peer: Peer, *events: Event, reliably: bool = False) -> None:
         """From the hub to an incarnation of a site."""
-        site = self.sites[name]
+        site = self.sites[peer.name]
         if site.cut_down:
             return
         if events and events[0].kind == "record" and self.flips_now("flip_record"):
             with suppress(Malformed):
                 read_event(events[0]._replace(body=self.flipped(events[0].body)))
-                self.judge.violations.append(f"{name} took a damaged record")
+                self.judge.violations.append(f"{site.name} took a damaged record")
             site.life.link_is_broken = True
             return
         delays = [0.05 + 0.05 * self.random.random()] if reliably else self.delays()
         if site.alive:
             site.life.link_is_broken |= not delays
         for delay in delays:
-            self.after(delay, site.arrive, incarnation, *events)
+            self.after(delay, site.arrive, peer.incarnation, *events)
 
     # Returns of hubs and sites
 
@@ -843,7 +842,7 @@ class World:
 
 
 class Faults:
-    """Makes things go wrong in a world: each kind of `FAULTS` is a method."""
+    """Makes things go wrong in a world: a method for each kind of fault, but for flipped messages."""
 
     def __init__(self, world: World, number: int) -> None:
         self.world = world
@@ -861,7 +860,10 @@ class Faults:
             kind = "kill"
         world.judge.counts[f"fault {kind}"] += 1
         self.expect_trouble |= kind in TROUBLE
-        getattr(self, kind)(site)
+        if kind in FLIPS_OF_MESSAGES:
+            world.flips.add(kind)
+        else:
+            getattr(self, kind)(site)
         world.after(world.random.expovariate(1 / 3), self.happen)
 
     def has_donor_for(self, site: Site) -> bool:
@@ -918,23 +920,17 @@ class Faults:
 
     def cut_up(self, site: Site) -> None:
         site.cut_up = True
-        self.world.within(0.1, 20, self.world.heal, site)
+        self.heal_later(site)
 
     def cut_down(self, site: Site) -> None:
         site.cut_down = True
+        self.heal_later(site)
+
+    def heal_later(self, site: Site) -> None:
         self.world.within(0.1, 20, self.world.heal, site)
 
     def slow_network(self, site: Site) -> None:
         self.world.slow_until = self.world.now + self.world.random.uniform(1, 5)
-
-    def flip_payload(self, site: Site) -> None:
-        self.world.flips.add("flip_payload")
-
-    def flip_record(self, site: Site) -> None:
-        self.world.flips.add("flip_record")
-
-    def flip_state(self, site: Site) -> None:
-        self.world.flips.add("flip_state")
 
     # Of the hub
 
@@ -1217,15 +1213,15 @@ class Judge:
 
     def can_close(self, hub: Hub, open_round: OpenRound) -> bool:
         contributions = open_round.contributions.values()
-        able = [contribution for contribution in contributions if not contribution.reason]
-        digests = {contribution.digest for contribution in able}
+        digests = {sent.digest for sent in contributions if not sent.reason}
         return len(digests) == 1 and len(contributions) >= self.fewest(hub)
 
-    def is_beyond_grace(self, hub: Hub, open_round: OpenRound) -> bool:
+    @staticmethod
+    def is_beyond_grace(hub: Hub, open_round: OpenRound) -> bool:
+        world = hub.world
         contributions = open_round.contributions.values()
-        is_last = hub.world.ending and all(sent.exact or sent.reason for sent in contributions)
-        deadline = min(open_round.arrived.values()) + hub.world.terms.grace
-        return not is_last and hub.world.now > deadline
+        is_last = world.ending and all(sent.exact or sent.reason for sent in contributions)
+        return not is_last and world.now > min(open_round.arrived.values()) + world.terms.grace
 
     # The quiet time and the end
 
