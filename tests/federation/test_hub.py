@@ -36,7 +36,7 @@ from lightning_sdiloco.federation.messages import (
     Recorded,
 )
 from lightning_sdiloco.federation.remote import HubConnection
-from lightning_sdiloco.federation.run_config import RETENTION
+from lightning_sdiloco.federation.run_config import RETENTION, SNAPSHOT_EVERY
 from lightning_sdiloco.federation.state_requests import holds
 from lightning_sdiloco.federation.store import BlobStore
 from lightning_sdiloco.federation.wire import CHUNK, HubError, HubUnreachable, NoSpace, pack
@@ -529,7 +529,8 @@ def test_a_snapshot_comes_sooner_when_the_disk_cannot_hold_all_payloads_until_th
     world: World,
 ) -> None:
     site = world.found_run("a", rounds=RETENTION + 4)
-    ledger = world.service.coordinator.ledger
+    coordinator = world.service.coordinator
+    ledger = coordinator.ledger
 
     def snapshot_rounds() -> list[int]:
         return [position.round for position in ledger.snapshots.headers[-1].applied]
@@ -537,8 +538,11 @@ def test_a_snapshot_comes_sooner_when_the_disk_cannot_hold_all_payloads_until_th
     assert len(ledger.snapshots.headers) == 1
     assert snapshot_rounds() == [0, 0]
     # A little less than it still needs.
-    with patch.object(BlobStore, "free", world.status()["disk"]["still_needs"] - 1):
+    # Always a little less than it still needs.
+    free = property(lambda store: coordinator._still_needs(ledger) - 1)
+    with patch.object(BlobStore, "free", free):
         world.run(lambda: min(snapshot_rounds()) > RETENTION)
+        assert max(snapshot_rounds()) < SNAPSHOT_EVERY - RETENTION, "it came sooner"
         world.more(1)
     assert len(ledger.snapshots.headers) == 1, "it is verified, and the one before is gone"
     assert min(ledger.kept_from) > min(site.rounds) - RETENTION - 2
