@@ -15,7 +15,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def of_module(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def shared_hub(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with Served(tmp_path_factory.mktemp("hub"), keys) as served:
         yield served
 

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,10 @@ def put(site: HubClient, blob: bytes) -> str:
     return key_of(blob)
 
 
-def until(true: Callable[[], Any], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come true"
+def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
         time.sleep(0.01)
 
 
@@ -60,7 +60,7 @@ def until(true: Callable[[], Any], seconds: float = 30.0) -> None:
 
 
 class Noting:
-    """Answers calls without rules: what a hub does with them is `Coordinator`'s business."""
+    """Answers calls without rules, which are `Coordinator`'s business, and notes them."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[str, str]] = []
@@ -72,7 +72,7 @@ class Noting:
         self.push = push
 
     def record(self, text: bytes) -> None:
-        """Tells a record, also those who come later."""
+        """Sends a record to all who watch, and to those who come later."""
         self.records.append(text)
         self.push(Event("record", {"seq": len(self.records) - 1}, text))
 
@@ -118,11 +118,11 @@ class Served(AbstractContextManager["Served"]):
         self.clients: list[HubClient] = []
 
     def client(self, name: str = "site-a", port: int | None = None, **options: Any) -> HubClient:
-        known = {"run": RUN, "keys": self.keys, "heartbeat": 0.2, "timeout": 5.0}
-        self.clients.append(
-            HubClient(f"127.0.0.1:{port or self.port}", name=name, **{**known, **options})
-        )
-        return self.clients[-1]
+        defaults = {"run": RUN, "keys": self.keys, "heartbeat": 0.2, "timeout": 5.0}
+        address = f"127.0.0.1:{port or self.port}"
+        client = HubClient(address, name=name, **{**defaults, **options})
+        self.clients.append(client)
+        return client
 
     def __exit__(self, *_: object) -> None:
         for client in self.clients:
@@ -134,7 +134,7 @@ class Line:
     """A TCP connection to a port by way of another, which can be held up or cut."""
 
     def __init__(self, port: int) -> None:
-        self.to = port
+        self.target = port
         self.flows = threading.Event()
         self.flows.set()
         self.passed = {"up": 0, "down": 0}
@@ -167,29 +167,30 @@ class Line:
             while True:
                 near, _ = self._listener.accept()
                 try:
-                    far = socket.create_connection(("127.0.0.1", self.to), timeout=5)
+                    far = socket.create_connection(("127.0.0.1", self.target), timeout=5)
                 except OSError:
                     near.close()
                     continue
                 far.settimeout(None)
                 self._sockets += [near, far]
-                for one, other, way in ((near, far, "up"), (far, near, "down")):
-                    threading.Thread(
-                        target=self._carry, args=(one, other, way), daemon=True
-                    ).start()
+                self._carry_in_thread(near, far, "up")
+                self._carry_in_thread(far, near, "down")
 
-    def _carry(self, one: socket.socket, other: socket.socket, way: str) -> None:
+    def _carry_in_thread(self, *flow: Any) -> None:
+        threading.Thread(target=self._carry, args=flow, daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket, way: str) -> None:
         with suppress(OSError):
-            while data := one.recv(1 << 16):
+            while received := source.recv(1 << 16):
                 self.flows.wait()
-                if one in self._forgotten:
+                if source in self._forgotten:
                     continue
-                other.sendall(data)
-                self.passed[way] += len(data)
+                sink.sendall(received)
+                self.passed[way] += len(received)
                 if self.passed[way] >= self.cut_after.get(way, 1 << 60):
                     del self.cut_after[way]
                     self.cut()
-        for end in (one, other):
+        for end in (source, sink):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
@@ -200,30 +201,36 @@ class Line:
 class World:
     """A hub on disk, over gRPC, and scripted sites in this thread."""
 
+    service: HubService  # of the last start
+
     def __init__(self, folder: Path, keys: Path, terms: Terms = TERMS) -> None:
         self.folder = folder
         self.keys = keys
         self.terms = terms
         self.port = 0
         self.sites: dict[str, ScriptedSite] = {}
-        self.open: list[Any] = []
+        self.clients: list[HubClient] = []
+        self.connections: list[HubConnection] = []
 
     def start(
         self, sites: int | None = None, ledger: Path | None = None, **options: Any
     ) -> HubService:
         """Starts a hub at the same port as that before, if there was one."""
-        options |= {"listen": f"127.0.0.1:{self.port}", "keys": self.keys, "heartbeat": 0.2}
+        options |= {"listen": self.address, "keys": self.keys, "heartbeat": 0.2}
         self.service = HubService(RUN, ledger or self.folder / "hub.sqlite", sites, **options)
         self.port = self.service.port
         self.service.start()
         return self.service
 
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
     def connect(self, name: str, **options: Any) -> HubConnection:
-        client = HubClient(
-            f"127.0.0.1:{self.port}", RUN, name, keys=self.keys, heartbeat=0.2, channels=2
-        )
-        self.open.append(HubConnection(client, **options))
-        return self.open[-1]
+        client = HubClient(self.address, RUN, name, keys=self.keys, heartbeat=0.2, channels=2)
+        connection = HubConnection(client, **options)
+        self.connections.append(connection)
+        return connection
 
     def join(self, *names: str, seed: int = 0) -> ScriptedSite:
         for name in names:
@@ -231,25 +238,29 @@ class World:
         return self.sites[names[-1]]
 
     def client(self, name: str) -> HubClient:
-        self.open.append(HubClient(f"127.0.0.1:{self.port}", RUN, name, keys=self.keys))
-        return self.open[-1]
+        client = HubClient(self.address, RUN, name, keys=self.keys)
+        self.clients.append(client)
+        return client
 
-    def asked(self, who: str) -> list[str]:
-        """The options of a command with which somebody asks this hub."""
-        return ["--hub", f"127.0.0.1:{self.port}", "--keys", str(self.keys / f"{who}.bundle")]
+    def options_of(self, holder: str) -> list[str]:
+        """The options of a command with which the holder of a key calls this hub."""
+        return ["--hub", self.address, "--keys", str(self.keys / f"{holder}.bundle")]
 
-    def ask(self, name: str, call: str, **about: object) -> dict[str, Any]:
-        header, body = self.client(name).call(call, about)
+    def ask(self, name: str, call: str, **arguments: object) -> dict[str, Any]:
+        header, body = self.client(name).call(call, arguments)
         return json.loads(body) if body else header
 
     def status(self) -> dict[str, Any]:
         return self.ask("viewer", "status")
 
-    def run(self, true: Callable[[], object], longest_step: float = 60.0) -> None:
+    def state_of(self, site: str) -> str:
+        return self.service.coordinator.status()["sites"][site]["state"]
+
+    def run(self, condition: Callable[[], object], longest_step: float = 60.0) -> None:
         """Trains until something is true, and no step may take longer than that."""
-        end = time.monotonic() + 60.0
-        while not true():
-            assert time.monotonic() < end, f"it did not come true: {self.status()}"
+        deadline = time.monotonic() + 60.0
+        while not condition():
+            assert time.monotonic() < deadline, f"it did not come true: {self.status()}"
             for site in self.sites.values():
                 began = time.monotonic()
                 site.step()
@@ -258,46 +269,48 @@ class World:
 
     def rounds(self, least: int, longest_step: float = 60.0) -> None:
         """Trains until all have landed so many rounds, after which they agree."""
-        self.run(
-            lambda: all(min(site.rounds) >= least for site in self.sites.values()), longest_step
-        )
-        require_agreement(self.sites.values())
+        sites = self.sites.values()
+        self.run(lambda: all(min(site.rounds) >= least for site in sites), longest_step)
+        self.require_agreement()
 
     def more(self, rounds: int, longest_step: float = 60.0) -> None:
-        self.rounds(max(max(site.rounds) for site in self.sites.values()) + rounds, longest_step)
+        last = max(max(site.rounds) for site in self.sites.values())
+        self.rounds(last + rounds, longest_step)
 
-    def found(self, *names: str, rounds: int = 0, **options: Any) -> ScriptedSite:
+    def require_agreement(self) -> None:
+        """Asserts that all sites with the same records have the same outer parameters."""
+        digests: dict[tuple[int, int], int] = {}
+        for site in self.sites.values():
+            for fragment, digest in enumerate(site.digests()):
+                position = (fragment, site.rounds[fragment])
+                assert digests.setdefault(position, digest) == digest
+
+    def found_run(self, *names: str, rounds: int = 0, **options: Any) -> ScriptedSite:
         """Starts a hub at which these sites found the run, and trains them for some rounds."""
         self.start(len(names), **options)
         last = self.join(*names)
         self.rounds(rounds)
         return last
 
-    def kill(self, name: str) -> ScriptedSite:
-        """Ends a site without a word, as the end of its process does."""
-        site = self.sites.pop(name)
-        site.connection.close(0)
-        return site
+    def kill(self, *names: str) -> None:
+        """Ends sites without a word, as the end of a process does."""
+        for name in names:
+            self.sites.pop(name).connection.close(0)
 
     def close(self) -> None:
-        for connection in self.open:
-            connection.close(*([1.0] if isinstance(connection, HubConnection) else []))
+        for client in self.clients:
+            client.close()
+        for connection in self.connections:
+            connection.close(1.0)
         self.service.close()
 
 
 def joined(connection: HubConnection, terms: Terms = TERMS, seed: int = 0) -> ScriptedSite:
     """A site that has said hello with the run config of its run."""
-    own = run_config(terms)
-    agreed = connection.agree(own)
-    agreed.require_same(own)
-    site = ScriptedSite(
-        connection, agreed, [first_values(p, seed=seed) for p in range(terms.fragments)]
-    )
+    proposed = run_config(terms)
+    agreed = connection.agree(proposed)
+    agreed.require_same(proposed)
+    values = [first_values(p, seed=seed) for p in range(terms.fragments)]
+    site = ScriptedSite(connection, agreed, values)
     connection.hello(site.follower)
     return site
-
-
-def require_agreement(sites: Iterable[ScriptedSite]) -> None:
-    """Asserts that all sites with the same records have the same outer parameters."""
-    held = {(p, own.rounds[p], row) for own in sites for p, row in enumerate(own.digests())}
-    assert len({entry[:2] for entry in held}) == len(held)

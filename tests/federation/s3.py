@@ -19,8 +19,8 @@ PACKAGES = ("moto", "flask", "s3fs")
 
 @contextmanager
 def s3_at(folder: Path) -> Iterator[str]:
-    """The URL of a new bucket, of what fsspec takes for the service that ``s3://`` means, in a
-    ``with`` block.
+    """The URL of a new bucket, in a ``with`` block in which fsspec takes this server for the
+    service that ``s3://`` means.
     """
     for name in PACKAGES:
         pytest.importorskip(
@@ -30,28 +30,32 @@ def s3_at(folder: Path) -> Iterator[str]:
         port = listener.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     log = folder / "s3.log"
-    known = dict(os.environ)
-    words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    environment_before = dict(os.environ)
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with (
         log.open("wb") as file,
-        subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT) as process,
+        subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as process,
     ):
         try:
-            end = time.monotonic() + 60
-            while True:
-                try:
-                    with urllib.request.urlopen(
-                        urllib.request.Request(f"{url}/bucket", method="PUT"), timeout=5
-                    ):
-                        break
-                except OSError:
-                    assert time.monotonic() < end, log.read_text()[-2000:]
-                    assert process.poll() is None, log.read_text()[-2000:]
-                    time.sleep(0.1)
+            put_bucket(url, process, log)
             os.environ |= {"AWS_ENDPOINT_URL": url, "AWS_DEFAULT_REGION": "us-east-1"}
             os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
             yield "s3://bucket/run"
         finally:
             process.kill()
             os.environ.clear()
-            os.environ |= known
+            os.environ |= environment_before
+
+
+def put_bucket(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    """Makes the bucket, once the server answers."""
+    request = urllib.request.Request(f"{url}/bucket", method="PUT")
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            urllib.request.urlopen(request, timeout=5).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline, log.read_text()[-2000:]
+            assert process.poll() is None, log.read_text()[-2000:]
+            time.sleep(0.1)

@@ -50,8 +50,9 @@ class Values(NamedTuple):
         return int(key_of(self.outer.tobytes())[:15], 16)
 
 
-def first_values(p: int, lineage: str = "", seed: int = 0) -> Values:
-    return Values(np.full(LENGTH, p + 1 + seed, np.float32), np.zeros(LENGTH, np.float32), lineage)
+def first_values(fragment: int, lineage: str = "", seed: int = 0) -> Values:
+    outer = np.full(LENGTH, fragment + 1 + seed, np.float32)
+    return Values(outer, np.zeros(LENGTH, np.float32), lineage)
 
 
 @dataclass
@@ -75,6 +76,9 @@ class Part:
 
     def drop(self) -> None:
         self.local = self.values.outer.copy()
+        self.forget_steps()
+
+    def forget_steps(self) -> None:
         self.held = []
         self.flight = None
 
@@ -102,15 +106,8 @@ def rounded(gradient: np.ndarray) -> np.ndarray:
 
 def run_config(terms: Terms, **settings: str) -> RunConfig:
     fragments = tuple(((f"weight{p}", f"({LENGTH},)"),) for p in range(terms.fragments))
-    return RunConfig(
-        RUN,
-        terms,
-        {"compression": "'none'", **settings},
-        fragments,
-        ((),) * terms.fragments,
-        {},
-        "5f",
-    )
+    shards = ((),) * terms.fragments
+    return RunConfig(RUN, terms, {"compression": "'none'", **settings}, fragments, shards, {}, "5f")
 
 
 class ScriptedSite:
@@ -120,51 +117,42 @@ class ScriptedSite:
     def __init__(
         self,
         connection: Any,
-        own: RunConfig,
+        run_config: RunConfig,
         first: Sequence[Values],
         late: MergeAction = MergeAction.CARRY,
     ) -> None:
         self.connection = connection
-        self.run_config = own
+        self.run_config = run_config
         self.follower = Follower(
-            own.terms, own.key, connection.site, connection.incarnation, late=late
+            run_config.terms, run_config.key, connection.site, connection.incarnation, late=late
         )
         self.parts = [Part(values) for values in first]
-        self.at = self.counted = self.welcomes = 0
-        self.without: tuple[str, ...] = ()  # whose states were refused
+        self.inner_steps = 0
+        self.counted = 0
+        self.welcomes = 0
+        self.refused_donors: tuple[str, ...] = ()
         self.blobs: dict[str, Mapping[str, Any]] = {}
-        self.told: list[str] = []
-        self.states: list[str] = []
+        self.messages: list[str] = []
+        self.donors: list[str] = []
 
     def digests(self) -> list[int]:
         return [part.values.digest for part in self.parts]
 
     @property
     def rounds(self) -> list[int]:
-        return [own.applied.round for own in self.follower.fragments]
+        return [progress.applied.round for progress in self.follower.fragments]
 
-    # What it hears
+    # Events of the hub
 
     def hear(self) -> None:
         for event in self.connection.events():
-            self.hears(event)
+            self.handle(event)
 
-    def hears(self, event: SiteEvent) -> None:
+    def handle(self, event: SiteEvent) -> None:
         follower = self.follower
         match event:
             case Welcomed():
-                self.welcomes += 1
-                for p in follower.welcome(event.welcome):
-                    self.begins_again(p, event.welcome)
-                    self.parts[p].drop()
-                snapshot = event.snapshot
-                is_first = (
-                    follower.wants_state
-                    and snapshot
-                    and not any(at.round for at in snapshot.applied)
-                )
-                if is_first and tuple(self.digests()) == snapshot.digests:
-                    self.adopts(snapshot, [part.values for part in self.parts])
+                self.be_welcomed(event)
             case Called():
                 follower.hear(event.call)
             case Amended():
@@ -174,149 +162,175 @@ class ScriptedSite:
                 if event.blobs is not None:
                     self.blobs[event.record.key] = event.blobs
             case StateWanted() if event.founding or self.can_give():
-                applied = tuple(Position(0, self.run_config.key) for _ in self.parts)
-                header = (
-                    StateHeader(applied, tuple(self.digests()))
-                    if event.founding
-                    else follower.header()
-                )
-                self.connection.give(
-                    event.request, header, [pickle.dumps(tuple(part.values)) for part in self.parts]
-                )
+                self.give_state(event)
             case StateArrived() if follower.wants_state:
-                self.takes_over(
-                    event.header,
-                    [Values(*pickle.loads(part)) for part in event.parts],
-                    event.source,
-                )
+                state = [Values(*pickle.loads(part)) for part in event.parts]
+                self.take_over(event.header, state, event.source)
             case Waiting():
-                self.told.append(event.why)
+                self.messages.append(event.why)
             case Lost():
                 follower.lose(time.monotonic())
-                self.told.append(event.why)
+                self.messages.append(event.why)
+
+    def be_welcomed(self, event: Welcomed) -> None:
+        self.welcomes += 1
+        for fragment in self.follower.welcome(event.welcome):
+            self.before_beginning_again(fragment, event.welcome)
+            self.parts[fragment].drop()
+        snapshot = event.snapshot
+        if not self.follower.wants_state or snapshot is None:
+            return
+        is_first = not any(position.round for position in snapshot.applied)
+        if is_first and tuple(self.digests()) == snapshot.digests:
+            self.adopt(snapshot, [part.values for part in self.parts])
+
+    def give_state(self, event: StateWanted) -> None:
+        if event.founding:
+            start = Position(0, self.run_config.key)
+            header = StateHeader((start,) * len(self.parts), tuple(self.digests()))
+        else:
+            header = self.follower.header()
+        state = [pickle.dumps(tuple(part.values)) for part in self.parts]
+        self.connection.give(event.request, header, state)
 
     def can_give(self) -> bool:
         return self.follower.follows
 
-    def takes_over(self, header: StateHeader, came: list[Values], source: str) -> None:
-        self.adopts(header, came)
-        self.states.append(source)
+    def take_over(self, header: StateHeader, state: list[Values], donor: str) -> None:
+        self.adopt(header, state)
+        self.donors.append(donor)
         self.connection.hello(self.follower)
 
-    def adopts(self, header: StateHeader, came: list[Values]) -> None:
-        for p, landing in self.follower.adopt(header, [values.digest for values in came]).items():
-            self.place(p, came[p], landing)
+    def adopt(self, header: StateHeader, state: list[Values]) -> None:
+        landings = self.follower.adopt(header, [values.digest for values in state])
+        for fragment, landing in landings.items():
+            self.place(fragment, state[fragment], landing)
 
-    def begins_again(self, p: int, welcome: Welcome) -> None:
-        """Hears, before it does, that a fragment begins again, because an earlier incarnation has
-        launched it.
-        """
+    def before_beginning_again(self, fragment: int, welcome: Welcome) -> None:
+        """Runs before a fragment begins again, because an earlier incarnation has launched it."""
 
-    # What it does
+    # Training
 
     def step(self) -> None:
         """Hears, makes an inner step unless training waits, and does what is due."""
         self.hear()
-        if (
-            self.follower.follows
-            and not self.follower.finished
-            and not self.follower.waits(self.at, time.monotonic())
-        ):
+        follower = self.follower
+        may_train = follower.follows and not follower.finished
+        if may_train and not follower.waits(self.inner_steps, time.monotonic()):
             self.train()
-        self.turn()
-        self.asks()
+        self.act()
+        self.report()
 
     def is_up_to_date(self) -> bool:
-        """Whether it is, when it has heard all that there is, and made no step."""
+        """Hears all that there is, makes no step, and returns whether it is up to date."""
         self.hear()
-        self.turn()
-        self.asks()
+        self.act()
+        self.report()
         return self.follower.reachable and self.follower.follows and self.follower.lag == 0
 
     def train(self) -> None:
-        self.at = self.at + 1
-        self.trained = self.trained + 1
-        own = ord(self.follower.site[-1])
-        for p, part in enumerate(self.parts):
-            part.local += NOISE[(self.trained * 7 + p * 3 + own) % 64]
+        self.inner_steps += 1
+        self.trained += 1
+        site_number = ord(self.follower.site[-1])
+        for index, part in enumerate(self.parts):
+            part.local += NOISE[(self.trained * 7 + index * 3 + site_number) % 64]
             part.held.append(self.trained)
         self.follower.trained(self.samples)
 
-    def turn(self) -> None:
-        """Says and does what is due, without an inner step."""
+    def act(self) -> None:
+        """Skips, launches and lands what is due, without an inner step."""
         for call in self.follower.skips():
             self.connection.skip(call)
-        for p in self.follower.launches(self.at):
-            self.launch(p)
-        while due := [record for record in self.follower.due(self.at) if record.key in self.blobs]:
+        for fragment in self.follower.launches(self.inner_steps):
+            self.launch(fragment)
+        due = self.due_records()
+        while due:
             for record in due:
                 self.land(record)
+            due = self.due_records()
 
-    def asks(self) -> None:
+    def due_records(self) -> list[Record]:
+        due = self.follower.due(self.inner_steps)
+        return [record for record in due if record.key in self.blobs]
+
+    def restore(self, parts: list[Part], inner_steps: int) -> None:
+        self.parts = parts
+        self.inner_steps = inner_steps
+
+    def refuse_donors(self, *donors: str) -> None:
+        self.refused_donors = donors
+
+    def report(self) -> None:
+        """Asks for a state if it needs one, and sends a heartbeat."""
         if self.follower.wants_state:
-            self.connection.ask(self.without)
+            self.connection.ask(self.refused_donors)
         self.connection.heartbeat(self.follower)
 
     def gradient(self, part: Part) -> np.ndarray:
         return part.values.outer - part.local
 
-    def launch(self, p: int) -> None:
-        part = self.parts[p]
+    def launch(self, fragment: int) -> None:
+        part = self.parts[fragment]
+        follower = self.follower
         gradient = self.gradient(part)
-        exact = self.follower.fragments[p].is_last(self.follower.terms)
-        payload = self.encoded(gradient, exact)
-        named = (Payload(key_of(payload), len(payload)),)
-        finite = bool(np.isfinite(gradient).all())
-        begun = self.follower.begin(p, self.at)
-        sent = self.follower.complete(
-            replace(begun, digest=part.values.digest, payloads=named, finite=finite)
+        is_exact = follower.fragments[fragment].is_last(follower.terms)
+        payload = self.encoded(gradient, is_exact)
+        begun = follower.begin(fragment, self.inner_steps)
+        encoded = replace(
+            begun,
+            digest=part.values.digest,
+            payloads=(Payload(key_of(payload), len(payload)),),
+            finite=bool(np.isfinite(gradient).all()),
         )
-        if sent is None:
+        contribution = follower.complete(encoded)
+        if contribution is None:
             part.held = []
             return
-        self.launches(sent, part)
-        part.finite = finite
+        self.before_launch(contribution, part)
+        part.finite = encoded.finite
         part.flight = part.held
         part.held = []
         part.payload = payload
-        self.contribute(sent)
+        self.contribute(contribution)
 
     def encoded(self, gradient: np.ndarray, exact: bool) -> bytes:
         return (gradient if exact else rounded(gradient)).tobytes()
 
-    def contribute(self, own: Contribution) -> None:
-        self.connection.contribute(own, {own.payloads[0].key: self.parts[own.fragment].payload})
+    def contribute(self, contribution: Contribution) -> None:
+        payload = self.parts[contribution.fragment].payload
+        self.connection.contribute(contribution, {contribution.payloads[0].key: payload})
 
-    def launches(self, sent: Contribution, part: Part) -> None:
-        """Hears of a launch before it is in flight."""
+    def before_launch(self, contribution: Contribution, part: Part) -> None:
+        """Runs before a contribution is in flight."""
 
     def land(self, record: Record) -> None:
-        p = record.fragment
-        old = self.parts[p].values
+        fragment = record.fragment
+        part = self.parts[fragment]
         blobs = self.blobs.pop(record.key)
-        new = self.stepped(record, old, [blobs[source[0].key] for source in record.sources])
-        landing = self.follower.land(record, old.digest, new.digest)
+        payloads = [blobs[source[0].key] for source in record.sources]
+        new = self.stepped(record, part.values, payloads)
+        landing = self.follower.land(record, part.values.digest, new.digest)
         self.counted += record.of(self.follower.site) is not None
-        self.lands(record, landing, new)
+        self.before_landing(record, landing, new)
         if landing is MergeAction.REFUSE:
-            self.parts[p].held = []
-            self.parts[p].flight = None
+            part.forget_steps()
         else:
-            self.place(p, new, landing)
+            self.place(fragment, new, landing)
 
-    def lands(self, record: Record, landing: MergeAction, new: Values) -> None:
-        """Hears of a landing before the values are changed."""
+    def before_landing(self, record: Record, landing: MergeAction, new: Values) -> None:
+        """Runs before a landing changes the values."""
 
-    def place(self, p: int, new: Values, landing: MergeAction) -> None:
-        self.parts[p].place(new, landing, self.follower.fragments[p].flight is None)
+    def place(self, fragment: int, new: Values, landing: MergeAction) -> None:
+        has_landed = self.follower.fragments[fragment].flight is None
+        self.parts[fragment].place(new, landing, has_landed)
 
-    def in_order(self, record: Record) -> list[int]:
+    def summation_order(self, record: Record) -> list[int]:
         return list(range(len(record.counted)))
 
     def stepped(self, record: Record, old: Values, payloads: Sequence[Any]) -> Values:
-        weights = [1 if record.final else own.weight for own in record.counted]
+        weights = [1 if record.final else counted.weight for counted in record.counted]
         mean = np.zeros(LENGTH, np.float32)
-        for index in self.in_order(record):
+        for index in self.summation_order(record):
             factor = np.float32(len(weights) * weights[index] / max(1, sum(weights)))
             mean += factor * np.frombuffer(payloads[index], np.float32)
         mean /= np.float32(len(weights))

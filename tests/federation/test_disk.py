@@ -1,5 +1,5 @@
-"""What a hub keeps: ledger, store and keys. Damage is an error, and what does not fit is refused
-by name.
+"""The disk of a hub: ledger, store and keys. Damage is an error, and things that do not fit are
+refused by name.
 """
 
 import errno
@@ -12,6 +12,7 @@ import stat
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,13 +50,15 @@ def filled(path: Path, records: int) -> SQLiteLedger:
 
 def test_a_ledger_that_is_cut_altered_or_of_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "hub.sqlite"
-    other = tmp_path / "other"
+    foreign = tmp_path / "foreign"
     filled(path, 60).close()
-    whole = path.read_bytes()
-    with sqlite3.connect(other) as database:
-        database.execute("create table records (seq integer primary key, record blob, chain blob)")
-    lengths = (0, 1, 100, 4096, 3 * 4096, len(whole) - 4096, len(whole) - 1)
-    for content in (*(whole[:left] for left in lengths), b"Dear diary, " * 500, other.read_bytes()):
+    sound = path.read_bytes()
+    change_database(
+        foreign, "create table records (seq integer primary key, record blob, chain blob)"
+    )
+    lengths = (0, 1, 100, 4096, 3 * 4096, len(sound) - 4096, len(sound) - 1)
+    cut = [sound[:length] for length in lengths]
+    for content in (*cut, b"Dear diary, " * 500, foreign.read_bytes()):
         path.write_bytes(content)
         with pytest.raises(LedgerError, match=r"hub\.sqlite cannot be used"):
             SQLiteLedger(path)
@@ -64,11 +67,8 @@ def test_a_ledger_that_is_cut_altered_or_of_something_else_is_refused(tmp_path: 
         "update records set record = 'another' where seq = 3",
         "delete from records where seq = 3",
     ):
-        path.write_bytes(whole)
-        database = sqlite3.connect(path)
-        database.execute(change)
-        database.commit()
-        database.close()
+        path.write_bytes(sound)
+        change_database(path, change)
         with pytest.raises(LedgerError, match="record 3 has been altered, or is missing"):
             SQLiteLedger(path)
     with pytest.raises(LedgerError, match="There is no ledger"):
@@ -76,33 +76,46 @@ def test_a_ledger_that_is_cut_altered_or_of_something_else_is_refused(tmp_path: 
     assert not (tmp_path / "none").exists()
 
 
+def change_database(path: Path, statement: str) -> None:
+    database = sqlite3.connect(path)
+    database.execute(statement)
+    database.commit()
+    database.close()
+
+
+def limit_pages(ledger: SQLiteLedger, pages: int) -> None:
+    """Limits the size of the database; never below the present one."""
+    ledger._database.execute(f"pragma max_page_count = {pages}").fetchall()
+
+
 def test_a_ledger_has_one_process_and_notes_change_with_the_record_or_not_at_all(
     tmp_path: Path,
 ) -> None:
-    one = filled(tmp_path / "one", 1)
-    same = filled(tmp_path / "same", 1)
+    ledger = filled(tmp_path / "ledger", 1)
+    twin = filled(tmp_path / "twin", 1)
     with pytest.raises(LedgerError, match="another process has it open"):
-        SQLiteLedger(tmp_path / "one")
-    assert one.chain == same.chain
-    same.append(1, b"that")
-    one.note({"open/a": b"1", "open/b": b"2", "run_config": b"3"})
-    assert one.notes("open/") == {"open/a": b"1", "open/b": b"2"}
+        SQLiteLedger(tmp_path / "ledger")
+    assert ledger.chain == twin.chain
+    twin.append(1, b"that")
+    ledger.note({"open/a": b"1", "open/b": b"2", "run_config": b"3"})
+    assert ledger.notes("open/") == {"open/a": b"1", "open/b": b"2"}
     for number in (0, 7):
         with pytest.raises(Refused, match="does not follow"):
-            one.append(number, b"it was written, or leaves a gap", {"open/a": None})
-    chain = one.chain
-    one._database.execute("pragma max_page_count = 1").fetchall()  # never below what it has
+            ledger.append(number, b"it was written, or leaves a gap", {"open/a": None})
+    chain = ledger.chain
+    limit_pages(ledger, 1)
     with pytest.raises(NoSpace, match="no space left"):
-        one.append(1, bytes(100_000), {"open/a": None})
-    assert (one.last, one.chain, set(one.notes())) == (0, chain, {"open/a", "open/b", "run_config"})
-    one._database.execute("pragma max_page_count = 100000").fetchall()
-    one.append(1, b"this", {"open/a": None, "closed": b"4"})
-    assert one.notes() == {"open/b": b"2", "run_config": b"3", "closed": b"4"}
-    chain = one.chain
-    assert chain != same.chain, "it tells other records from the same"
-    one.close()
-    again = SQLiteLedger(tmp_path / "one")
-    assert (again.chain, again.last) == (chain, 1)
+        ledger.append(1, bytes(100_000), {"open/a": None})
+    assert (ledger.last, ledger.chain) == (0, chain)
+    assert set(ledger.notes()) == {"open/a", "open/b", "run_config"}
+    limit_pages(ledger, 100_000)
+    ledger.append(1, b"this", {"open/a": None, "closed": b"4"})
+    assert ledger.notes() == {"open/b": b"2", "run_config": b"3", "closed": b"4"}
+    chain = ledger.chain
+    assert chain != twin.chain, "the chain differs where records differ"
+    ledger.close()
+    reopened = SQLiteLedger(tmp_path / "ledger")
+    assert (reopened.chain, reopened.last) == (chain, 1)
 
 
 # The store
@@ -116,32 +129,44 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlobStore]
     if request.param == "s3":
         with s3_at(tmp_path) as bucket:
             yield BlobStore(bucket, LARGEST)
+    elif request.param == "bucket":
+        yield BlobStore(f"memory://{uuid.uuid4().hex}", LARGEST)
     else:
-        yield BlobStore(
-            tmp_path if request.param == "folder" else f"memory://{uuid.uuid4().hex}", LARGEST
-        )
+        yield BlobStore(tmp_path, LARGEST)
 
 
 def test_a_blob_comes_back_under_its_digest_until_it_is_dropped(store: BlobStore) -> None:
     keys = []
     for size in (0, 1, CHUNK, 3 * CHUNK + 7):
         blob = (bytes(range(251)) * (size // 251 + 1))[:size]
-        keys.append(store.put(memoryview(blob)))
-        assert keys[-1] == key_of(blob) == store.put(blob)
-        assert (store.get(keys[-1]), store.size(keys[-1])) == (blob, size)
-    assert store.read(keys[-1], CHUNK - 1, CHUNK + 1) == blob[CHUNK - 1 : CHUNK + 1]
+        key = store.put(memoryview(blob))
+        assert key == key_of(blob) == store.put(blob)
+        assert store.get(key) == blob
+        assert store.size(key) == size
+        keys.append(key)
+    assert store.read(key, CHUNK - 1, CHUNK + 1) == blob[CHUNK - 1 : CHUNK + 1]
     with pytest.raises(Refused, match="too large"):
         store.put(bytes(LARGEST + 1))
-    for key in ("../../etc/passwd", "A" * 64, "", "0" * 65):
+    for malformed in ("../../etc/passwd", "A" * 64, "", "0" * 65):
         with pytest.raises(Malformed, match="not a key"):
-            store.get(key)
-    # What is named, or new, is retained.
+            store.get(malformed)
+    # Blobs that are named, or new, are retained.
     assert store.retain(keys[:1]) == 0
     assert store.retain(keys[2:], age=0) == 2
     assert store.get(keys[2])
-    for key in (*keys[:2], key_of(b"nobody put this")):
+    for gone in (*keys[:2], key_of(b"nobody put this")):
         with pytest.raises(Missing):
-            store.get(key)
+            store.get(gone)
+
+
+def take_chunk(upload: Any, blob: bytes, start: int) -> bool:
+    return upload.take(start, blob[start : start + CHUNK])
+
+
+def take_shuffled(upload: Any, blob: bytes, seed: int) -> None:
+    starts = range(0, len(blob), CHUNK)
+    for start in random.Random(seed).sample(starts, len(starts)):
+        take_chunk(upload, blob, start)
 
 
 def test_nobody_sees_a_blob_before_it_is_whole_and_right(tmp_path: Path) -> None:
@@ -149,51 +174,55 @@ def test_nobody_sees_a_blob_before_it_is_whole_and_right(tmp_path: Path) -> None
     blob = os.urandom(40 * CHUNK + 11)
     upload = store.begin(key_of(blob), len(blob))
     for start in (2 * CHUNK, 0):
-        assert not upload.take(start, blob[start : start + CHUNK])
+        assert not take_chunk(upload, blob, start)
     assert os.listdir(tmp_path) == ["incomplete"]
     assert upload.missing == [[CHUNK, 2 * CHUNK], [3 * CHUNK, len(blob)]]
-
-    def send(seed: int) -> None:
-        starts = range(0, len(blob), CHUNK)
-        for start in random.Random(seed).sample(starts, len(starts)):
-            upload.take(start, blob[start : start + CHUNK])
-
     # In any order, from several threads, and more than once.
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(send, range(4)))
-    assert upload.take(0, bytes(CHUNK)), "what comes again changes nothing"
+        list(pool.map(partial(take_shuffled, upload, blob), range(4)))
+    assert upload.take(0, bytes(CHUNK)), "a chunk that comes again changes nothing"
     assert upload.missing == []
     upload.commit()
     assert store.get(upload.key) == blob
-    # Other bytes than announced leave nothing behind; nor are parts taken that are none of the
-    # blob.
+
+
+def test_an_upload_of_other_bytes_than_announced_leaves_nothing_behind(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
     upload = store.begin(key_of(b"announced"), 9)
     upload.take(0, b"delivered")
     with pytest.raises(Altered):
         upload.commit()
     assert os.listdir(tmp_path / "incomplete") == []
     upload = store.begin(key_of(b"announced"), 1000)
-    for start, data in ((0, b""), (1000, b"x"), (995, b"too much")):
+    for start, part in ((0, b""), (1000, b"x"), (995, b"too much")):
         with pytest.raises(Malformed, match="are outside a blob of 1,000 bytes"):
-            upload.take(start, data)
+            upload.take(start, part)
     for start in range(0, 512, 2):
         upload.take(start, b"x")
     with pytest.raises(Malformed, match="parts without gaps"):
         upload.take(514, b"x")
     upload.discard()
-    # A full disk refuses a blob, and keeps the others.
-    blobs = os.listdir(tmp_path / "blobs")
-    full = OSError(errno.ENOSPC, "No space left")
-    left = SimpleNamespace(free=3 * CHUNK - 1)
+
+
+def test_a_full_disk_refuses_a_blob_and_keeps_the_others(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    store.put(os.urandom(40 * CHUNK + 11))
+    stored = os.listdir(tmp_path / "blobs")
+    no_space = OSError(errno.ENOSPC, "No space left")
+    too_little = SimpleNamespace(free=3 * CHUNK - 1)
     for module, function, answer in (
-        (os, "pwrite", full),
-        (os, "fsync", full),
-        (shutil, "disk_usage", left),
+        (os, "pwrite", no_space),
+        (os, "fsync", no_space),
+        (shutil, "disk_usage", too_little),
     ):
         with patch.object(module, function, Mock(side_effect=[answer])), pytest.raises(NoSpace):
             store.put(bytes(3 * CHUNK))
-        assert (os.listdir(tmp_path / "incomplete"), os.listdir(tmp_path / "blobs")) == ([], blobs)
-    # A bit that flips on the disk later is seen.
+        assert os.listdir(tmp_path / "incomplete") == []
+        assert os.listdir(tmp_path / "blobs") == stored
+
+
+def test_a_bit_that_flips_on_the_disk_is_seen(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
     key = store.put(bytes(3 * CHUNK))
     with (tmp_path / "blobs" / key).open("rb+") as file:
         file.write(b"\x01")
@@ -207,17 +236,14 @@ def test_nobody_sees_a_blob_before_it_is_whole_and_right(tmp_path: Path) -> None
 def test_a_bundle_names_its_holder_and_only_its_owner_can_read_it(
     keys: Path, tmp_path: Path
 ) -> None:
-    authority = (keys / "ca.key").read_bytes()
-    for name, role in (
-        ("hub", "hub"),
-        ("site-a", "site"),
-        ("boss", "operator"),
-        ("viewer", "reader"),
-    ):
-        assert load(keys / f"{name}.bundle").identity == Identity(RUN, role, name)
-        content = (keys / f"{name}.bundle").read_bytes()
+    key_of_authority = (keys / "ca.key").read_bytes().split(b"\n")[1]
+    roles = {"hub": "hub", "site-a": "site", "boss": "operator", "viewer": "reader"}
+    for name, role in roles.items():
+        bundle = keys / f"{name}.bundle"
+        content = bundle.read_bytes()
+        assert load(bundle).identity == Identity(RUN, role, name)
         assert content.count(b"PRIVATE KEY-----") == 2
-        assert authority.split(b"\n")[1] not in content, "the key of the authority"
+        assert key_of_authority not in content
     assert stat.S_IMODE(keys.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in keys.iterdir()} == {0o600}
     copy = tmp_path / "copy.bundle"
@@ -233,7 +259,7 @@ def test_the_commands_make_keys_and_refuse(keys: Path, tmp_path: Path) -> None:
     told("keys", "init", folder)
     assert "site-b.bundle: for site site-b" in told("keys", "add", folder, "site-a", "site-b")
     told("keys", "add", folder, "boss", "--role", "operator")
-    # A hub that has its bundle alone cannot bind the others to a run.
+    # A hub that has only its bundle cannot bind the others to a run.
     with pytest.raises(ValueError, match="Start the hub with the folder of keys"):
         load(Path(folder) / "hub.bundle").bound(RUN)
     # The run is that of the first hub. Sites may have got their bundles before.
@@ -274,34 +300,28 @@ def test_keys_that_do_not_fit_are_refused_before_a_connection_is_made(
     half = tmp_path / "half.bundle"
     half.write_bytes((keys / "site-a.bundle").read_bytes()[:700])
     half.chmod(0o600)
-    others = init_keys(tmp_path / "other", "other-run")
+    foreign = init_keys(tmp_path / "other", "other-run")
     neither = "either keys or insecure=True"
-    refused: tuple[tuple[Any, str, dict[str, Any], str], ...] = (
-        (HubClient, "site-a", {}, neither),
-        (HubClient, "site-a", {"keys": keys, "insecure": True}, neither),
-        (
-            HubClient,
-            "site-a",
-            {"keys": keys / "site-b.bundle"},
-            "belong to site 'site-b', not to 'site-a'",
-        ),
-        (HubClient, "hub", {"keys": others}, "for run 'other-run', not for run="),
-        (HubClient, "late", {"keys": add_keys(keys, "late", days=-1)}, "expired on"),
-        (HubClient, "site-a", {"keys": half}, "is not a bundle"),
-        (HubClient, "site-a", {"keys": tmp_path / "nothing.bundle"}, "There are no keys at"),
-        (Hub, "", {}, neither),
-        (
-            Hub,
-            "",
-            {"keys": keys / "site-a.bundle"},
-            "belong to site 'site-a', but a hub needs its own",
-        ),
-    )
-    for kind, name, options, words in refused:
-        with pytest.raises(ValueError, match=words):
-            kind(
-                *(("127.0.0.1:1", RUN, name) if kind is HubClient else (None, None, RUN)), **options
-            )
+    expired = add_keys(keys, "late", days=-1)
+    bundle_a = keys / "site-a.bundle"
+    bundle_b = keys / "site-b.bundle"
+    missing = tmp_path / "nothing.bundle"
+    for name, options, message in (
+        ("site-a", {}, neither),
+        ("site-a", {"keys": keys, "insecure": True}, neither),
+        ("site-a", {"keys": bundle_b}, "belong to site 'site-b', not to 'site-a'"),
+        ("hub", {"keys": foreign}, "for run 'other-run', not for run="),
+        ("late", {"keys": expired}, "expired on"),
+        ("site-a", {"keys": half}, "is not a bundle"),
+        ("site-a", {"keys": missing}, "There are no keys at"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            HubClient("127.0.0.1:1", RUN, name, **options)
+    no_handler: Any = None
+    with pytest.raises(ValueError, match=neither):
+        Hub(no_handler, no_handler, RUN)
+    with pytest.raises(ValueError, match="belong to site 'site-a', but a hub needs its own"):
+        Hub(no_handler, no_handler, RUN, keys=bundle_a)
 
 
 WITHOUT = """
@@ -325,6 +345,6 @@ for make, arguments, insecure in (
 def test_without_the_extra_everything_imports_and_names_the_package_to_install(
     tmp_path: Path,
 ) -> None:
-    said = run_python("-c", WITHOUT, folder=tmp_path, seconds=100)
-    words = r"needs (\w+), which is not installed.* pip install 'lightning-sdiloco\[federated\]'"
-    assert re.findall(words, said) == ["grpcio", "grpcio", "cryptography"], said
+    output = run_python("-c", WITHOUT, folder=tmp_path, seconds=100)
+    refusal = r"needs (\w+), which is not installed.* pip install 'lightning-sdiloco\[federated\]'"
+    assert re.findall(refusal, output) == ["grpcio", "grpcio", "cryptography"], output

@@ -1,4 +1,4 @@
-"""Records, messages and run configs as text: what goes out comes back, and anything else is
+"""Records, messages and run configs as text: they come back as they were, and anything else is
 refused.
 """
 
@@ -38,8 +38,9 @@ SMALL = st.integers(0, 99)
 DIGESTS = st.integers(-(2**63), 2**63 - 1)
 POSITIONS = st.builds(Position, WHOLE, KEYS)
 PAYLOADS = st.lists(st.builds(Payload, KEYS, WHOLE), max_size=2).map(tuple)
-OWN = Contribution(1, 5, "site-a", "ab" * 8, "ef" * 32, 100, -7, (Payload("cd" * 32, 40),))
-RECORD = Record(9, 1, 5, "ef" * 32, (OWN, replace(OWN, site="site-b")))
+OF_A = Contribution(1, 5, "site-a", "ab" * 8, "ef" * 32, 100, -7, (Payload("cd" * 32, 40),))
+OF_B = replace(OF_A, site="site-b")
+RECORD = Record(9, 1, 5, "ef" * 32, (OF_A, OF_B))
 TERMS = Terms(fragments=2, sync_every=100, overlap_steps=5, grace=2.0)
 FRAGMENTS = ((("w", "(2,)"), ("b", "(1,)")), ())
 RUN_CONFIG = RunConfig(
@@ -49,19 +50,27 @@ RUN_CONFIG = RunConfig(
 
 @st.composite
 def records(draw: Any) -> Record:
-    about = (draw(SMALL), draw(ROUNDS))
-    previous = draw(KEYS)
+    empty = Record(
+        draw(WHOLE), draw(SMALL), draw(ROUNDS), draw(KEYS), (), final=draw(st.booleans())
+    )
     digest = draw(DIGESTS)
-    counted = tuple(
-        Contribution(
-            *(*about, site, draw(LIVES), previous, draw(ROUNDS), digest, draw(PAYLOADS)),
+    counted = []
+    for site in sorted(draw(st.sets(NAMES, min_size=1, max_size=4))):
+        contribution = Contribution(
+            empty.fragment,
+            empty.round,
+            site,
+            draw(LIVES),
+            empty.previous,
+            draw(ROUNDS),
+            digest,
+            draw(PAYLOADS),
             norm_squared=draw(st.floats(0, 1e30)),
             exact=draw(st.booleans()),
         )
-        for site in sorted(draw(st.sets(NAMES, min_size=1, max_size=4)))
-    )
+        counted.append(contribution)
     left_out = (LeftOut("absent", "not finite"),) if draw(st.booleans()) else ()
-    return Record(draw(WHOLE), *about, previous, counted, left_out, draw(st.booleans()))
+    return replace(empty, counted=tuple(counted), left_out=left_out)
 
 
 STANDING = st.tuples(st.builds(Standing, SMALL, LIVES))
@@ -73,120 +82,164 @@ MESSAGES = st.one_of(
     st.builds(StateHeader, st.tuples(POSITIONS), st.tuples(DIGESTS)),
 )
 
+MESSAGE_KINDS = (Record, Contribution, Hello, Heartbeat, Call, Welcome, StateHeader, RunConfig)
+
 
 @settings(max_examples=60, deadline=None)
 @given(records(), MESSAGES, st.integers(0), st.integers(0, 7), st.binary(max_size=300))
 def test_texts_come_back_as_they_were_and_changed_bits_and_garbage_are_refused(
-    record: Record, message: Any, at: int, bit: int, garbage: bytes
+    record: Record, message: Any, position: int, bit: int, garbage: bytes
 ) -> None:
-    for one in (record, message, *record.counted, RUN_CONFIG):
-        assert type(one).from_bytes(one.to_bytes()) == one
-    data = bytearray(record.to_bytes())
-    data[at % len(data)] ^= 1 << bit
-    for kind in (Record, Contribution, Hello, Heartbeat, Call, Welcome, StateHeader, RunConfig):
-        for text in (bytes(data), garbage)[kind is not Record :]:
-            with pytest.raises(Malformed):
-                kind.from_bytes(text)
+    for sent in (record, message, *record.counted, RUN_CONFIG):
+        assert type(sent).from_bytes(sent.to_bytes()) == sent
+    for kind in MESSAGE_KINDS:
+        with pytest.raises(Malformed):
+            kind.from_bytes(garbage)
+    changed = bytearray(record.to_bytes())
+    changed[position % len(changed)] ^= 1 << bit
+    with pytest.raises(Malformed):
+        Record.from_bytes(bytes(changed))
 
 
-def test_invalid_fields_of_messages_are_refused_by_name() -> None:
-    welcome = Welcome((), ())
-    late = replace(RECORD, timings=(Timing("a", 1, 0.0),))
-    for whole, field, values in (
-        (OWN, "fragment", (True, -1)),
-        (OWN, "round", (1.0, 2**63)),
-        (OWN, "site", ("../../etc", "a\n", "a" * 64)),
-        (OWN, "incarnation", ("AB" * 8,)),
-        (OWN, "weight", ("100",)),
-        (OWN, "digest", (None,)),
-        (OWN, "payloads", ([["cd" * 32]], [["cd" * 32, -1]], {})),
-        (OWN, "finite", (1,)),
-        (OWN, "norm_squared", (-1.0,)),
-        (OWN, "unknown", (1,)),
-        (welcome, "standing[0]", ([0], [0, "ab" * 8, 1], [-1, "ab" * 8], [0, "AB" * 8], {})),
-        (late, "timings[0]", (["a", 1, -1.0, None], ["a", 0, 1.0, None], ["a"])),
-        (late, "left_out[0]", (["a", "no reason"],)),
-    ):
-        name, _, is_in_a_list = field.partition("[")
-        for value in values:
-            text = {**plain(whole), name: [value] if is_in_a_list else value}
-            with pytest.raises(Malformed, match=re.escape(field)):
-                type(whole).from_bytes(json.dumps(text).encode())
-    other = replace(OWN, site="site-b")
-    others = [
-        replace(other, **change)
-        for change in ({"round": 6}, {"digest": 8}, {"previous": "00" * 32})
-    ]
-    alone = (replace(OWN, finite=False),), (replace(OWN, weight=0),)
-    for counted in ((), (OWN, OWN), (other, OWN), *((OWN, one) for one in others), *alone):
-        with pytest.raises(Malformed, match=r"record\.counted"):
-            Record.from_bytes(replace(RECORD, counted=counted).to_bytes())
-    surprises = (
+def require_refusal(kind: Any, text: dict[str, Any], field: str) -> None:
+    """Asserts that a text is refused, with the name of the field."""
+    with pytest.raises(Malformed, match=re.escape(field)):
+        kind.from_bytes(json.dumps(text).encode())
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("fragment", (True, -1)),
+        ("round", (1.0, 2**63)),
+        ("site", ("../../etc", "a\n", "a" * 64)),
+        ("incarnation", ("AB" * 8,)),
+        ("weight", ("100",)),
+        ("digest", (None,)),
+        ("payloads", ([["cd" * 32]], [["cd" * 32, -1]], {})),
+        ("finite", (1,)),
+        ("norm_squared", (-1.0,)),
+        ("unknown", (1,)),
+    ],
+)
+def test_invalid_fields_of_a_contribution_are_refused_by_name(field: str, values: Any) -> None:
+    for value in values:
+        require_refusal(Contribution, {**plain(OF_A), field: value}, field)
+
+
+def test_invalid_entries_of_welcomes_and_records_are_refused_by_name() -> None:
+    welcome = plain(Welcome((), ()))
+    for standing in ([0], [0, "ab" * 8, 1], [-1, "ab" * 8], [0, "AB" * 8], {}):
+        require_refusal(Welcome, {**welcome, "standing": [standing]}, "standing[0]")
+    late = plain(replace(RECORD, timings=(Timing("a", 1, 0.0),)))
+    for timing in (["a", 1, -1.0, None], ["a", 0, 1.0, None], ["a"]):
+        require_refusal(Record, {**late, "timings": [timing]}, "timings[0]")
+    require_refusal(Record, {**late, "left_out": [["a", "no reason"]]}, "left_out[0]")
+
+
+@pytest.mark.parametrize(
+    "counted",
+    [
+        (),
+        (OF_A, OF_A),
+        (OF_B, OF_A),
+        (OF_A, replace(OF_B, round=6)),
+        (OF_A, replace(OF_B, digest=8)),
+        (OF_A, replace(OF_B, previous="00" * 32)),
+        (replace(OF_A, finite=False),),
+        (replace(OF_A, weight=0),),
+    ],
+)
+def test_contributions_that_do_not_fit_into_a_record_are_refused(counted: Any) -> None:
+    with pytest.raises(Malformed, match=r"record\.counted"):
+        Record.from_bytes(replace(RECORD, counted=counted).to_bytes())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
         b'{"a": 1, "a": 2}',
         b'{"a": NaN}',
         b"[" * 100_000,
         b'"' + b"a" * 200_000 + b'"',
         b"9" * 5000,
         b"\xff",
-    )
-    for data in (*surprises, b""):
-        with pytest.raises(Malformed):
-            decoded(data, 150_000)
-    for change in (
+    ],
+    ids=["empty", "twice", "nan", "nested", "long", "digits", "no_utf8"],
+)
+def test_text_that_is_no_plain_json_is_malformed(text: bytes) -> None:
+    with pytest.raises(Malformed):
+        decoded(text, 150_000)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
         {"overlap_steps": 100},
         {"quorum": 0},
         {"grace": -1.0},
         {"rounds": 0},
         {"grace": float("nan")},
-    ):
-        with pytest.raises(ValueError, match="out of range"):
-            replace(TERMS, **change)
+    ],
+)
+def test_terms_that_are_out_of_range_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="out of range"):
+        replace(TERMS, **change)
 
 
 def test_the_key_of_a_record_covers_all_its_fields_and_defaults_are_not_written() -> None:
-    changes = (
+    exact_b = replace(OF_B, exact=True)
+    changes: tuple[dict[str, Any], ...] = (
         {"seq": 8},
         {"previous": "00" * 32},
         {"final": True},
         {"left_out": (LeftOut("c", "no samples"),)},
+        {"counted": (OF_A,)},
+        {"counted": (OF_A, exact_b)},
     )
-    counted = (OWN,), (OWN, replace(OWN, site="site-b", exact=True))
-    others = [
-        replace(RECORD, **change) for change in (*changes, *({"counted": own} for own in counted))
-    ]
-    assert len({RECORD.key, *(other.key for other in others)}) == 7
-    assert {"steps", "exact", "timings"} & (plain(OWN).keys() | plain(RECORD).keys()) == set()
-    assert Contribution.from_bytes(replace(OWN, weight=0, exact=True).to_bytes()).reason == ""
+    changed_keys = {replace(RECORD, **change).key for change in changes}
+    assert len({RECORD.key, *changed_keys}) == 7
+    written = plain(OF_A).keys() | plain(RECORD).keys()
+    assert not written & {"steps", "exact", "timings"}
+    idle = replace(OF_A, weight=0, exact=True)
+    assert Contribution.from_bytes(idle.to_bytes()).reason == ""
 
 
 def test_another_run_config_is_refused_with_its_differences_except_patch_versions() -> None:
     with pytest.raises(Malformed):
         RunConfig.from_bytes(RUN_CONFIG.to_bytes().replace(b'"0.5"', b'"0.6"'))
+    swapped = ((("b", "(1,)"), ("w", "(2,)")), ())
     changes: dict[str, dict[str, Any]] = {
         "terms.sync_every is 50 here and 100 there": {"terms": replace(TERMS, sync_every=50)},
         "settings.mixing is missing here and 0.5 there": {"settings": {}},
-        "fragments[0][0][0] is b here and w there": {
-            "fragments": ((("b", "(1,)"), ("w", "(2,)")), ())
-        },
+        "fragments[0][0][0] is b here and w there": {"fragments": swapped},
         "shards[0][0] is 1 here and 3 there": {"shards": ((1, 2), ())},
         "versions.torch is 2.7 here and 2.6 there": {"versions": {"torch": "2.7"}},
         "self_test is 60 here and 5f there": {"self_test": "60"},
         "run is other here and llm there": {"run": "other"},
     }
-    for named, change in changes.items():
-        other = replace(RUN_CONFIG, **change)
-        assert other.key != RUN_CONFIG.key
-        with pytest.raises(ValueError, match=re.escape(named)):
-            other.require_same(RUN_CONFIG)
+    for difference, change in changes.items():
+        changed = replace(RUN_CONFIG, **change)
+        assert changed.key != RUN_CONFIG.key
+        with pytest.raises(ValueError, match=re.escape(difference)):
+            changed.require_same(RUN_CONFIG)
     with pytest.raises(ValueError, match=r"fragments\[1\] must name its parameters once each"):
         replace(RUN_CONFIG, fragments=((), (("w", "(2,)"), ("w", "(2,)"))))
-    # Another patch of a version joins where its arithmetic agrees.
+
+
+def test_another_patch_of_a_version_joins_where_its_arithmetic_agrees() -> None:
     ours = {"lightning-sdiloco": "0.1.0"}
     founded = replace(RUN_CONFIG, versions={**ours, "torch": "2.13.0"})
     patched = replace(founded, versions={**ours, "torch": "2.13.1"})
     assert patched.require_same(founded) == ["versions.torch is 2.13.1 here and 2.13.0 there"]
     assert founded.require_same(founded) == []
-    others = [{"versions": {**ours, "torch": "2.14.0"}}, {"versions": {"torch": "2.13.1"}}]
-    for change in (*others, {"self_test": "60"}, {"terms": replace(TERMS, sync_every=50)}):
+    changes: tuple[dict[str, Any], ...] = (
+        {"versions": {**ours, "torch": "2.14.0"}},
+        {"versions": {"torch": "2.13.1"}},
+        {"self_test": "60"},
+        {"terms": replace(TERMS, sync_every=50)},
+    )
+    for change in changes:
         with pytest.raises(ValueError, match="another run config"):
-            replace(patched, **change).require_same(founded)  # type: ignore[arg-type]
+            replace(patched, **change).require_same(founded)

@@ -1,5 +1,5 @@
-"""What watches a run: a real Prometheus scrapes a hub and a site, and answers what the dashboard
-and the rules ask.
+"""The monitoring of a run: a real Prometheus scrapes a hub and a site, and answers the queries of
+the dashboard and the rules.
 """
 
 import json
@@ -27,12 +27,14 @@ from tests.ranks import run_processes
 
 FOLDER = Path(__file__).parents[2] / "examples" / "monitoring"
 DASHBOARD = json.loads((FOLDER / "grafana-dashboard.json").read_text())
-RULES = [
-    rule
-    for group in yaml.safe_load((FOLDER / "rules.yaml").read_text())["groups"]
-    for rule in group["rules"]
-]
 sys.path.append(str(FOLDER))
+
+
+def rules_of(groups: Any) -> list[Any]:
+    return [rule for group in groups for rule in group["rules"]]
+
+
+RULES = rules_of(yaml.safe_load((FOLDER / "rules.yaml").read_text())["groups"])
 
 
 def free_port() -> int:
@@ -47,79 +49,78 @@ def require(*programs: str) -> None:
 
 
 def test_the_dashboard_has_panels_that_do_not_overlap_and_each_asks_for_something() -> None:
-    panels, (source, *variables) = DASHBOARD["panels"], DASHBOARD["templating"]["list"]
+    panels = DASHBOARD["panels"]
+    source, *variables = DASHBOARD["templating"]["list"]
     assert DASHBOARD["schemaVersion"] >= 36
-    assert (source["type"], [own["name"] for own in variables]) == ("datasource", ["run", "site"])
-    assert (
-        len({panel["id"] for panel in panels})
-        == len({panel["title"] for panel in panels})
-        == len(panels)
-    )
+    assert source["type"] == "datasource"
+    assert [variable["name"] for variable in variables] == ["run", "site"]
+    for field in ("id", "title"):
+        assert len({panel[field] for panel in panels}) == len(panels)
     for panel in panels:
         assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-        assert (
-            len({target["refId"] for target in panel["targets"] if target["expr"]})
-            == len(panel["targets"])
-            > 0
-        )
-    squares = [
-        (own["x"], own["y"], own["x"] + own["w"], own["y"] + own["h"])
-        for own in (p["gridPos"] for p in panels)
-    ]
-    assert max(right for _, _, right, _ in squares) == 24
-    for one, other in combinations(squares, 2):
-        assert one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
+        queries = {target["refId"] for target in panel["targets"] if target["expr"]}
+        assert len(queries) == len(panel["targets"]) > 0
+    places = [panel["gridPos"] for panel in panels]
+    assert max(place["x"] + place["w"] for place in places) == 24
+    for first, second in combinations(places, 2):
+        assert is_apart(first, second, "x", "w") or is_apart(first, second, "y", "h")
+
+
+def is_apart(first: dict[str, int], second: dict[str, int], start: str, size: str) -> bool:
+    """Returns whether two panels do not overlap in one direction."""
+    first_ends = first[start] + first[size]
+    second_ends = second[start] + second[size]
+    return first_ends <= second[start] or second_ends <= first[start]
+
+
+SITE_A = 'run="r",site="a"'
+SITE_B_FOLLOWS = 'sdiloco_site_state{run="r",site="b",state="follows"}'
+# All is well for 20 minutes, then nothing is: values of each minute, in the notation of promtool.
+TROUBLES = {
+    'up{job="hub"}': "1x20 0x60",
+    'sdiloco_trouble{run="r"}': "0x20 1x60",
+    'sdiloco_fragment_round{run="r",fragment="0"}': "0+1x20 20x60",
+    SITE_B_FOLLOWS: "1x80",
+    f'sdiloco_site_state{{{SITE_A},state="silent"}}': "0x20 1x60",
+    f"sdiloco_site_rounds_behind{{{SITE_A}}}": "1x20 9x60",
+    f"sdiloco_site_late_total{{{SITE_A}}}": "0x20 1+1x60",
+    f"sdiloco_site_not_finite_total{{{SITE_A}}}": "0x20 1+1x60",
+    f"sdiloco_site_too_long_total{{{SITE_A}}}": "0x20 1+1x60",
+    f"sdiloco_exposed_wait_ms_total{{{SITE_A}}}": "0+1000x20 20000+30000x60",
+}
+# Alerts that need a site that follows.
+ALERTS_OF_RUNS = {"RoundStuck", "SiteGone"}
+FIRING = 'count by (alertname) (ALERTS{alertstate="firing"})'
+
+
+def promtool_test(series: dict[str, str], firing: dict[int, set[str]]) -> dict[str, Any]:
+    """A test of promtool: the alerts that fire at these minutes."""
+    expected = []
+    for minute, alerts in firing.items():
+        samples = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in alerts]
+        expected.append({"expr": FIRING, "eval_time": f"{minute}m", "exp_samples": samples})
+    inputs = [{"series": name, "values": values} for name, values in series.items()]
+    return {"interval": "1m", "input_series": inputs, "promql_expr_test": expected}
 
 
 def test_each_alert_comes_when_it_should_and_none_when_a_run_has_ended(tmp_path: Path) -> None:
     require("promtool")
-    for check in (["config", FOLDER / "prometheus.yml"], ["rules", FOLDER / "rules.yaml"]):
+    rules = str(FOLDER / "rules.yaml")
+    for check in (["config", FOLDER / "prometheus.yml"], ["rules", rules]):
         subprocess.run(["promtool", "check", *check], check=True, timeout=60)
-    site = 'run="r",site="a"'
-    # All is well for 20 minutes, then nothing is: values of each minute, in the notation of
-    # promtool.
-    troubles = {
-        'up{job="hub"}': "1x20 0x60",
-        'sdiloco_trouble{run="r"}': "0x20 1x60",
-        'sdiloco_fragment_round{run="r",fragment="0"}': "0+1x20 20x60",
-        'sdiloco_site_state{run="r",site="b",state="follows"}': "1x80",
-        f'sdiloco_site_state{{{site},state="silent"}}': "0x20 1x60",
-        f"sdiloco_site_rounds_behind{{{site}}}": "1x20 9x60",
-        **{
-            f"sdiloco_site_{why}_total{{{site}}}": "0x20 1+1x60"
-            for why in ("late", "not_finite", "too_long")
-        },
-        f"sdiloco_exposed_wait_ms_total{{{site}}}": "0+1000x20 20000+30000x60",
-    }
-    ended = {**troubles, 'sdiloco_site_state{run="r",site="b",state="follows"}': "1x20 0x60"}
-    of_runs = {"RoundStuck", "SiteGone"}
-
-    def samples(alerts: set[str]) -> list[dict[str, Any]]:
-        return [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in alerts]
-
-    def case(series: dict[str, str], firing: dict[int, set[str]]) -> dict[str, Any]:
-        expr = 'count by (alertname) (ALERTS{alertstate="firing"})'
-        samples = {
-            at: [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in own]
-            for at, own in firing.items()
-        }
-        asked = [
-            {"expr": expr, "eval_time": f"{at}m", "exp_samples": own} for at, own in samples.items()
-        ]
-        given = [{"series": name, "values": values} for name, values in series.items()]
-        return {"interval": "1m", "input_series": given, "promql_expr_test": asked}
-
     names = {rule["alert"] for rule in RULES}
-    cases = [case(troubles, {20: set(), 60: names}), case(ended, {20: set(), 60: names - of_runs})]
-    tests = {
-        "rule_files": [str(FOLDER / "rules.yaml")],
-        "evaluation_interval": "1m",
-        "tests": cases,
-    }
-    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(tests))
-    command = ["promtool", "test", "rules", tmp_path / "tests.yaml"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    ended = {**TROUBLES, SITE_B_FOLLOWS: "1x20 0x60"}
+    tests = [
+        promtool_test(TROUBLES, {20: set(), 60: names}),
+        promtool_test(ended, {20: set(), 60: names - ALERTS_OF_RUNS}),
+    ]
+    file = tmp_path / "tests.yaml"
+    settings = {"rule_files": [rules], "evaluation_interval": "1m", "tests": tests}
+    file.write_text(yaml.safe_dump(settings))
+    command = ["promtool", "test", "rules", file]
+    ended_process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    output = ended_process.stdout + ended_process.stderr
+    assert ended_process.returncode == 0, output
 
 
 class Prometheus(subprocess.Popen[bytes]):
@@ -131,70 +132,89 @@ class Prometheus(subprocess.Popen[bytes]):
         config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         config["rule_files"] = [str(FOLDER / "rules.yaml")]
-        for job, port in zip(config["scrape_configs"], (hub, site), strict=True):
-            job["static_configs"] = [{**job["static_configs"][0], "targets": [f"127.0.0.1:{port}"]}]
-        config["scrape_configs"][1]["static_configs"][0]["labels"]["run"] = RUN
+        hub_job, site_job = config["scrape_configs"]
+        for job, port in ((hub_job, hub), (site_job, site)):
+            first, *_ = job["static_configs"]
+            first["targets"] = [f"127.0.0.1:{port}"]
+            job["static_configs"] = [first]
+        site_job["static_configs"][0]["labels"]["run"] = RUN
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         self.port = free_port()
-        command = [
-            "prometheus",
-            f"--config.file={folder}/prometheus.yml",
-            f"--storage.tsdb.path={folder}/data",
-        ]
+        command = ["prometheus", f"--config.file={folder}/prometheus.yml"]
+        command.append(f"--storage.tsdb.path={folder}/data")
         command.append(f"--web.listen-address=127.0.0.1:{self.port}")
         super().__init__(command, stderr=subprocess.DEVNULL)
 
-    def asked(self, what: str, **about: str) -> Any:
-        url = f"http://127.0.0.1:{self.port}/api/v1/{what}?{urllib.parse.urlencode(about)}"
+    def read(self, resource: str, **parameters: str) -> Any:
+        query = urllib.parse.urlencode(parameters)
+        url = f"http://127.0.0.1:{self.port}/api/v1/{resource}?{query}"
         with urllib.request.urlopen(url, timeout=10) as answer:
             return json.load(answer)["data"]
 
     def values(self, expr: str) -> list[float]:
-        return [float(own["value"][1]) for own in self.asked("query", query=expr)["result"]]
+        series = self.read("query", query=expr)["result"]
+        return [float(sample["value"][1]) for sample in series]
+
+
+def dashboard_queries() -> list[str]:
+    """The queries of the panels, for this run and all its sites."""
+    queries = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+    return [query.replace("$run", RUN).replace("$site", ".*") for query in queries]
+
+
+def train_logged(rank: int, world_size: int, prometheus: Prometheus, port: int) -> Any:
+    """Trains with metrics at a port; the first rank returns the queries that had no answer, its
+    report and the landings that Prometheus has read.
+    """
+    from prometheus_logger import PrometheusLogger
+
+    def unanswered() -> list[str]:
+        return [query for query in dashboard_queries() if not prometheus.values(query)]
+
+    def landings() -> list[float]:
+        return prometheus.values("sdiloco_landings_total")
+
+    logger = {"logger": [PrometheusLogger(f"127.0.0.1:{port}")], "log_every_n_steps": 5}
+    # Messages that are so long that they are waited for, which tells how fast the link is.
+    net = nn.Sequential(nn.Linear(5, 1000), nn.Linear(1000, 1000), nn.Linear(1000, 3))
+    make = partial(module, net=net)
+    fitted = fit(rank, world_size, 2, 60, SHORT, make=make, trainer_choices=logger)
+    if rank != 0:
+        return None
+    report = fitted["report"]
+    # The test tells which queries are left. The last landings are read with the next scrape.
+    with suppress(AssertionError):
+        until(lambda: not unanswered() and landings() == [report["landings"]], 60.0)
+    return unanswered(), report, landings()
+
+
+def status_after_two_rounds(folder: Path, keys: Path) -> dict[str, Any]:
+    """The status of a hub that is closed by now: ranks are forked later, which gRPC bears only
+    while none of its threads are at work.
+    """
+    with closing(World(folder, keys)) as world:
+        world.found_run("a", "b", rounds=2)
+        return world.service.coordinator.status()
 
 
 def test_a_real_prometheus_answers_every_query_of_the_dashboard(keys: Path, tmp_path: Path) -> None:
     require("prometheus")
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
-    queries = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
-    asked = {text.replace("$run", RUN).replace("$site", ".*"): text for text in queries}
-    # The ranks are forked, which gRPC bears only while none of its threads are at work.
-    with closing(World(tmp_path, keys)) as world:
-        world.found("a", "b", rounds=2)
-        status = world.service.coordinator.status()
+    status = status_after_two_rounds(tmp_path, keys)
     hub = MetricsServer("127.0.0.1:0", lambda: status, lambda: True)
     port = free_port()
-    server = Prometheus(tmp_path, hub.port, port)
-
-    def run(rank: int, world_size: int) -> Any:
-        from prometheus_logger import PrometheusLogger
-
-        def unanswered() -> list[str]:
-            return [expr for expr in asked if not server.values(expr)]
-
-        logger = {"logger": [PrometheusLogger(f"127.0.0.1:{port}")], "log_every_n_steps": 5}
-        # Messages that are so long that they are waited for, which tells how fast the link is.
-        net = nn.Sequential(nn.Linear(5, 1000), nn.Linear(1000, 1000), nn.Linear(1000, 3))
-        report = fit(
-            rank, world_size, 2, 60, SHORT, make=partial(module, net=net), trainer_choices=logger
-        )["report"]
-        if rank == 0:
-            with suppress(AssertionError):  # it says which are left
-                until(lambda: not unanswered(), 60.0)
-            return unanswered(), report, server.values("sdiloco_landings_total")
-        return None
-
+    prometheus = Prometheus(tmp_path, hub.port, port)
     try:
-        left, report, landings = run_processes(run, 2, timeout=200)[0]
-        assert left == []
+        ranks = run_processes(train_logged, 2, prometheus, port, timeout=200)
+        unanswered, report, landings = ranks[0]
+        assert unanswered == []
         assert landings == [report["landings"]]
-        rounds = [own["round"] for own in status["fragments"]]
-        assert sorted(server.values("sdiloco_fragment_round")) == sorted(rounds)
-        told = [rule for group in server.asked("rules")["groups"] for rule in group["rules"]]
-        assert [(rule["name"], rule["health"]) for rule in told] == [
-            (rule["alert"], "ok") for rule in RULES
-        ]
+        rounds = sorted(fragment["round"] for fragment in status["fragments"])
+        assert sorted(prometheus.values("sdiloco_fragment_round")) == rounds
+        rules = rules_of(prometheus.read("rules")["groups"])
+        health = [(rule["name"], rule["health"]) for rule in rules]
+        assert health == [(rule["alert"], "ok") for rule in RULES]
     finally:
-        server.kill()
-        server.wait()
+        prometheus.kill()
+        prometheus.wait()
         hub.close()

@@ -11,14 +11,14 @@ arithmetic change values, never the lineage.
 import heapq
 import pickle
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -30,7 +30,7 @@ from lightning_sdiloco.federation.codec import encoded, key_of, plain
 from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.keys import Peer
-from lightning_sdiloco.federation.ledger import Ledger
+from lightning_sdiloco.federation.ledger import Ledger, OpenRound
 from lightning_sdiloco.federation.messages import (
     Call,
     Contribution,
@@ -63,6 +63,12 @@ FAULTS = (
     *("flip_outer", "flip_payload", "flip_record", "flip_state", "flip_checkpoint"),
     *("wrong_arithmetic", "not_finite"),
 )
+# They wait for the next message of their kind.
+FLIPS_OF_MESSAGES = ("flip_payload", "flip_record", "flip_state")
+# After these a site needs the state of another one.
+NEED_A_DONOR = ("old_checkpoint", "lost_disk", "flip_outer", "flip_checkpoint", "wrong_arithmetic")
+# After these the hub may have to ask an operator.
+TROUBLE = ("flip_outer", "wrong_arithmetic", "not_finite")
 QUIET = 40.0
 ENDING = 40.0
 LEAST = 0.5
@@ -71,15 +77,16 @@ BEAT = 0.5
 UNHEARD = 2.0
 # Times of a hub that are short beside those of the trial.
 SHORT = {"_PATIENCE": 2.0, "_SENDING": 2.0}
+OPERATOR = Peer("operator", "boss", "")
 
 
 @lru_cache(1 << 12)
-def said(kind: str, body: bytes) -> Any:
+def read_cached(kind: str, body: bytes) -> Any:
     return read_event(Event(kind, {}, body))
 
 
 class Process:
-    """Hears what arrives: later if it is stopped, and never if it is dead."""
+    """Receives what arrives: later if it is stopped, and never if it is dead."""
 
     alive = True
     stopped = False
@@ -93,12 +100,12 @@ class Process:
         if self.stopped:
             self.unread.append(message)
         else:
-            self.takes(*message)
+            self.receive(*message)
 
-    def takes(self, *message: Any) -> None:
+    def receive(self, *message: Any) -> None:
         raise NotImplementedError
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self.stopped = False
         unread = self.unread
         self.unread = []
@@ -107,7 +114,7 @@ class Process:
 
 
 class Connection:
-    """What an incarnation of a site says goes over the network of its world."""
+    """Sends the calls of an incarnation of a site over the network of its world."""
 
     def __init__(self, machine: "Site", incarnation: str) -> None:
         self._machine = machine
@@ -120,8 +127,28 @@ class Connection:
     def heartbeat(self, follower: Follower) -> None:
         self._machine.world.send(self._machine, "heartbeat", follower.heartbeat())
 
-    def __getattr__(self, what: str) -> Callable[..., None]:
-        return partial(self._machine.world.send, self._machine, what)
+    def __getattr__(self, call: str) -> Callable[..., None]:
+        return partial(self._machine.world.send, self._machine, call)
+
+
+@dataclass
+class Life:
+    """The state of one incarnation of a site; a restart forgets it."""
+
+    incarnation: str = ""
+    heard_at: float = 0.0
+    waited_since: float = 0.0
+    has_joined: bool = False
+    is_finishing: bool = False
+    is_waiting: bool = False
+    # The next heartbeat says hello first.
+    link_is_broken: bool = False
+    # It has heard a hub that does not know all, and so may lose what it trains.
+    is_misled: bool = False
+    # It took over a state: its checkpoints do not say what was launched before.
+    forgot_launches: bool = False
+    computes_wrongly: bool = False
+    computed_wrongly: bool = False
 
 
 class Site(ScriptedSite, Process):
@@ -133,10 +160,16 @@ class Site(ScriptedSite, Process):
         self.name = name
         self.speed = speed
         self.samples = samples
-        self.alive = self.cut_up = self.cut_down = self.gone_for_good = False
+        self.alive = False
+        self.stopped = False
+        self.cut_up = False
+        self.cut_down = False
+        self.gone_for_good = False
         self.checkpoints: list[Any] = []
-        self.incarnations = self.turns = 0
+        self.incarnations = 0
+        self.turns = 0
         self.calm_since = 0.0
+        self.life = Life()
 
     # Lives
 
@@ -144,43 +177,43 @@ class Site(ScriptedSite, Process):
         if self.alive or self.gone_for_good:
             return
         world = self.world
-        self.incarnations = self.incarnations + 1
+        now = world.now
+        self.incarnations += 1
         incarnation = f"{int(self.name[1:]):04x}{self.incarnations:012x}"
-        first = [first_values(p, world.run_config.key) for p in range(world.terms.fragments)]
-        ScriptedSite.__init__(
-            self, Connection(self, incarnation), world.run_config, first, world.late
-        )
-        self.incarnation = incarnation
+        connection = Connection(self, incarnation)
+        ScriptedSite.__init__(self, connection, world.run_config, world.first_values(), world.late)
+        self.life = Life(incarnation, now, now, has_joined=not world.sites_join)
         self.alive = True
         self.stopped = False
-        self.was_wrong = False
-        self.does_wrong = False
-        self.finishing = self.broken = self.waits = self.misled = self.forgot = False
-        self.joined = not world.sites_join
-        self.heard_at = self.waited_since = self.calm_since = world.now
+        self.calm_since = now
         self.unread.clear()
         while self.checkpoints and not self.load():
             self.checkpoints.pop()
         self.connection.hello(self.follower)
-        self.trains_in(self.speed)
-        world.after(BEAT, self.heartbeat, incarnation)
+        self.schedule_turn(self.speed)
+        world.after(BEAT, self.beat, incarnation)
 
     def die(self) -> None:
         if self.alive:
-            self.alive = self.stopped = False
+            self.alive = False
+            self.stopped = False
             if not self.cut_up and self.world.random.random() < 0.9:
                 self.world.send(self, "leave")
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         if self.stopped and self.alive:
             self.calm_since = self.world.now
-            self.waited_since = self.world.now
-            super().go_on()
-            self.trains_in(self.speed)
+            self.life.waited_since = self.world.now
+            super().resume()
+            self.schedule_turn(self.speed)
 
     @property
     def is_well(self) -> bool:
         return self.alive and not self.stopped and not self.cut_up and not self.cut_down
+
+    @property
+    def follows(self) -> bool:
+        return self.alive and self.follower.follows
 
     def halt(self, error: Exception) -> None:
         """Ends with an error for people; somebody starts it again, without what led to it."""
@@ -191,49 +224,55 @@ class Site(ScriptedSite, Process):
         self.world.after(2.0, self.start)
 
     def save(self) -> None:
-        if all(own.digest is not None for own in self.follower.fragments):
-            saved = deepcopy((self.follower.state_dict(), self.parts, self.at, self.forgot))
-            self.checkpoints = [*self.checkpoints[-4:], saved]
+        if any(progress.digest is None for progress in self.follower.fragments):
+            return
+        state = self.follower.state_dict()
+        checkpoint = (state, self.parts, self.inner_steps, self.life.forgot_launches)
+        self.checkpoints = [*self.checkpoints[-4:], deepcopy(checkpoint)]
 
     def load(self) -> bool:
-        state, parts, at, misled = deepcopy(self.checkpoints[-1])
+        state, parts, inner_steps, forgot_launches = deepcopy(self.checkpoints[-1])
         try:
             self.follower.load_state_dict(state, [part.values.digest for part in parts])
         except ValueError:
             return False
-        self.parts = parts
-        self.at = at
-        self.misled = misled
+        self.restore(parts, inner_steps)
+        self.life.is_misled = forgot_launches
         return True
 
-    # What it hears
+    # Heartbeats and events
 
-    def heartbeat(self, incarnation: str) -> None:
-        if not self.alive or incarnation != self.incarnation:
+    def beat(self, incarnation: str) -> None:
+        if not self.alive or incarnation != self.life.incarnation:
             return
         if not self.stopped:
-            if self.world.now - self.heard_at > UNHEARD:
-                self.follower.lose(self.world.now)
-                self.broken = True
-            if self.broken:
-                self.broken = False
-                self.connection.hello(self.follower)
-            for own in self.follower.outstanding():
+            self.repair_link()
+            for contribution in self.follower.outstanding():
                 if self.world.random.random() < 0.3:
-                    self.contribute(own)
-            self.asks()
-            self.world.judge.weighs(self)
-        self.world.after(BEAT, self.heartbeat, incarnation)
+                    self.contribute(contribution)
+            self.report()
+            self.world.judge.count_steps(self)
+        self.world.after(BEAT, self.beat, incarnation)
 
-    def takes(self, *message: Any) -> None:
+    def repair_link(self) -> None:
+        """Says hello again after a silence of the hub or a lost message."""
+        life = self.life
+        if self.world.now - life.heard_at > UNHEARD:
+            self.follower.lose(self.world.now)
+            life.link_is_broken = True
+        if life.link_is_broken:
+            life.link_is_broken = False
+            self.connection.hello(self.follower)
+
+    def receive(self, *message: Any) -> None:
         incarnation, *events = message
-        if incarnation != self.incarnation:
+        if incarnation != self.life.incarnation:
             return
-        self.heard_at = self.world.now
+        self.life.heard_at = self.world.now
         try:
             for event in events:
                 if self.alive:
-                    self.takes_event(event)
+                    self.receive_event(event)
         except AgreementError as error:
             if self.world.hub.disk.is_real:
                 self.halt(error)
@@ -241,104 +280,119 @@ class Site(ScriptedSite, Process):
                 # It refuses the hub and trains on its own: an operator will look after that hub.
                 self.follower.reachable = False
 
-    def takes_event(self, event: Event) -> None:
+    def receive_event(self, event: Event) -> None:
         if event.kind == "refused":
-            self.broken = True
+            self.life.link_is_broken = True
             if b"evicted" in event.body:
                 self.halt(Refused(event.body.decode()))
         if event.kind in ("refused", "heard"):
             return
-        heard = said(event.kind, event.body)
-        get = self.world.disk.store.get
+        message = read_cached(event.kind, event.body)
+        if isinstance(message, Recorded):
+            message = self.with_payloads(message)
+        elif isinstance(message, StateOffered):
+            message = self.fetched(message)
+        if message is not None:
+            self.handle(message)
+
+    def with_payloads(self, recorded: Recorded) -> Recorded:
+        blobs = {}
         try:
-            if isinstance(heard, Recorded):
-                keys = [payload.key for own in heard.record.counted for payload in own.payloads]
-                heard = Recorded(heard.record, {key: get(key) for key in keys})
-            elif isinstance(heard, StateOffered):
-                came = [Values(*pickle.loads(get(part.key))) for part in heard.parts]
-                if self.world.flips_now("flip_state"):
-                    index = self.world.random.randrange(len(came))
-                    came[index] = came[index]._replace(outer=self.world.flipped(came[index].outer))
-                heard = StateArrived(
-                    heard.header, tuple(pickle.dumps(tuple(own)) for own in came), heard.source
-                )
+            for contribution in recorded.record.counted:
+                for payload in contribution.payloads:
+                    blobs[payload.key] = self.world.disk.store.get(payload.key)
         except Missing:
-            if isinstance(heard, StateOffered):
-                return
-        self.hears(heard)  # type: ignore[arg-type]
+            return recorded
+        return Recorded(recorded.record, blobs)
 
-    def hears(self, event: SiteEvent) -> None:
-        super().hears(event)
+    def fetched(self, offer: StateOffered) -> StateArrived | None:
+        """The offered state, perhaps with a flipped bit; none where a part is gone."""
+        world = self.world
+        try:
+            blobs = [world.disk.store.get(part.key) for part in offer.parts]
+        except Missing:
+            return None
+        state = [Values(*pickle.loads(blob)) for blob in blobs]
+        if world.flips_now("flip_state"):
+            index = world.random.randrange(len(state))
+            state[index] = world.with_flipped_bit(state[index])
+        parts = tuple(pickle.dumps(tuple(values)) for values in state)
+        return StateArrived(offer.header, parts, offer.source)
+
+    def handle(self, event: SiteEvent) -> None:
+        super().handle(event)
         if isinstance(event, Waiting) and "no site has a state" in event.why:
-            self.finds_nobody()
+            self.refuse_donors()
 
-    def finds_nobody(self) -> None:
-        self.without = ()
-
-    def begins_again(self, p: int, welcome: Welcome) -> None:
-        self.world.judge.begins_again(self, p, dict(welcome.standing)[p])
+    def before_beginning_again(self, fragment: int, welcome: Welcome) -> None:
+        incarnation = dict(welcome.standing)[fragment]
+        self.world.judge.check_beginning_again(self, fragment, incarnation)
 
     def can_give(self) -> bool:
-        return super().can_give() and self.digests() == [
-            own.digest for own in self.follower.fragments
-        ]
+        known_digests = [progress.digest for progress in self.follower.fragments]
+        return super().can_give() and self.digests() == known_digests
 
-    def takes_over(self, header: StateHeader, came: list[Values], source: str) -> None:
+    def take_over(self, header: StateHeader, state: list[Values], donor: str) -> None:
         # Wrong values: until all has landed again, a checkpoint does not say what was launched
         # before.
-        self.forgot = self.joined
+        self.life.forgot_launches = self.life.has_joined
         try:
-            super().takes_over(header, came, source)
+            super().take_over(header, state, donor)
         except Refused:
             # If one does not answer, another one is asked.
-            self.without = (source,)
+            self.refuse_donors(donor)
             return
-        for part, values, digest in zip(self.parts, came, header.digests, strict=True):
-            damaged = part.values is values and values.digest != digest
-            self.world.judge.deny(damaged, f"{self.name} took over a damaged state")
-        self.world.judge.weighs(self)
+        judge = self.world.judge
+        for part, values, digest in zip(self.parts, state, header.digests, strict=True):
+            is_damaged = part.values is values and values.digest != digest
+            judge.deny(is_damaged, f"{self.name} took over a damaged state")
+        judge.count_steps(self)
 
     # Training
 
-    def trains_in(self, seconds: float) -> None:
-        # Who was stopped for a moment has its next turn twice, and takes the later one.
+    def schedule_turn(self, seconds: float) -> None:
+        # A site that was stopped for a moment has its next turn twice, and takes the later one.
         self.turns += 1
-        self.world.after(seconds, self.lives_on, self.turns)
+        self.world.after(seconds, self.take_turn, self.turns)
 
-    def lives_on(self, turn: int) -> None:
+    def take_turn(self, turn: int) -> None:
         if not self.alive or self.stopped or turn != self.turns:
             return
-        follower = self.follower
-        world = self.world
-        self.forgot = self.forgot and follower.lag > 0
-        joins = (
-            follower.reachable
-            and follower.follows
-            and all(own.has_joined for own in follower.fragments)
-        )
-        self.joined = self.joined or joins
-        if self.joined and not self.waits and not self.finishing:
+        life = self.life
+        life.forgot_launches = life.forgot_launches and self.follower.lag > 0
+        life.has_joined = life.has_joined or self.joins()
+        if life.has_joined and not life.is_waiting and not life.is_finishing:
             self.train()
         try:
-            self.turn()
+            self.act()
         except AgreementError as error:
             self.halt(error)
             return
-        if not self.waits:
-            self.waited_since = world.now
-        self.waits = follower.waits(self.at, world.now) > 0.0
-        if not self.waits:
-            waited = world.now - self.waited_since
-            world.judge.deny(
-                waited > world.terms.longest_wait + 0.3,
-                f"{self.name} did not train for {waited:.1f} s",
-            )
-            if self.at % 20 == 0:
-                self.save()
-        if follower.finished:
-            world.left(self)
+        self.wait_or_save()
+        if self.follower.finished:
+            self.world.let_leave(self)
         else:
-            self.trains_in(0.1 if self.waits else self.speed)
+            self.schedule_turn(0.1 if life.is_waiting else self.speed)
+
+    def joins(self) -> bool:
+        follower = self.follower
+        if not follower.reachable or not follower.follows:
+            return False
+        return all(progress.has_joined for progress in follower.fragments)
+
+    def wait_or_save(self) -> None:
+        world = self.world
+        life = self.life
+        if not life.is_waiting:
+            life.waited_since = world.now
+        life.is_waiting = self.follower.waits(self.inner_steps, world.now) > 0.0
+        if life.is_waiting:
+            return
+        waited = world.now - life.waited_since
+        is_too_long = waited > world.terms.longest_wait + 0.3
+        world.judge.deny(is_too_long, f"{self.name} did not train for {waited:.1f} s")
+        if self.inner_steps % 20 == 0:
+            self.save()
 
     def gradient(self, part: Part) -> np.ndarray:
         gradient = super().gradient(part)
@@ -346,27 +400,27 @@ class Site(ScriptedSite, Process):
             gradient[0] = np.nan
         return gradient
 
-    def launches(self, sent: Contribution, part: Part) -> None:
-        self.world.judge.launched(self, sent, part)
+    def before_launch(self, contribution: Contribution, part: Part) -> None:
+        self.world.judge.check_launch(self, contribution, part)
 
     def stepped(self, record: Record, old: Values, payloads: Any) -> Values:
         new = super().stepped(record, old, payloads)
-        if self.does_wrong:
+        if self.life.computes_wrongly:
             new.outer[0] = np.nextafter(new.outer[0], np.float32(9))
-            self.does_wrong = False
-            self.was_wrong = True
+            self.life.computes_wrongly = False
+            self.life.computed_wrongly = True
         return new
 
-    def lands(self, record: Record, landing: MergeAction, new: Values) -> None:
-        self.world.judge.lands(self, record, landing, new)
+    def before_landing(self, record: Record, landing: MergeAction, new: Values) -> None:
+        self.world.judge.check_landing(Landing(self, record, landing, new))
 
 
 # A hub
 
 
 class Disk:
-    """What is durable: a journal and a store; for the judge also which trained steps its records
-    have counted.
+    """The durable things: a journal and a store; for the judge also which trained steps its
+    records have counted.
     """
 
     def __init__(self, store: InMemoryStore, is_real: bool = True) -> None:
@@ -377,18 +431,18 @@ class Disk:
         self.counted: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
 
     def without_the_last(self, number: int, steps: dict[Contribution, "Sent"]) -> "Disk":
-        """What a backup of a while ago holds."""
+        """Returns a backup of a while ago."""
         backup = Disk(self.store, is_real=False)
         notes = self.journal.notes()
         oldest = min(name for name in notes if name.startswith("snapshot/"))
         backup.journal.note({name: notes[name] for name in ("run_config", oldest)})
         for seq, text in self.journal.read():
-            if seq <= self.journal.last - number:
-                backup.journal.append(seq, text)
-                for own in said("record", text).record.counted:
-                    backup.counted[own.site, own.fragment].update(
-                        dict.fromkeys(steps[own].ids, own.round)
-                    )
+            if seq > self.journal.last - number:
+                continue
+            backup.journal.append(seq, text)
+            for counted in read_cached("record", text).record.counted:
+                rounds = dict.fromkeys(steps[counted].ids, counted.round)
+                backup.counted[counted.site, counted.fragment].update(rounds)
         return backup
 
 
@@ -397,12 +451,21 @@ class Durable(SQLiteLedger):
 
     def append(self, seq: int, record: Any, notes: Any = None) -> None:
         super().append(seq, record, notes)
-        hub = self.hub
-        if hub:
-            made = Record.from_bytes(record)
-            hub.world.judge.recorded(hub, made)
-            if hub.world.quiet_records is not None:
-                hub.world.quiet_records.append(made)
+        if self.hub:
+            written = Record.from_bytes(record)
+            world = self.hub.world
+            world.judge.check_record(self.hub, written)
+            if world.quiet_records is not None:
+                world.quiet_records.append(written)
+
+
+class Beat(NamedTuple):
+    """The last heartbeat of a site, for the judge."""
+
+    time: float
+    incarnation: str
+    follows: bool
+    applied: tuple[int, ...]
 
 
 class Hub(Process):
@@ -413,138 +476,143 @@ class Hub(Process):
         self.world = world
         self.disk = disk
         self.started = world.now
-        self.sessions: dict[str, str] = {}
-        # For the judge: when a site has beaten, which incarnation, whether it follows, and what it
-        # has applied.
-        self.heartbeats: dict[str, tuple[float, str, bool, tuple[int, ...]]] = {}
+        self.sessions: dict[str, Peer] = {}
+        self.beats: dict[str, Beat] = {}
         self.overdue: dict[int, int] = defaultdict(int)
         disk.journal.hub = self
         self.coordinator = Coordinator(RUN, disk.journal, disk.store, clock=lambda: world.now)
         self.coordinator.start(self.tell)
-        self.acknowledged = {
-            (p, own.site): own
-            for p, at in self.ledger.open.items()
-            for own in at.contributions.values()
-        }
-        world.after(TICK, self.ticks)
+        self.acknowledged: dict[tuple[int, str], Contribution] = {}
+        for fragment, open_round in self.ledger.open.items():
+            for contribution in open_round.contributions.values():
+                self.acknowledged[fragment, contribution.site] = contribution
+        world.after(TICK, self.tick)
 
     @property
     def ledger(self) -> Ledger:
         return self.coordinator.ledger
 
+    @property
+    def serves_the_run(self) -> bool:
+        return self.alive and self.disk.is_real
+
     def tell(self, event: Event, to: Any = None) -> None:
         self.world.judge.counts["no site has a state"] += b"no site has a state" in event.body
-        for site, incarnation in self.sessions.items():
+        for site, peer in self.sessions.items():
             if to is None or site in to:
-                self.world.tell(site, incarnation, event)
+                self.world.tell(peer, event)
 
-    def ticks(self) -> None:
+    def tick(self) -> None:
         if not self.alive:
             return
         if not self.stopped:
-            self.close()
-            self.world.judge.closes(self)
+            self.close_rounds()
+            self.world.judge.check_open_rounds(self)
             if self.disk.is_real and self.world.random.random() < 0.02:
                 self.coordinator.store.retain(self.coordinator._needed(self.ledger.kept_from))
-        self.world.after(TICK, self.ticks)
+        self.world.after(TICK, self.tick)
 
-    def close(self) -> None:
+    def close_rounds(self) -> None:
         self.coordinator.tick()
         if self.alive and self.coordinator.trouble:
-            self.world.operator_hears(self, self.coordinator.trouble)
+            self.world.operator_evicts(self, self.coordinator.trouble)
             self.coordinator.tick()
 
-    def takes(self, *message: Any) -> None:
-        site, incarnation, what, arguments = message
+    def receive(self, *message: Any) -> None:
+        peer, call, arguments = message
         try:
-            getattr(self, f"on_{what}")(site, incarnation, *arguments)
+            getattr(self, f"on_{call}")(peer, *arguments)
         except (Refused, HubError) as error:
-            self.world.tell(site, incarnation, Event("refused", {}, str(error).encode()))
-        self.close()
+            self.world.tell(peer, Event("refused", {}, str(error).encode()))
+        self.close_rounds()
 
-    def on_hello(self, site: str, incarnation: str, hello: Hello) -> None:
-        told = list(
-            self.coordinator.hello(Peer("site", site, incarnation), {"hello": plain(hello)})
-        )
-        self.sessions[site] = incarnation
-        _, before, follows, _ = self.heartbeats.get(site, (0, "", False, ()))
-        applied = tuple(own.round for own in hello.applied)
-        self.heartbeats[site] = (
-            self.world.now,
-            incarnation,
-            follows and before == incarnation,
-            applied,
-        )
-        # Who hears from a hub that does not know all may lose what it trains until it hears from
-        # another one.
-        self.world.sites[site].misled |= self is not self.world.hub or not self.disk.is_real
-        self.world.tell(site, incarnation, *(event for event in told if event.kind != "record"))
-        self.world.tell(
-            site, incarnation, *(event for event in told if event.kind == "record"), reliably=True
-        )
+    def on_hello(self, peer: Peer, hello: Hello) -> None:
+        world = self.world
+        events = list(self.coordinator.hello(peer, {"hello": plain(hello)}))
+        self.sessions[peer.name] = peer
+        last = self.beats.get(peer.name)
+        follows = last is not None and last.follows and last.incarnation == peer.incarnation
+        applied = tuple(position.round for position in hello.applied)
+        self.beats[peer.name] = Beat(world.now, peer.incarnation, follows, applied)
+        # A site that hears from a hub that does not know all may lose what it trains until it
+        # hears from another one.
+        if self is not world.hub or not self.disk.is_real:
+            world.sites[peer.name].life.is_misled = True
+        world.tell(peer, *(event for event in events if event.kind != "record"))
+        records = [event for event in events if event.kind == "record"]
+        world.tell(peer, *records, reliably=True)
 
-    def on_heartbeat(self, site: str, incarnation: str, heartbeat: Heartbeat) -> None:
-        self.coordinator.heartbeat(Peer("site", site, incarnation), {"heartbeat": plain(heartbeat)})
-        self.heartbeats[site] = (self.world.now, incarnation, heartbeat.follows, heartbeat.applied)
-        self.world.tell(site, incarnation, Event("heard", {}))
+    def on_heartbeat(self, peer: Peer, heartbeat: Heartbeat) -> None:
+        self.coordinator.heartbeat(peer, {"heartbeat": plain(heartbeat)})
+        self.beats[peer.name] = Beat(
+            self.world.now, peer.incarnation, heartbeat.follows, heartbeat.applied
+        )
+        self.world.tell(peer, Event("heard", {}))
 
     def on_contribute(
-        self, site: str, incarnation: str, own: Contribution, blobs: dict[str, bytes]
+        self, peer: Peer, contribution: Contribution, blobs: dict[str, bytes]
     ) -> None:
+        header = {"kind": "payload"}
         for blob in blobs.values():
-            about = {"kind": "payload"}
-            self.coordinator.admit(Peer("site", site, incarnation), about, key_of(blob), len(blob))
-            self.coordinator.stored(
-                Peer("site", site, incarnation), about, self.disk.store.put(blob), len(blob)
-            )
-        if self.coordinator.contribute(own, incarnation) == "open":
-            self.acknowledged[own.fragment, own.site] = own
-            if own.incarnation == incarnation:
+            self.coordinator.admit(peer, header, key_of(blob), len(blob))
+            self.coordinator.stored(peer, header, self.disk.store.put(blob), len(blob))
+        if self.coordinator.contribute(contribution, peer.incarnation) == "open":
+            self.acknowledged[contribution.fragment, contribution.site] = contribution
+            if contribution.incarnation == peer.incarnation:
                 # A launch of this incarnation: it follows.
-                at, before, _, applied = self.heartbeats[site]
-                self.heartbeats[site] = (at, before, True, applied)
+                self.beats[peer.name] = self.beats[peer.name]._replace(follows=True)
 
-    def on_skip(self, site: str, incarnation: str, call: Call) -> None:
-        self.coordinator.call(Peer("site", site, incarnation), "skip", {}, call.to_bytes())
+    def on_skip(self, peer: Peer, call: Call) -> None:
+        self.coordinator.call(peer, "skip", {}, call.to_bytes())
 
-    def on_leave(self, site: str, incarnation: str) -> None:
-        self.coordinator.gone(Peer("site", site, incarnation))
-        if site not in self.ledger.members:
-            self.heartbeats.pop(site, None)
-            self.sessions.pop(site, None)
+    def on_leave(self, peer: Peer) -> None:
+        self.coordinator.gone(peer)
+        if peer.name not in self.ledger.members:
+            self.beats.pop(peer.name, None)
+            self.sessions.pop(peer.name, None)
 
-    def on_ask(self, site: str, incarnation: str, without: tuple[str, ...]) -> None:
-        self.coordinator.call(
-            Peer("site", site, incarnation), "state", {"without": list(without)}, b""
-        )
+    def on_ask(self, peer: Peer, without: tuple[str, ...]) -> None:
+        self.coordinator.call(peer, "state", {"without": list(without)}, b"")
 
-    def on_give(
-        self, site: str, incarnation: str, request: str, header: StateHeader, parts: list[bytes]
-    ) -> None:
-        named = [Payload(self.disk.store.put(part), len(part)) for part in parts]
-        self.coordinator.give(site, request, header, named)
+    def on_give(self, peer: Peer, request: str, header: StateHeader, parts: list[bytes]) -> None:
+        payloads = [Payload(self.disk.store.put(part), len(part)) for part in parts]
+        self.coordinator.give(peer.name, request, header, payloads)
 
 
 # The world
 
 
+def quorum_of(seed: int, number: int) -> int | ChosenQuorum:
+    if seed // 4 % 4 == 3:
+        return ChosenQuorum("lightning_sdiloco.DynamicBackup", {"least": LEAST})
+    return number
+
+
+@contextmanager
+def short_times() -> Iterator[None]:
+    """Short times of the hub, frequent snapshots, and records that are read once."""
+    with (
+        mock.patch.multiple(state_requests, **SHORT),
+        mock.patch.object(ledger, "SNAPSHOT_EVERY", 20),
+        mock.patch.object(Record, "from_bytes", lru_cache(1 << 12)(Record.from_bytes)),
+    ):
+        yield
+
+
 class World:
     def __init__(self, seed: int, faults: int = 50) -> None:
-        self.random = random = Random(seed)
+        self.random = Random(seed)
         self.now = 0.0
         self.numbers = count()
         self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.judge = Judge()
-        self.left_faults = faults
+        self.faults = Faults(self, faults)
         self.slow_until = 0.0
         self.share_not_finite = 0.0
-        self.trouble = False
         self.ending = False
         self.flips: set[str] = set()
-        grace = random.choice([0.3, 0.6, 1.5])
-        quorum: int | ChosenQuorum = random.choice([1, 1, 2])
-        if seed // 4 % 4 == 3:
-            quorum = ChosenQuorum("lightning_sdiloco.DynamicBackup", {"least": LEAST})
+        grace = self.random.choice([0.3, 0.6, 1.5])
+        quorum = quorum_of(seed, self.random.choice([1, 1, 2]))
         dense = DenseBeginning(5, 3) if seed % 10 == 3 else None
         self.terms = Terms(3, 8, 2, grace, lease=3.0, quorum=quorum, dense_beginning=dense)
         # Sites with a loop of their own may begin to train before the hub has let them in.
@@ -553,183 +621,118 @@ class World:
         self.run_config = run_config(self.terms)
         self.quiet_records: list[Record] | None = None
         self.disk = Disk(InMemoryStore())
-        first = [first_values(p, self.run_config.key) for p in range(self.terms.fragments)]
-        parts = [
-            (self.disk.store.put(blob), len(blob))
-            for blob in (pickle.dumps(tuple(own)) for own in first)
-        ]
-        header = StateHeader(
-            (Position(0, self.run_config.key),) * len(first), tuple(own.digest for own in first)
-        )
-        snapshot = encoded(plain(Snapshot(header, tuple(Payload(*part) for part in parts))))
-        self.disk.journal.note(
-            {"run_config": self.run_config.to_bytes(), "snapshot/000000": snapshot}
-        )
+        self.write_founding()
         self.hub = Hub(self, self.disk)
-        speeds = [0.15, 0.15, 0.3, random.choice([0.15, 0.6])]
-        self.sites = {
-            f"s{i}": Site(self, f"s{i}", speed, random.choice([1, 2, 4]))
-            for i, speed in enumerate(speeds)
-        }
+        self.sites: dict[str, Site] = {}
+        for index, speed in enumerate([0.15, 0.15, 0.3, self.random.choice([0.15, 0.6])]):
+            samples = self.random.choice([1, 2, 4])
+            self.sites[f"s{index}"] = Site(self, f"s{index}", speed, samples)
         for site in self.sites.values():
-            self.after(random.random(), site.start)
-        self.after(5.0, self.fault)
+            self.after(self.random.random(), site.start)
+        self.after(5.0, self.faults.happen)
+
+    def first_values(self) -> list[Values]:
+        return [first_values(p, self.run_config.key) for p in range(self.terms.fragments)]
+
+    def write_founding(self) -> None:
+        """Writes the run config and the first snapshot to the disk."""
+        state = self.first_values()
+        start = Position(0, self.run_config.key)
+        header = StateHeader((start,) * len(state), tuple(values.digest for values in state))
+        blobs = [pickle.dumps(tuple(values)) for values in state]
+        parts = tuple(Payload(self.disk.store.put(blob), len(blob)) for blob in blobs)
+        snapshot = encoded(plain(Snapshot(header, parts)))
+        notes = {"run_config": self.run_config.to_bytes(), "snapshot/000000": snapshot}
+        self.disk.journal.note(notes)
 
     # Time and network
 
-    def after(self, delay: float, what: Callable[..., None], *arguments: Any) -> None:
-        heapq.heappush(self.queue, (self.now + delay, next(self.numbers), what, arguments))
+    def after(self, delay: float, act: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self.queue, (self.now + delay, next(self.numbers), act, arguments))
 
-    def within(self, least: float, most: float, what: Callable[..., None], *arguments: Any) -> None:
-        self.after(self.random.uniform(least, most), what, *arguments)
+    def within(self, least: float, most: float, act: Callable[..., None], *arguments: Any) -> None:
+        self.after(self.random.uniform(least, most), act, *arguments)
 
     def delays(self) -> list[float]:
         """When a message arrives: lost, twice, late, or as it should."""
         random = self.random.random
-        if self.left_faults and random() < 0.01:
+        if self.faults.left and random() < 0.01:
             return []
-        one = 0.02 + 0.08 * random()
-        if self.now < self.slow_until or (self.left_faults and random() < 0.02):
-            one += 4 * random()
-        return [one, one + random()] if random() < 0.02 else [one]
+        delay = 0.02 + 0.08 * random()
+        if self.now < self.slow_until or (self.faults.left and random() < 0.02):
+            delay += 4 * random()
+        return [delay, delay + random()] if random() < 0.02 else [delay]
 
-    def flipped(self, data: Any) -> Any:
-        """Bytes or an array with another bit."""
-        if not isinstance(data, bytes):
-            return np.frombuffer(self.flipped(data.tobytes()), np.float32).copy()
-        changed = bytearray(data)
-        changed[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)
+    def flipped(self, original: bytes) -> bytes:
+        """The same bytes with another bit."""
+        changed = bytearray(original)
+        changed[self.random.randrange(len(original))] ^= 1 << self.random.randrange(8)
         return bytes(changed)
 
-    def flips_now(self, what: str) -> bool:
-        flips = what in self.flips
-        self.flips.discard(what)
+    def with_flipped_bit(self, values: Values) -> Values:
+        flipped = self.flipped(values.outer.tobytes())
+        return values._replace(outer=np.frombuffer(flipped, np.float32).copy())
+
+    def flips_now(self, kind: str) -> bool:
+        flips = kind in self.flips
+        self.flips.discard(kind)
         return flips
 
-    def send(self, site: Site, what: str, *arguments: Any) -> None:
+    def send(self, site: Site, call: str, *arguments: Any) -> None:
         """From a site to the hub."""
-        if what == "contribute" and self.flips_now("flip_payload"):
-            arguments = (
-                arguments[0],
-                {key: self.flipped(blob) for key, blob in arguments[1].items()},
-            )
+        if call == "contribute" and self.flips_now("flip_payload"):
+            contribution, blobs = arguments
+            flipped = {key: self.flipped(blob) for key, blob in blobs.items()}
+            arguments = (contribution, flipped)
         delays = [] if site.cut_up else self.delays()
-        site.broken |= not delays
+        site.life.link_is_broken |= not delays
+        peer = Peer("site", site.name, site.life.incarnation)
         for delay in delays:
-            self.after(delay, self.hub.arrive, site.name, site.incarnation, what, arguments)
+            self.after(delay, self.hub.arrive, peer, call, arguments)
 
-    def tell(self, name: str, incarnation: str, *events: Event, reliably: bool = False) -> None:
+    def tell(self, peer: Peer, *events: Event, reliably: bool = False) -> None:
         """From the hub to an incarnation of a site."""
-        site = self.sites[name]
+        site = self.sites[peer.name]
         if site.cut_down:
             return
         if events and events[0].kind == "record" and self.flips_now("flip_record"):
             with suppress(Malformed):
                 read_event(events[0]._replace(body=self.flipped(events[0].body)))
-                self.judge.violations.append(f"{name} took a damaged record")
-            site.broken = True
+                self.judge.violations.append(f"{site.name} took a damaged record")
+            site.life.link_is_broken = True
             return
         delays = [0.05 + 0.05 * self.random.random()] if reliably else self.delays()
         if site.alive:
-            site.broken |= not delays
+            site.life.link_is_broken |= not delays
         for delay in delays:
-            self.after(delay, site.arrive, incarnation, *events)
+            self.after(delay, site.arrive, peer.incarnation, *events)
 
-    # Faults
-
-    def fault(self) -> None:
-        if not self.left_faults:
-            return
-        self.left_faults -= 1
-        kind = self.random.choice(FAULTS)
-        site = self.random.choice(list(self.sites.values()))
-        others = [
-            own
-            for own in self.sites.values()
-            if own is not site and own.is_well and own.follower.follows
-        ]
-        if (
-            kind
-            in ("old_checkpoint", "lost_disk", "flip_outer", "flip_checkpoint", "wrong_arithmetic")
-            and not others
-        ):
-            kind = "kill"
-        self.judge.counts[f"fault {kind}"] += 1
-        self.trouble |= kind in ("flip_outer", "wrong_arithmetic", "not_finite")
-        self.happens(kind, site)
-        self.after(self.random.expovariate(1 / 3), self.fault)
-
-    def happens(self, kind: str, site: Site) -> None:
-        hub = self.hub
-        match kind:
-            case "kill" | "old_checkpoint" | "lost_disk" | "flip_checkpoint":
-                if kind == "old_checkpoint":
-                    site.checkpoints = site.checkpoints[: self.random.randint(1, 3)]
-                elif kind == "lost_disk":
-                    site.checkpoints = []
-                elif kind == "flip_checkpoint" and site.checkpoints:
-                    part = site.checkpoints[-1][1][0]
-                    part.values = part.values._replace(outer=self.flipped(part.values.outer))
-                site.die()
-                self.within(0.1, 20, site.start)
-            case "stop":
-                site.stopped = site.alive
-                self.within(0.1, 20, site.go_on)
-            case "cut" | "cut_up" | "cut_down":
-                site.cut_up |= kind != "cut_down"
-                site.cut_down |= kind != "cut_up"
-                self.within(0.1, 20, self.heal, site)
-            case "slow_network":
-                self.slow_until = self.now + self.random.uniform(1, 5)
-            case "hub_kill":
-                hub.alive = False
-                self.within(0.1, 8, self.hub_starts, hub)
-            case "hub_stop":
-                hub.stopped = hub.alive
-                self.within(0.1, 8, hub.go_on)
-            case "old_ledger":
-                # The hub is started with a backup; after a while somebody notices and starts it
-                # with the real ledger.
-                hub.alive = False
-                lost = min(self.random.randint(1, 12), self.disk.journal.last + 1)
-                self.hub = Hub(self, self.disk.without_the_last(lost, self.judge.sent))
-                self.within(1, 6, self.restore, self.hub)
-            case "leave" if site.alive:
-                site.finishing = True
-                site.follower.finish()
-            case "flip_outer" if site.alive:
-                part = self.random.choice(site.parts)
-                part.values = part.values._replace(outer=self.flipped(part.values.outer))
-            case "wrong_arithmetic" if site.alive:
-                site.does_wrong = True
-            case "not_finite":
-                self.share_not_finite = 0.3
-                self.after(2.0, setattr, self, "share_not_finite", 0.0)
-            case "flip_payload" | "flip_record" | "flip_state":
-                self.flips.add(kind)
+    # Returns of hubs and sites
 
     def heal(self, site: Site) -> None:
-        site.cut_up = site.cut_down = False
-        site.broken = True
+        site.cut_up = False
+        site.cut_down = False
+        site.life.link_is_broken = True
         site.calm_since = self.now
 
-    def hub_starts(self, instead_of: Hub) -> None:
+    def restart_hub(self, instead_of: Hub) -> None:
         if self.hub is instead_of and not instead_of.alive:
             self.hub = Hub(self, instead_of.disk)
 
     def restore(self, backup: Hub) -> None:
         backup.alive = False
         if not self.hub.disk.is_real:
-            self.hub.alive = False
-            self.hub = Hub(self, self.disk)
+            self.start_hub_on_real_disk()
 
-    def left(self, site: Site) -> None:
+    def start_hub_on_real_disk(self) -> None:
+        self.hub.alive = False
+        self.hub = Hub(self, self.disk)
+
+    def let_leave(self, site: Site) -> None:
         """A site has trained all it had to, and all of it is counted; some come back."""
-        ended = [own.ended for own in site.follower.fragments]
-        uncounted = [
-            part.steps for part, own_ended in zip(site.parts, ended, strict=True) if not own_ended
-        ]
-        self.judge.deny(any(uncounted), f"{site.name} left before its steps were counted")
+        for part, progress in zip(site.parts, site.follower.fragments, strict=True):
+            if part.steps and not progress.ended:
+                self.judge.violations.append(f"{site.name} left before its steps were counted")
         site.save()
         site.die()
         if self.ending:
@@ -737,116 +740,219 @@ class World:
         else:
             self.within(1, 20, site.start)
 
-    def operator_hears(self, hub: Hub, trouble: str) -> None:
+    # The operator
+
+    def operator_evicts(self, hub: Hub, trouble: str) -> None:
         """The hub cannot decide. Somebody looks at the sites, and evicts those that are wrong."""
-        self.judge.deny(not self.trouble, f"a halt without a reason: {trouble}")
-        for p, round in list(hub.ledger.open.items()):
-            held = {own.digest for own in round.contributions.values() if not own.reason}
-            if len(held) == 1:
+        self.judge.deny(not self.faults.expect_trouble, f"a halt without a reason: {trouble}")
+        for fragment, open_round in list(hub.ledger.open.items()):
+            contributions = list(open_round.contributions.values())
+            digests = {sent.digest for sent in contributions if not sent.reason}
+            if len(digests) == 1:
                 continue
-            # Who looks finds out whose arithmetic is right, where one of them is.
-            made = self.judge.made.get(hub.ledger.closed[p].key)
-            right = made if made in held else next(iter(held), None)
-            for wrong in [own.site for own in round.contributions.values() if own.digest != right]:
-                hub.coordinator.call(Peer("operator", "boss", ""), "evict", {"who": wrong}, b"")
-                hub.acknowledged = {
-                    key: own for key, own in hub.acknowledged.items() if key[1] != wrong
-                }
+            # A person who looks finds out whose arithmetic is right, where one of them is.
+            right = self.judge.digests.get(hub.ledger.closed[fragment].key)
+            if right not in digests:
+                right = next(iter(digests), None)
+            for contribution in contributions:
+                if contribution.digest != right:
+                    self.evict(hub, contribution.site)
+
+    def evict(self, hub: Hub, site: str) -> None:
+        hub.coordinator.call(OPERATOR, "evict", {"who": site}, b"")
+        for fragment, contributor in list(hub.acknowledged):
+            if contributor == site:
+                del hub.acknowledged[fragment, contributor]
 
     def operator_rolls_back(self) -> None:
-        """What the next round was measured against is gone with those who made it, and nobody can
-        follow.
+        """Nobody can follow: the values that the next round was measured against are gone with those
+        who made them.
         """
-        able = [
-            site
-            for site in self.sites.values()
-            if site.alive and site.follower.follows and not site.follower.lag
-        ]
-        if able or not (self.hub.alive and self.hub.disk.is_real):
-            return
+        for site in self.sites.values():
+            if site.follows and not site.follower.lag:
+                return
         hub = self.hub
-        disk = self.hub.disk
-        firsts = [
-            own.next_round
+        if not hub.serves_the_run:
+            return
+        refused_rounds = [
+            progress.next_round
             for site in self.sites.values()
-            for own in site.follower.fragments
-            if own.refused
+            for progress in site.follower.fragments
+            if progress.refused
         ]
+        header = {"round": min(refused_rounds) - 1}
         with suppress(Refused):
-            hub.coordinator.call(
-                Peer("operator", "boss", ""), "rollback", {"round": min(firsts) - 1}, b""
-            )
+            hub.coordinator.call(OPERATOR, "rollback", header, b"")
             self.judge.counts["rolled back"] += 1
             hub.acknowledged.clear()
-            # A record that is gone may still land where it has arrived before: what it has counted,
-            # it has.
-            before = Disk(disk.store)
-            before.counted = disk.counted
-            disk.counted = defaultdict(dict)
-            for (site, p), rounds in before.counted.items():
-                last = hub.ledger.closed[p].round
-                disk.counted[site, p] = {
-                    step: round for step, round in rounds.items() if round <= last
-                }
-            self.judge.disks |= {
-                key: before for key, own in self.judge.disks.items() if own is disk
-            }
+            self.judge.roll_back(hub)
 
     # The run
 
     def run_until(self, done: Callable[[], bool]) -> None:
         while not done() and not self.judge.violations:
-            self.now, _, what, arguments = heapq.heappop(self.queue)
-            what(*arguments)
+            self.now, _, act, arguments = heapq.heappop(self.queue)
+            act(*arguments)
 
     def run(self) -> "Judge":
         """Runs all faults, then a quiet time in which everything has to be as it was, then the end
         of the run.
         """
-        patches = (
-            mock.patch.multiple(state_requests, **SHORT),
-            mock.patch.object(ledger, "SNAPSHOT_EVERY", 20),
-        )
-        with (
-            patches[0],
-            patches[1],
-            mock.patch.object(Record, "from_bytes", lru_cache(1 << 12)(Record.from_bytes)),
-        ):
-            self.run_until(lambda: not self.left_faults)
-            self.slow_until = self.share_not_finite = 0.0
-            self.flips.clear()
-            self.hub.go_on()
-            if not (self.hub.alive and self.hub.disk.is_real):
-                self.hub.alive = False
-                self.hub = Hub(self, self.disk)
-            self.quiet_records = []
-            for site in self.sites.values():
-                site.does_wrong = False
-                site.go_on()
-                self.heal(site)
-                site.start()
-            until = self.now + QUIET
-            self.run_until(lambda: self.now > until)
-            # Nobody may have a state from which the run can go on, and hub or sites have said so to
-            # people.
-            told = self.judge.counts["no site has a state"]
-            donor = isinstance(self.hub.ledger.source("nobody", self.now), str)
-            if (
-                told
-                and not donor
-                and not any(site.alive and site.follower.follows for site in self.sites.values())
-            ):
+        with short_times():
+            self.run_until(lambda: not self.faults.left)
+            self.end_faults()
+            quiet_until = self.now + QUIET
+            self.run_until(lambda: self.now > quiet_until)
+            if self.waits_for_operator():
                 self.judge.counts["the run waits for an operator"] += 1
                 return self.judge
-            self.judge.quiet(self)
+            self.judge.check_quiet_time(self)
             self.ending = True
             self.hub.coordinator.end()
-            end = self.now + ENDING
-            self.run_until(
-                lambda: self.now > end or all(site.gone_for_good for site in self.sites.values())
-            )
-            self.judge.ended(self)
+            deadline = self.now + ENDING
+            self.run_until(lambda: self.now > deadline or self.is_over())
+            self.judge.check_end(self)
         return self.judge
+
+    def end_faults(self) -> None:
+        self.slow_until = 0.0
+        self.share_not_finite = 0.0
+        self.flips.clear()
+        self.hub.resume()
+        if not self.hub.serves_the_run:
+            self.start_hub_on_real_disk()
+        self.quiet_records = []
+        for site in self.sites.values():
+            site.life.computes_wrongly = False
+            site.resume()
+            self.heal(site)
+            site.start()
+
+    def waits_for_operator(self) -> bool:
+        """Returns whether nobody has a state from which the run can continue, and hub or sites have
+        said so to people.
+        """
+        if not self.judge.counts["no site has a state"]:
+            return False
+        has_donor = isinstance(self.hub.ledger.source("nobody", self.now), str)
+        return not has_donor and not any(site.follows for site in self.sites.values())
+
+    def is_over(self) -> bool:
+        return all(site.gone_for_good for site in self.sites.values())
+
+
+class Faults:
+    """Makes things go wrong in a world: a method for each kind of fault, but for flipped messages."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world = world
+        self.left = number
+        self.expect_trouble = False
+
+    def happen(self) -> None:
+        if not self.left:
+            return
+        self.left -= 1
+        world = self.world
+        kind = world.random.choice(FAULTS)
+        site = world.random.choice(list(world.sites.values()))
+        if kind in NEED_A_DONOR and not self.has_donor_for(site):
+            kind = "kill"
+        world.judge.counts[f"fault {kind}"] += 1
+        self.expect_trouble |= kind in TROUBLE
+        if kind in FLIPS_OF_MESSAGES:
+            world.flips.add(kind)
+        else:
+            getattr(self, kind)(site)
+        world.after(world.random.expovariate(1 / 3), self.happen)
+
+    def has_donor_for(self, site: Site) -> bool:
+        donors = [donor for donor in self.world.sites.values() if donor is not site]
+        return any(donor.is_well and donor.follower.follows for donor in donors)
+
+    # Of sites
+
+    def kill(self, site: Site) -> None:
+        site.die()
+        self.world.within(0.1, 20, site.start)
+
+    def old_checkpoint(self, site: Site) -> None:
+        site.checkpoints = site.checkpoints[: self.world.random.randint(1, 3)]
+        self.kill(site)
+
+    def lost_disk(self, site: Site) -> None:
+        site.checkpoints = []
+        self.kill(site)
+
+    def flip_checkpoint(self, site: Site) -> None:
+        if site.checkpoints:
+            _, parts, *_ = site.checkpoints[-1]
+            parts[0].values = self.world.with_flipped_bit(parts[0].values)
+        self.kill(site)
+
+    def stop(self, site: Site) -> None:
+        site.stopped = site.alive
+        self.world.within(0.1, 20, site.resume)
+
+    def leave(self, site: Site) -> None:
+        if site.alive:
+            site.life.is_finishing = True
+            site.follower.finish()
+
+    def flip_outer(self, site: Site) -> None:
+        if site.alive:
+            part = self.world.random.choice(site.parts)
+            part.values = self.world.with_flipped_bit(part.values)
+
+    def wrong_arithmetic(self, site: Site) -> None:
+        if site.alive:
+            site.life.computes_wrongly = True
+
+    def not_finite(self, site: Site) -> None:
+        self.world.share_not_finite = 0.3
+        self.world.after(2.0, setattr, self.world, "share_not_finite", 0.0)
+
+    # Of the network
+
+    def cut(self, site: Site) -> None:
+        site.cut_down = True
+        self.cut_up(site)
+
+    def cut_up(self, site: Site) -> None:
+        site.cut_up = True
+        self.heal_later(site)
+
+    def cut_down(self, site: Site) -> None:
+        site.cut_down = True
+        self.heal_later(site)
+
+    def heal_later(self, site: Site) -> None:
+        self.world.within(0.1, 20, self.world.heal, site)
+
+    def slow_network(self, site: Site) -> None:
+        self.world.slow_until = self.world.now + self.world.random.uniform(1, 5)
+
+    # Of the hub
+
+    def hub_kill(self, site: Site) -> None:
+        hub = self.world.hub
+        hub.alive = False
+        self.world.within(0.1, 8, self.world.restart_hub, hub)
+
+    def hub_stop(self, site: Site) -> None:
+        hub = self.world.hub
+        hub.stopped = hub.alive
+        self.world.within(0.1, 8, hub.resume)
+
+    def old_ledger(self, site: Site) -> None:
+        """The hub is started with a backup; after a while somebody notices and starts it with the
+        real ledger.
+        """
+        world = self.world
+        world.hub.alive = False
+        lost = min(world.random.randint(1, 12), world.disk.journal.last + 1)
+        world.hub = Hub(world, world.disk.without_the_last(lost, world.judge.sent))
+        world.within(1, 6, world.restore, world.hub)
 
 
 # The judge
@@ -854,7 +960,7 @@ class World:
 
 @dataclass
 class Sent:
-    """What was launched, as it really was."""
+    """A launch as it really was."""
 
     ids: list[int]
     lineage: str
@@ -862,240 +968,304 @@ class Sent:
     local: np.ndarray
 
 
+class Landing(NamedTuple):
+    """A landing before the site does to its values what it says."""
+
+    site: Site
+    record: Record
+    action: MergeAction
+    new: Values
+
+    @property
+    def part(self) -> Part:
+        return self.site.parts[self.record.fragment]
+
+    @property
+    def flight(self) -> list[int]:
+        return self.part.flight or []
+
+    @property
+    def where(self) -> str:
+        return f"{self.site.name}, round {self.record.round} of {self.record.fragment}"
+
+
 class Judge:
     def __init__(self) -> None:
         self.violations: list[str] = []
         self.counts: Counter[str] = Counter()
         self.sent: dict[Contribution, Sent] = {}
-        self.made: dict[str, int] = {}
+        # Of the values that the sites which compute rightly have made of each record.
+        self.digests: dict[str, int] = {}
         self.disks: dict[str, Disk] = {}
 
-    def deny(self, happened: object, what: str) -> None:
+    def deny(self, happened: object, violation: str) -> None:
         if happened:
-            self.violations.append(what)
+            self.violations.append(violation)
 
-    def launched(self, site: Site, own: Contribution, part: Part) -> None:
-        ids = part.held
+    # Launches and landings
+
+    def check_launch(self, site: Site, contribution: Contribution, part: Part) -> None:
+        ids = list(part.held)
         values = part.values
-        self.sent[own] = Sent(list(ids), values.lineage, values.digest, part.local.copy())
-        self.deny(
-            own.weight != len(ids) * site.samples,
-            f"{site.name} weighs {own.weight} for {len(ids)} steps",
-        )
-        call = site.follower.fragments[own.fragment].call
-        is_last = call is not None and call.final
-        early = (
-            len(ids) < site.world.terms.least_steps(own.round)
-            and not site.finishing
-            and not is_last
-        )
-        self.deny(early, f"{site.name} launched after {len(ids)} steps")
+        self.sent[contribution] = Sent(ids, values.lineage, values.digest, part.local.copy())
+        weight = contribution.weight
+        is_wrong = weight != len(ids) * site.samples
+        self.deny(is_wrong, f"{site.name} weighs {weight} for {len(ids)} steps")
+        call = site.follower.fragments[contribution.fragment].call
+        may_be_short = site.life.is_finishing or (call is not None and call.final)
+        is_short = len(ids) < site.world.terms.least_steps(contribution.round)
+        is_early = is_short and not may_be_short
+        self.deny(is_early, f"{site.name} launched after {len(ids)} steps")
 
-    def lands(self, site: Site, record: Record, landing: MergeAction, new: Values) -> None:
-        """Looks at a landing before the site does to its values what it says."""
-        p = record.fragment
-        part = site.parts[record.fragment]
-        deny = self.deny
-        old = part.values
-        flight = part.flight or []
-        rounds = self.disks[record.key].counted[site.name, p]
-        counted = {step for step in part.steps if rounds.get(step, 1 << 60) <= record.round}
-        where = f"{site.name}, round {record.round} of {p}"
-        is_other = old.lineage != record.previous
-        if landing is MergeAction.REFUSE:
-            deny(old.digest == record.digest, f"{where}: refused what was right")
-            deny(is_other, f"{where}: nearly landed a record of another history")
+    def check_landing(self, landing: Landing) -> None:
+        record = landing.record
+        old = landing.part.values
+        where = landing.where
+        has_other_history = old.lineage != record.previous
+        has_other_values = old.digest != record.digest
+        if landing.action is MergeAction.REFUSE:
+            self.deny(not has_other_values, f"{where}: refused what was right")
+            self.deny(has_other_history, f"{where}: nearly landed a record of another history")
             return
-        deny(
-            is_other or old.digest != record.digest,
-            f"silent divergence: {where} has another history or values",
-        )
-        if not site.was_wrong:
-            made = self.made.setdefault(record.key, new.digest)
-            deny(
-                made != new.digest,
-                f"silent divergence: {where} made other values of the same record",
-            )
-        if landing is MergeAction.MIX:
-            mine = record.of(site.name)
-            # Who has trained nothing takes part in a round that was to be the last one.
-            nothing = not flight and (mine is None or mine.weight)
-            deny(
-                nothing or not set(flight) <= counted, f"{where}: lost a flight that nobody counted"
-            )
-        if landing is MergeAction.DROP:
-            deny(
-                not flight or counted & set(flight), f"{where}: drops what was counted, or nothing"
-            )
-        if landing is MergeAction.CARRY:
-            deny(counted, f"{where}: carries {len(counted)} steps that were counted")
+        differs = has_other_history or has_other_values
+        self.deny(differs, f"silent divergence: {where} has another history or values")
+        if not landing.site.life.computed_wrongly:
+            digest = self.digests.setdefault(record.key, landing.new.digest)
+            differs = digest != landing.new.digest
+            self.deny(differs, f"silent divergence: {where} made other values of the same record")
+        self.check_steps_of(landing)
         if record.final:
-            mean = np.mean([self.sent[own].local for own in record.counted], axis=0)
-            # An outer parameter that a flipped bit has made huge leaves little of a float32.
-            lost = 2.0**-20 * np.abs(old.outer)
-            deny(
-                not (np.abs(new.outer - mean) <= 2.0**-8 * np.abs(mean) + lost).all(),
-                f"{where}: no exact mean",
-            )
-        elif landing is MergeAction.TAKE and part.finite:
-            mine = record.of(site.name)
-            if mine is None or self.sent[mine].ids == part.flight:
-                deny(True, f"{where}: dropped what it holds")
-            else:
-                self.loses(site, p, mine, where)
+            self.check_final_mean(landing)
+        elif landing.action is MergeAction.TAKE and landing.part.finite:
+            self.check_taken(landing)
 
-    def begins_again(self, site: Site, p: int, incarnation: str) -> None:
+    def check_steps_of(self, landing: Landing) -> None:
+        """Compares what becomes of the trained steps with what the records have counted."""
+        site = landing.site
+        record = landing.record
+        where = landing.where
+        rounds = self.disks[record.key].counted[site.name, record.fragment]
+        never = 1 << 60
+        counted = {step for step in landing.part.steps if rounds.get(step, never) <= record.round}
+        in_flight = set(landing.flight)
+        if landing.action is MergeAction.MIX:
+            contribution = record.of(site.name)
+            # A site that has trained nothing takes part in a round that was to be the last one.
+            has_nothing = not in_flight and (contribution is None or contribution.weight)
+            is_lost = has_nothing or not in_flight <= counted
+            self.deny(is_lost, f"{where}: lost a flight that nobody counted")
+        if landing.action is MergeAction.DROP:
+            is_wrong = not in_flight or counted & in_flight
+            self.deny(is_wrong, f"{where}: drops what was counted, or nothing")
+        if landing.action is MergeAction.CARRY:
+            self.deny(counted, f"{where}: carries {len(counted)} steps that were counted")
+
+    def check_final_mean(self, landing: Landing) -> None:
+        locals_of_sites = [self.sent[counted].local for counted in landing.record.counted]
+        mean = np.mean(locals_of_sites, axis=0)
+        # An outer parameter that a flipped bit has made huge leaves little of a float32.
+        lost = 2.0**-20 * np.abs(landing.part.values.outer)
+        tolerance = 2.0**-8 * np.abs(mean) + lost
+        is_exact = (np.abs(landing.new.outer - mean) <= tolerance).all()
+        self.deny(not is_exact, f"{landing.where}: no exact mean")
+
+    def check_taken(self, landing: Landing) -> None:
+        site = landing.site
+        contribution = landing.record.of(site.name)
+        if contribution is None or self.sent[contribution].ids == landing.part.flight:
+            self.violations.append(f"{landing.where}: dropped what it holds")
+        else:
+            self.check_lost_steps(site, contribution, landing.where)
+
+    def check_beginning_again(self, site: Site, fragment: int, incarnation: str) -> None:
         """Looks at what is dropped because an earlier incarnation has launched it, before it is."""
+        launch = (fragment, site.name, incarnation)
         launches = [
-            own
-            for own in self.sent
-            if (own.fragment, own.site, own.incarnation) == (p, site.name, incarnation)
+            sent for sent in self.sent if (sent.fragment, sent.site, sent.incarnation) == launch
         ]
-        self.loses(
-            site, p, max(launches, key=lambda own: own.round), f"{site.name}, a new incarnation"
-        )
+        last = max(launches, key=lambda sent: sent.round)
+        self.check_lost_steps(site, last, f"{site.name}, a new incarnation")
 
-    def loses(self, site: Site, p: int, launch: Contribution, where: str) -> None:
-        """What is dropped because a launch counts, and was trained after it, is not in it, and is
-        lost.
+    def check_lost_steps(self, site: Site, launch: Contribution, where: str) -> None:
+        """Looks for steps that were trained after a launch that counts, and are not in it: they
+        are lost.
         """
-        after = [
-            step for step in site.parts[p].steps if step > max(self.sent[launch].ids, default=0)
-        ]
-        self.deny(
-            after and site.world.sites_join and not site.misled,
-            f"{where}: loses {len(after)} steps of {p}",
-        )
+        last_sent = max(self.sent[launch].ids, default=0)
+        lost = [step for step in site.parts[launch.fragment].steps if step > last_sent]
+        may_not_lose = site.world.sites_join and not site.life.is_misled
+        violation = f"{where}: loses {len(lost)} steps of {launch.fragment}"
+        self.deny(lost and may_not_lose, violation)
 
-    def weighs(self, site: Site) -> None:
+    def count_steps(self, site: Site) -> None:
         """Compares what the rules say that a site holds with what it does hold."""
-        for own, part in zip(site.follower.fragments, site.parts, strict=True):
-            steps = own.steps + (own.flight.steps if own.flight else 0)
-            self.deny(
-                steps != len(part.steps),
-                f"{site.name} holds {len(part.steps)} steps, and says {steps}",
-            )
+        for progress, part in zip(site.follower.fragments, site.parts, strict=True):
+            steps = progress.steps
+            if progress.flight:
+                steps += progress.flight.steps
+            violation = f"{site.name} holds {len(part.steps)} steps, and says {steps}"
+            self.deny(steps != len(part.steps), violation)
 
-    def recorded(self, hub: Hub, record: Record) -> None:
+    # Records
+
+    def check_record(self, hub: Hub, record: Record) -> None:
         disk = hub.disk
-        where = f"{'' if disk.is_real else 'backup: '}round {record.round} of {record.fragment}"
+        backup = "" if disk.is_real else "backup: "
+        where = f"{backup}round {record.round} of {record.fragment}"
         self.disks[record.key] = disk
-        for own in record.counted:
-            sent = self.sent.get(own)
-            counted = disk.counted[own.site, own.fragment]
-            if sent is None:
-                self.violations.append(f"{where} counts what {own.site} has not contributed")
+        for contribution in record.counted:
+            if contribution not in self.sent:
+                violation = f"{where} counts what {contribution.site} has not contributed"
+                self.violations.append(violation)
                 return
-            other = sent.lineage != record.previous or sent.digest != record.digest
-            self.deny(other, f"silent divergence: {where} counts another history or values")
-            self.deny(counted.keys() & set(sent.ids), f"{where} counts steps of {own.site} twice")
-            counted.update(dict.fromkeys(sent.ids, record.round))
-        sites = {own.site for own in record.counted} | {entry.site for entry in record.left_out}
-        self.deny(len(sites) < self.fewest(hub), f"{where} was closed with {len(sites)} sites")
-        for (p, site), own in hub.acknowledged.items():
-            lost = p == record.fragment and own.round == record.round and site not in sites
-            self.deny(lost, f"{where} forgot what {site} had contributed")
-        for entry in record.left_out:
-            left = hub.acknowledged.get((record.fragment, entry.site))
-            wrong = left is None or not left.finite or not (left.weight or left.exact)
-            wrong = wrong or self.sent[left].digest != record.digest  # type: ignore[index]
-            self.deny(not wrong, f"{where} leaves {entry.site} out: {entry.reason}")
+            self.check_counted(disk, record, contribution, where)
+        self.check_sites(hub, record, where)
+        for left_out in record.left_out:
+            acknowledged = hub.acknowledged.get((record.fragment, left_out.site))
+            is_right = self.may_be_left_out(acknowledged, record.digest)
+            self.deny(not is_right, f"{where} leaves {left_out.site} out: {left_out.reason}")
+
+    def check_sites(self, hub: Hub, record: Record, where: str) -> None:
+        sites = {entry.site for entry in (*record.counted, *record.left_out)}
+        too_few = len(sites) < self.fewest(hub)
+        self.deny(too_few, f"{where} was closed with {len(sites)} sites")
+        for (fragment, site), contribution in hub.acknowledged.items():
+            is_of_round = (fragment, contribution.round) == (record.fragment, record.round)
+            is_lost = is_of_round and site not in sites
+            self.deny(is_lost, f"{where} forgot what {site} had contributed")
+
+    def check_counted(
+        self, disk: Disk, record: Record, contribution: Contribution, where: str
+    ) -> None:
+        site = contribution.site
+        sent = self.sent[contribution]
+        counted = disk.counted[site, contribution.fragment]
+        differs = sent.lineage != record.previous or sent.digest != record.digest
+        self.deny(differs, f"silent divergence: {where} counts another history or values")
+        counts_twice = counted.keys() & set(sent.ids)
+        self.deny(counts_twice, f"{where} counts steps of {site} twice")
+        counted.update(dict.fromkeys(sent.ids, record.round))
+
+    def may_be_left_out(self, contribution: Contribution | None, digest: int) -> bool:
+        if contribution is None or not contribution.finite:
+            return True
+        if not contribution.weight and not contribution.exact:
+            return True
+        return self.sent[contribution].digest != digest
+
+    def roll_back(self, hub: Hub) -> None:
+        """Forgets the counts of rounds that a rollback has removed from the disk of a hub."""
+        disk = hub.disk
+        # A record that is gone may still land where it has arrived before: what it has counted, it
+        # has.
+        before = Disk(disk.store)
+        before.counted = disk.counted
+        disk.counted = defaultdict(dict)
+        for (site, fragment), rounds in before.counted.items():
+            last = hub.ledger.closed[fragment].round
+            remaining = {step: round for step, round in rounds.items() if round <= last}
+            disk.counted[site, fragment] = remaining
+        for key, disk_of_record in self.disks.items():
+            if disk_of_record is disk:
+                self.disks[key] = before
+
+    # Rounds
 
     @staticmethod
-    def living(hub: Hub) -> list[str]:
+    def present(hub: Hub) -> list[str]:
         """The sites that have beaten within a lease, follow, and are near enough."""
         now = hub.world.now
         lease = hub.world.terms.lease
-        closed = hub.ledger.closed
-        return [
-            site
-            for site, (time, _, follows, applied) in hub.heartbeats.items()
-            if follows
-            and site in hub.ledger.members
-            and time + lease > now
-            and all(
-                last.round - own <= RETENTION for last, own in zip(closed, applied, strict=True)
-            )
-        ]
+        last_rounds = [position.round for position in hub.ledger.closed]
+        sites = []
+        for site, beat in hub.beats.items():
+            if not beat.follows or site not in hub.ledger.members or beat.time + lease <= now:
+                continue
+            pairs = zip(last_rounds, beat.applied, strict=True)
+            if all(last - applied <= RETENTION for last, applied in pairs):
+                sites.append(site)
+        return sites
 
     def fewest(self, hub: Hub) -> int:
         """How many make a round, at least: a number, or half of those who are there."""
         quorum = hub.world.terms.quorum
-        return quorum if isinstance(quorum, int) else (len(self.living(hub)) + 1) // 2
+        return quorum if isinstance(quorum, int) else (len(self.present(hub)) + 1) // 2
 
-    def closes(self, hub: Hub) -> None:
+    def check_open_rounds(self, hub: Hub) -> None:
         """Looks, after the hub closed what was due, for rounds that are open for too long."""
-        now = hub.world.now
-        ledger = hub.ledger
         terms = hub.world.terms
-        for p, round in ledger.open.items():
-            able = [own for own in round.contributions.values() if not own.reason]
-            if (
-                not able
-                or len(round.contributions) < self.fewest(hub)
-                or len({own.digest for own in able}) > 1
-            ):
+        for fragment, open_round in hub.ledger.open.items():
+            if not self.can_close(hub, open_round):
                 continue
             # For the time of a lease a hub that was started waits for those before, also to know
             # how many there are.
-            settled = now > hub.started + terms.lease
-            is_last = hub.world.ending and all(
-                own.exact or own.reason for own in round.contributions.values()
+            is_settled = hub.world.now > hub.started + terms.lease
+            is_complete = is_settled and all(
+                site in open_round.arrived for site in self.present(hub)
             )
-            over = not is_last and now > min(round.arrived.values()) + terms.grace
-            over = over and (settled or isinstance(terms.quorum, int))
-            alone = settled and all(site in round.arrived for site in self.living(hub))
-            # What has just changed is seen by the next tick.
-            hub.overdue[p] = hub.overdue[p] + 1 if over or alone else 0
-            why = "beyond the grace" if over else "for somebody who is not there"
-            self.deny(
-                hub.overdue[p] > 2, f"round {ledger.closed[p].round + 1} of {p} is open {why}"
-            )
+            has_grace = is_settled or isinstance(terms.quorum, int)
+            is_over = has_grace and self.is_beyond_grace(hub, open_round)
+            # A change is seen by the next tick.
+            hub.overdue[fragment] = hub.overdue[fragment] + 1 if is_over or is_complete else 0
+            why = "beyond the grace" if is_over else "for somebody who is not there"
+            number = hub.ledger.closed[fragment].round + 1
+            is_overdue = hub.overdue[fragment] > 2
+            self.deny(is_overdue, f"round {number} of {fragment} is open {why}")
 
-    def quiet(self, world: World) -> None:
+    def can_close(self, hub: Hub, open_round: OpenRound) -> bool:
+        contributions = open_round.contributions.values()
+        digests = {sent.digest for sent in contributions if not sent.reason}
+        return len(digests) == 1 and len(contributions) >= self.fewest(hub)
+
+    @staticmethod
+    def is_beyond_grace(hub: Hub, open_round: OpenRound) -> bool:
+        world = hub.world
+        contributions = open_round.contributions.values()
+        is_last = world.ending and all(sent.exact or sent.reason for sent in contributions)
+        return not is_last and world.now > min(open_round.arrived.values()) + world.terms.grace
+
+    # The quiet time and the end
+
+    def check_quiet_time(self, world: World) -> None:
         records = world.quiet_records or []
-        fragments = world.terms.fragments
-        self.deny(
-            len(records) / fragments < QUIET / 6,
-            f"only {len(records)} records while nothing was wrong",
-        )
-        later = records[len(records) // 2 :]
+        too_few = len(records) / world.terms.fragments < QUIET / 6
+        self.deny(too_few, f"only {len(records)} records while nothing was wrong")
         alive = [site for site in world.sites.values() if site.alive]
         for site in alive:
-            pairs = zip(world.hub.ledger.closed, site.follower.fragments, strict=True)
-            behind = max(closed.round - own.applied.round for closed, own in pairs)
-            self.deny(behind > 2, f"{site.name} is {behind} rounds behind")
-            self.deny(not site.follower.follows, f"{site.name} does not follow at the end")
-            # Who can answer a call within the grace counts, also at half the speed of the others.
-            prompt = (
-                site.calm_since < world.now - QUIET + 1
-                and site.speed <= 0.3
-                and world.terms.grace >= 0.65
-            )
-            share = sum(own.of(site.name) is not None for own in later) / max(1, len(later))
-            self.deny(
-                prompt and not site.finishing and share < 0.75, f"{site.name} counts in {share:.0%}"
-            )
-        held: dict[str, bytes] = {}
+            self.check_quiet_site(site, records[len(records) // 2 :])
+        values_at: dict[str, bytes] = {}
         for site in alive:
-            for own, part in zip(site.follower.fragments, site.parts, strict=True):
+            for progress, part in zip(site.follower.fragments, site.parts, strict=True):
+                position = f"{progress.fragment} {progress.applied.key}"
                 values = part.values.outer.tobytes()
-                same = held.setdefault(f"{own.fragment} {own.applied.key}", values) == values
-                self.deny(
-                    not same, f"silent divergence: {site.name} holds other values of {own.fragment}"
-                )
+                differs = values_at.setdefault(position, values) != values
+                place = f"{site.name} holds other values of {progress.fragment}"
+                self.deny(differs, f"silent divergence: {place}")
 
-    def ended(self, world: World) -> None:
+    def check_quiet_site(self, site: Site, records: list[Record]) -> None:
+        world = site.world
+        follower = site.follower
+        pairs = zip(world.hub.ledger.closed, follower.fragments, strict=True)
+        behind = max(closed.round - progress.applied.round for closed, progress in pairs)
+        self.deny(behind > 2, f"{site.name} is {behind} rounds behind")
+        self.deny(not follower.follows, f"{site.name} does not follow at the end")
+        # A site that can answer a call within the grace counts, also at half the speed of the
+        # others.
+        is_calm = site.calm_since < world.now - QUIET + 1
+        is_prompt = is_calm and site.speed <= 0.3 and world.terms.grace >= 0.65
+        counted = sum(record.of(site.name) is not None for record in records)
+        share = counted / max(1, len(records))
+        counts_rarely = is_prompt and not site.life.is_finishing and share < 0.75
+        self.deny(counts_rarely, f"{site.name} counts in {share:.0%}")
+
+    def check_end(self, world: World) -> None:
         if self.violations:
             return
-        left = [site.name for site in world.sites.values() if not site.gone_for_good]
-        self.deny(left, f"{left} have not come to the end of the run")
+        sites = world.sites.values()
+        unfinished = [site.name for site in sites if not site.gone_for_good]
+        self.deny(unfinished, f"{unfinished} have not come to the end of the run")
         for p in range(world.terms.fragments):
-            ends = {site.parts[p].values.outer.tobytes() for site in world.sites.values()}
-            self.deny(
-                len(ends) > 1,
-                f"silent divergence: the run ended with {len(ends)} values of fragment {p}",
-            )
-            self.deny(
-                not world.hub.ledger.has_ended(p), f"the last record of fragment {p} is not final"
-            )
+            ends = {site.parts[p].values.outer.tobytes() for site in sites}
+            differs = f"the run ended with {len(ends)} values of fragment {p}"
+            self.deny(len(ends) > 1, f"silent divergence: {differs}")
+            has_ended = world.hub.ledger.has_ended(p)
+            self.deny(not has_ended, f"the last record of fragment {p} is not final")
