@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.methods import Paced
 
 
-def _made(distribution: str) -> tuple[Any, Any]:
+def _classes(distribution: str) -> tuple[Any, Any]:
     package = importlib.import_module(distribution)
 
     class Net(package.LightningModule):
@@ -25,38 +25,39 @@ def _made(distribution: str) -> tuple[Any, Any]:
             self.lr = lr
             self.fails_in_group = fails_in_group
             self.automatic_optimization = not by_hand
-            layers = (
+            self.net = nn.Sequential(
                 nn.Linear(4, width),
                 nn.BatchNorm1d(width),
                 nn.Tanh(),
                 nn.Dropout(0.2),
                 nn.Linear(width, 2),
             )
-            self.net = nn.Sequential(*layers)
+
+        def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            x, y = batch
+            return nn.functional.mse_loss(self.net(x), y)
 
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
             if self.global_rank == self.fails_in_group and self.global_step == 7:
                 raise RuntimeError("the data of this group is broken")
-            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            loss = self.loss(batch)
             self.log("train_loss", loss)
-            if not self.automatic_optimization:
-                self.optimizers().zero_grad()
-                self.manual_backward(loss)
-                self.optimizers().step()
-            return loss.detach() if not self.automatic_optimization else loss
+            if self.automatic_optimization:
+                return loss
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            return loss.detach()
 
         def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-            self.log(
-                "val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True
-            )
+            self.log("val_loss", self.loss(batch), sync_dist=True)
 
         def configure_optimizers(self) -> dict[str, object]:
             optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
-            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-            }
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+            every_step = {"scheduler": scheduler, "interval": "step"}
+            return {"optimizer": optimizer, "lr_scheduler": every_step}
 
     class Data(package.LightningDataModule):
         """A regression that shuffles, and is cut into one part for each rank."""
@@ -67,20 +68,20 @@ def _made(distribution: str) -> tuple[Any, Any]:
             self.batch_size = batch_size
             self.paced = paced
 
-        def setup(self, stage: str) -> None:
+        def samples(self) -> TensorDataset:
             generator = torch.Generator().manual_seed(0)
             x = torch.randn(self.length, 4, generator=generator)
-            self.data = TensorDataset(x, x[:, :2] * x[:, 2:])
+            return TensorDataset(x, x[:, :2] * x[:, 2:])
 
         def train_dataloader(self) -> Any:
-            loader = DataLoader(self.data, batch_size=self.batch_size, shuffle=True)
+            loader = DataLoader(self.samples(), batch_size=self.batch_size, shuffle=True)
             return Paced(loader) if self.paced else loader
 
         def val_dataloader(self) -> Any:
-            return DataLoader(self.data, batch_size=16)
+            return DataLoader(self.samples(), batch_size=16)
 
     return Net, Data
 
 
-Net, Data = _made("lightning.pytorch")
-OtherNet, OtherData = _made("pytorch_lightning")
+Net, Data = _classes("lightning.pytorch")
+OtherNet, OtherData = _classes("pytorch_lightning")
