@@ -1,4 +1,4 @@
-"""What the command ``sdiloco`` prints in this process, and with which code it ends."""
+"""Runs the command ``sdiloco`` in this process, for its output and its exit code."""
 
 import contextlib
 import io

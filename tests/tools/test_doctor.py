@@ -119,7 +119,7 @@ DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "OMP_NUM_THREADS": "1"}
 ONE_SLOW_DIRECTION = [MeasuredLink(0, 1, 0.05, 1e8), MeasuredLink(1, 0, 0.05, 3e7)]
 NO_LINK = [MeasuredLink(0, 1, error="no answer")]
 UNREACHABLE = [BrokenConnection(0, 2, "10.0.0.3:4", "no answer within 10 s")]
-# What a doctor sees; state and check of its finding, and words of the finding and of the fix.
+# Choices of `seen`; state and check of the finding, and words of the finding and of the fix.
 UNWELL: list[tuple[dict[str, Any], str, str, str]] = [
     ({"versions": OLD_TORCH}, "wrong: torch", "1.0 on rank 2", "Install the same version of torch"),
     ({"files": 256}, "wrong: open files", "rank 2 (host1) may open 256", "ulimit -n 288"),

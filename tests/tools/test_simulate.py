@@ -386,41 +386,39 @@ def test_seeds_are_compared_pair_by_pair(tmp_path: Path) -> None:
     assert "Means over 2 seeds" in answer["text"]
 
 
-DEVICES = ["--set=trainer.devices=4", "--set=trainer.strategy.init_args.worker_groups=2"]
-REFUSED = [
-    ([], "--config must be given"),
-    (["--config=missing.yaml"], "config='missing.yaml' is not a file"),
-    (["FILE", "--groups=0"], "groups=0 is out of range"),
-    (
-        ["FILE", "--sweep=width=1,2"],
-        "varies 'width', which is unknown. Choose among groups, sync_every",
+# options, with FILE for a sound configuration, and words of the error
+REFUSED = {
+    "": "--config must be given",
+    "--config=missing.yaml": "config='missing.yaml' is not a file",
+    "FILE --groups=0": "groups=0 is out of range",
+    "FILE --sweep=width=1,2": "varies 'width', which is unknown. Choose among groups, sync_every",
+    "FILE --sweep=sync_every": "has no values",
+    "FILE --sweep=groups=1.5": "not a whole number",
+    "FILE --sweep=sync_every=5 --sweep=sync_every=6": "names something twice",
+    "FILE --sweep=compression=fp4,fp5": "compression='fp5'",
+    "FILE --sweep=overlap_steps=2,auto": "overlap_steps='auto' cannot be simulated",
+    "FILE --round-trip=0.1": (
+        "--round-trip is for predicting the time of a run on a link. Give its --bandwidth"
     ),
-    (["FILE", "--sweep=sync_every"], "has no values"),
-    (["FILE", "--sweep=groups=1.5"], "not a whole number"),
-    (["FILE", "--sweep=sync_every=5", "--sweep=sync_every=6"], "names something twice"),
-    (["FILE", "--sweep=compression=fp4,fp5"], "compression='fp5'"),
-    (["FILE", "--sweep=overlap_steps=2,auto"], "overlap_steps='auto' cannot be simulated"),
-    (
-        ["FILE", "--round-trip=0.1"],
-        "--round-trip is for predicting the time of a run on a link. Give its --bandwidth",
+    "FILE --bandwidth=1Gbit --speeds=1,x": "speeds has 'x' where a number should be",
+    "FILE --bandwidth=1Gbit --speeds=1": "1 speeds for 2 worker groups",
+    "FILE --cli=no_such.CLI": "cli='no_such.CLI' cannot be imported",
+    "FILE --set=trainer.no_such=1": "no_such",
+    "FILE --set=trainer.strategy=ddp": "trainer.strategy='ddp' cannot be simulated",
+    "FILE --set=trainer.devices=4 --set=trainer.strategy.init_args.worker_groups=2": (
+        "2 worker groups for 4 processes"
     ),
-    (["FILE", "--bandwidth=1Gbit", "--speeds=1,x"], "speeds has 'x' where a number should be"),
-    (["FILE", "--bandwidth=1Gbit", "--speeds=1"], "1 speeds for 2 worker groups"),
-    (["FILE", "--cli=no_such.CLI"], "cli='no_such.CLI' cannot be imported"),
-    (["FILE", "--set=trainer.no_such=1"], "no_such"),
-    (["FILE", "--set=trainer.strategy=ddp"], "trainer.strategy='ddp' cannot be simulated"),
-    (["FILE", *DEVICES], "2 worker groups for 4 processes"),
-    (["FILE", "--seeds=1", "--sweep=sync_every=2,3"], "a comparison takes 2 to 10"),
-    (["FILE", "--seeds=1,2"], "Say with --sweep or --methods what varies"),
-    (["FILE", "--seeds=1,2", "--sites=2", "--step-time=1"], "do not work with --sites"),
-    (["FILE", "--sites=2"], "--sites needs --step-time"),
-    (["FILE", "--sites=1", "--step-time=1", "--absence=0:0-5"], "no site founds the run"),
-    (["FILE", "--delays=1,2"], "Give --sites too"),
-    (["--config=LIST"], "config='LIST' is not a YAML file of arguments"),
-    (["--config=BROKEN"], "config='BROKEN' is not a YAML file of arguments"),
-    (["FILE", "--methods=LIST"], "not a YAML file that maps names"),
-    (["FILE", "--methods=RATE"], "'rate', which is unknown"),
-]
+    "FILE --seeds=1 --sweep=sync_every=2,3": "a comparison takes 2 to 10",
+    "FILE --seeds=1,2": "Say with --sweep or --methods what varies",
+    "FILE --seeds=1,2 --sites=2 --step-time=1": "do not work with --sites",
+    "FILE --sites=2": "--sites needs --step-time",
+    "FILE --sites=1 --step-time=1 --absence=0:0-5": "no site founds the run",
+    "FILE --delays=1,2": "Give --sites too",
+    "--config=LIST": "config='LIST' is not a YAML file of arguments",
+    "--config=BROKEN": "config='BROKEN' is not a YAML file of arguments",
+    "FILE --methods=LIST": "not a YAML file that maps names",
+    "FILE --methods=RATE": "'rate', which is unknown",
+}
 
 
 @patch(
@@ -435,7 +433,7 @@ def test_impossible_simulations_are_refused_before_a_run(
     Path("LIST").write_text("- a")
     Path("BROKEN").write_text("a ?= b: c:")
     Path("RATE").write_text("a: {rate: 3}")
-    cases = [([file if arg == "FILE" else arg for arg in args], words) for args, words in REFUSED]
+    cases = [(line.replace("FILE", file).split(), words) for line, words in REFUSED.items()]
     assert not_refused_with("simulate", cases) == {}
 
 
