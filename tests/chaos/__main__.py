@@ -145,7 +145,7 @@ def main(arguments: list[str] | None = None) -> None:
     about = {**report.measured("chaos", options.quick), "command": "python -m tests.chaos"}
     report.write(options.json, sums, about, runs=runs)
     if findings["problems"]:
-        sys.exit(f"What the processes wrote is in {folder}.")
+        sys.exit(f"The notes and logs of the processes are in {folder}.")
     if not options.keep:
         shutil.rmtree(folder)
 

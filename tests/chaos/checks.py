@@ -125,13 +125,8 @@ def returned(run_notes: Told, spans: Sequence[Span], span: Span, site: str) -> F
     if not up_to_date_times:
         return None
     returned_at = min(up_to_date_times)
-    # A site that has another fault while the hub has one comes back from that.
-    earliest = span.began - 10 if span.victim == HUB else span.ended
-    for other_span in spans:
-        since = earliest if other_span.victim == site else span.ended
-        overlaps = other_span.ended > since and other_span.began < returned_at
-        if overlaps and other_span != span and other_span.concerns(site):
-            return None
+    if _is_interrupted(spans, span, site, returned_at):
+        return None
     adoptions = run_notes.of_site(site, "adopt")
     state_is_fetched = any(hello <= note["at"] <= returned_at for note in adoptions)
     return {
@@ -139,6 +134,17 @@ def returned(run_notes: Told, spans: Sequence[Span], span: Span, site: str) -> F
         "hello": hello - span.ended,
         "state": state_is_fetched,
     }
+
+
+def _is_interrupted(spans: Sequence[Span], span: Span, site: str, returned_at: float) -> bool:
+    # A site that has another fault while the hub has one comes back from that.
+    earliest = span.began - 10 if span.victim == HUB else span.ended
+    for later_span in spans:
+        since = earliest if later_span.victim == site else span.ended
+        overlaps = later_span.ended > since and later_span.began < returned_at
+        if overlaps and later_span != span and later_span.concerns(site):
+            return True
+    return False
 
 
 def _hello_after(run_notes: Told, span: Span, site: str) -> float | None:
@@ -207,7 +213,7 @@ def _stall(step: Note) -> float:
 
 
 def disagreements(run_notes: Told) -> list[str]:
-    """Where two sites hold different outer parameters after the same record, or there are two
+    """The records after which two sites hold different outer parameters, or that have two
     histories.
     """
     keys: dict[tuple[int, int], set[str]] = defaultdict(set)
@@ -360,17 +366,23 @@ def losses(site: str, run_notes: Told, batch: int) -> list[Loss]:
         launches: list[Launch] = []
         for round, name, weight in run_notes.contributions(site, fragment):
             number = numbers.get(name, 0)
-            incarnation = incarnations[number]
-            steps = weight // batch
-            earliest = incarnation.landed.get((fragment, round - 1), incarnation.began)
-            earlier = [launch.earliest for launch in launches if launch.incarnation == number]
-            if earlier:
-                earliest = max(earliest, earlier[-1] + steps)
-            launches.append(Launch(round, number, steps, earliest))
+            launch = Launch(round, number, weight // batch, earliest=0)
+            earliest = _earliest(launch, fragment, incarnations[number], launches)
+            launches.append(launch._replace(earliest=earliest))
         spans = _before_kills(incarnations, launches)
         spans += _dropped(fragment, incarnations, launches)
         lost.append(_loss(site, fragment, launches, spans))
     return lost
+
+
+def _earliest(
+    launch: Launch, fragment: int, incarnation: Incarnation, earlier: Sequence[Launch]
+) -> int:
+    earliest = incarnation.landed.get((fragment, launch.round - 1), incarnation.began)
+    of_incarnation = [before for before in earlier if before.incarnation == launch.incarnation]
+    if of_incarnation:
+        earliest = max(earliest, of_incarnation[-1].earliest + launch.steps)
+    return earliest
 
 
 def _numbers_of_incarnations(site: str, run_notes: Told) -> dict[str, int]:
@@ -459,15 +471,12 @@ def examined(run_notes: Told, batch: int) -> Found:
     sites = {site: stalls(run_notes, spans, site) for site in run_notes.sites}
     lost = {site: losses(site, run_notes, batch) for site in run_notes.sites}
     longest_pauses = pauses(run_notes, spans)
+    hits = [(span, site) for span in spans for site in filter(span.concerns, run_notes.sites)]
     returns = []
-    interrupted = 0
-    for span in spans:
-        for site in filter(span.concerns, run_notes.sites):
-            findings = returned(run_notes, spans, span, site)
-            if findings is None:
-                interrupted += 1
-            else:
-                returns.append({"kind": span.label, "site": site, **findings})
+    for span, site in hits:
+        findings = returned(run_notes, spans, span, site)
+        if findings is not None:
+            returns.append({"kind": span.label, "site": site, **findings})
     records = {(record["fragment"], record["round"]) for record in run_notes.records()}
     return {
         "faults": dict(Counter(sorted(span.label for span in spans))),
@@ -476,17 +485,21 @@ def examined(run_notes: Told, batch: int) -> Found:
         "lost": {site: _worst(lost_of_site) for site, lost_of_site in lost.items()},
         "stalls": sites,
         "returns": returns,
-        "interrupted": interrupted,
+        "interrupted": len(hits) - len(returns),
         "pauses": longest_pauses,
         "slow": _slow_returns(returns),
         "problems": [
             *disagreements(run_notes),
             *counted_twice(run_notes, batch),
-            *(loss.problem for of_site in lost.values() for loss in of_site if loss.problem),
+            *_losses_beyond_limit(lost),
             *_long_stalls(sites),
             *_long_pauses(longest_pauses),
         ],
     }
+
+
+def _losses_beyond_limit(lost: Mapping[str, Sequence[Loss]]) -> list[str]:
+    return [loss.problem for of_site in lost.values() for loss in of_site if loss.problem]
 
 
 def _worst(lost: Sequence[Loss]) -> Found:

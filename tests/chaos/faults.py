@@ -60,9 +60,7 @@ FORMS |= {kind: Form(label, (0.5, 4.0), 0.4, kills=True) for kind, label in STAG
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a site, the hub or all, for how long, and how strong it is between 0 and
-    1.
-    """
+    """A fault of a site, the hub or all; its strength is between 0 and 1."""
 
     kind: str
     victim: str

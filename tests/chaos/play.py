@@ -22,7 +22,7 @@ class Halted(Exception):
 
 @dataclass
 class Seen:
-    """What a site was last seen to do."""
+    """The last known state of a site."""
 
     active_at: float  # when it made a step, or was started
     is_training: bool = False  # it has made a step since it was started

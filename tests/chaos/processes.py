@@ -53,7 +53,7 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how a process runs."""
+    """The place of a process, and how it runs there."""
 
     folder: Path  # of notes, logs, keys and checkpoints
     hub: str  # its address and port
@@ -298,18 +298,14 @@ def train(name: str, place: Place) -> None:
 # The hub
 
 
-def serve(sites: int, place: Place, refound: bool = False) -> None:
-    """Serves a run that so many sites found, with the state on its disk, until it is killed;
-    SIGUSR1 ends the run.
-    """
-    notebook = place.enter("hub")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+def note_hub(notebook: Notebook) -> None:
+    """Makes the hub of this process write down each site that says hello, and each record."""
 
     def hello(_: Coordinator, peer: Peer, *more: Any) -> None:
         if peer.role == "site":
             notebook.write("hello", site=peer.name, incarnation=peer.incarnation)
 
-    def append(_: Any, self: SQLiteLedger, seq: int, text: bytes, *notes: Any) -> None:
+    def append(_: Any, ledger: SQLiteLedger, seq: int, text: bytes, *notes: Any) -> None:
         record = Record.from_bytes(text)
         # Noted once it is durable: a hub that is killed before closes the round again.
         notebook.write(
@@ -322,6 +318,15 @@ def serve(sites: int, place: Place, refound: bool = False) -> None:
 
     watch(Coordinator, "hello", before=hello)
     watch(SQLiteLedger, "append", after=append)
+
+
+def serve(sites: int, place: Place, refound: bool = False) -> None:
+    """Serves a run that so many sites found, with the state on its disk, until it is killed;
+    SIGUSR1 ends the run.
+    """
+    notebook = place.enter("hub")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    note_hub(notebook)
     port = place.hub.rpartition(":")[2]
     ledger = place.folder / "hub.sqlite"
     keys = place.folder / "keys"

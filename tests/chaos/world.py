@@ -54,7 +54,7 @@ class World:
         for site in sites:
             add_keys(folder / "keys", site)
         *ports, spare_port = free_ports(1 + len(names))
-        # Where the hub is, and where it may be moved to, with the same ledger and store.
+        # The address of the hub, and another for a move, with the same ledger and store.
         if links is None:
             self.hubs = [f"127.0.0.1:{port}" for port in (ports[0], spare_port)]
         else:
