@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -29,77 +30,83 @@ from tests.chaos.processes import BATCH
 from tests.chaos.world import MBIT_S, ONE_WAY_DELAY, World
 
 SITES = ("a", "b", "c", "d")
+# the fields by which two runs are the same
+_IDENTITY = ("commit", "seed", "namespaces", "kinds")
 
 
-def run(
-    seed: int,
-    faults: int,
-    minutes: float,
-    namespaces: bool,
-    seconds: float,
-    folder: Path,
-    only: Sequence[str] = (),
-) -> Found:
-    """Plays a sequence of at most so many faults, of some kinds or all, and returns what was
-    found; see `examined`.
-    """
-    links = Links(1 + len(SITES), MBIT_S, ONE_WAY_DELAY) if namespaces else nullcontext(None)
+@dataclass(frozen=True)
+class Trial:
+    """A sequence of at most so many faults within so many minutes, of some kinds or all."""
+
+    seed: int
+    faults: int
+    minutes: float
+    step_seconds: float = 0.05  # that an inner step takes at least
+    namespaces: bool = False
+    kinds: Sequence[str] = ()
+
+
+def run(trial: Trial, folder: Path) -> Found:
+    """Plays a trial, and returns its description with the results of `examined`."""
+    links: Links | nullcontext[None] = nullcontext(None)
+    if trial.namespaces:
+        links = Links(1 + len(SITES), MBIT_S, ONE_WAY_DELAY)
+    faults = sequence(trial.seed, SITES, trial.namespaces, trial.kinds)
     began = time.monotonic()
     problems = []
-    with links as opened, World(folder, SITES, seconds, links=opened) as world:
+    with links as opened, World(folder, SITES, trial.step_seconds, links=opened) as world:
         try:
-            Play(world).run(sequence(seed, SITES, namespaces, only), faults, 60 * minutes)
+            Play(world).run(faults, trial.faults, 60 * trial.minutes)
         except Halted as halted:
             problems = [str(halted)]
-    found = examined(Told.of(folder, SITES), BATCH)
-    found["problems"] += problems
-    # The commit of this checkout, with a plus if files differ from it.
-    words = [
-        "git",
-        "-C",
-        str(Path(__file__).parent),
-        "describe",
-        "--always",
-        "--dirty=+",
-        "--abbrev=10",
-        "--exclude=*",
-    ]
-    commit = (
-        subprocess.run(words, check=False, capture_output=True, text=True).stdout.strip()
-        or "unknown"
-    )
-    about = {"seed": seed, "namespaces": namespaces, "kinds": list(only), "commit": commit}
-    return {**about, "seconds": time.monotonic() - began, **found}
+    findings = examined(Told.of(folder, SITES), BATCH)
+    findings["problems"] += problems
+    return {
+        "seed": trial.seed,
+        "namespaces": trial.namespaces,
+        "kinds": list(trial.kinds),
+        "commit": _commit(),
+        "seconds": time.monotonic() - began,
+        **findings,
+    }
+
+
+def _commit() -> str:
+    """The commit of this checkout, with a plus if files differ from it."""
+    folder = str(Path(__file__).parent)
+    options = ["--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
+    command = ["git", "-C", folder, "describe", *options]
+    described = subprocess.run(command, check=False, capture_output=True, text=True)
+    return described.stdout.strip() or "unknown"
 
 
 def show(runs: list[Found]) -> dict[str, float]:
-    """Prints what happened to whom, how sites came back, and what went wrong; returns the sums."""
-    rows = []
-    for kind in sorted({kind for one in runs for kind in one["faults"]}):
-        back = [own for one in runs for own in one["returns"] if own["kind"] == kind]
-        times = [own["seconds"] for own in back] or [float("nan")]
-        faults = sum(one["faults"].get(kind, 0) for one in runs)
-        states = sum(own["state"] for own in back)
-        rows.append(
-            [
-                kind,
-                str(faults),
-                str(len(back)),
-                f"{median(times):.2f}",
-                f"{max(times):.2f}",
-                str(states),
-            ]
-        )
+    """Prints how often each fault happened, how sites came back, and the problems; returns the
+    sums.
+    """
     columns = ["fault", "times", "returns", "median, s", "longest, s", "with a state"]
+    kinds = set[str]().union(*(run["faults"] for run in runs))
+    rows = [_row(kind, runs) for kind in sorted(kinds)]
     report.show("Faults, and seconds from hello to all records applied", columns, rows)
-    for one in runs:
-        for problem in [*one["problems"], *one["slow"]]:
-            print(f"seed {one['seed']}: {problem}")
-    sums: dict[str, float] = {"faults": sum(sum(one["faults"].values()) for one in runs)}
-    sums |= {name: sum(one[name] for one in runs) for name in ("records", "steps")}
-    sums |= {name: sum(len(one[name]) for one in runs) for name in ("problems", "slow")}
+    for run in runs:
+        for problem in [*run["problems"], *run["slow"]]:
+            print(f"seed {run['seed']}: {problem}")
+    sums: dict[str, float] = {"faults": sum(sum(run["faults"].values()) for run in runs)}
+    for name in ("records", "steps"):
+        sums[name] = sum(run[name] for run in runs)
+    for name in ("problems", "slow"):
+        sums[name] = sum(len(run[name]) for run in runs)
     print(", ".join(f"{name}: {number}" for name, number in sums.items()))
     return sums
+
+
+def _row(kind: str, runs: list[Found]) -> list[str]:
+    returns = [back for run in runs for back in run["returns"] if back["kind"] == kind]
+    seconds = [back["seconds"] for back in returns] or [float("nan")]
+    times = sum(run["faults"].get(kind, 0) for run in runs)
+    states = sum(back["state"] for back in returns)
+    medians = f"{median(seconds):.2f}"
+    return [kind, str(times), str(len(returns)), medians, f"{max(seconds):.2f}", str(states)]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -117,27 +124,38 @@ def main(arguments: list[str] | None = None) -> None:
         "--kinds", nargs="+", choices=FORMS, default=[], help="which faults; all by default"
     )
     parser.add_argument("--keep", type=Path, help="an empty folder for what the processes write")
-    chosen = parser.parse_args(arguments)
-    if chosen.namespaces and (lacks := missing()) is not None:
-        sys.exit(lacks)
-    folder = chosen.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
+    options = parser.parse_args(arguments)
+    lacking = missing() if options.namespaces else None
+    if lacking is not None:
+        sys.exit(lacking)
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
-    faults = 3 if chosen.quick else chosen.faults
-    found = run(
-        chosen.seed, faults, chosen.minutes, chosen.namespaces, chosen.step, folder, chosen.kinds
+    trial = Trial(
+        options.seed,
+        faults=3 if options.quick else options.faults,
+        minutes=options.minutes,
+        step_seconds=options.step,
+        namespaces=options.namespaces,
+        kinds=options.kinds,
     )
-    file = chosen.json
-    which = ("commit", "seed", "namespaces", "kinds")
-    before = json.loads(file.read_text())["runs"] if file is not None and file.exists() else []
-    # The same run counts once, and sums are of one commit.
-    runs = [*(one for one in before if any(one.get(name) != found[name] for name in which)), found]
-    sums = show([one for one in runs if one["commit"] == found["commit"]])
-    about = {**report.measured("chaos", chosen.quick), "command": "python -m tests.chaos"}
-    report.write(file, sums, about, runs=runs)
-    if found["problems"]:
-        sys.exit(f"What the processes wrote is in {folder}.")
-    if not chosen.keep:
+    findings = run(trial, folder)
+    runs = [*_different_runs(options.json, findings), findings]
+    # Sums are of one commit.
+    sums = show([run for run in runs if run["commit"] == findings["commit"]])
+    about = {**report.measured("chaos", options.quick), "command": "python -m tests.chaos"}
+    report.write(options.json, sums, about, runs=runs)
+    if findings["problems"]:
+        sys.exit(f"The notes and logs of the processes are in {folder}.")
+    if not options.keep:
         shutil.rmtree(folder)
+
+
+def _different_runs(file: Path | None, findings: Found) -> list[Found]:
+    """The runs in a file, except one that was repeated."""
+    if file is None or not file.exists():
+        return []
+    runs: list[Found] = json.loads(file.read_text())["runs"]
+    return [run for run in runs if any(run.get(name) != findings[name] for name in _IDENTITY)]
 
 
 if __name__ == "__main__":

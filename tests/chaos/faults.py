@@ -10,17 +10,17 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Form:
-    """A kind of fault: how people call it, how long it lasts at least and at most, and how often
-    it is chosen.
+    """A kind of fault: its name for people, its shortest and longest duration, and how often it is
+    chosen.
     """
 
-    told: str
+    label: str
     seconds: tuple[float, float]
     often: float
     hits_hub: bool = False
     hits_sites: bool = True
     needs_links: bool = False
-    kills: bool = False  # who it happens to is started again
+    kills: bool = False  # the victim is started again
 
 
 FORMS = {
@@ -55,14 +55,12 @@ STAGES = {
     "kill_in_download": "kill -9 while it downloads",
     "kill_at_landing": "kill -9 at a landing",
 }
-FORMS |= {kind: Form(told, (0.5, 4.0), 0.4, kills=True) for kind, told in STAGES.items()}
+FORMS |= {kind: Form(label, (0.5, 4.0), 0.4, kills=True) for kind, label in STAGES.items()}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a site, the hub or all, for how long, and how strong it is between 0 and
-    1.
-    """
+    """A fault of a site, the hub or all; its strength is between 0 and 1."""
 
     kind: str
     victim: str
@@ -80,16 +78,22 @@ def sequence(
     some.
     """
     chance = random.Random(seed)
-    kinds = [
-        kind
-        for kind, form in FORMS.items()
-        if (links or not form.needs_links) and (not only or kind in only)
-    ]
+    forms = {kind: form for kind, form in FORMS.items() if links or not form.needs_links}
+    if only:
+        forms = {kind: form for kind, form in forms.items() if kind in only}
+    kinds = list(forms)
+    weights = [form.often for form in forms.values()]
     while True:
-        kind = chance.choices(kinds, [FORMS[kind].often for kind in kinds])[0]
-        form = FORMS[kind]
+        (kind,) = chance.choices(kinds, weights)
+        form = forms[kind]
         hits_hub = form.hits_hub and (chance.random() < 0.25 or not form.hits_sites)
-        victim = HUB if hits_hub else ALL if kind == "blackout" else chance.choice(sites)
-        # Everybody stands still without a hub: the shorter half.
-        seconds = chance.uniform(*form.seconds) / (2 if hits_hub else 1)
+        if hits_hub:
+            victim = HUB
+        elif kind == "blackout":
+            victim = ALL
+        else:
+            victim = chance.choice(sites)
+        seconds = chance.uniform(*form.seconds)
+        if hits_hub:
+            seconds /= 2  # all sites wait without a hub
         yield chance.uniform(0.3, 3.0), Fault(kind, victim, seconds, chance.random())

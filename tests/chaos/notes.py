@@ -1,6 +1,4 @@
-"""What processes write down as it happens, a line of JSON each; it is there when they are
-killed.
-"""
+"""Notes of processes on what happens, a line of JSON each, which survive a kill."""
 
 import json
 import os
@@ -19,24 +17,24 @@ class Notebook:
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
 
-    def write(self, what: str, **about: object) -> None:
-        os.write(
-            self._file,
-            (json.dumps({"what": what, "at": time.monotonic(), **about}) + "\n").encode(),
-        )
+    def write(self, event: str, **about: object) -> None:
+        note = {"what": event, "at": time.monotonic(), **about}
+        line = json.dumps(note) + "\n"
+        os.write(self._file, line.encode())
 
 
 def news(path: Path, position: int = 0) -> tuple[list[Note], int]:
-    """The whole notes in a file from a position on, and where the next begins; none where there is
-    no file yet.
+    """The complete notes in a file from a position on, and the position of the next; none if there
+    is no file yet.
     """
     if not path.exists():
         return [], position
     with path.open("rb") as file:
         file.seek(position)
-        data = file.read()
-    whole = data[: data.rfind(b"\n") + 1]
-    return [json.loads(line) for line in whole.splitlines()], position + len(whole)
+        content = file.read()
+    complete_lines = content[: content.rfind(b"\n") + 1]
+    notes = [json.loads(line) for line in complete_lines.splitlines()]
+    return notes, position + len(complete_lines)
 
 
 def read(path: Path) -> list[Note]:

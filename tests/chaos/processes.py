@@ -1,8 +1,8 @@
-"""The processes of a federation under faults: a Trainer that goes on from its newest checkpoint,
+"""The processes of a federation under faults: a Trainer that resumes from its newest checkpoint,
 and a hub.
 
-Both write down what happens to them. `python -m tests.chaos.processes FILE` is the one or the
-other: its arguments are pickled in the file.
+Both write notes of what happens to them. `python -m tests.chaos.processes FILE` runs one of them,
+with the arguments that are pickled in the file.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process runs, and what it is told."""
+    """The place of a process, and how it runs there."""
 
     folder: Path  # of notes, logs, keys and checkpoints
     hub: str  # its address and port
@@ -60,12 +61,11 @@ class Place:
     seconds: float  # that an inner step takes at least
     steps: int = -1  # after which the site ends; -1: when the run does
     namespace: str | None = None
-    choices: Mapping[str, Any] = field(
-        default_factory=lambda: {"lease": 2.0}
-    )  # more of the federation
+    # more arguments of the federation
+    choices: Mapping[str, Any] = field(default_factory=lambda: {"lease": 2.0})
 
     def enter(self, name: str) -> Notebook:
-        """Moves this process there, and its output into a file; returns what it writes notes in."""
+        """Moves this process there, and its output into a file; returns its notebook."""
         log = os.open(self.folder / f"{name}.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -79,8 +79,8 @@ class Place:
 def watch(
     owner: Any, name: str, before: Callable[..., Any] | None = None, after: Any = None
 ) -> None:
-    """Calls something before a method, with its self and arguments, or after it, with its answer
-    besides.
+    """Calls a function before a method, with its self and arguments, or after it, with its answer
+    first.
     """
     method = getattr(owner, name)
 
@@ -128,7 +128,7 @@ class Notes(Callback):
         self._began = 0.0
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
-        # The engine is there before the first batch.
+        # The engine exists before the first batch.
         if self._began:
             return
         engine: Any = trainer.strategy.engine  # type: ignore[attr-defined]
@@ -136,20 +136,21 @@ class Notes(Callback):
         make_step = engine.step
 
         def step(**choices: Any) -> Any:
-            lost = stolen()
+            stolen_before = stolen()
             began = time.monotonic()
-            delayed = waited_for_processor()
+            delayed_before = waited_for_processor()
             landings = make_step(**choices)
             now = time.monotonic()
+            stolen_seconds = map(sub, stolen(), stolen_before)
             self._notebook.write(
                 "step",
                 step=engine.inner_steps,
                 took=now - self._began,
                 stalled=now - began,
-                delayed=waited_for_processor() - delayed,
+                delayed=waited_for_processor() - delayed_before,
                 # A thread may also wait for one of this process that runs on the other processor.
-                stolen=max(after - before for before, after in zip(lost, stolen(), strict=True)),
-                rounds=[own.applied.round for own in follower.fragments],
+                stolen=max(stolen_seconds),
+                rounds=[fragment.applied.round for fragment in follower.fragments],
                 lag=follower.lag,
                 reachable=follower.reachable,
             )
@@ -170,12 +171,10 @@ def stolen() -> list[float]:
     """The seconds that the host has given each processor of this virtual machine to others, as
     they wanted.
     """
-    lines = [
-        line.split()
-        for line in Path("/proc/stat").read_text().splitlines()
-        if line.startswith("cpu")
-    ]
-    return [int(fields[8]) / os.sysconf("SC_CLK_TCK") for fields in lines[1:]]
+    ticks_a_second = os.sysconf("SC_CLK_TCK")
+    _, *lines = Path("/proc/stat").read_text().splitlines()  # the first is of all processors
+    processors = [line.split() for line in lines if line.startswith("cpu")]
+    return [int(fields[8]) / ticks_a_second for fields in processors]
 
 
 def note_follower(notebook: Notebook) -> None:
@@ -184,13 +183,22 @@ def note_follower(notebook: Notebook) -> None:
     def land(
         landing: MergeAction, follower: Follower, record: Record, before: int, after: int
     ) -> None:
-        about = {"fragment": record.fragment, "round": record.round, "key": record.key}
-        out = record.without(follower.site)
-        notebook.write("land", **about, digest=after, how=out.reason if out else landing.value)
+        exclusion = record.without(follower.site)
+        notebook.write(
+            "land",
+            fragment=record.fragment,
+            round=record.round,
+            key=record.key,
+            digest=after,
+            how=exclusion.reason if exclusion else landing.value,
+        )
 
     def adopt(landings: dict[int, Any], follower: Follower, *_: Any) -> None:
-        taken = [follower.fragments[index] for index in landings]
-        states = [[own.fragment, own.applied.round, own.applied.key, own.digest] for own in taken]
+        states = []
+        for index in landings:
+            fragment = follower.fragments[index]
+            applied = fragment.applied
+            states.append([fragment.fragment, applied.round, applied.key, fragment.digest])
         notebook.write("adopt", states=states)
 
     watch(Follower, "land", after=land)
@@ -199,9 +207,7 @@ def note_follower(notebook: Notebook) -> None:
 
 
 def die_at_stages(name: str, folder: Path) -> None:
-    """Makes this process kill itself at the stage of a flight for which somebody has left a
-    file.
-    """
+    """Makes this process kill itself at the stage of a flight for which there is a file."""
 
     def die(stage: str) -> None:
         if (folder / f"{name}.kill_{stage}").exists():
@@ -216,12 +222,13 @@ def die_at_stages(name: str, folder: Path) -> None:
             yield message
 
     HubClient._messages = sent  # type: ignore[method-assign]
+
+    def answered(answer: Any, connection: HubConnection, call: str, *_: Any) -> None:
+        if call == "contribute":
+            die("before_record")
+
     watch(HubConnection, "contribute", before=lambda *_: die("before_send"))
-    watch(
-        HubConnection,
-        "_call",
-        after=lambda _, self, call, *more: call == "contribute" and die("before_record"),
-    )
+    watch(HubConnection, "_call", after=answered)
     watch(HubClient, "get_small", before=lambda *_: die("in_download"))
     watch(HubClient, "_size_of", after=lambda *_: die("in_download"))
     watch(Follower, "land", after=lambda *_: die("at_landing"))
@@ -236,28 +243,31 @@ def federation_of(site: str, place: Place) -> Federation:
 def trainer_of(
     place: Place, folder: Path, strategy: Any, callbacks: Sequence[Callback], **choices: Any
 ) -> pl.Trainer:
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    own = {
-        "max_steps": place.steps,
-        "max_epochs": -1,
-        "default_root_dir": folder,
-        "callbacks": list(callbacks),
-    }
-    return pl.Trainer(accelerator="cpu", strategy=strategy, **quiet, **own, **choices)
+    return pl.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        max_steps=place.steps,
+        max_epochs=-1,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **choices,
+    )
 
 
 def samples_of(site: str, batch: int = BATCH) -> DataLoader[Any]:
     """Batches of a site, whose samples are its own."""
     generator = torch.Generator().manual_seed(sum(map(ord, site)))
-    samples = TensorDataset(
-        *(torch.randn(512, width, generator=generator) for width in (FEATURES, TARGETS))
-    )
+    inputs = torch.randn(512, FEATURES, generator=generator)
+    targets = torch.randn(512, TARGETS, generator=generator)
     warnings.filterwarnings("ignore", ".*num_workers.*")
-    return DataLoader(samples, batch_size=batch)
+    return DataLoader(TensorDataset(inputs, targets), batch_size=batch)
 
 
 def train(name: str, place: Place) -> None:
-    """Trains a site, from its newest checkpoint on."""
+    """Trains a site, from its newest checkpoint if there is one."""
     notebook = place.enter(name)
     os.environ["MASTER_PORT"] = str(place.port)
     notebook.write("up")
@@ -272,40 +282,51 @@ def train(name: str, place: Place) -> None:
     trainer = trainer_of(place, last.parent, strategy, [Notes(notebook), checkpoint], devices=1)
     module = Net(place.seconds)
     signal.signal(signal.SIGUSR2, lambda *_: setattr(module, "becomes_wrong", True))
-    # What a job of SLURM has saved on a signal is found by itself.
-    goes_on = last.exists() and not [*last.parent.glob("hpc_ckpt*")]
-    trainer.fit(module, samples_of(name), ckpt_path=str(last) if goes_on else None)
+    # Lightning finds by itself the checkpoint that a job of SLURM saved on a signal.
+    saved_on_signal = any(last.parent.glob("hpc_ckpt*"))
+    resumes = last.exists() and not saved_on_signal
+    trainer.fit(module, samples_of(name), ckpt_path=str(last) if resumes else None)
     outer = hashlib.sha256()
+    largest = []
     for parameter in module.parameters():
-        outer.update(parameter.detach().numpy().tobytes())
-    most = max(float(parameter.detach().abs().max()) for parameter in module.parameters())
-    notebook.write("ended", outer=outer.hexdigest(), most=most)
+        values = parameter.detach()
+        outer.update(values.numpy().tobytes())
+        largest.append(float(values.abs().max()))
+    notebook.write("ended", outer=outer.hexdigest(), most=max(largest))
 
 
 # The hub
 
 
-def serve(sites: int, place: Place, refound: bool = False) -> None:
-    """Serves a run that so many sites found, from what is on its disk, until it is killed; SIGUSR1
-    ends the run.
-    """
-    notebook = place.enter("hub")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+def note_hub(notebook: Notebook) -> None:
+    """Makes the hub of this process write down each site that says hello, and each record."""
 
     def hello(_: Coordinator, peer: Peer, *more: Any) -> None:
         if peer.role == "site":
             notebook.write("hello", site=peer.name, incarnation=peer.incarnation)
 
-    def append(_: Any, self: SQLiteLedger, seq: int, text: bytes, *notes: Any) -> None:
+    def append(_: Any, ledger: SQLiteLedger, seq: int, text: bytes, *notes: Any) -> None:
         record = Record.from_bytes(text)
-        # Once it is durable: who is killed before closes the round anew.
-        counted = [[own.site, own.incarnation, own.weight] for own in record.counted]
+        # Noted once it is durable: a hub that is killed before closes the round again.
         notebook.write(
-            "append", fragment=record.fragment, round=record.round, key=record.key, counted=counted
+            "append",
+            fragment=record.fragment,
+            round=record.round,
+            key=record.key,
+            counted=[[entry.site, entry.incarnation, entry.weight] for entry in record.counted],
         )
 
     watch(Coordinator, "hello", before=hello)
     watch(SQLiteLedger, "append", after=append)
+
+
+def serve(sites: int, place: Place, refound: bool = False) -> None:
+    """Serves a run that so many sites found, with the state on its disk, until it is killed;
+    SIGUSR1 ends the run.
+    """
+    notebook = place.enter("hub")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    note_hub(notebook)
     port = place.hub.rpartition(":")[2]
     ledger = place.folder / "hub.sqlite"
     keys = place.folder / "keys"
@@ -323,5 +344,6 @@ def serve(sites: int, place: Place, refound: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    told = pickle.loads(Path(sys.argv[1]).read_bytes())
-    (train if isinstance(told[0], str) else serve)(*told)
+    arguments = pickle.loads(Path(sys.argv[1]).read_bytes())
+    is_site = isinstance(arguments[0], str)
+    (train if is_site else serve)(*arguments)

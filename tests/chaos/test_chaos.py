@@ -1,14 +1,15 @@
-"""The failure tests that take minutes and hours: each fault of a federation as often as chance
-would not bring it.
+"""The failure tests that take minutes and hours: each fault of a federation more often than chance
+would bring it.
 
-``make chaos`` plays all faults there are, on a machine with little else to do: who stands still is
-timed. ``make soak`` plays a thousand, by chance.
+``make chaos`` plays all faults, on a machine with little else to do, because stalls are timed.
+``make soak`` plays a thousand, by chance.
 """
 
 import pickle
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import pytest
 from typing_extensions import override
 
 from benchmarks.links import Links, missing
-from tests.chaos.__main__ import run
+from tests.chaos.__main__ import Trial, run
 from tests.chaos.checks import Found, Told, counted_twice, examined
 from tests.chaos.faults import ALL, HUB, STAGES, Fault
+from tests.chaos.notes import Note
 from tests.chaos.play import Play, played
 from tests.chaos.processes import BATCH
 from tests.chaos.world import MBIT_S, ONE_WAY_DELAY, World
@@ -26,37 +28,43 @@ from tests.federation.hubs import require_extra
 
 require_extra()
 ROOT = Path(__file__).parents[2]
-# seconds within which a site whose link is whole again has all records, unless it fetches a state
+STEP_SECONDS = 0.05
+# seconds within which a site whose link works again has all records, unless it fetches a state
 HEALED = 10.0
 
 
-def require_good(found: Found) -> None:
-    """Nobody stood still, hung, disagreed or counted twice, and who came back was quick."""
-    assert found["problems"] == []
-    assert found["slow"] == []
+def require_good(findings: Found) -> None:
+    """No site stood still, hung, disagreed or counted twice, and all came back quickly."""
+    assert findings["problems"] == []
+    assert findings["slow"] == []
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stage", STAGES)
 def test_sites_are_killed_twenty_times_at_a_stage_of_a_flight(tmp_path: Path, stage: str) -> None:
-    found = run(
-        1, faults=20, minutes=15.0, namespaces=False, seconds=0.05, folder=tmp_path, only=[stage]
-    )
-    assert sum(found["faults"].values()) == 20
-    require_good(found)
+    trial = Trial(seed=1, faults=20, minutes=15.0, step_seconds=STEP_SECONDS, kinds=[stage])
+    findings = run(trial, tmp_path)
+    assert sum(findings["faults"].values()) == 20
+    require_good(findings)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
 def test_processes_stop_for_long_the_hub_dies_and_moves_and_everything_dies(tmp_path: Path) -> None:
-    stops = [Fault("stop", "b", seconds) for seconds in (1.0, 5.0, 20.0)]
-    of_the_hub = [Fault("kill", HUB, 2.0), Fault("stop", HUB, 7.0), Fault("move", HUB, 2.0)]
-    with World(tmp_path, "abc", 0.05) as world:
-        _, found = played(
-            world, *stops, *of_the_hub, Fault("lose", "c", 1.0), Fault("blackout", ALL, 2.0)
-        )
-    require_good(found)
+    faults = [
+        Fault("stop", "b", 1.0),
+        Fault("stop", "b", 5.0),
+        Fault("stop", "b", 20.0),
+        Fault("kill", HUB, 2.0),
+        Fault("stop", HUB, 7.0),
+        Fault("move", HUB, 2.0),
+        Fault("lose", "c", 1.0),
+        Fault("blackout", ALL, 2.0),
+    ]
+    with World(tmp_path, "abc", STEP_SECONDS) as world:
+        _, findings = played(world, *faults)
+    require_good(findings)
 
 
 @pytest.mark.chaos
@@ -64,12 +72,12 @@ def test_processes_stop_for_long_the_hub_dies_and_moves_and_everything_dies(tmp_
 def test_a_site_with_wrong_parameters_is_left_out_and_all_end_with_one_sound_model(
     tmp_path: Path,
 ) -> None:
-    with World(tmp_path, "abc", 0.05) as world:
-        told, found = played(world, Fault("wrong", "b", 0.0), Fault("wrong", "c", 0.0))
-    require_good(found)
-    notes = [note for of_site in told.sites.values() for note in of_site]
-    assert max(note["most"] for note in notes if note["what"] == "ended") < 2
-    assert {note["how"] for note in notes if note["what"] == "land"} >= {"mix", "too long"}
+    with World(tmp_path, "abc", STEP_SECONDS) as world:
+        run_notes, findings = played(world, Fault("wrong", "b", 0.0), Fault("wrong", "c", 0.0))
+    require_good(findings)
+    assert max(end["most"] for end in run_notes.ends()) < 2
+    landings = [landing for site in "abc" for landing in run_notes.of_site(site, "land")]
+    assert {landing["how"] for landing in landings} >= {"mix", "too long"}
 
 
 @pytest.mark.chaos
@@ -77,26 +85,35 @@ def test_a_site_with_wrong_parameters_is_left_out_and_all_end_with_one_sound_mod
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.timeout(1200)
 def test_links_are_cut_for_up_to_a_minute_lose_packets_and_become_slow(tmp_path: Path) -> None:
-    cuts = [Fault("cut", "b", seconds) for seconds in (5.0, 15.0, 60.0)]
-    one_way = [Fault("cut_in", "b", 10.0), Fault("cut_out", "b", 10.0), Fault("nat", "b", 0.0)]
-    worse = [Fault("loss", "b", 20.0, strength) for strength in (0.0, 1.0)]
+    faults = [
+        Fault("cut", "b", 5.0),
+        Fault("cut", "b", 15.0),
+        Fault("cut", "b", 60.0),
+        Fault("cut_in", "b", 10.0),
+        Fault("cut_out", "b", 10.0),
+        Fault("nat", "b", 0.0),
+        Fault("loss", "b", 20.0, strength=0.0),
+        Fault("loss", "b", 20.0, strength=1.0),
+        Fault("slow", "c", 20.0),
+        Fault("move", HUB, 2.0),
+    ]
     with (
         Links(4, MBIT_S, ONE_WAY_DELAY) as links,
-        World(tmp_path, "abc", 0.05, links=links) as world,
+        World(tmp_path, "abc", STEP_SECONDS, links=links) as world,
     ):
-        _, found = played(
-            world, *cuts, *one_way, *worse, Fault("slow", "c", 20.0), Fault("move", HUB, 2.0)
-        )
-    assert found["problems"] == []
-    assert [one for one in found["returns"] if one["seconds"] > HEALED and not one["state"]] == []
+        _, findings = played(world, *faults)
+    assert findings["problems"] == []
+    without_state = [back for back in findings["returns"] if not back["state"]]
+    assert [back for back in without_state if back["seconds"] > HEALED] == []
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(8 * 3600)
 def test_a_federation_bears_a_thousand_faults(tmp_path: Path) -> None:
-    found = run(1, faults=1000, minutes=7.5 * 60, namespaces=False, seconds=0.05, folder=tmp_path)
-    assert sum(found["faults"].values()) == 1000
-    require_good(found)
+    trial = Trial(seed=1, faults=1000, minutes=7.5 * 60, step_seconds=STEP_SECONDS)
+    findings = run(trial, tmp_path)
+    assert sum(findings["faults"].values()) == 1000
+    require_good(findings)
 
 
 class OnLostDisks(World):
@@ -106,37 +123,43 @@ class OnLostDisks(World):
 
     @override
     def told(self, name: str) -> tuple[Any, ...]:
-        told = super().told(name)
+        arguments = super().told(name)
         store = self.folder / "hub.store"
         if name == HUB and store.exists():
             shutil.rmtree(store)
             for file in self.folder.glob("hub.sqlite*"):
                 file.unlink()
-            return *told, True
-        return told
+            return *arguments, True
+        return arguments
 
 
 @pytest.mark.slow
 def test_a_run_whose_ledger_is_lost_goes_on_from_living_sites_and_from_checkpoints(
     tmp_path: Path,
 ) -> None:
-    with OnLostDisks(tmp_path, "abc", 0.05) as world:
-        told, _ = played(world, Fault("kill", HUB, 2.0), Fault("blackout", ALL, 2.0))
+    with OnLostDisks(tmp_path, "abc", STEP_SECONDS) as world:
+        run_notes, _ = played(world, Fault("kill", HUB, 2.0), Fault("blackout", ALL, 2.0))
         assert world.said(HUB).count("has been founded again") == 2
-    ends = [
-        note["outer"] for notes in told.sites.values() for note in notes if note["what"] == "ended"
-    ]
-    assert ends == ends[:1] * 3
-    assert counted_twice(told, BATCH) == []
-    for notes in told.sites.values():
-        # Who lives on goes on with what it holds, and who was killed with what its checkpoint
-        # holds.
-        first, again = (index for index, note in enumerate(notes) if note["what"] == "up")
-        for own in (notes[first:again], notes[again:]):
-            rounds = [min(note["rounds"]) for note in own if note["what"] == "step"]
-            assert rounds == sorted(rounds)
-            assert rounds[-1] > rounds[0] + 1
-        assert rounds[0] > 0
+    models = [end["outer"] for end in run_notes.ends()]
+    assert models == models[:1] * 3
+    assert counted_twice(run_notes, BATCH) == []
+    for notes in run_notes.sites.values():
+        # A site that lives resumes with what it holds, and a killed one with its checkpoint.
+        first, second = (index for index, note in enumerate(notes) if note["what"] == "up")
+        require_rising(rounds_in(notes[first:second]))
+        resumed_rounds = rounds_in(notes[second:])
+        require_rising(resumed_rounds)
+        assert resumed_rounds[0] > 0
+
+
+def rounds_in(notes: Sequence[Note]) -> list[int]:
+    """The rounds that have landed at each step."""
+    return [min(note["rounds"]) for note in notes if note["what"] == "step"]
+
+
+def require_rising(rounds: list[int]) -> None:
+    assert rounds == sorted(rounds)
+    assert rounds[-1] > rounds[0] + 1
 
 
 # A hub and its sites are updated one after the other, while training goes on
@@ -158,27 +181,28 @@ class Command(subprocess.Popen[bytes]):
 
 
 class Upgraded(World):
-    """A world in which processes begin with a package of their own."""
+    """A world in which processes start with the package of a folder that can be replaced."""
 
     package: Path
 
     @override
     def started(self, name: str) -> Any:
-        told = self.folder / f"{name}.pickle"
-        told.write_bytes(pickle.dumps(self.told(name)))
-        return Command([sys.executable, "-m", "tests.chaos.processes", str(told)], cwd=self.package)
+        arguments = self.folder / f"{name}.pickle"
+        arguments.write_bytes(pickle.dumps(self.told(name)))
+        command = [sys.executable, "-m", "tests.chaos.processes", str(arguments)]
+        return Command(command, cwd=self.package)
 
 
 def copied(folder: Path, changes: dict[str, tuple[str, str]]) -> Path:
-    """Returns a folder with a copy of the package, some lines of which are others."""
+    """Returns a folder with a copy of the package in which some lines are replaced."""
     shutil.copytree(ROOT / "lightning_sdiloco", folder / "lightning_sdiloco")
     for name in ("tests", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
-    for name, (before, after) in changes.items():
+    for name, (old_line, new_line) in changes.items():
         path = folder / "lightning_sdiloco" / name
         text = path.read_text()
-        assert text.count(before) == 1, f"{name} has no {before!r}"
-        path.write_text(text.replace(before, after))
+        assert text.count(old_line) == 1, f"{name} has no {old_line!r}"
+        path.write_text(text.replace(old_line, new_line))
     return folder
 
 
@@ -187,9 +211,9 @@ def test_hub_and_sites_are_updated_in_turn_and_sites_with_other_arithmetic_stay_
     tmp_path: Path,
 ) -> None:
     newer = copied(tmp_path / "newer", NEWER)
-    other = copied(tmp_path / "other", OTHER_ARITHMETIC)
-    # With the mean of the hub, which goes on from what rounding has left out.
-    with Upgraded(tmp_path, "abc", 0.05, mean="hub") as world:
+    with_other_arithmetic = copied(tmp_path / "other", OTHER_ARITHMETIC)
+    # The mean of the hub has error feedback, which survives the update.
+    with Upgraded(tmp_path, "abc", STEP_SECONDS, mean="hub") as world:
         world.package = ROOT
         world.sites = ("a", "b")
         play = Play(world)
@@ -197,14 +221,16 @@ def test_hub_and_sites_are_updated_in_turn_and_sites_with_other_arithmetic_stay_
         world.package = newer
         for name in (HUB, "b", "a"):
             play.suffer(Fault("kill", name, 0.0))
-        world.package = other
+        world.package = with_other_arithmetic
         stranger = world.started("c")
         play.until("the stranger to be refused", lambda: stranger.exitcode is not None, 60.0)
         play.finish()
     assert examined(Told.of(tmp_path, "ab"), BATCH)["problems"] == []
-    for name, is_newer in (("torch", "2.13.99"), ("lightning-sdiloco", "0.1.99")):
-        for site in "ab":
-            assert f"versions.{name} is {is_newer} here" in world.said(site)
+    for site in "ab":
+        printed = world.said(site)
+        assert "versions.torch is 2.13.99 here" in printed
+        assert "versions.lightning-sdiloco is 0.1.99 here" in printed
     assert stranger.exitcode
-    assert "self_test is" in world.said("c")
-    assert "cannot join the run 'run'" in world.said("c")
+    refusal = world.said("c")
+    assert "self_test is" in refusal
+    assert "cannot join the run 'run'" in refusal

@@ -23,7 +23,7 @@ MBIT_S = 100e6
 ONE_WAY_DELAY = 0.025
 _FLIGHT = 25.0  # seconds within which a site comes to every stage of a flight
 
-Process = Any  # one of `multiprocessing`, or what has pid, exitcode, kill and join
+Process = Any  # one of `multiprocessing`, or an object with pid, exitcode, kill and join
 
 
 class World:
@@ -49,32 +49,31 @@ class World:
         self._number = {name: number for number, name in enumerate(names)}
         self.processes: dict[str, Process] = {}
         self.faults = Notebook(folder / "faults.jsonl")
-        self._heard = dict.fromkeys(names, 0)
+        self._positions = dict.fromkeys(names, 0)  # in the files of notes, of what was not read yet
         init_keys(folder / "keys", RUN)
         for site in sites:
             add_keys(folder / "keys", site)
-        *ports, other = free_ports(1 + len(names))
-        # Where the hub is, and where it may be moved to, with the same ledger and store.
-        address, own = (
-            ("127.0.0.1", (ports[0], other))
-            if links is None
-            else (links.address(0), (29400, 29401))
-        )
-        self.hubs = [f"{address}:{port}" for port in own]
-        of_all = Place(
-            folder, ",".join(self.hubs), 0, seconds, steps, choices={"lease": 2.0, **choices}
-        )
+        *ports, spare_port = free_ports(1 + len(names))
+        # The address of the hub, and another for a move, with the same ledger and store.
+        if links is None:
+            self.hubs = [f"127.0.0.1:{port}" for port in (ports[0], spare_port)]
+        else:
+            self.hubs = [f"{links.address(0)}:{port}" for port in (29400, 29401)]
+        choices = {"lease": 2.0, **choices}
+        common = Place(folder, ",".join(self.hubs), 0, seconds, steps, choices=choices)
+        namespaces: Sequence[str | None] = [None] * len(names) if links is None else links.names
         self.places = {
-            name: replace(of_all, port=port, namespace=links and links.names[number])
-            for number, (name, port) in enumerate(zip(names, ports, strict=True))
+            name: replace(common, port=port, namespace=namespace)
+            for name, port, namespace in zip(names, ports, namespaces, strict=True)
         }
-        # They begin with what they import, and with no thread of gRPC.
+        # They begin with the modules that they import, and without a thread of gRPC.
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["tests.chaos.processes"])
 
     def __enter__(self) -> "World":
-        for site in self.sites if self._links is not None else ():
-            self._change(site, nat=True)
+        if self._links is not None:
+            for site in self.sites:
+                self._change(site, nat=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -84,60 +83,67 @@ class World:
     def told(self, name: str) -> tuple[Any, ...]:
         """The arguments of `train`, or of `serve` for the hub."""
         place = self.places[name]
-        return (len(self.sites), replace(place, hub=self.hubs[0])) if name == HUB else (name, place)
+        if name == HUB:
+            return len(self.sites), replace(place, hub=self.hubs[0])
+        return name, place
 
     def started(self, name: str) -> Process:
-        process = self.context.Process(target=serve if name == HUB else train, args=self.told(name))
+        target = serve if name == HUB else train
+        process = self.context.Process(target=target, args=self.told(name))
         process.start()
         return process
 
     def start(self, *names: str) -> None:
-        self.processes |= {name: self.started(name) for name in names}
+        for name in names:
+            self.processes[name] = self.started(name)
 
     def begin(self, fault: Fault) -> None:
         """Lets a fault happen. One at a stage of a flight does when the site comes to it."""
-        victims = (HUB, *self.sites) if fault.victim == ALL else (fault.victim,)
-        change = None
         if fault.kind in STAGES:
-            armed = self.folder / f"{fault.victim}.{fault.kind}"
-            armed.touch()
-            # Where there is no flight, as after the end of a run, it is killed all the same.
-            self.processes[fault.victim].join(_FLIGHT)
-            self.kill(fault.victim)
-            armed.unlink(missing_ok=True)
+            self._kill_at_stage(fault)
         self.faults.write("begin", kind=fault.kind, victim=fault.victim)
         match fault.kind:
             case "kill" | "lose" | "blackout" | "move":
-                for name in victims:
+                for name in self._victims(fault):
                     self.kill(name)
-                if fault.kind == "lose" and (checkpoints := self.folder / fault.victim).exists():
+                checkpoints = self.folder / fault.victim
+                if fault.kind == "lose" and checkpoints.exists():
                     checkpoints.rename(self.folder / f"{fault.victim}.lost.{time.monotonic_ns()}")
             case "stop":
                 self.signal(fault.victim, signal.SIGSTOP)
             case "wrong":
                 self.signal(fault.victim, signal.SIGUSR2)
             case "cut" | "cut_5" | "cut_15" | "cut_60":
-                change = {"cut_out": True, "cut_in": True}
+                self._change(fault.victim, cut_out=True, cut_in=True)
             case "cut_out" | "cut_in" | "nat":
-                change = {fault.kind: True}
+                self._change(fault.victim, **{fault.kind: True})
             case "loss":
-                change = {"loss": 0.001 + 0.019 * fault.strength}
+                self._change(fault.victim, loss=0.001 + 0.019 * fault.strength)
             case "slow":
-                change = {"rate": 1e6 / 8}
-        if change is not None:
-            self._change(fault.victim, **change)
+                self._change(fault.victim, rate=1e6 / 8)
+
+    def _kill_at_stage(self, fault: Fault) -> None:
+        trap = self.folder / f"{fault.victim}.{fault.kind}"
+        trap.touch()
+        # Without a flight, as after the end of a run, it is killed all the same.
+        self.processes[fault.victim].join(_FLIGHT)
+        self.kill(fault.victim)
+        trap.unlink(missing_ok=True)
 
     def end(self, fault: Fault) -> None:
-        """Mends what a fault has done."""
+        """Repairs what a fault has done."""
         self.faults.write("end", kind=fault.kind, victim=fault.victim)
         if fault.kind == "move":
             self.hubs.reverse()
         if FORMS[fault.kind].kills:
-            self.start(*((HUB, *self.sites) if fault.victim == ALL else (fault.victim,)))
+            self.start(*self._victims(fault))
         elif fault.kind == "stop":
             self.signal(fault.victim, signal.SIGCONT)
         elif FORMS[fault.kind].needs_links and fault.kind != "nat":
             self._change(fault.victim, cut_out=False, cut_in=False, loss=0.0, rate=MBIT_S / 8)
+
+    def _victims(self, fault: Fault) -> tuple[str, ...]:
+        return (HUB, *self.sites) if fault.victim == ALL else (fault.victim,)
 
     def kill(self, name: str) -> None:
         """Kills a process, and those that it has started."""
@@ -157,11 +163,11 @@ class World:
         self._links.change(self._number[site], **link)
 
     def dead(self) -> list[str]:
-        """Who has ended by itself, with an error."""
+        """The processes that have ended by themselves, with an error."""
         return [name for name, process in self.processes.items() if process.exitcode]
 
     def said(self, name: str) -> str:
-        """The last that a process has printed."""
+        """The last output of a process."""
         path = self.folder / f"{name}.log"
         return path.read_text()[-4000:] if path.exists() else ""
 
@@ -169,8 +175,10 @@ class World:
         return read(self.folder / f"{name}.jsonl")
 
     def news(self, name: str) -> list[Note]:
-        """What it has written down since the last time."""
-        notes, self._heard[name] = news(self.folder / f"{name}.jsonl", self._heard[name])
+        """The notes of a process since the last call."""
+        path = self.folder / f"{name}.jsonl"
+        notes, position = news(path, self._positions[name])
+        self._positions[name] = position
         return notes
 
 
@@ -183,8 +191,9 @@ def free_ports(number: int) -> list[int]:
     """Ports that nobody uses, all taken at the same time: one looked for after another may be
     found twice.
     """
-    with ExitStack() as stack:
-        listening = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)
-        ]
-        return [int(one.getsockname()[1]) for one in listening]
+    ports = []
+    with ExitStack() as listeners:
+        for _ in range(number):
+            listener = listeners.enter_context(socket.create_server(("127.0.0.1", 0)))
+            ports.append(int(listener.getsockname()[1]))
+    return ports

@@ -1,9 +1,8 @@
-"""Projects that nobody here wrote, with the one-line change: what they do with DDP they do with
-worker groups.
+"""Foreign projects with the one-line change: they work with worker groups as with DDP.
 
-What is built on torchvision lies in a folder of its own. Its compiled part may need CUDA libraries,
-which a torch for CPUs does not have, and torchmetrics, which imports torchvision wherever it is,
-would fail with it.
+Projects that are built on torchvision have a folder for themselves. Its compiled part may need CUDA
+libraries, which a torch for CPUs does not have, and torchmetrics, which imports torchvision
+wherever it is, would fail with it.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""How far foreign projects learn with DDP, and with each direction of the outer step.
+"""The losses of foreign projects with DDP, and with each direction of the outer step.
 
 ``python -m tests.foreign.directions [PROJECT ...]``, with the interpreter of ``make foreign``, fits
 each project for four times its steps in two ranks, and prints its last validation loss.
@@ -50,7 +50,7 @@ def losses(rank: int, world_size: int, project: str, way: str, folder: Path) -> 
         lengthen(distribution)
     trial = Trial("ddp" if way == "ddp" else NAME, folder)
     PROJECTS[project](trial)
-    return list(trial.found["losses"])
+    return list(trial.results["losses"])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
-"""Projects that nobody here wrote: how their users fit, validate and predict, in the projects' own
-words.
+"""Foreign projects: how their users fit, validate and predict, with the projects' own interfaces.
 
-Each is imported by its own function: one that is not installed keeps none of the others from
-running.
+Each function imports its project, so that the others run without it.
 """
 
 import copy
@@ -30,29 +28,28 @@ HALF = "half.ckpt"
 
 @dataclass
 class Trial:
-    """One fit of a project in a rank: what it is told, and what it finds."""
+    """One fit of a project in a rank: its choices and its results."""
 
     strategy: str  # the name in the one line
     folder: Path  # for checkpoints and logs of this fit
-    resume: Path | None = None  # a checkpoint to go on from
-    found: dict[str, Any] = field(default_factory=dict)
+    resume: Path | None = None  # a checkpoint to resume from
+    results: dict[str, Any] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Trial":
-        return self  # some projects copy their callbacks, and what those find is wanted here
+        return self  # some projects copy their callbacks, whose results belong here
 
     def trainer(
         self, distribution: Any, monitor: str, half: int = 2, sign: int = 1
     ) -> dict[str, Any]:
-        """The arguments that every Trainer gets: a callback writes down the fit, and the losses of
-        its validations by name, a reward with the sign -1; it saves a checkpoint at the end of one
-        of these, counted from 1."""
+        """The arguments that every Trainer gets: a callback notes the fit, and the losses of its
+        validations by name, a reward with the sign -1; it saves a checkpoint at the end of one of
+        these, counted from 1."""
+        probe_class = type("Probe", (_Probe, distribution.Callback), {})
         return {
             "accelerator": "cpu",
             "devices": 2,
             "strategy": self.strategy,
-            "callbacks": [
-                type("Probe", (_Probe, distribution.Callback), {})(self, monitor, half, sign)
-            ],
+            "callbacks": [probe_class(self, monitor, half, sign)],
             "enable_progress_bar": False,
             "enable_model_summary": False,
             "default_root_dir": str(self.folder),
@@ -62,11 +59,11 @@ class Trial:
         """Fits, validates and predicts with Lightning's own calls."""
         # Projects keep objects of their own in checkpoints.
         trainer.fit(model, train, held_out, ckpt_path=self.resume, weights_only=False)
-        self.found["validated"] = sorted(trainer.validate(model, held_out)[0])
-        batches = trainer.predict(model, held_out)
-        self.found["predictions"] = sum(
-            len(each) if isinstance(each, Tensor) else len(each[0]) for each in batches
-        )
+        self.results["validated"] = sorted(trainer.validate(model, held_out)[0])
+        predictions = 0
+        for batch in trainer.predict(model, held_out):
+            predictions += len(batch) if isinstance(batch, Tensor) else len(batch[0])
+        self.results["predictions"] = predictions
 
 
 class _Probe:
@@ -81,8 +78,8 @@ class _Probe:
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         if self.monitor in trainer.callback_metrics:
             self.losses.append(self.sign * float(trainer.callback_metrics[self.monitor]))
-        # Where ModelCheckpoint saves. Elsewhere Lightning itself may go on with another epoch's
-        # data, with DDP too.
+        # ModelCheckpoint saves here, too. A Trainer that resumes from elsewhere may continue with
+        # the data of another epoch, also with DDP.
         self.validations += not trainer.sanity_checking
         if self.validations == self.half and self.trial.resume is None:
             trainer.save_checkpoint(self.trial.folder / HALF)
@@ -93,7 +90,7 @@ class _Probe:
             if isinstance(values, Tensor):
                 values = values.detach().cpu().contiguous().flatten().view(torch.uint8)
                 digest.update(name.encode() + values.numpy().tobytes())
-        self.trial.found |= {
+        self.trial.results |= {
             "global_step": trainer.global_step,
             "keys": sorted(trainer.callback_metrics),
             "losses": self.losses,
@@ -106,14 +103,16 @@ class _Probe:
 def sines(length: int, series: int, noise: float = 0.0) -> dict[str, Any]:
     """Columns of a table: sines of different phases."""
     time = np.tile(np.arange(length), series)
-    which = np.repeat(np.arange(series), length)
-    values = 5 + np.sin(time / 4 + which) + noise * np.random.default_rng(0).normal(size=len(time))
-    return {"time": time, "series": which, "value": values.astype("float32")}
+    number = np.repeat(np.arange(series), length)
+    noises = noise * np.random.default_rng(0).normal(size=len(time))
+    values = 5 + np.sin(time / 4 + number) + noises
+    return {"time": time, "series": number, "value": values.astype("float32")}
 
 
 def pictures(count: int, size: int, seed: int) -> Tensor:
-    """Images of smooth colours, each of its own."""
-    coarse = torch.rand(count, 3, 4, 4, generator=torch.Generator().manual_seed(seed))
+    """Images of smooth colours."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(count, 3, 4, 4, generator=generator)
     return nn.functional.interpolate(coarse, size=size, mode="bicubic").clamp(0, 1)
 
 
@@ -124,10 +123,10 @@ def pytorch_forecasting(trial: Trial) -> None:
     from pytorch_forecasting.metrics import QuantileLoss
 
     new.seed_everything(0)
-    data = pd.DataFrame(sines(60, 16, noise=0.1))
-    data["series"] = data.series.astype(str)
+    table = pd.DataFrame(sines(60, 16, noise=0.1))
+    table["series"] = table.series.astype(str)
     train = TimeSeriesDataSet(
-        data[data.time < 54],
+        table[table.time < 54],
         time_idx="time",
         target="value",
         group_ids=["series"],
@@ -137,11 +136,9 @@ def pytorch_forecasting(trial: Trial) -> None:
         time_varying_known_reals=["time"],
         time_varying_unknown_reals=["value"],
     )
-    held_out = TimeSeriesDataSet.from_dataset(train, data, predict=True, stop_randomization=True)
-    loaders = [
-        part.to_dataloader(train=i == 0, batch_size=8, num_workers=0)
-        for i, part in enumerate((train, held_out))
-    ]
+    held_out = TimeSeriesDataSet.from_dataset(train, table, predict=True, stop_randomization=True)
+    train_loader = train.to_dataloader(train=True, batch_size=8, num_workers=0)
+    held_out_loader = held_out.to_dataloader(train=False, batch_size=8, num_workers=0)
     model = TemporalFusionTransformer.from_dataset(
         train,
         learning_rate=0.01,
@@ -152,10 +149,10 @@ def pytorch_forecasting(trial: Trial) -> None:
     )
     choices = trial.trainer(new, "val_loss")
     trainer = new.Trainer(**choices, max_epochs=3, limit_train_batches=24, gradient_clip_val=0.1)
-    trainer.fit(model, *loaders, ckpt_path=trial.resume, weights_only=False)
-    trial.found["validated"] = sorted(trainer.validate(model, loaders[1])[0])
+    trainer.fit(model, train_loader, held_out_loader, ckpt_path=trial.resume, weights_only=False)
+    trial.results["validated"] = sorted(trainer.validate(model, held_out_loader)[0])
     del choices["callbacks"]
-    trial.found["predictions"] = len(model.predict(loaders[1], trainer_kwargs=choices))
+    trial.results["predictions"] = len(model.predict(held_out_loader, trainer_kwargs=choices))
 
 
 def chemprop(trial: Trial) -> None:
@@ -168,24 +165,21 @@ def chemprop(trial: Trial) -> None:
     def molecules(count: int, seed: int) -> Any:
         """Chains of known pieces; the target is their number of carbon atoms."""
         generator = np.random.default_rng(seed)
-        atoms = ("C", "CC", "CCO", "c1ccccc1", "C(=O)O", "CN", "C1CCCCC1")
-        smiles = [
-            "".join(generator.choice(atoms, size=generator.integers(2, 5))) for _ in range(count)
-        ]
-        points = [
-            data.MoleculeDatapoint.from_smi(text, np.array([text.upper().count("C") / 10.0]))
-            for text in smiles
-        ]
-        part = data.MoleculeDataset(points, featurizers.SimpleMoleculeMolGraphFeaturizer())
-        return data.build_dataloader(part, batch_size=8, num_workers=0, shuffle=seed == 0)
+        pieces = ("C", "CC", "CCO", "c1ccccc1", "C(=O)O", "CN", "C1CCCCC1")
+        points = []
+        for _ in range(count):
+            smiles = "".join(generator.choice(pieces, size=generator.integers(2, 5)))
+            target = np.array([smiles.upper().count("C") / 10.0])
+            points.append(data.MoleculeDatapoint.from_smi(smiles, target))
+        dataset = data.MoleculeDataset(points, featurizers.SimpleMoleculeMolGraphFeaturizer())
+        return data.build_dataloader(dataset, batch_size=8, num_workers=0, shuffle=seed == 0)
 
     new.seed_everything(0)
     metrics = [layers.metrics.RMSE(), layers.metrics.MAE()]
-    regression = layers.RegressionFFN()
     model = models.MPNN(
         layers.BondMessagePassing(),
         layers.MeanAggregation(),
-        regression,
+        layers.RegressionFFN(),
         batch_norm=True,
         metrics=metrics,
     )
@@ -217,15 +211,15 @@ def darts(trial: Trial, with_metrics: bool = False) -> None:
     )
     model.load_ckpt_path = trial.resume and str(trial.resume)
     model.fit([part[:-24] for part in series], val_series=[part[-60:] for part in series])
-    trial.found["predictions"] = sum(len(part) for part in model.predict(6, series=series))
+    trial.results["predictions"] = sum(len(part) for part in model.predict(6, series=series))
 
 
 class Series(list[dict[str, Any]]):
-    """Series of which each pass draws the same windows, others on each rank, and makes one batch of
-    them.
+    """Series of which each pass draws the same windows, but different ones on each rank, and makes
+    one batch of them.
 
-    Lightning draws a batch that nobody trains on when it resumes at the end of an epoch, with DDP
-    too, and a loader without a length cannot be told where to go on.
+    Lightning draws a batch that nobody trains on when it resumes at the end of an epoch, also with
+    DDP, and a loader without a length cannot be told where to resume.
     """
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -241,9 +235,8 @@ def gluonts(trial: Trial) -> None:
 
     new.seed_everything(0)
     targets = sines(200, 16)["value"].reshape(16, 200)
-    data = Series(
-        ListDataset([{"start": "2024-01-01", "target": target} for target in targets], freq="h")
-    )
+    entries = [{"start": "2024-01-01", "target": target} for target in targets]
+    series = Series(ListDataset(entries, freq="h"))
     estimator = DeepAREstimator(
         freq="h",
         prediction_length=12,
@@ -254,8 +247,8 @@ def gluonts(trial: Trial) -> None:
         train_sampler=NumInstanceSampler(N=1, min_future=12),
         trainer_kwargs={**trial.trainer(new, "val_loss"), "max_epochs": 4},
     )
-    predictor = estimator.train(data, validation_data=data, ckpt_path=trial.resume)
-    trial.found["predictions"] = len(list(predictor.predict(data)))
+    predictor = estimator.train(series, validation_data=series, ckpt_path=trial.resume)
+    trial.results["predictions"] = len(list(predictor.predict(series)))
 
 
 def rl4co(trial: Trial) -> None:
@@ -269,7 +262,7 @@ def rl4co(trial: Trial) -> None:
     torch.set_num_threads(1)  # importing it sets another number
 
     class Remembering(AttentionModel):
-        """Saves what its baseline holds beside parameters, which is in no checkpoint of its own."""
+        """Saves the state of its baseline besides parameters, which its checkpoints lack."""
 
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             rollout = self.baseline.baseline
@@ -303,20 +296,19 @@ def rl4co(trial: Trial) -> None:
     if trial.strategy == "ddp":
         choices["strategy"] = "ddp_find_unused_parameters_true"
     trainer = RL4COTrainer(**choices, max_epochs=4, precision="32-true")
-    said = said_by("lightning_sdiloco")
+    messages = said_by("lightning_sdiloco")
     # Its own call cannot say that checkpoints hold objects.
     fit = partialmethod(new.Trainer.fit, weights_only=False)
     with patch.object(new.Trainer, "fit", fit):
         trainer.fit(model, ckpt_path=trial.resume)
     if trial.strategy != "ddp" and trainer.is_global_zero:
-        assert any(text.startswith("The model is cut again") for text in said), (
-            "no baseline was replaced"
-        )
-        assert not any(text.startswith("No inner optimizer") for text in said)
-    trial.found["validated"] = sorted(trainer.test(model)[0])
+        recuts = [text for text in messages if text.startswith("The model is cut again")]
+        assert recuts, "no baseline was replaced"
+        assert not any(text.startswith("No inner optimizer") for text in messages)
+    trial.results["validated"] = sorted(trainer.test(model)[0])
     with torch.no_grad():
         tours = model.policy(env.reset(batch_size=[32]), env, decode_type="greedy")
-    trial.found["predictions"] = len(tours["reward"])
+    trial.results["predictions"] = len(tours["reward"])
 
 
 def scvi(trial: Trial) -> None:
@@ -329,23 +321,23 @@ def scvi(trial: Trial) -> None:
     scvi.settings.seed = 0
     generator = np.random.default_rng(0)
     rates = generator.gamma(1.0, 2.0, size=(4, 200))  # cells of four kinds
-    data = anndata.AnnData(generator.poisson(rates[np.arange(400) % 4]).astype("float32"))
-    scvi.model.SCVI.setup_anndata(data)
-    model = scvi.model.SCVI(data, n_hidden=128)
-    trainer = trial.trainer(new, "validation_loss")
-    trainer["strategy"] = (
-        trial.strategy.removesuffix("_of_short_rounds") + "_find_unused_parameters_true"
-    )
-    del trainer["default_root_dir"]
+    counts = generator.poisson(rates[np.arange(400) % 4]).astype("float32")
+    annotated = anndata.AnnData(counts)
+    scvi.model.SCVI.setup_anndata(annotated)
+    model = scvi.model.SCVI(annotated, n_hidden=128)
+    choices = trial.trainer(new, "validation_loss")
+    strategy = trial.strategy.removesuffix("_of_short_rounds")
+    choices["strategy"] = f"{strategy}_find_unused_parameters_true"
+    del choices["default_root_dir"]
     model.train(
         max_epochs=4,
         batch_size=16,
         train_size=0.8,
         check_val_every_n_epoch=1,
         ckpt_path=trial.resume,
-        **trainer,
+        **choices,
     )
-    trial.found["predictions"] = len(model.get_latent_representation())
+    trial.results["predictions"] = len(model.get_latent_representation())
 
 
 def neuralforecast(trial: Trial) -> None:
@@ -368,11 +360,11 @@ def neuralforecast(trial: Trial) -> None:
         **trial.trainer(old, "valid_loss", half=1),
     )
     forecast = NeuralForecast(models=[model], freq=1)
-    # Its own call takes no checkpoint to go on from.
+    # Its own call takes no checkpoint to resume from.
     fit = partialmethod(old.Trainer.fit, ckpt_path=trial.resume, weights_only=False)
     with patch.object(old.Trainer, "fit", fit):
         forecast.fit(pd.DataFrame(sines(120, 32)).rename(columns=columns), val_size=12)
-    trial.found["predictions"] = len(forecast.predict())
+    trial.results["predictions"] = len(forecast.predict())
 
 
 class Language(new.LightningModule):
@@ -411,11 +403,8 @@ def language(
         generator = torch.Generator().manual_seed(seed)
         starts = torch.randint(256, (windows, 1), generator=generator)
         steps = torch.randint(1, 4, (windows, 1), generator=generator)
-        return DataLoader(
-            TensorDataset((starts + steps * torch.arange(32)) % 256),
-            batch_size=4,
-            shuffle=seed == 0,
-        )
+        samples = TensorDataset((starts + steps * torch.arange(32)) % 256)
+        return DataLoader(samples, batch_size=4, shuffle=seed == 0)
 
     new.seed_everything(0)
     trainer = new.Trainer(**trial.trainer(new, "val_loss"), max_epochs=max_epochs, **choices)
@@ -443,25 +432,25 @@ class ScheduleFree(Language):
 def gpt2(width: int = 96) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=256, n_positions=64, n_embd=width, n_layer=3, n_head=4)
-    )
+    config = GPT2Config(vocab_size=256, n_positions=64, n_embd=width, n_layer=3, n_head=4)
+    return GPT2LMHeadModel(config)
 
 
 def llama() -> nn.Module:
     """Its embeddings are tied."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {
-        "hidden_size": 96,
-        "intermediate_size": 192,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-    }
-    places = {"vocab_size": 256, "max_position_embeddings": 64}
-    net = LlamaForCausalLM(
-        LlamaConfig(**sizes, **places, tie_word_embeddings=True, use_cache=False)
+    config = LlamaConfig(
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        vocab_size=256,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        use_cache=False,
     )
+    net = LlamaForCausalLM(config)
     net.gradient_checkpointing_enable()
     return net
 
@@ -470,8 +459,14 @@ def lora() -> nn.Module:
     """Few of the parameters are trained."""
     from peft import LoraConfig, get_peft_model
 
-    choices = {"target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True}
-    return get_peft_model(gpt2(192), LoraConfig(r=32, lora_alpha=64, lora_dropout=0.1, **choices))
+    config = LoraConfig(
+        r=32,
+        lora_alpha=64,
+        lora_dropout=0.1,
+        target_modules=["c_attn", "c_fc", "c_proj"],
+        fan_in_fan_out=True,
+    )
+    return get_peft_model(gpt2(192), config)
 
 
 def resnet() -> nn.Module:
@@ -508,18 +503,17 @@ def lightly(trial: Trial, make: Callable[[], TwoViews]) -> TwoViews:
         input_size=16, cj_prob=0.0, random_gray_scale=0.0, gaussian_blur=0.0
     )
 
-    def batches(images: Tensor, **choices: Any) -> DataLoader[Any]:
-        views = lambda batch: [  # noqa: E731
-            torch.stack(each) for each in zip(*map(transform, batch), strict=True)
-        ]
-        return DataLoader(images, batch_size=16, collate_fn=views, **choices)
+    def two_views(images: list[Tensor]) -> list[Tensor]:
+        return [torch.stack(view) for view in zip(*map(transform, images), strict=True)]
+
+    def batches(images: Tensor, shuffle: bool = False) -> DataLoader[Any]:
+        return DataLoader(images, batch_size=16, collate_fn=two_views, shuffle=shuffle)
 
     new.seed_everything(0)
     trainer = new.Trainer(**trial.trainer(new, "val_loss_ssl"), max_epochs=4)
     model = make()
-    trial.run(
-        trainer, model, batches(pictures(320, 24, 0), shuffle=True), batches(pictures(64, 24, 1))
-    )
+    train = batches(pictures(320, 24, seed=0), shuffle=True)
+    trial.run(trainer, model, train, batches(pictures(64, 24, seed=1)))
     return model
 
 
@@ -565,6 +559,7 @@ def byol(trial: Trial) -> None:
             deactivate_requires_grad(self.backbone_momentum)
             deactivate_requires_grad(self.projection_head_momentum)
             self.criterion = NegativeCosineSimilarity()
+            self.local_teacher: Tensor | None = None  # at the begin of the last epoch
 
         def forward(self, images: Tensor) -> Tensor:
             projected = self.projection_head(self.backbone(images).flatten(start_dim=1))
@@ -595,11 +590,11 @@ def byol(trial: Trial) -> None:
     # Each group's teacher follows its own student.
     assert agreed({"teacher": model.local_teacher}) == (trial.strategy == "ddp")
     new.seed_everything(0)
-    nets = (BYOL().backbone, model.backbone, model.backbone_momentum)
-    initial, student, teacher = (nn.utils.parameters_to_vector(net.parameters()) for net in nets)
-    assert (student - teacher).norm() < 0.5 * (student - initial).norm(), (
-        "the teacher does not follow"
-    )
+    initial = nn.utils.parameters_to_vector(BYOL().backbone.parameters())
+    student = nn.utils.parameters_to_vector(model.backbone.parameters())
+    teacher = nn.utils.parameters_to_vector(model.backbone_momentum.parameters())
+    distance = (student - teacher).norm()
+    assert distance < 0.5 * (student - initial).norm(), "the teacher does not follow"
 
 
 def anomalib(trial: Trial) -> None:
@@ -609,14 +604,22 @@ def anomalib(trial: Trial) -> None:
     from anomalib.models import Ganomaly
     from torchvision.utils import save_image
 
-    data = trial.folder / f"images-{os.environ['RANK']}"
+    root = trial.folder / f"images-{os.environ['RANK']}"
     for kind, count, seed in (("good", 160, 0), ("bad", 32, 1)):
-        (data / kind).mkdir(parents=True)
-        for i, image in enumerate(pictures(count, 32, seed)):
-            save_image(image, data / kind / f"{i:03}.png")
+        (root / kind).mkdir(parents=True)
+        for number, image in enumerate(pictures(count, 32, seed)):
+            save_image(image, root / kind / f"{number:03}.png")
     new.seed_everything(0)
-    sizes = {"train_batch_size": 4, "eval_batch_size": 4, "num_workers": 0, "seed": 0}
-    folder = Folder("blots", root=data, normal_dir="good", abnormal_dir="bad", **sizes)
+    folder = Folder(
+        "blots",
+        root=root,
+        normal_dir="good",
+        abnormal_dir="bad",
+        train_batch_size=4,
+        eval_batch_size=4,
+        num_workers=0,
+        seed=0,
+    )
     model = Ganomaly(
         batch_size=4,
         n_features=16,
@@ -627,15 +630,13 @@ def anomalib(trial: Trial) -> None:
     )
     choices = trial.trainer(new, "generator_loss")
     if trial.strategy == "ddp":
-        choices["strategy"] = (
-            "ddp_find_unused_parameters_true"  # and groups find them by themselves
-        )
+        # Worker groups find unused parameters by themselves.
+        choices["strategy"] = "ddp_find_unused_parameters_true"
     engine = Engine(**choices, max_epochs=3, logger=False)
     engine.fit(model, datamodule=folder, ckpt_path=trial.resume)
-    trial.found["validated"] = sorted(engine.test(model, datamodule=folder)[0])
-    trial.found["predictions"] = sum(
-        len(batch.image) for batch in engine.predict(model, datamodule=folder)
-    )
+    trial.results["validated"] = sorted(engine.test(model, datamodule=folder)[0])
+    predicted = engine.predict(model, datamodule=folder)
+    trial.results["predictions"] = sum(len(batch.image) for batch in predicted)
 
 
 def nequip(trial: Trial) -> None:
@@ -653,13 +654,17 @@ def nequip(trial: Trial) -> None:
             "model_type_names": ["Cu"],
         }
         neighbours = {"_target_": "nequip.data.transforms.NeighborListTransform", "r_max": 3.5}
-        target = "nequip.data.dataset.EMTTestDataset"
-        shape = {"supercell": [2, 2, 1], "num_frames": count, "seed": seed}
-        return {"_target_": target, "transforms": [types, neighbours], **shape}
+        return {
+            "_target_": "nequip.data.dataset.EMTTestDataset",
+            "transforms": [types, neighbours],
+            "supercell": [2, 2, 1],
+            "num_frames": count,
+            "seed": seed,
+        }
 
     set_global_state()
     new.seed_everything(0)
-    data = NequIPDataModule(
+    crystals = NequIPDataModule(
         seed=0,
         train_dataset=frames(96, 0),
         val_dataset=frames(16, 1),
@@ -668,18 +673,23 @@ def nequip(trial: Trial) -> None:
         val_dataloader={"batch_size": 4},
         predict_dataloader={"batch_size": 4},
     )
-    about = {
+    potential = {
+        "_target_": "nequip.model.NequIPGNNModel",
         "seed": 0,
         "model_dtype": "float32",
         "type_names": ["Cu"],
         "r_max": 3.5,
         "avg_num_neighbors": 12.0,
+        "num_layers": 2,
+        "l_max": 1,
+        "num_features": 48,
+        "radial_mlp_width": 128,
+        "per_type_energy_scales": 1.0,
+        "per_type_energy_shifts": 0.0,
     }
-    sizes = {"num_layers": 2, "l_max": 1, "num_features": 48, "radial_mlp_width": 128}
-    energies = {"per_type_energy_scales": 1.0, "per_type_energy_shifts": 0.0}
     module = NequIPLightningModule(
-        model={"_target_": "nequip.model.NequIPGNNModel", **about, **sizes, **energies},
-        num_datasets=data.num_datasets,
+        model=potential,
+        num_datasets=crystals.num_datasets,
         optimizer={"_target_": "torch.optim.Adam", "lr": 0.005},
         loss={"_target_": "nequip.train.EnergyForceLoss"},
         train_metrics={"_target_": "nequip.train.EnergyForceMetrics"},
@@ -689,14 +699,13 @@ def nequip(trial: Trial) -> None:
         **trial.trainer(new, "val0_epoch/weighted_sum"), max_epochs=4, inference_mode=False
     )
     module.world_size = trainer.world_size  # as its own command does
-    said = said_by("lightning_sdiloco")
-    trainer.fit(module, datamodule=data, ckpt_path=trial.resume, weights_only=False)
-    trial.found["validated"] = sorted(trainer.validate(module, datamodule=data)[0])
-    trial.found["predictions"] = sum(
-        len(batch["total_energy"]) for batch in trainer.predict(module, datamodule=data)
-    )
-    warned = [text for text in said if text.startswith("The module keeps world_size: 2")]
-    assert len(warned) == (trial.strategy != "ddp" and trainer.is_global_zero)
+    messages = said_by("lightning_sdiloco")
+    trainer.fit(module, datamodule=crystals, ckpt_path=trial.resume, weights_only=False)
+    trial.results["validated"] = sorted(trainer.validate(module, datamodule=crystals)[0])
+    predicted = trainer.predict(module, datamodule=crystals)
+    trial.results["predictions"] = sum(len(batch["total_energy"]) for batch in predicted)
+    warnings = [text for text in messages if text.startswith("The module keeps world_size: 2")]
+    assert len(warnings) == (trial.strategy != "ddp" and trainer.is_global_zero)
 
 
 def pina(trial: Trial) -> None:
@@ -719,7 +728,7 @@ def pina(trial: Trial) -> None:
         solver, batch_size=20, train_size=0.8, val_size=0.1, test_size=0.1, max_epochs=4, **choices
     )
     trainer.train(ckpt_path=trial.resume, weights_only=False)
-    trial.found["validated"] = sorted(trainer.test()[0])
+    trial.results["validated"] = sorted(trainer.test()[0])
 
 
 def pytorch_tabular(trial: Trial) -> None:
@@ -757,11 +766,11 @@ def pytorch_tabular(trial: Trial) -> None:
         ),
         verbose=False,
     )
-    # Its own call takes no checkpoint to go on from.
+    # Its own call takes no checkpoint to resume from.
     fit = partialmethod(old.Trainer.fit, ckpt_path=trial.resume, weights_only=False)
     with patch.object(old.Trainer, "fit", fit):
         tabular.fit(train=table[:400], validation=table[400:], callbacks=callbacks)
-    trial.found["predictions"] = len(tabular.predict(table[400:]))
+    trial.results["predictions"] = len(tabular.predict(table[400:]))
 
 
 def torch_geometric(trial: Trial) -> None:
@@ -777,9 +786,8 @@ def torch_geometric(trial: Trial) -> None:
             self.gnn = GIN(8, 128, num_layers=5, out_channels=1, norm="batch_norm")
 
         def forward(self, graphs: Any) -> Tensor:
-            pooled: Tensor = global_add_pool(
-                self.gnn(graphs.x, graphs.edge_index), graphs.batch, graphs.num_graphs
-            )
+            nodes = self.gnn(graphs.x, graphs.edge_index)
+            pooled: Tensor = global_add_pool(nodes, graphs.batch, graphs.num_graphs)
             return pooled.squeeze(1)
 
         def training_step(self, graphs: Any, index: int) -> Tensor:
@@ -797,25 +805,24 @@ def torch_geometric(trial: Trial) -> None:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     def graphs(count: int) -> list[Any]:
-        edges = [erdos_renyi_graph(6 + i % 12, 0.3) for i in range(count)]
-        return [
-            Data(
-                x=torch.randn(6 + i % 12, 8),
-                edge_index=pairs,
-                y=torch.tensor([pairs.shape[1] / 20]),
-            )
-            for i, pairs in enumerate(edges)
-        ]
+        """Random graphs; the target is their number of edges."""
+        edges = [erdos_renyi_graph(6 + number % 12, 0.3) for number in range(count)]
+        random_graphs = []
+        for number, pairs in enumerate(edges):
+            features = torch.randn(6 + number % 12, 8)
+            target = torch.tensor([pairs.shape[1] / 20])
+            random_graphs.append(Data(x=features, edge_index=pairs, y=target))
+        return random_graphs
 
     new.seed_everything(0)
-    data = LightningDataset(
+    module = LightningDataset(
         graphs(320), graphs(64), pred_dataset=graphs(64), batch_size=8, pin_memory=False
     )
     trainer = new.Trainer(**trial.trainer(new, "val_loss"), max_epochs=4)
     model = Graphs()
-    trainer.fit(model, datamodule=data, ckpt_path=trial.resume, weights_only=False)
-    trial.found["validated"] = sorted(trainer.validate(model, datamodule=data)[0])
-    trial.found["predictions"] = sum(map(len, trainer.predict(model, datamodule=data)))
+    trainer.fit(model, datamodule=module, ckpt_path=trial.resume, weights_only=False)
+    trial.results["validated"] = sorted(trainer.validate(model, datamodule=module)[0])
+    trial.results["predictions"] = sum(map(len, trainer.predict(model, datamodule=module)))
 
 
 def torchgeo(trial: Trial) -> None:

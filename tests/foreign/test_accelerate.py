@@ -1,4 +1,4 @@
-"""Loops of accelerate, and the Trainer of transformers: the examples train, and go on where they
+"""Loops of accelerate, and the Trainer of transformers: the examples train, and resume where they
 were stopped.
 """
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_sdiloco import StreamingDiLoCo
+from tests.bits import same
 from tests.fits import refusal, said_by
 from tests.ranks import agreed, in_ranks
 from tests.scripts import ROOT, TORCHRUN, run_python
@@ -30,87 +31,188 @@ def test_the_example_of_accelerate_goes_on_where_it_was_stopped(ranks: int, tmp_
     def loss(*arguments: Any) -> str:
         torchrun = (*TORCHRUN, f"--nproc-per-node={ranks}", EXAMPLES / "pretrain.py")
         printed = run_python(*torchrun, *arguments, folder=tmp_path)
-        # Without the bytes: what is saved before all fragments have landed takes an exchange.
-        return next(line for line in printed.splitlines() if line.startswith("loss")).split(",")[0]
+        line = next(line for line in printed.splitlines() if line.startswith("loss"))
+        # Without the bytes: a checkpoint before all fragments have landed takes an exchange.
+        return line.split(",")[0]
 
-    whole = loss("--steps", 44, "--folder", "whole")
-    assert float(whole.split()[1]) < 4.0
+    uninterrupted = loss("--steps", 44, "--folder", "whole")
+    assert float(uninterrupted.split()[1]) < 4.0
     loss("--steps", 22, "--folder", "half")  # a fragment is in flight then
-    assert loss("--steps", 44, "--folder", "half", "--resume") == whole
+    assert loss("--steps", 44, "--folder", "half", "--resume") == uninterrupted
 
 
 @in_ranks(2, timeout=200.0)
 def test_silent_substitutions_by_accelerate_are_refused(rank: int, tmp_path: Path) -> None:
-    """What rank 0 alone keeps, and what it wraps over all ranks."""
+    """The state that rank 0 alone keeps, and the model that it wraps over all ranks."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    wrapped = refusal(StreamingDiLoCo, accelerator.prepare(torch.nn.Linear(3, 4)))
-    assert "DistributedDataParallel over ranks 0 and 1" in wrapped
+    over_all_ranks = accelerator.prepare(torch.nn.Linear(3, 4))
+    words = "DistributedDataParallel over ranks 0 and 1"
+    assert words in refusal(StreamingDiLoCo, over_all_ranks)
     torch.manual_seed(rank)
-    engine = StreamingDiLoCo(
-        accelerator.prepare_model(torch.nn.Linear(300, 400), evaluation_mode=True)
-    )
-    accelerator.register_for_checkpointing(engine)
+    model = accelerator.prepare_model(torch.nn.Linear(300, 400), evaluation_mode=True)
+    accelerator.register_for_checkpointing(StreamingDiLoCo(model))
     accelerator.save_state(tmp_path)
     accelerator.wait_for_everyone()
     if rank == 0:
         accelerator.load_state(tmp_path)
     else:
-        told = refusal(accelerator.load_state, tmp_path)
-        assert told.startswith("This is the state of rank 0 of worker group 0")
+        error = refusal(accelerator.load_state, tmp_path)
+        assert error.startswith("This is the state of rank 0 of worker group 0")
+
+
+# The Trainer of transformers
+
+QUIET: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
+EVERY_8_STEPS = {"eval_strategy": "steps", "eval_steps": 8, "save_steps": 8, "max_steps": 24}
+EVERY_4_STEPS = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4, "max_steps": 12}
+ROUNDS = {"sync_every": 6, "overlap_steps": 3, "fragments": "strided:1"}
+
+
+def with_callback(trainer: Any, resume: str | None = None, **choices: Any) -> Any:
+    """Adds the callback of the example to a Trainer, and returns it."""
+    sys.path.append(str(EXAMPLES))
+    from transformers_trainer import StreamingDiLoCoCallback
+
+    callback = StreamingDiLoCoCallback(trainer, resume, **choices)
+    trainer.add_callback(callback)
+    return callback
+
+
+def gpt2(words: int, positions: int, width: int, layers: int, heads: int) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=words, n_positions=positions, n_embd=width, n_layer=layers, n_head=heads
+    )
+    return GPT2LMHeadModel(config)
+
+
+def counting_rows(count: int, words: int, positions: int) -> list[dict[str, torch.Tensor]]:
+    """Texts that count, each from a number of its own."""
+    generator = torch.Generator().manual_seed(1)
+    first = torch.randint(0, words, (count, 1), generator=generator)
+    rows = (first + torch.arange(positions)) % words
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def parameter_count(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: values.clone() for name, values in model.state_dict().items()}
+
+
+def trained(
+    trainer: Any, callback: Any, resume: str | None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of a run of 24 steps, and the model at its end."""
+    trainer.train(resume_from_checkpoint=resume)
+    assert callback.engine.topology.num_groups == 2
+    assert trainer.state.global_step == 24
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert agreed(losses)
+    assert losses[-1] < losses[0]
+    return losses, state_of(trainer.model)
 
 
 @in_ranks(2, timeout=200.0)
 def test_the_trainer_of_transformers_trains_worker_groups_and_resumes(
     rank: int, tmp_path: Path
 ) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
-
-    sys.path.append(str(EXAMPLES))
-    from transformers_trainer import StreamingDiLoCoCallback
+    from transformers import Trainer, TrainingArguments
 
     def train(name: str, resume: str | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
-        torch.manual_seed(0)
-        model = GPT2LMHeadModel(
-            GPT2Config(vocab_size=300, n_positions=32, n_embd=64, n_layer=3, n_head=4)
-        )
-        assert sum(p.numel() for p in model.parameters()) > 100_000
-        tokens = torch.randint(
-            0, 300, (256, 1), generator=torch.Generator().manual_seed(1)
-        ) + torch.arange(32)
-        data = [{"input_ids": row % 300, "labels": row % 300} for row in tokens]
-        often: dict[str, Any] = {
-            "eval_strategy": "steps",
-            "eval_steps": 8,
-            "save_steps": 8,
-            "max_steps": 24,
-        }
-        quiet: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
+        model = gpt2(words=300, positions=32, width=64, layers=3, heads=4)
+        assert parameter_count(model) > 100_000
+        rows = counting_rows(256, words=300, positions=32)
         arguments = TrainingArguments(
             output_dir=str(tmp_path / name),
             per_device_train_batch_size=4,
             learning_rate=1e-3,
-            **often,
-            **quiet,
+            **EVERY_8_STEPS,
+            **QUIET,
         )
-        trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:32])
-        callback = StreamingDiLoCoCallback(
-            trainer, resume, sync_every=6, overlap_steps=3, fragments="strided:1"
-        )
-        trainer.add_callback(callback)
-        trainer.train(resume_from_checkpoint=resume)
-        assert (callback.engine.topology.num_groups, trainer.state.global_step) == (2, 24)
-        losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-        assert agreed(losses)
-        assert losses[-1] < losses[0]
-        return losses, {name: values.clone() for name, values in model.state_dict().items()}
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:32])
+        return trained(trainer, with_callback(trainer, resume, **ROUNDS), resume)
 
     losses, model = train("whole")
     assert agreed(model)
-    again, resumed = train("resumed", str(tmp_path / "whole" / "checkpoint-16"))
-    assert again == losses
-    assert [name for name, values in model.items() if not torch.equal(values, resumed[name])] == []
+    resumed_losses, resumed_model = train("resumed", str(tmp_path / "whole" / "checkpoint-16"))
+    assert resumed_losses == losses
+    assert same(resumed_model, model)
+
+
+WORDS = [f"w{number}" for number in range(300)]
+
+
+def save_untrained_bert(folder: Path) -> None:
+    """A BERT as it would be downloaded, with a tokenizer of the words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast_tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
+    )
+    fast_tokenizer.save_pretrained(folder)
+    config = BertConfig(
+        vocab_size=len(vocabulary),
+        max_position_embeddings=32,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    torch.manual_seed(0)
+    BertModel(config).save_pretrained(folder)
+
+
+def pairs_of_sentences(count: int, seed: int) -> Any:
+    """Sentences, and others with half of their words."""
+    from datasets import Dataset
+
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(len(WORDS), (count, 8), generator=generator)
+    anchors = []
+    positives = []
+    for row in numbers.tolist():
+        words = [WORDS[number] for number in row]
+        anchors.append(" ".join(words))
+        positives.append(" ".join(words[::2]))
+    return Dataset.from_dict({"anchor": anchors, "positive": positives})
+
+
+def sentence_trainer(bert: Path, folder: Path, make_loss: Any) -> Any:
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
+    from sentence_transformers.models import Pooling, Transformer
+
+    torch.manual_seed(0)
+    transformer = Transformer(str(bert), max_seq_length=16)
+    pooling = Pooling(transformer.get_word_embedding_dimension())
+    model = SentenceTransformer(modules=[transformer, pooling], device="cpu")
+    assert parameter_count(model) > 100_000
+    arguments = SentenceTransformerTrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=8,
+        learning_rate=1e-3,
+        **EVERY_8_STEPS,
+        **QUIET,
+    )
+    loss = make_loss(model)
+    train_pairs = pairs_of_sentences(384, seed=1)
+    return SentenceTransformerTrainer(
+        model, arguments, train_pairs, pairs_of_sentences(64, seed=2), loss
+    )
 
 
 @pytest.mark.skipif(
@@ -121,108 +223,30 @@ def test_the_trainer_of_transformers_trains_worker_groups_and_resumes(
 def test_the_trainer_of_sentence_transformers_trains_worker_groups_and_resumes(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same callback, of a trainer that makes losses of its own out of pairs of sentences."""
+    """The same callback, of a trainer that computes its losses from pairs of sentences."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    from datasets import Dataset
-    from sentence_transformers import (
-        SentenceTransformer,
-        SentenceTransformerTrainer,
-        SentenceTransformerTrainingArguments,
-    )
     from sentence_transformers.losses import MultipleNegativesRankingLoss, SoftmaxLoss
-    from sentence_transformers.models import Pooling, Transformer
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-    sys.path.append(str(EXAMPLES))
-    from transformers_trainer import StreamingDiLoCoCallback
-
-    words = [f"w{i}" for i in range(300)]
-    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *words])}
-
-    def save_untrained(folder: Path) -> None:
-        """A BERT as it would be downloaded, of so many words."""
-        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-        fast = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
-        )
-        fast.save_pretrained(folder)
-        sizes = {
-            "hidden_size": 64,
-            "intermediate_size": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-        }
-        torch.manual_seed(0)
-        BertModel(
-            BertConfig(vocab_size=len(vocabulary), max_position_embeddings=32, **sizes)
-        ).save_pretrained(folder)
-
-    def pairs(count: int, seed: int) -> Dataset:
-        """Sentences, and others with half of their words."""
-        chosen = torch.randint(
-            len(words), (count, 8), generator=torch.Generator().manual_seed(seed)
-        )
-        sentences = [[words[word] for word in row] for row in chosen.tolist()]
-        columns = {
-            "anchor": [" ".join(of) for of in sentences],
-            "positive": [" ".join(of[::2]) for of in sentences],
-        }
-        return Dataset.from_dict(columns)
-
-    def make(
-        name: str, resume: str | None, make_loss: Any
-    ) -> tuple[SentenceTransformerTrainer, Any]:
-        torch.manual_seed(0)
-        transformer = Transformer(str(tmp_path / f"bert-{rank}"), max_seq_length=16)
-        model = SentenceTransformer(
-            modules=[transformer, Pooling(transformer.get_word_embedding_dimension())], device="cpu"
-        )
-        assert sum(p.numel() for p in model.parameters()) > 100_000
-        often: dict[str, Any] = {
-            "eval_strategy": "steps",
-            "eval_steps": 8,
-            "save_steps": 8,
-            "max_steps": 24,
-        }
-        quiet: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
-        arguments = SentenceTransformerTrainingArguments(
-            output_dir=str(tmp_path / name),
-            per_device_train_batch_size=8,
-            learning_rate=1e-3,
-            **often,
-            **quiet,
-        )
-        loss = make_loss(model)
-        trainer = SentenceTransformerTrainer(model, arguments, pairs(384, 1), pairs(64, 2), loss)
-        callback = StreamingDiLoCoCallback(
-            trainer, resume, sync_every=6, overlap_steps=3, fragments="strided:1"
-        )
-        trainer.add_callback(callback)
-        return trainer, callback
+    bert = tmp_path / f"bert-{rank}"
+    save_untrained_bert(bert)
 
     def train(name: str, resume: str | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
-        trainer, callback = make(name, resume, MultipleNegativesRankingLoss)
-        trainer.train(resume_from_checkpoint=resume)
-        model = trainer.model
-        assert (callback.engine.topology.num_groups, trainer.state.global_step) == (2, 24)
-        losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-        assert agreed(losses)
-        assert losses[-1] < losses[0]
-        assert model.encode(["w1 w2 w3"]).shape == (1, 64)
-        return losses, {name: values.clone() for name, values in model.state_dict().items()}
+        trainer = sentence_trainer(bert, tmp_path / name, MultipleNegativesRankingLoss)
+        callback = with_callback(trainer, resume, **ROUNDS)
+        losses, state = trained(trainer, callback, resume)
+        assert trainer.model.encode(["w1 w2 w3"]).shape == (1, 64)
+        return losses, state
 
-    save_untrained(tmp_path / f"bert-{rank}")
     losses, model = train("whole")
     assert agreed(model)
-    again, resumed = train("resumed", str(tmp_path / "whole" / "checkpoint-16"))
-    assert again == losses
-    assert [name for name, values in model.items() if not torch.equal(values, resumed[name])] == []
-    with_head, _ = make("head", None, lambda model: SoftmaxLoss(model, 64, 3))
-    assert refusal(with_head.train).startswith(
-        "The optimizer steps 2 parameters that are not the model's"
-    )
+    resumed_losses, resumed_model = train("resumed", str(tmp_path / "whole" / "checkpoint-16"))
+    assert resumed_losses == losses
+    assert same(resumed_model, model)
+
+    with_head = sentence_trainer(bert, tmp_path / "head", lambda model: SoftmaxLoss(model, 64, 3))
+    with_callback(with_head, **ROUNDS)
+    words = "The optimizer steps 2 parameters that are not the model's"
+    assert refusal(with_head.train).startswith(words)
 
 
 @in_ranks(2, timeout=200.0)
@@ -231,62 +255,40 @@ def test_the_best_model_stays_and_a_loss_that_gathers_couples_no_groups(
 ) -> None:
     """The best is that of the first evaluation here; the loss gathers as those of TRL do."""
     from safetensors.torch import load_file
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
-
-    sys.path.append(str(EXAMPLES))
-    from transformers_trainer import StreamingDiLoCoCallback
+    from transformers import Trainer, TrainingArguments
 
     gathered = list[int]()
 
     class Gathering(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if model.training:
-                tokens = self.accelerator.gather_for_metrics(inputs["labels"])
-                gathered.append(len(tokens) + len(self.accelerator.gather(inputs["labels"])))
+                labels = inputs["labels"]
+                for_metrics = self.accelerator.gather_for_metrics(labels)
+                gathered.append(len(for_metrics) + len(self.accelerator.gather(labels)))
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    said = said_by("lightning_sdiloco")
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=2, n_head=2)
-    )
-    rows = torch.randint(0, 50, (64, 1), generator=torch.Generator().manual_seed(1)) + torch.arange(
-        16
-    )
-    data = [{"input_ids": row % 50, "labels": row % 50} for row in rows]
-    best: dict[str, Any] = {
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "loss",
-        "greater_is_better": True,
-    }
-    often: dict[str, Any] = {
-        "eval_strategy": "steps",
-        "eval_steps": 4,
-        "save_steps": 4,
-        "max_steps": 12,
-    }
+    messages = said_by("lightning_sdiloco")
+    model = gpt2(words=50, positions=16, width=32, layers=2, heads=2)
+    rows = counting_rows(64, words=50, positions=16)
     arguments = TrainingArguments(
         output_dir=str(tmp_path),
         per_device_train_batch_size=4,
         learning_rate=1e-2,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        **best,
-        **often,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        greater_is_better=True,
+        **EVERY_4_STEPS,
+        **QUIET,
     )
-    trainer = Gathering(model=model, args=arguments, train_dataset=data, eval_dataset=data[:16])
-    callback = StreamingDiLoCoCallback(
-        trainer, sync_every=3, overlap_steps=1, fragments="strided:1"
-    )
-    trainer.add_callback(callback)
+    trainer = Gathering(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:16])
+    choices = {"sync_every": 3, "overlap_steps": 1, "fragments": "strided:1"}
+    callback = with_callback(trainer, **choices)
     trainer.train()
     assert gathered == [8] * 12, "of this rank alone"
-    assert [text for text in said if "in a row" in text] == []
+    assert [text for text in messages if "in a row" in text] == []
     assert callback.engine.is_finished
     assert str(trainer.state.best_model_checkpoint).endswith("checkpoint-4")
-    loaded = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
-    assert agreed({name: values.clone() for name, values in model.state_dict().items()})
-    assert [
-        name for name, values in loaded.items() if not torch.equal(values, model.state_dict()[name])
-    ] == []
+    state = state_of(model)
+    assert agreed(state)
+    best = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+    assert [name for name, values in best.items() if not torch.equal(values, state[name])] == []

@@ -1,4 +1,4 @@
-"""litgpt's own pretraining, which never calls ``finish()``: what it saves has been trained."""
+"""litgpt's own pretraining, which never calls ``finish()``: its files hold trained values."""
 
 import contextlib
 import importlib.util
@@ -28,13 +28,12 @@ def windows() -> list[torch.Tensor]:
     """Windows of the sources of Python's standard library, as bytes."""
     library = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(library.glob("*.py"))[:60])
-    return list(
-        torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, WINDOW + 1, WINDOW).int()
-    )
+    characters = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return list(characters.unfold(0, WINDOW + 1, WINDOW).int())
 
 
 class HeldOut(IterableDataset[torch.Tensor]):
-    """Windows of the text that nobody trains on, the same for all ranks."""
+    """Held-out windows of the text, the same for all ranks."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(windows()[:640])
@@ -53,7 +52,7 @@ def test_the_files_of_a_loop_that_never_finishes_are_as_good_as_it_says(
     """
     sys.argv[1:] = ["small"]  # litgpt saves how it was called, with the name of a model
     os.environ["TORCHDYNAMO_DISABLE"] = (
-        "1"  # litgpt compiles the model, which is not asked about here
+        "1"  # litgpt would compile the model, which is not tested here
     )
     from litgpt import GPT, Config
     from litgpt.args import EvalArgs, TrainArgs
@@ -72,15 +71,15 @@ def test_the_files_of_a_loop_that_never_finishes_are_as_good_as_it_says(
             return DataLoader(HeldOut(), batch_size=MICRO_BATCH)
 
     def loss_of(file: Path) -> float:
-        """The loss of what a file holds, as litgpt's validation computes it."""
+        """The loss of the model in a file, as litgpt's validation computes it."""
         model = GPT(config)
         # litgpt saves its DataLoader, too.
         model.load_state_dict(torch.load(file, weights_only=False)["model"])
-        loader = DataLoader(HeldOut(), batch_size=MICRO_BATCH)
+        losses = []
         with torch.no_grad():
-            losses = [
-                chunked_cross_entropy(model(batch[:, :-1]), batch[:, 1:].long()) for batch in loader
-            ]
+            for batch in DataLoader(HeldOut(), batch_size=MICRO_BATCH):
+                logits = model(batch[:, :-1])
+                losses.append(chunked_cross_entropy(logits, batch[:, 1:].long()))
         return torch.stack(losses).mean().item()
 
     config = Config(
@@ -98,13 +97,6 @@ def test_the_files_of_a_loop_that_never_finishes_are_as_good_as_it_says(
         max_norm=1.0,
         min_lr=1e-4,
     )
-    own = {
-        "initial_checkpoint_dir": None,
-        "resume": False,
-        "tokenizer_dir": None,
-        "tokenizer": None,
-    }
-    optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 3e-3}}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         main(
             fabric=fabric,
@@ -115,10 +107,14 @@ def test_the_files_of_a_loop_that_never_finishes_are_as_good_as_it_says(
             out_dir=tmp_path,
             train=train,
             eval=EvalArgs(interval=40, max_iters=40, final_validation=True),
-            optimizer=optimizer,
-            **own,
+            optimizer={"class_path": "torch.optim.AdamW", "init_args": {"lr": 3e-3}},
+            initial_checkpoint_dir=None,
+            resume=False,
+            tokenizer_dir=None,
+            tokenizer=None,
         )
     if rank == 0:
-        said = [float(loss) for loss in re.findall(r"val loss:? (\d+\.\d+)", printed.getvalue())]
-        held = [loss_of(tmp_path / name / "lit_model.pth") for name in ("step-00000040", "final")]
-        assert held == pytest.approx(said, rel=0.01)
+        printed_losses = re.findall(r"val loss:? (\d+\.\d+)", printed.getvalue())
+        names = ("step-00000040", "final")
+        losses = [loss_of(tmp_path / name / "lit_model.pth") for name in names]
+        assert losses == pytest.approx(list(map(float, printed_losses)), rel=0.01)

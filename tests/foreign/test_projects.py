@@ -1,5 +1,5 @@
-"""Foreign projects beside DDP: what the one-line change leaves as it was, and what a resumed run
-ends with.
+"""Foreign projects with DDP and with the one-line change, which leaves their results as they were;
+a resumed run ends with the same bits.
 """
 
 import importlib.util
@@ -37,40 +37,40 @@ def test_enough_projects_are_installed_to_say_anything() -> None:
     assert sum(map(is_missing, packages)) <= len(packages) - 5
 
 
+def register_short_rounds() -> None:
+    """Registers a name for the strategy, as users do."""
+    for edition, distribution in ((lightning_pytorch, lightning.pytorch), (pytorch_lightning, pl)):
+        registry = distribution.strategies.StrategyRegistry
+        registry.register(NAME, edition.StreamingDiLoCoStrategy, **ROUNDS)
+
+
+def compare_with_ddp(rank: int, world_size: int, project: str, folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    # Nothing is fetched, and nothing is kept outside the folder.
+    os.chdir(folder)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg"}
+    register_short_rounds()
+
+    def fitted(kind: str, strategy: str, resume: Path | None = None) -> dict[str, Any]:
+        trial = Trial(strategy, folder / kind, resume)
+        PROJECTS[project](trial)
+        return trial.results
+
+    with_ddp = fitted("ddp", "ddp")
+    unbroken = fitted("unbroken", NAME)
+    assert agreed(unbroken["digest"])
+    resumed = fitted("resumed", NAME, resume=folder / "unbroken" / HALF)
+    for name in ("global_step", "keys", "predictions", "validated", "parameters"):
+        assert unbroken.get(name) == with_ddp.get(name) == resumed.get(name), name
+    assert unbroken["parameters"] >= 100_000
+    assert unbroken["strategy"].startswith("StreamingDiLoCo")
+    assert unbroken["losses"][-1] < unbroken["losses"][0]
+    assert resumed["digest"] == unbroken["digest"] != with_ddp["digest"]
+
+
 @pytest.mark.parametrize("project", PROJECTS)
 def test_a_project_does_what_it_does_with_ddp(project: str, tmp_path: Path) -> None:
     if is_missing(PACKAGES[project]):
         pytest.skip(f"{PACKAGES[project]} is not installed: make foreign")
-
-    def run(rank: int, world_size: int) -> None:
-        warnings.simplefilter("ignore")
-        torch.set_num_threads(1)
-        # Nothing is fetched, and nothing is kept outside the folder.
-        os.chdir(tmp_path)
-        os.environ |= {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg"}
-        # As users register names of their own.
-        for edition, distribution in (
-            (lightning_pytorch, lightning.pytorch),
-            (pytorch_lightning, pl),
-        ):
-            distribution.strategies.StrategyRegistry.register(
-                NAME, edition.StreamingDiLoCoStrategy, **ROUNDS
-            )
-
-        def fitted(kind: str, strategy: str, resume: Path | None = None) -> dict[str, Any]:
-            trial = Trial(strategy, tmp_path / kind, resume)
-            PROJECTS[project](trial)
-            return trial.found
-
-        with_ddp = fitted("ddp", "ddp")
-        ours = fitted("unbroken", NAME)
-        assert agreed(ours["digest"])
-        again = fitted("resumed", NAME, resume=tmp_path / "unbroken" / HALF)
-        for name in ("global_step", "keys", "predictions", "validated", "parameters"):
-            assert ours.get(name) == with_ddp.get(name) == again.get(name), name
-        assert ours["parameters"] >= 100_000
-        assert ours["strategy"].startswith("StreamingDiLoCo")
-        assert ours["losses"][-1] < ours["losses"][0]
-        assert again["digest"] == ours["digest"] != with_ddp["digest"]
-
-    run_processes(run, 2, timeout=SECONDS, torchelastic=True)
+    run_processes(compare_with_ddp, 2, project, tmp_path, timeout=SECONDS, torchelastic=True)

@@ -1,8 +1,7 @@
-"""What a device must show, without Lightning: the bits of the CPU, no race, no wait of the training
-thread, no leak.
+"""Checks of a device, without Lightning: results that are bit-identical to those of the CPU, no
+race, no wait of the training thread, no leak.
 
-Each check runs on a CUDA device, and as far as that tells anything on the pretended one and on a
-CPU too.
+Each check runs on a CUDA device, and on the pretended one and a CPU if that tells anything.
 """
 
 import os
@@ -10,7 +9,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -52,7 +51,7 @@ from tests.known_training import (
     whole_run,
 )
 
-# A norm is added up in another order on every device, and some fused optimizers round otherwise.
+# Every device sums a norm in an order of its own, and some fused optimizers round differently.
 ROUNDED_OTHERWISE = {"outer AdamW"}
 
 # Cycles of a device for which a stream is held up: about a millisecond.
@@ -60,33 +59,35 @@ _WHILE = 2_000_000
 
 
 def bits(name: str, place: Place, rank: int, world_size: int) -> Found:
-    """A run of two groups has the bits of the CPU, with every flight begun as late as it can be."""
+    """A run of two groups is bit-identical to that of the CPU, with every flight begun as late as
+    possible.
+    """
     choices = dict(CHOICES[name])
     if place.is_cuda and "outer_optimizer" in choices:
         choices["outer_optimizer"] = replace(choices["outer_optimizer"], clip_norm=None)
     expected = whole_run("cpu", rank, ThreadBackground, choices)
     seen = whole_run(place.device, rank, LateLane, choices)
-    found = difference(seen, expected)
-    exact = not place.is_cuda or name.partition(",")[0] not in ROUNDED_OTHERWISE
-    assert found["different"] == 0 or (not exact and found["largest"] < 1e-2), found
-    return found
+    findings = difference(seen, expected)
+    must_be_identical = not place.is_cuda or name.partition(",")[0] not in ROUNDED_OTHERWISE
+    largest_allowed = 0.0 if must_be_identical else 1e-2
+    assert findings["different"] == 0 or findings["largest"] < largest_allowed, findings
+    return findings
 
 
-def difference(one: Seen, other: Seen) -> Found:
+def difference(first: Seen, second: Seen) -> Found:
     """How many values of two trajectories differ in a bit, and by how much at most, where both are
     finite.
     """
-    pairs = [
-        (a, b)
-        for left, right in zip(one, other, strict=True)
-        for a, b in zip(left, right, strict=True)
-    ]
-    apart = [(a - b).abs().nan_to_num(0.0, 0.0, 0.0) for a, b in pairs]
-    return {
-        "values": sum(a.numel() for a, _ in pairs),
-        "different": sum(int((a.view(torch.int32) != b.view(torch.int32)).sum()) for a, b in pairs),
-        "largest": max(float(values.max()) for values in apart),
-    }
+    numel = 0
+    different = 0
+    largest = 0.0
+    for left, right in zip(first, second, strict=True):
+        for a, b in zip(left, right, strict=True):
+            numel += a.numel()
+            different += int((a.view(torch.int32) != b.view(torch.int32)).sum())
+            distances = (a - b).abs().nan_to_num(0.0, 0.0, 0.0)
+            largest = max(largest, float(distances.max()))
+    return {"values": numel, "different": different, "largest": largest}
 
 
 # Encoding, the mean and the digest
@@ -103,62 +104,52 @@ CODECS: dict[str, Compression] = {
 def hard_values(numel: int) -> Tensor:
     """Values of many magnitudes, subnormal and huge ones, and zeros of both signs."""
     generator = torch.Generator().manual_seed(0)
-    values = (
-        torch.randn(numel, generator=generator)
-        * (4 * torch.randn(numel, generator=generator)).exp()
-    )
+    normal = torch.randn(numel, generator=generator)
+    magnitudes = (4 * torch.randn(numel, generator=generator)).exp()
     special = torch.tensor([0.0, -0.0, 1e-45, -1e-39, torch.finfo(torch.float32).max])
-    return torch.cat((values, special))
+    return torch.cat((normal * magnitudes, special))
 
 
 def codecs(place: Place, rank: int, world_size: int) -> Found:
     values = hard_values(20_000 if place.quick else 20_000_000 + 5)
-    there = values.to(place.device)
+    on_device = values.to(place.device)
     assert not place.is_cuda or passes_on("cuda") is not None, "fp4 is not encoded in one pass"
-    assert digest(there, start=3) == digest(values, start=3), (
-        "the digest differs from that of the CPU"
-    )
+    digest_of_cpu = digest(values, start=3)
+    assert digest(on_device, start=3) == digest_of_cpu, "the digest differs from that of the CPU"
     for name, codec in CODECS.items():
         payload = codec.encode(values)
-        assert_same(codec.encode(there), payload, f"{name}: the payload of the device differs")
-        out = torch.empty_like(there)
+        assert_same(codec.encode(on_device), payload, f"{name}: the payload of the device differs")
+        decoded = torch.empty_like(on_device)
         expected = torch.empty_like(values)
-        codec.decode(payload.to(place.device), out)
+        codec.decode(payload.to(place.device), decoded)
         codec.decode(payload, expected)
-        assert_same(out, expected, f"{name}: what the device decodes differs")
+        assert_same(decoded, expected, f"{name}: the decoded values of the device differ")
         payloads = [payload, codec.encode(values.flip(0)), codec.encode(-3 * values)]
+        payloads_on_device = [payload.to(place.device) for payload in payloads]
         for factors in ((1.0, 1.0, 1.0), (0.7, 1.3, 1.0)):
             codec.mean(list(zip(payloads, factors, strict=True)), expected)
-            codec.mean(
-                [
-                    (each.to(place.device), factor)
-                    for each, factor in zip(payloads, factors, strict=True)
-                ],
-                out,
-            )
-            assert_same(out, expected, f"{name}: the mean of the device differs")
+            codec.mean(list(zip(payloads_on_device, factors, strict=True)), decoded)
+            assert_same(decoded, expected, f"{name}: the mean of the device differs")
     return {"values": values.numel()}
 
 
 def directions(place: Place, rank: int, world_size: int) -> Found:
-    shapes = (
-        [(1, 48, 192), (3, 17, 5)]
-        if place.quick
-        else [(1, 48, 192), (3, 17, 5), (2, 1024, 4096), (1, 32768, 512)]
-    )
+    shapes = [(1, 48, 192), (3, 17, 5)]
+    if not place.quick:
+        shapes += [(2, 1024, 4096), (1, 32768, 512)]
     generator = torch.Generator().manual_seed(0)
     for shape in shapes:
         matrices = torch.randn(shape, generator=generator)
         matrices[0, 0] = 0.0
         directed = equalised(matrices.to(place.device))
-        assert_same(
-            directed, equalised(matrices), f"matrices of shape {shape}: those of the device differ"
-        )
+        message = f"matrices of shape {shape}: those of the device differ"
+        assert_same(directed, equalised(matrices), message)
     return {"shapes": len(shapes)}
 
 
-def assert_same(one: Tensor, other: Tensor, message: str) -> None:
-    assert torch.equal(one.cpu().view(torch.uint8), other.cpu().view(torch.uint8)), message
+def assert_same(on_device: Tensor, expected: Tensor, message: str) -> None:
+    is_same = torch.equal(on_device.cpu().view(torch.uint8), expected.view(torch.uint8))
+    assert is_same, message
 
 
 # Streams, memory and waits
@@ -191,13 +182,16 @@ def slow_streams(place: Place, rank: int, world_size: int) -> Found:
         sleep(_WHILE)
         yield
 
+    class SlowTraining(Training):
+        def inner_step(self) -> None:
+            sleep(_WHILE)
+            super().inner_step()
+
     expected = shown_run(Training(place.device, 0))
     slow = type("Slow", (AroundLane,), {"around": staticmethod(late)})
     runs = {"side stream": shown_run(Training(place.device, 0, lane=slow))}
     for is_offloaded in (False, True):
-        training = Training(place.device, 0, lane=LateLane, **offloaded({}, is_offloaded))
-        move = training.inner_step
-        training.inner_step = lambda move=move: (sleep(_WHILE), move())[1]  # type: ignore[method-assign, misc]
+        training = SlowTraining(place.device, 0, lane=LateLane, **offloaded({}, is_offloaded))
         runs[f"training stream, offload={is_offloaded}"] = shown_run(training)
     for name, seen in runs.items():
         assert same(seen, expected), f"{name}: {difference(seen, expected)}"
@@ -223,14 +217,16 @@ def sanitized(place: Place, rank: int, world_size: int) -> Found:
 
         return call
 
-    for name in [name for name in vars(_sanitizer.EventHandler) if name.startswith("_handle_")]:
-        setattr(_sanitizer.EventHandler, name, locked(getattr(_sanitizer.EventHandler, name)))
+    handler_class = _sanitizer.EventHandler
+    for name in list(vars(handler_class)):
+        if name.startswith("_handle_"):
+            setattr(handler_class, name, locked(getattr(handler_class, name)))
     mode = _sanitizer.CUDASanitizerDispatchMode()
 
     def watched() -> Any:
-        own = object.__new__(type(mode))  # modes belong to a thread; what they have seen is common
-        own.event_handler = mode.event_handler
-        return own
+        mode_of_thread = object.__new__(type(mode))
+        mode_of_thread.event_handler = mode.event_handler  # all threads share what it has seen
+        return mode_of_thread
 
     lane = type("Watched", (AroundLane,), {"around": staticmethod(watched)})
     with mode:
@@ -245,7 +241,7 @@ def extra_memory(layers: int, offload: bool, device: str) -> int:
     """
     module = torch.get_device_module(device)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(layers))).to(device)
-    before = module.memory_allocated()
+    bytes_before = module.memory_allocated()
     engine = StreamingDiLoCo(
         model,
         sync_every=4 * layers,
@@ -254,30 +250,32 @@ def extra_memory(layers: int, offload: bool, device: str) -> int:
         compression="fp32",
         outer_optimizer=OuterOptimizer(offload=offload),
     )
-    most = []
+    extra_bytes = []
     for _ in range(16 * layers):
         module.reset_peak_memory_stats()
         engine.step()
         wait_for_flights(engine)
-        most.append(module.max_memory_allocated() - before)
+        extra_bytes.append(module.max_memory_allocated() - bytes_before)
     engine.finish()
-    return max(most)
+    return max(extra_bytes)
 
 
 def memory(place: Place, rank: int, world_size: int) -> Found:
     if place.device == "cpu":
         raise NotHere("memory of the host is not counted by torch")
-    cases = [(layers, offload) for layers in (4, 8) for offload in (False, True)]
-    found = {
-        f"{layers} layers, offload={own}": extra_memory(layers, own, place.device)
-        for layers, own in cases
-    }
-    assert found["8 layers, offload=False"] > found["4 layers, offload=False"], found
-    assert found["8 layers, offload=True"] == found["4 layers, offload=True"], found
+    findings = {}
+    for layers in (4, 8):
+        for offload in (False, True):
+            name = f"{layers} layers, offload={offload}"
+            findings[name] = extra_memory(layers, offload, place.device)
+    assert findings["8 layers, offload=False"] > findings["4 layers, offload=False"], findings
+    assert findings["8 layers, offload=True"] == findings["4 layers, offload=True"], findings
     statistics = place.module.memory_stats() if place.is_cuda else {}
-    kept = {key: statistics[key] for key in ("num_alloc_retries", "num_ooms") if key in statistics}
-    assert not any(kept.values()), kept
-    return {**found, **kept}
+    problems = {
+        name: statistics[name] for name in ("num_alloc_retries", "num_ooms") if name in statistics
+    }
+    assert not any(problems.values()), problems
+    return {**findings, **problems}
 
 
 @contextmanager
@@ -294,7 +292,7 @@ def waits_on(place: Place) -> Iterator[list[str]]:
     if not place.is_cuda:
         raise NotHere("a CPU has no streams to wait for")
 
-    def noted(message: object = "called a synchronizing", *args: Any, **kwargs: Any) -> None:
+    def note(message: object = "called a synchronizing", *args: Any, **kwargs: Any) -> None:
         if "called a synchronizing" not in str(message):
             return
         thread = threading.current_thread()
@@ -302,20 +300,22 @@ def waits_on(place: Place) -> Iterator[list[str]]:
         if thread is threading.main_thread():
             traceback.print_stack()
 
-    def waiting(synchronize: Any) -> Any:
-        return lambda self: (noted(), synchronize(self))[1]  # type: ignore[func-returns-value]
+    def noting(synchronize: Any) -> Any:
+        def call(self: Any) -> Any:
+            note()
+            return synchronize(self)
 
-    with warnings.catch_warnings():
+        return call
+
+    with ExitStack() as patches:
+        patches.enter_context(warnings.catch_warnings())
         warnings.simplefilter("always")
-        warnings.showwarning = noted
-        owners = [torch.cuda.Stream, torch.cuda.Event]
-        patches = [
-            patch.object(owner, "synchronize", waiting(owner.synchronize)) for owner in owners
-        ]
+        warnings.showwarning = note
+        for owner in (torch.cuda.Stream, torch.cuda.Event):
+            patches.enter_context(patch.object(owner, "synchronize", noting(owner.synchronize)))
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            with patches[0], patches[1]:
-                yield waits
+            yield waits
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -337,7 +337,7 @@ def waits(place: Place, rank: int, world_size: int) -> Found:
     return counts
 
 
-# Going on, and NCCL
+# Resuming, and NCCL
 
 
 def resumed(name: str, place: Place, rank: int, world_size: int) -> Found:
@@ -345,22 +345,22 @@ def resumed(name: str, place: Place, rank: int, world_size: int) -> Found:
 
 
 def between_devices(name: str, place: Place, rank: int, world_size: int) -> Found:
-    topology = Topology.of_world(
-        GroupLayout(2, 2), timedelta(seconds=40), on_device=backend_on(place, rank)
-    )
-    runs = []
-    counts = []
-    for one in (topology, Topology.of_world(GroupLayout(2, 2), timedelta(seconds=40))):
-        training = Training(place.device, rank, topology=one, **CHOICES[name])
-        runs.append(shown_run(training))
-        counts.append(training.engine.report()["bytes_sent"])
-    assert same(*runs), difference(*runs)
-    assert counts[0] == counts[1], counts
-    return {"bytes": counts[0], "exchange": type(topology.exchange).__name__}
+    layout = GroupLayout(2, 2)
+    limit = timedelta(seconds=40)
+    on_device = Topology.of_world(layout, limit, on_device=backend_on(place, rank))
+    trajectories = []
+    sent = []
+    for topology in (on_device, Topology.of_world(layout, limit)):
+        training = Training(place.device, rank, topology=topology, **CHOICES[name])
+        trajectories.append(shown_run(training))
+        sent.append(training.engine.report()["bytes_sent"])
+    assert same(*trajectories), difference(*trajectories)
+    assert sent[0] == sent[1], sent
+    return {"bytes": sent[0], "exchange": type(on_device.exchange).__name__}
 
 
 def backend_on(place: Place, rank: int) -> DeviceBackend:
-    """What joins two processes on one device; `NotHere` if nothing does."""
+    """The backend that joins two processes on one device; `NotHere` if none does."""
     if place.device == "cpu":
         raise NotHere("a CPU has gloo")
     if place.device == "pretend":
@@ -370,52 +370,55 @@ def backend_on(place: Place, rank: int) -> DeviceBackend:
         return DeviceBackend(ccl.NAME, torch.device("pretend"))
     os.environ |= hosts_of_their_own(rank)
     try:
-        own = nccl_on(torch.device("cuda", 0))
+        backend = nccl_on(torch.device("cuda", 0))
         trial = torch.distributed.new_group([0, 1], backend="nccl", timeout=timedelta(seconds=30))
         values = torch.full((1000,), float(rank), device="cuda")
         torch.distributed.all_reduce(values, group=trial)
         assert values.sum().item() == 1000
     except (RuntimeError, ValueError) as error:
-        raise NotHere(
-            f"NCCL does not join two processes on one device here: {str(error).splitlines()[0]}"
-        ) from None
-    return own
+        reason = str(error).splitlines()[0]
+        raise NotHere(f"NCCL does not join two processes on one device here: {reason}") from None
+    return backend
 
 
 def recorded(place: Place, rank: int, world_size: int) -> Found:
-    """Steps of the benchmarks that are recorded once and replayed have the bits of others."""
+    """Steps of the benchmarks that are recorded once and replayed are bit-identical to others."""
     if not place.is_cuda:
         raise NotHere("steps are recorded on CUDA")
     ours, ddp = quality.alone("0.5M", 4, seed=0)
-    dense = {**(ours.choices or {}), "dense_beginning": DenseBeginning(3)}
-    found: Found = {}
-    for name, one in {"ours": replace(ours, choices=dense), "DDP": ddp}.items():
-        models = []
-        for records in (True, False):
-            with patch.object(benchmark.Training, "is_recorded", records):
-                training = replace(one, device=place.device)
-                loop = benchmark.Loop(training, training.text())
-                loop.run(steps=45)
-            models.append([[parameter.detach() for parameter in loop.model.parameters()]])
-        found[name] = difference(*models)
-        assert same(*models), found
-    return found
+    choices = {**(ours.choices or {}), "dense_beginning": DenseBeginning(3)}
+    findings: Found = {}
+    for name, training in {"ours": replace(ours, choices=choices), "DDP": ddp}.items():
+        training_on_device = replace(training, device=place.device)
+        recorded_model = trained_model(training_on_device, is_recorded=True)
+        model = trained_model(training_on_device, is_recorded=False)
+        findings[name] = difference(recorded_model, model)
+        assert same(recorded_model, model), findings
+    return findings
 
 
-# What tells most first.
+def trained_model(training: benchmark.Training, is_recorded: bool) -> Seen:
+    with patch.object(benchmark.Training, "is_recorded", is_recorded):
+        loop = benchmark.Loop(training, training.text())
+        loop.run(steps=45)
+    return [[parameter.detach() for parameter in loop.model.parameters()]]
+
+
+BITS = "a run of two groups is bit-identical to that of the CPU"
+RESUMED = "a run resumed in flight is bit-identical to one that was not stopped"
+OVER_NCCL = "a run over NCCL is bit-identical to one over gloo"
+
+# Those that tell most come first.
 CHECKS: dict[str, Task] = {
     "codecs": Task(
-        "encoding, the mean and the digest have the bits of the CPU", codecs, seconds=150
+        "encoding, the mean and the digest are bit-identical to those of the CPU",
+        codecs,
+        seconds=150,
     ),
     "directions": Task(
-        "the direction of matrices has the bits of the CPU", directions, seconds=100
+        "the direction of matrices is bit-identical to that of the CPU", directions, seconds=100
     ),
-    **{
-        f"bits, {name}": Task(
-            "a run of two groups has the bits of the CPU", partial(bits, name), 2, seconds=100
-        )
-        for name in CHOICES
-    },
+    **{f"bits, {name}": Task(BITS, partial(bits, name), 2, seconds=100) for name in CHOICES},
     "slow streams": Task("no bit depends on which stream is behind", slow_streams, seconds=60),
     "sanitizer": Task("torch's sanitizer of streams finds no race", sanitized, seconds=60),
     "memory": Task(
@@ -423,16 +426,12 @@ CHECKS: dict[str, Task] = {
     ),
     "waits": Task("the training thread does not wait for the device", waits, seconds=60),
     **{
-        f"resume, {name}": Task(
-            "a run goes on in flight, bit for bit", partial(resumed, name), 2, seconds=60
-        )
+        f"resume, {name}": Task(RESUMED, partial(resumed, name), 2, seconds=60)
         for name in ("error feedback", "random, two shots, offloaded")
     },
     **{
-        f"NCCL, {name}": Task(
-            "over NCCL a run has the bits of gloo", partial(between_devices, name), 2, seconds=60
-        )
+        f"NCCL, {name}": Task(OVER_NCCL, partial(between_devices, name), 2, seconds=60)
         for name in ("fp4", "fp32, two shots", "random, two shots, offloaded")
     },
-    "recorded": Task("steps that are replayed have the bits of others", recorded, seconds=60),
+    "recorded": Task("steps that are replayed are bit-identical to others", recorded, seconds=60),
 }

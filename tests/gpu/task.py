@@ -1,5 +1,4 @@
-"""A piece of work on a device, in processes of its own: what goes wrong in one, or hangs, spoils no
-other.
+"""A piece of work on a device, in processes of its own: one that fails or hangs spoils no other.
 
 The process that starts them never asks CUDA for anything, not even whether there is a device: after
 that no forked process could use one. It needs torch and Lightning and nothing else, since a machine
@@ -21,16 +20,16 @@ import torch
 
 from tests.ranks import RankError, run_processes, run_ranks
 
-Found = dict[str, Any]  # what a piece of work has found, as plain values
+Found = dict[str, Any]  # the results of a piece of work, as plain values
 _NOT_HERE = "not here"
 
 
 class NotHere(Exception):
-    """What was wanted cannot be had on this machine, and why."""
+    """This machine lacks something that a piece of work needs; the message says what."""
 
 
 class Place(NamedTuple):
-    """Where and how a piece of work is done."""
+    """The place of a piece of work, and how it is done there."""
 
     device: str  # "cuda", "cpu", or "pretend" for the one of `tests.pretend`
     folder: Path  # for files, the same on all ranks
@@ -39,7 +38,7 @@ class Place(NamedTuple):
 
     @property
     def module(self) -> Any:
-        """What torch has for the device: streams, memory, `synchronize`."""
+        """The module of torch for the device: streams, memory, `synchronize`."""
         return torch.get_device_module(self.device)
 
     @property
@@ -49,12 +48,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """A piece of work; `run` raises `NotHere` or an error, or returns what it has found."""
+    """A piece of work; `run` raises `NotHere` or an error, or returns its results."""
 
     about: str  # what it shows
-    run: Callable[
-        [Place, int, int], Found
-    ]  # with a place, rank and number of ranks, in every process
+    # called in every process with a place, rank and number of ranks
+    run: Callable[[Place, int, int], Found]
     ranks: int = 1
     connected: bool = True  # over gloo; if not, each has the environment of a node with one rank
     seconds: float = 60.0
@@ -67,7 +65,7 @@ class Outcome(NamedTuple):
     seconds: float
     found: Found
     reason: str = ""  # why there is nothing, in one line
-    trace: str = ""  # all that is known of an error
+    trace: str = ""  # the errors of all ranks
 
 
 def do(task: Task, place: Place, log: Path) -> Outcome:
@@ -76,25 +74,25 @@ def do(task: Task, place: Place, log: Path) -> Outcome:
     """
     began = time.monotonic()
     limit = min(place.seconds, task.seconds)
-    start = (
-        run_ranks if task.connected and task.ranks > 1 else partial(run_processes, ranks_per_node=1)
-    )
+    work = partial(_in_rank, task, place._replace(seconds=limit), log)
+    is_connected = task.connected and task.ranks > 1
+    start = run_ranks if is_connected else partial(run_processes, ranks_per_node=1)
+
+    def outcome(status: str, results: Found, reason: str = "", trace: str = "") -> Outcome:
+        return Outcome(status, time.monotonic() - began, results, reason, trace)
+
     try:
-        every = start(
-            partial(_in_rank, task, place._replace(seconds=limit), log), task.ranks, timeout=limit
-        )
-        reasons = [reason for found in every if (reason := found.get(_NOT_HERE))]
-        if reasons:
-            return Outcome(_NOT_HERE, time.monotonic() - began, {}, reasons[0])
-        return Outcome("done", time.monotonic() - began, every[0])
+        results_of_ranks = start(work, task.ranks, timeout=limit)
     except TimeoutError as error:
-        reason = f"not over within {limit:.0f} s"
-        return Outcome("timed out", time.monotonic() - began, {}, reason, str(error))
+        return outcome("timed out", {}, f"not over within {limit:.0f} s", str(error))
     except RankError as error:
         trace = "\n".join(error.errors.values())
-        return Outcome(
-            "failed", time.monotonic() - began, {}, trace.strip().splitlines()[-1][:300], trace
-        )
+        last_line = trace.strip().splitlines()[-1]
+        return outcome("failed", {}, last_line[:300], trace)
+    for results in results_of_ranks:
+        if _NOT_HERE in results:
+            return outcome(_NOT_HERE, {}, results[_NOT_HERE])
+    return outcome("done", results_of_ranks[0])
 
 
 def _in_rank(task: Task, place: Place, log: Path, rank: int, world_size: int) -> Found:
@@ -103,7 +101,7 @@ def _in_rank(task: Task, place: Place, log: Path, rank: int, world_size: int) ->
             stream.flush()
             with suppress(OSError, ValueError):  # what a test runner captures has no number
                 os.dup2(file.fileno(), stream.fileno())
-    # Where it hangs, the log says in which lines.
+    # If it hangs, the log shows in which lines.
     faulthandler.dump_traceback_later(0.8 * place.seconds, file=sys.__stderr__)
     try:
         prepare(place.device)
@@ -124,13 +122,13 @@ def prepare(device: str) -> None:
         if not torch.cuda.is_available():
             raise NotHere(f"torch {torch.__version__} sees no CUDA device")
         torch.cuda.set_device(0)
-        # As exact as the CPU, for what is compared with it.
+        # As exact as the CPU, with which results are compared.
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
 
 
 def hosts_of_their_own(rank: int) -> dict[str, str]:
-    """What the environment of a rank must say so that NCCL takes several ranks on one device.
+    """The environment of a rank with which NCCL takes several ranks on one device.
 
     It refuses two ranks of one host on one device, so each has a host of its own, and sockets
     between them.
@@ -142,6 +140,9 @@ def described(place: Place, rank: int, world_size: int) -> Found:
     if not place.is_cuda:
         return {"device": place.device}
     properties = torch.cuda.get_device_properties(0)
+    nccl = None
+    if torch.distributed.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return {
         "device": properties.name,
         "compute_capability": f"{properties.major}.{properties.minor}",
@@ -149,9 +150,7 @@ def described(place: Place, rank: int, world_size: int) -> Found:
         "memory": properties.total_memory,
         "devices": torch.cuda.device_count(),
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version()))
-        if torch.distributed.is_nccl_available()
-        else None,
+        "nccl": nccl,
     }
 
 

@@ -1,5 +1,5 @@
-"""What a CUDA device must show, where there is one; on a pretended device and a CPU, that all of it
-runs.
+"""The checks of a CUDA device, where there is one; on a pretended device and a CPU, that all of
+them run.
 
 ``make gpu`` does the same without pytest.
 """
@@ -20,9 +20,9 @@ from tests.gpu.checks import CHECKS
 from tests.gpu.fits import FITS, STEP, waits_in
 from tests.gpu.task import DEVICE, Found, NotHere, Outcome, Place, Task, do
 from tests.pretend import IS_POSSIBLE
+from tests.scripts import ROOT
 
-EVERY = CHECKS | FITS
-ROOT = Path(__file__).parent.parent.parent
+TASKS = CHECKS | FITS
 
 
 @cache
@@ -32,11 +32,12 @@ def device() -> Outcome:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", TASKS)
 def test_on_a_cuda_device(name: str, tmp_path: Path) -> None:
     if device().status != "done":
         pytest.skip(f"needs a CUDA device: {device().reason}")
-    outcome = do(EVERY[name], Place("cuda", tmp_path, quick=False, seconds=190), tmp_path / "log")
+    place = Place("cuda", tmp_path, quick=False, seconds=190)
+    outcome = do(TASKS[name], place, tmp_path / "log")
     if outcome.status == "not here":
         pytest.skip(outcome.reason)
     assert outcome.status == "done", outcome.trace or outcome.reason
@@ -44,30 +45,33 @@ def test_on_a_cuda_device(name: str, tmp_path: Path) -> None:
 
 # Without one
 
-# Whoever asks CUDA for anything in the process that forks makes a device useless for those that it
-# forks. Others may import what they find, we nothing but torch and Lightning, apart from what
-# pretends to be a device.
+# A process that asks CUDA for anything makes a device useless for those that it forks. Other
+# packages may import what they find; ours need nothing but torch and Lightning, apart from
+# `tests.pretend`.
 SCRIPT = """
 import builtins, os, sys, torch
 
-find, own = builtins.__import__, os.getpid()
+import_module = builtins.__import__
+forking_process = os.getpid()
 ours = ("benchmarks", "tests", "lightning_sdiloco", "gpt", "muon", "text_data")
 missing = ("pytest", "hypothesis", "rich", "matplotlib", "jsonargparse", "grpc")
 
-def found(name, globals=None, *args, **more):
-    by = (globals or {}).get("__name__", "")
-    if by.split(".")[0] in ours and name.split(".")[0] in missing and not by.startswith("tests.pretend"):
+def import_without_missing(name, globals=None, *args, **more):
+    importer = (globals or {}).get("__name__", "")
+    is_ours = importer.split(".")[0] in ours and not importer.startswith("tests.pretend")
+    if is_ours and name.split(".")[0] in missing:
         raise ModuleNotFoundError(name)
-    return find(name, globals, *args, **more)
+    return import_module(name, globals, *args, **more)
 
-def asked(answer):
-    def asking(*args):
-        assert os.getpid() != own, "CUDA was asked in the process that forks"
+def refusing_in_forking_process(answer):
+    def answering(*args):
+        assert os.getpid() != forking_process, "CUDA was asked in the process that forks"
         return answer
-    return asking
+    return answering
 
-builtins.__import__ = found
-torch.cuda.is_available, torch.cuda.device_count = asked(False), asked(0)
+builtins.__import__ = import_without_missing
+torch.cuda.is_available = refusing_in_forking_process(False)
+torch.cuda.device_count = refusing_in_forking_process(0)
 from benchmarks.gpu.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -79,35 +83,32 @@ def test_the_script_runs_on_a_pretended_device_with_torch_and_lightning_only(
 ) -> None:
     """It does nothing twice."""
     arguments = ["--quick", "--device", "pretend", "--out", str(tmp_path), "--minutes", "4"]
-    # Where nobody has computed a gradient yet, as on a command line.
+    # In a process that has computed no gradient yet, as on a command line.
     command = [sys.executable, "-c", SCRIPT, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert ": kept" not in done.stderr
-    found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*/*.json")}
-    assert {
-        "codecs",
-        "waits",
-        "bf16-mixed",
-        "passes",
-        "overhead_125M",
-        "two_groups",
-    } <= found.keys()
-    ended = json.loads((tmp_path / "summary.json").read_text())
-    assert {each["status"] for each in ended["ended"].values()} == {"done"}
-    assert len(ended["headline"]) >= 12
-    rows = {
-        name: row for name, row in found["overhead_125M"]["found"].items() if isinstance(row, dict)
-    }
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert ": kept" not in process.stderr
+    results = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*/*.json")}
+    names = {"codecs", "waits", "bf16-mixed", "passes", "overhead_125M", "two_groups"}
+    assert names <= results.keys()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert {ended["status"] for ended in summary["ended"].values()} == {"done"}
+    assert len(summary["headline"]) >= 12
+    overhead = results["overhead_125M"]["found"]
+    rows = {name: row for name, row in overhead.items() if isinstance(row, dict)}
     assert rows.keys() == {"offload=True", "DDP"}
-    assert all(row["extra_bytes_a_parameter"] > 0 for row in rows.values())
-    # Another device is another result.
-    for device, kept in (("pretend", 1), ("another", 0)):
-        monkeypatch.setattr(
-            script, "do", lambda *_, device=device: Outcome("done", 0.0, {"device": device})
-        )
+    for row in rows.values():
+        assert row["extra_bytes_a_parameter"] > 0
+
+    def results_kept_on(device: str) -> int:
+        """How many results it keeps when it runs again."""
+        outcome = Outcome("done", 0.0, {"device": device})
+        monkeypatch.setattr(script, "do", lambda *_: outcome)
         script.main([*arguments, "--only", "codecs"])
-        assert capsys.readouterr().err.count(": kept") == kept
+        return capsys.readouterr().err.count(": kept")
+
+    assert results_kept_on("pretend") == 1
+    assert results_kept_on("another") == 0
 
 
 def test_without_time_everything_is_left_and_without_a_device_it_says_so(
@@ -134,15 +135,15 @@ def test_checks_that_fail_hang_or_cannot_run_are_reported_and_spoil_no_others(
     def wanting(place: Place, rank: int, world_size: int) -> Found:
         raise NotHere("there is none of these")
 
+    place = Place("cpu", tmp_path, quick=True, seconds=1)
     for run, status, reason in (
         (failing, "failed", "AssertionError: something is wrong"),
         (hanging, "timed out", "not over within 1 s"),
         (wanting, "not here", "there is none of these"),
     ):
-        outcome = do(
-            Task("a trial", run), Place("cpu", tmp_path, quick=True, seconds=1), tmp_path / "log"
-        )
-        assert (outcome.status, outcome.reason) == (status, reason)
+        outcome = do(Task("a trial", run), place, tmp_path / "log")
+        assert outcome.status == status
+        assert outcome.reason == reason
 
 
 def test_a_wait_is_found_in_a_trace_by_the_thread_and_the_time_of_a_step() -> None:

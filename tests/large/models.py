@@ -32,9 +32,9 @@ class Block(nn.Module):
 
 
 def perceptron(*widths: int) -> nn.Module:
-    layers = [
-        nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(widths, widths[1:], strict=False)
-    ]
+    layers = []
+    for inputs, outputs in zip(widths, widths[1:], strict=False):
+        layers.append(nn.Sequential(nn.Linear(inputs, outputs), nn.Tanh()))
     return nn.Sequential(*layers)
 
 
@@ -50,12 +50,9 @@ def big() -> nn.Module:
 
 def deep() -> nn.Module:
     """136,000 parameters in 1,002 tensors with long names, in modules inside modules."""
-    encoder = OrderedDict(
-        residual_layers_of_the_encoder=nn.Sequential(
-            *(Block(16, nn.Identity()) for _ in range(500))
-        )
-    )
-    return nn.Sequential(nn.Sequential(encoder), nn.Linear(16, TARGETS))
+    blocks = nn.Sequential(*(Block(16, nn.Identity()) for _ in range(500)))
+    encoder = nn.Sequential(OrderedDict(residual_layers_of_the_encoder=blocks))
+    return nn.Sequential(encoder, nn.Linear(16, TARGETS))
 
 
 def normed() -> nn.Module:
@@ -67,19 +64,15 @@ def normed() -> nn.Module:
 MODELS = {"wide": wide, "big": big, "deep": deep, "normed": normed}
 
 
-def made(kind: str, seed: int = 0) -> nn.Module:
-    """A model by name."""
+def model_of(kind: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return MODELS[kind]()
 
 
 def batch(group: int, step: int) -> tuple[Tensor, Tensor]:
-    """A batch of a group, of a task that can be learnt; group -1 has those that nobody trains
-    on.
-    """
-    x = torch.randn(
-        64, FEATURES, generator=torch.Generator().manual_seed(10_000 * (group + 1) + step)
-    )
+    """A batch of a group, of a task that can be learnt; those of group -1 are held out."""
+    generator = torch.Generator().manual_seed(10_000 * (group + 1) + step)
+    x = torch.randn(64, FEATURES, generator=generator)
     return x, x[:, :TARGETS] + x[:, TARGETS : 2 * TARGETS]
 
 
@@ -93,26 +86,26 @@ class Batches(Announced):
 
 
 class Large(pl.LightningModule):
-    """Trains one of the models; logs many metrics where it is asked to."""
+    """Trains one of the models, and logs many metrics if told to."""
 
     def __init__(self, kind: str = "wide", metrics: int = 0, seed: int = 0) -> None:
         super().__init__()
         self.metrics = metrics
-        self.net = made(kind, seed)
+        self.net = model_of(kind, seed)
+
+    def loss(self, parts: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = parts
+        return nn.functional.mse_loss(self.net(x), y)
 
     def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-        loss = nn.functional.mse_loss(self.net(parts[0]), parts[1])
+        loss = self.loss(parts)
         self.log("loss", loss)
-        self.log_dict(
-            {
-                f"metric of a name that is not short {number}": loss + number
-                for number in range(self.metrics)
-            }
-        )
+        for number in range(self.metrics):
+            self.log(f"metric of a name that is not short {number}", loss + number)
         return loss
 
     def validation_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
-        self.log("val_loss", nn.functional.mse_loss(self.net(parts[0]), parts[1]), sync_dist=True)
+        self.log("val_loss", self.loss(parts), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -131,18 +124,18 @@ def sharded(self: Any) -> None:
 class Data(pl.LightningDataModule):
     """A regression; Lightning gives every rank its part."""
 
-    def setup(self, stage: str) -> None:
+    def samples(self) -> TensorDataset:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(256, FEATURES, generator=generator)
-        self.data = TensorDataset(x, x[:, :TARGETS] * x[:, TARGETS : 2 * TARGETS])
+        return TensorDataset(x, x[:, :TARGETS] * x[:, TARGETS : 2 * TARGETS])
 
     def train_dataloader(self) -> Any:
-        return DataLoader(self.data, batch_size=4, shuffle=True)
+        return DataLoader(self.samples(), batch_size=4, shuffle=True)
 
     def val_dataloader(self) -> Any:
-        return DataLoader(self.data, batch_size=64)
+        return DataLoader(self.samples(), batch_size=64)
 
 
-def held(module: nn.Module) -> dict[str, Tensor]:
+def copied_parameters(module: nn.Module) -> dict[str, Tensor]:
     """Copies of the parameters, as torch gathers them where they are sharded."""
     return {name: whole(values) for name, values in module.named_parameters()}

@@ -1,5 +1,5 @@
-"""A loop of one's own, stopped with fragments in flight and resumed from files, in groups of one
-and two ranks.
+"""Loops of users, stopped with fragments in flight and resumed from files, in groups of one and two
+ranks.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_sdiloco import WorkerGroups
 from tests.bits import same
 from tests.engine.groups import Groups
-from tests.large.models import FEATURES, TARGETS, made
+from tests.large.models import FEATURES, TARGETS, model_of
 from tests.lightning.test_fabric import fabric_of, train
 from tests.ranks import agreed, in_ranks, run_ranks
 from tests.scripts import ROOT, run_python
@@ -26,22 +26,24 @@ CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "st
 
 
 def drawn(model: nn.Module, *_: int) -> Tensor:
-    """The loss of a batch that this rank draws: its random numbers go on too."""
+    """The loss of a batch that this rank draws, so that its random numbers matter."""
     x = torch.randn(8, FEATURES)
     return nn.functional.mse_loss(model(x), x[:, :TARGETS] * 2)
 
 
-def ended(engine: Any, model: nn.Module) -> dict[str, Tensor]:
-    """What is worth comparing: local values of the last step, the outer ones of the end."""
-    seen = {f"local {name}": values.clone() for name, values in model.state_dict().items()}
-    assert sum(values.numel() for values in seen.values()) > 100_000
+def values_at_end(engine: Any, model: nn.Module) -> dict[str, Tensor]:
+    """The local values of the last step, and the outer ones of the end."""
+    values = {f"local {name}": local.clone() for name, local in model.state_dict().items()}
+    assert sum(local.numel() for local in values.values()) > 100_000
     engine.finish()
-    return seen | engine.outer_state_dict()
+    return values | engine.outer_state_dict()
 
 
 def loop(rank: int, groups: int, folder: Path, resume: bool) -> dict[str, Tensor]:
-    run = Groups(joined=WorkerGroups(groups), net=partial(made, "wide"), loss=drawn, **CHOICES)
-    (engine,), (model,) = run.engines, run.models
+    net = partial(model_of, "wide")
+    run = Groups(joined=WorkerGroups(groups), net=net, loss=drawn, **CHOICES)
+    (engine,) = run.engines
+    (model,) = run.models
     torch.manual_seed(100 + rank)
     if resume:
         engine.load(folder / "loop.ckpt")
@@ -50,23 +52,24 @@ def loop(rank: int, groups: int, folder: Path, resume: bool) -> dict[str, Tensor
         run.until(SAVED)
         assert not agreed(dict(model.state_dict()))
         engine.save(folder / "loop.ckpt")
-    assert (run.steps, bool(engine.in_flight)) == (SAVED, True)
+    assert run.steps == SAVED
+    assert engine.in_flight
     run.until(STEPS)
-    return {**ended(engine, model), "bytes": torch.tensor(engine.report()["bytes_sent"])}
+    values = values_at_end(engine, model)
+    return {**values, "bytes": torch.tensor(engine.report()["bytes_sent"])}
 
 
 def fabric_loop(rank: int, groups: int, folder: Path, resume: bool) -> dict[str, Tensor]:
     """The same with Fabric, and with a validation on the way."""
     fabric = fabric_of(4, worker_groups=groups, **CHOICES)
-    model, optimizer = fabric.setup(
-        net := made("normed", seed=rank), torch.optim.AdamW(net.parameters(), lr=0.01)
-    )
+    net = model_of("normed", seed=rank)
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.01))
     torch.manual_seed(100 + rank)
-    state = {"model": model, "optimizer": optimizer, "step": 0}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
     if resume:
         assert fabric.load(folder / "fabric.ckpt", state) == {}
         assert fabric.strategy.engine.in_flight
-    for step in range(state["step"] + 1, STEPS + 1):  # type: ignore[operator]
+    for step in range(state["step"] + 1, STEPS + 1):
         train(fabric, optimizer, drawn(model))
         if step == SAVED:
             assert not agreed(dict(model.state_dict()))
@@ -74,13 +77,14 @@ def fabric_loop(rank: int, groups: int, folder: Path, resume: bool) -> dict[str,
                 model.eval()(torch.ones(8, FEATURES))
             model.train()
             fabric.save(folder / "fabric.ckpt", {**state, "step": step})
-    return ended(fabric.strategy, model)
+    return values_at_end(fabric.strategy, model)
 
 
 def require_resumed(rank: int, train: Any, folder: Path) -> None:
     for groups in (2, 4):
-        at = folder / str(groups)
-        through, resumed = (train(rank, groups, at, again) for again in (False, True))
+        folder_of_run = folder / str(groups)
+        through = train(rank, groups, folder_of_run, resume=False)
+        resumed = train(rank, groups, folder_of_run, resume=True)
         assert same(resumed, through)
 
 
@@ -88,9 +92,8 @@ def test_a_loop_goes_on_bit_for_bit_with_fragments_in_flight(tmp_path: Path) -> 
     run_ranks(lambda rank, world_size: require_resumed(rank, loop, tmp_path), 4)
     files = {path.name for path in (tmp_path / "2" / "loop.ckpt.sdiloco").rglob("*.*")}
     assert files == {"manifest.json", *(f"rank_{rank:05d}.pt" for rank in range(4))}
-    made("wide").load_state_dict(
-        torch.load(tmp_path / "2" / "loop.ckpt", weights_only=True)["state_dict"]
-    )
+    checkpoint = torch.load(tmp_path / "2" / "loop.ckpt", weights_only=True)
+    model_of("wide").load_state_dict(checkpoint["state_dict"])
 
 
 @in_ranks(4)
@@ -101,16 +104,15 @@ def test_a_loop_of_fabric_goes_on_bit_for_bit_with_fragments_in_flight(
 
 
 def test_the_example_of_fabric_resumes_to_the_same_loss(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "fabric" / "pretrain.py"
+
     def losses(steps: int, *arguments: str) -> list[str]:
-        told = ["--save-every=22", "--accumulate=2", f"--steps={steps}", *arguments]
-        printed = run_python(
-            ROOT / "examples" / "fabric" / "pretrain.py", *told, folder=tmp_path, seconds=110
-        )
+        options = ["--save-every=22", "--accumulate=2", f"--steps={steps}", *arguments]
+        printed = run_python(script, *options, folder=tmp_path, seconds=110)
         return [line for line in printed.splitlines() if "validation loss" in line]
 
-    whole = losses(30)
-    assert len(whole) == 2
-    assert float(whole[-1].split("loss ")[1].split(",")[0]) < 4.0
     checkpoint = "--checkpoint=runs/stopped.ckpt"
-    assert losses(22, checkpoint)[0] == whole[0]
-    assert losses(30, "--resume", checkpoint) == whole[1:]
+    first, last = losses(30)
+    assert float(last.split("loss ")[1].split(",")[0]) < 4.0
+    assert losses(22, checkpoint)[0] == first
+    assert losses(30, "--resume", checkpoint) == [last]

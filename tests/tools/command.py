@@ -1,4 +1,4 @@
-"""What the command ``sdiloco`` prints in this process, and with which code it ends."""
+"""Runs the command ``sdiloco`` in this process, for its output and its exit code."""
 
 import contextlib
 import io
@@ -27,12 +27,14 @@ def ran(*args: str) -> Ran:
 
 
 def told(*args: str) -> str:
+    """The output of a command, which succeeds."""
     out, err, code = ran(*args)
     assert code == 0, err
     return out
 
 
 def refused(*args: str) -> str:
+    """The error of a command, which prints nothing else and no traceback, on one line."""
     out, err, code = ran(*args)
     assert (out, code) == ("", 2)
     assert "Traceback" not in err
@@ -40,6 +42,10 @@ def refused(*args: str) -> str:
 
 
 def not_refused_with(name: str, cases: Iterable[tuple[list[str], str]]) -> dict[str, str]:
-    """The cases, arguments and words, that are refused with other words; {} if all is well."""
-    found = [(" ".join(args), words, refused(name, *args)) for args, words in cases]
-    return {args: text for args, words, text in found if words not in text}
+    """The errors, by arguments, that lack the words of their case; {} if all have them."""
+    wrong_errors = {}
+    for args, words in cases:
+        error = refused(name, *args)
+        if words not in error:
+            wrong_errors[" ".join(args)] = error
+    return wrong_errors

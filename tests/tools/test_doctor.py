@@ -1,4 +1,4 @@
-"""The doctor: how it learns its rank, what it finds, and that it runs where training would."""
+"""The doctor: how it learns its rank, what it reports, and that it runs where training would."""
 
 import json
 import os
@@ -62,16 +62,19 @@ def test_a_process_learns_its_rank_from_its_launcher_or_gets_advice() -> None:
 def test_users_of_torchrun_are_told_the_options_for_restarts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for lent, restarts, rank in (
-        ("True", "0", 0),
-        ("False", "3", 0),
-        ("True", "3", 1),
-        ("True", "3", 0),
-    ):
-        assert not caplog.text
-        values = {"TORCHELASTIC_USE_AGENT_STORE": lent, "TORCHELASTIC_MAX_RESTARTS": restarts}
+    def warned(store_is_lent: str, restarts: str, rank: int) -> bool:
+        values = {
+            "TORCHELASTIC_USE_AGENT_STORE": store_is_lent,
+            "TORCHELASTIC_MAX_RESTARTS": restarts,
+        }
         with patch.dict(os.environ, values, clear=True):
             warn_of_shared_store(rank)
+        return bool(caplog.text)
+
+    assert not warned("True", restarts="0", rank=0)
+    assert not warned("False", restarts="3", rank=0)
+    assert not warned("True", restarts="3", rank=1)
+    assert warned("True", restarts="3", rank=0)
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text
 
 
@@ -81,67 +84,77 @@ TCP = {
     "receive_buffer": 1 << 28,
     "slow_start_after_idle": False,
 }
-DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "OMP_NUM_THREADS": "1"}
 
 
 def seen(**choices: Any) -> Examined:
-    """Four ranks on two hosts with nothing to complain of; what a machine has is chosen for that
-    of rank 2.
+    """Four ranks on two hosts with nothing to complain of, but for the choices; those about a
+    machine are of rank 2.
     """
-    endpoints = [
-        Endpoints(f"host{rank // 2}", rank // 2, "", ("10.0.0.1", 1), ("10.0.0.1", 2))
-        for rank in range(4)
-    ]
-    well = {
+    addresses = ("10.0.0.1", 1), ("10.0.0.1", 2)
+    machine = {
+        **describe(),
         "device": "CPU",
         "cores": 4,
         "files": 100_000,
         "variables": {"OMP_NUM_THREADS": "2"},
         "tcp": TCP,
     }
-    links = [MeasuredLink(0, 1, 0.05, 1e8), MeasuredLink(1, 0, 0.05, 9e7)]
-    machines = [{**describe(), **well} for _ in endpoints]
-    machines[2] |= {name: choices.pop(name) for name in machines[2].keys() & choices.keys()}
-    every = {
+    of_rank_2 = {name: choices.pop(name) for name in machine.keys() & choices.keys()}
+    examined = {
         "groups": 2,
-        "endpoints": endpoints,
-        "machines": machines,
+        "endpoints": [
+            Endpoints(f"host{rank // 2}", rank // 2, "", *addresses) for rank in range(4)
+        ],
+        "machines": [machine, machine, {**machine, **of_rank_2}, machine],
         "broken": [],
-        "links": links,
+        "links": [MeasuredLink(0, 1, 0.05, 1e8), MeasuredLink(1, 0, 0.05, 9e7)],
     }
-    return Examined(**{**every, **choices})
+    return Examined(**{**examined, **choices})
 
 
-SMALL = {**TCP, "receive_buffer": 1_000_000}
-SLOWLY = {**TCP, "slow_start_after_idle": True}
-OLDER = {**describe()["versions"], "torch": "1.0"}
-HALF = [MeasuredLink(0, 1, 0.05, 1e8), MeasuredLink(1, 0, 0.05, 3e7)]
-BETWEEN = "rank 0 (host0) -> rank 2 (host1) at 10.0.0.3:4: no answer within 10 s"
-SHUT = [BrokenConnection(0, 2, "10.0.0.3:4", "no answer within 10 s")]
+SMALL_BUFFER = {**TCP, "receive_buffer": 1_000_000}
+SLOW_START = {**TCP, "slow_start_after_idle": True}
+OLD_TORCH = {**describe()["versions"], "torch": "1.0"}
+DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "OMP_NUM_THREADS": "1"}
+ONE_SLOW_DIRECTION = [MeasuredLink(0, 1, 0.05, 1e8), MeasuredLink(1, 0, 0.05, 3e7)]
+NO_LINK = [MeasuredLink(0, 1, error="no answer")]
+UNREACHABLE = [BrokenConnection(0, 2, "10.0.0.3:4", "no answer within 10 s")]
+# Choices of `seen`; state and check of the finding, and words of the finding and of the fix.
 UNWELL: list[tuple[dict[str, Any], str, str, str]] = [
-    ({"versions": OLDER}, "wrong: torch", "1.0 on rank 2", "Install the same version of torch"),
+    ({"versions": OLD_TORCH}, "wrong: torch", "1.0 on rank 2", "Install the same version of torch"),
     ({"files": 256}, "wrong: open files", "rank 2 (host1) may open 256", "ulimit -n 288"),
     ({"variables": {}}, "slow: threads", "2 ranks on host1 with 4", "OMP_NUM_THREADS=2"),
     ({"variables": DETAIL}, "slow: debugging", "rank 2", "Leave it out"),
-    ({"tcp": SMALL}, "slow: buffers 0 -> 1", "below 80 Mbit/s at 50 ms", "net.ipv4.tcp_rmem="),
-    ({"tcp": SLOWLY}, "slow: idle connections", "starts slowly", "tcp_slow_start_after_idle=0"),
     (
-        {"links": HALF},
+        {"tcp": SMALL_BUFFER},
+        "slow: buffers 0 -> 1",
+        "below 80 Mbit/s at 50 ms",
+        "net.ipv4.tcp_rmem=",
+    ),
+    (
+        {"tcp": SLOW_START},
+        "slow: idle connections",
+        "starts slowly",
+        "tcp_slow_start_after_idle=0",
+    ),
+    (
+        {"links": ONE_SLOW_DIRECTION},
         "slow: bandwidth 1 -> 0",
         "30 Mbit/s, and 100 Mbit/s in the other",
         "worker group 1 to 0",
     ),
-    ({"broken": SHUT, "links": []}, "wrong: reachability", BETWEEN, "Open all TCP ports"),
     (
-        {"links": [MeasuredLink(0, 1, error="no answer")]},
-        "wrong: round trip 0 -> 1",
-        "no answer",
-        "again",
+        {"broken": UNREACHABLE, "links": []},
+        "wrong: reachability",
+        "rank 0 (host0) -> rank 2 (host1) at 10.0.0.3:4: no answer within 10 s",
+        "Open all TCP ports",
     ),
+    ({"links": NO_LINK}, "wrong: round trip 0 -> 1", "no answer", "again"),
 ]
 
 
-def test_the_page_shows_the_table_of_such_a_link() -> None:
+def rows_of_page() -> list[list[str]]:
+    """The rows of the table in the page; a cell may go over several lines."""
     page = (ROOT / "docs" / "launching.md").read_text()
     rows: list[list[str]] = []
     for line in re.findall("^│(.*)│$", page, re.M):
@@ -149,23 +162,27 @@ def test_the_page_shows_the_table_of_such_a_link() -> None:
         if cells[0]:
             rows.append(cells)
         else:
-            rows[-1] = [" ".join(filter(None, both)) for both in zip(rows[-1], cells, strict=True)]
-    endpoints = [own._replace(host=f"n{own.group}") for own in seen().endpoints]
+            lines = zip(rows[-1], cells, strict=True)
+            rows[-1] = [" ".join(filter(None, lines_of_cell)) for lines_of_cell in lines]
+    return rows
+
+
+def test_the_page_shows_the_table_of_such_a_link() -> None:
+    endpoints = [endpoint._replace(host=f"n{endpoint.group}") for endpoint in seen().endpoints]
     links = [MeasuredLink(0, 1, 0.0562, 95.6e6), MeasuredLink(1, 0, 0.0562, 22.8e6)]
+    examined = seen(endpoints=endpoints, links=links, tcp=SLOW_START)
+    table = [list(finding) for finding in findings(examined)]
+    rows = rows_of_page()
     assert len(rows) == 6
-    made = [
-        list(finding) for finding in findings(seen(endpoints=endpoints, links=links, tcp=SLOWLY))
-    ]
-    assert [row for row in rows if row not in made] == []
+    assert [row for row in rows if row not in table] == []
 
 
-def test_faults_and_slow_parts_are_reported_with_a_remedy_and_sound_ones_without() -> None:
-    told = {
-        finding.check: finding.found
-        for finding in findings(seen())
-        if finding.state == "ok" and not finding.fix
-    }
-    assert len(told) == len(findings(seen()))
+def test_sound_parts_are_reported_without_a_remedy() -> None:
+    reported = {}
+    for finding in findings(seen()):
+        assert finding.state == "ok"
+        assert not finding.fix
+        reported[finding.check] = finding.found
     well = {
         "ranks": "4 on 2 hosts (host0, host1), in 2 worker groups of 2",
         "round trip 0 -> 1": "50 ms",
@@ -173,11 +190,15 @@ def test_faults_and_slow_parts_are_reported_with_a_remedy_and_sound_ones_without
         "bandwidth 1 -> 0": "90 Mbit/s",
         "reachability": "all 12 connections between ranks can be made",
     }
-    assert well.items() <= told.items()
-    for choices, what, found, fix in UNWELL:
-        (finding,) = (one for one in findings(seen(**choices)) if one.state != "ok")
-        assert f"{finding.state}: {finding.check}" == what
-        assert found in finding.found
+    assert well.items() <= reported.items()
+    assert len(reported) == len(findings(seen()))
+
+
+def test_faults_and_slow_parts_are_reported_with_a_remedy() -> None:
+    for choices, check, words, fix in UNWELL:
+        (finding,) = (finding for finding in findings(seen(**choices)) if finding.state != "ok")
+        assert f"{finding.state}: {finding.check}" == check
+        assert words in finding.found
         assert fix in finding.fix
 
 
@@ -186,22 +207,22 @@ def doctored(rank: int, world_size: int, *arguments: str) -> Ran:
 
 
 def test_rank_0_prints_one_table() -> None:
-    (table, _, code), *others = run_processes(doctored, 4, "--worker-groups=2")
+    (table, _, code), *others_printed = run_processes(doctored, 4, "--worker-groups=2")
     assert code == 0
-    assert others == [("", "", 0)] * 3
+    assert others_printed == [("", "", 0)] * 3
     assert table.count("sdiloco doctor") == 1
-    for told in (
+    for check in (
         "reachability",
         "round trip 0 -> 1",
         "bandwidth 0 -> 1",
         "bandwidth 1 -> 0",
         "torch",
     ):
-        assert told in table
+        assert check in table
 
 
-def test_obstacles_between_ranks_are_found_and_reported() -> None:
-    def unreachable(rank: int, world_size: int) -> Ran:
+def test_a_rank_that_nobody_reaches_is_reported() -> None:
+    def doctored_behind_a_closed_port(rank: int, world_size: int) -> Ran:
         listen = reachability.Listener.__init__
 
         def then_close(self: Any, *args: Any) -> None:
@@ -212,24 +233,32 @@ def test_obstacles_between_ranks_are_found_and_reported() -> None:
             reachability.Listener.__init__ = then_close
         return doctored(rank, world_size, "--json")
 
-    (text, _, code), other = run_processes(unreachable, 2)
-    told = json.loads(text)
-    assert (code, other, told["ok"]) == (1, ("", "", 0), False)
-    assert [(connection["source"], connection["target"]) for connection in told["unreachable"]] == [
-        (0, 1)
-    ]
-    assert [rank["worker_group"] for rank in told["ranks"]] == [0, 1]
+    first, second = run_processes(doctored_behind_a_closed_port, 2)
+    assert second == ("", "", 0)
+    assert first.code == 1
+    answer = json.loads(first.out)
+    assert answer["ok"] is False
+    (connection,) = answer["unreachable"]
+    assert (connection["source"], connection["target"]) == (0, 1)
+    assert [rank["worker_group"] for rank in answer["ranks"]] == [0, 1]
 
-    absent, _ = run_processes(lambda rank, _: None if rank else doctored(0, 2, "--wait=1"), 2)
-    assert absent.code == 2
-    assert "Waiting at 127.0.0.1:" in absent.err, "whoever waits is told for what"
-    assert "Rank 1 did not come to 127.0.0.1:" in absent.err
 
-    def elsewhere(rank: int, world_size: int, port: int) -> Ran:
+def test_rank_0_says_for_whom_it_waits_and_names_an_absent_rank() -> None:
+    def doctored_without_rank_1(rank: int, world_size: int) -> Ran | None:
+        return doctored(0, 2, "--wait=1") if rank == 0 else None
+
+    printed, _ = run_processes(doctored_without_rank_1, 2)
+    assert printed.code == 2
+    assert "Waiting at 127.0.0.1:" in printed.err
+    assert "Rank 1 did not come to 127.0.0.1:" in printed.err
+
+
+def test_a_server_that_is_no_store_is_reported() -> None:
+    def doctored_elsewhere(rank: int, world_size: int, port: int) -> Ran:
         os.environ["MASTER_PORT"] = str(port)
         return doctored(rank, world_size, "--wait=600")
 
     with listening("http") as port:
-        for _, text, code in run_processes(elsewhere, 2, port, timeout=30):
-            assert code == 2
-            assert f"127.0.0.1:{port} answers, but is not a torch TCPStore" in text
+        for printed in run_processes(doctored_elsewhere, 2, port, timeout=30):
+            assert printed.code == 2
+            assert f"127.0.0.1:{port} answers, but is not a torch TCPStore" in printed.err

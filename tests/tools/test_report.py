@@ -6,10 +6,10 @@ import base64
 import json
 import re
 import shutil
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -31,316 +31,384 @@ from tests.tools.command import refused, told
 EVERY = 10
 OVERLAP = 2
 STEP = 0.1
-PARAMETERS = {f"layers.{layer}.weight": [1_000_000, 4_000_000] for layer in range(2)}
+PARAMETERS = {"layers.0.weight": [1_000_000, 4_000_000], "layers.1.weight": [1_000_000, 4_000_000]}
+MODEL = Model(
+    tuple(Parameter(name, nbytes) for name, (_, nbytes) in PARAMETERS.items()),
+    tuple(numel for numel, _ in PARAMETERS.values()),
+)
 NBYTES = 516_000  # of a message of a fragment in fp4, about
-THREE = (STEP, STEP, STEP)
 CUT: dict[str, Any] = {"fragments": "strided:1"}
-LANDING = {
-    "kind": "landing",
-    "final": False,
-    "outer_grad_norm": 3.0,
-    "left_out": [],
-    "outlying": [],
-}
-Lines = list[dict[str, Any]]
+Line = dict[str, Any]
+Lines = list[Line]
 
 
-def played(
-    folder: Path,
-    seconds: tuple[float, ...] = (STEP, STEP),
-    link: float = 0.5,
-    hop: float | None = None,
-    work: float = 0.001,
-    nbytes: int = NBYTES,
-    compression: str = "fp4",
-    rate: float | None = 1.0,
-    change: Callable[[list[Lines]], None] = lambda ranks: None,
-) -> Run:
-    """Writes and reads records of 30 inner steps, with launches of two fragments every five steps
-    from the tenth on.
+class Flight(NamedTuple):
+    launched_at: int  # inner steps
+    launches: list[float]  # times, by group
+    arrived: float
+    ended: float
 
-    From the last launch to all messages it takes ``link`` seconds, then ``hop`` where there is a
-    second one, and each part of the background ``work``. ``change`` may change the lines of all
-    ranks before they are written.
+
+@dataclass(frozen=True)
+class Recording:
+    """The records of 30 inner steps, with launches of two fragments every five steps from the tenth
+    on, in groups of one rank.
     """
-    groups = len(seconds)
-    ranks = list[Lines]()
-    settings = {
-        "sync_every": EVERY,
-        "overlap_steps": OVERLAP,
-        "mixing": 0.5,
-        "compression": compression,
-        **CUT,
-    }
-    for group in range(groups):
-        about = {
+
+    seconds: tuple[float, ...] = (STEP, STEP)  # of an inner step of each group
+    link: float = 0.5  # seconds from the last launch to all messages
+    hop: float | None = None  # seconds of a second hop, where there is one
+    work: float = 0.001  # seconds of each part of the background
+    nbytes: int = NBYTES
+    compression: str = "fp4"
+    rate: float | None = 1.0
+
+    def lines(self) -> list[Lines]:
+        """The lines of each rank."""
+        ranks = [self._head(group) for group in range(len(self.seconds))]
+        clocks = [0.0] * len(self.seconds)
+        flights: dict[int, Flight] = {}
+        for step in range(1, 31):
+            flight = flights.pop(step - OVERLAP, None)
+            for group, lines in enumerate(ranks):
+                began = clocks[group]
+                ended = began + self.seconds[group]
+                done = ended if flight is None else max(ended, flight.ended)
+                clocks[group] = done
+                lines.append({"kind": "step", "step": step, "span": (began, ended), "done": done})
+                if flight is not None:
+                    spans = self._spans(flight, group)
+                    spans |= {"wait": (ended, done), "land": (done, done)}
+                    lines.append({**self._landing(flight, step), "spans": spans})
+                lines.append({"kind": "loss", "step": step, "loss": 10 / step})
+            if EVERY <= step <= 25 and step % 5 == 0:
+                arrived = max(clocks) + self.work + self.link
+                ended = arrived + 2 * self.work + (self.hop or 0.0)
+                flights[step] = Flight(step, list(clocks), arrived, ended)
+        return ranks
+
+    def _head(self, group: int) -> Lines:
+        groups = len(self.seconds)
+        start = {
+            "kind": "start",
+            "format": 1,
+            "host": "here",
+            "time": 0.0,
+            "step": 0,
             "rank": group,
             "group": group,
             "groups": groups,
             "shard": 0,
             "shards": 1,
             "world_size": groups,
+            "settings": {
+                "sync_every": EVERY,
+                "overlap_steps": OVERLAP,
+                "mixing": 0.5,
+                "compression": self.compression,
+                **CUT,
+            },
         }
-        start = {
-            "kind": "start",
-            "format": 1,
-            "host": "here",
-            "settings": settings,
-            "time": 0.0,
-            "step": 0,
+        fragments = [[name] for name in PARAMETERS]
+        return [start, {"kind": "fragments", "fragments": fragments, "parameters": PARAMETERS}]
+
+    def _landing(self, flight: Flight, step: int) -> Line:
+        groups = len(self.seconds)
+        return {
+            "kind": "landing",
+            "final": False,
+            "fragment": flight.launched_at // 5 % 2,
+            "launched_at": flight.launched_at,
+            "landed_at": step,
+            "exchange": "gather" if self.hop is None else "two_shot",
+            "bytes_sent": self.nbytes,
+            "bytes_received": self.nbytes,
+            "link_gbit_s": self.rate,
+            "counted": list(range(groups)),
+            "left_out": [],
+            "outlying": [],
+            "outer_grad_norm": 3.0,
+            "group_norms": [3.0, 5.0, *[4.0] * (groups - 2)],
+            "diagnostics": {"cosines": [0.8, 0.6, *[0.7] * (groups - 2)]},
         }
-        fragments = {
-            "kind": "fragments",
-            "fragments": [[name] for name in PARAMETERS],
-            "parameters": PARAMETERS,
+
+    def _spans(self, flight: Flight, group: int) -> dict[str, tuple[float, float]]:
+        launch = flight.launches[group]
+        encoded = launch + self.work
+        decoded = flight.arrived + self.work
+        averaged = flight.ended - self.work
+        spans = {
+            "launch": (launch, launch),
+            "flight": (launch, flight.ended),
+            "encode": (launch, encoded),
+            "transfer": (encoded, flight.arrived),
+            "decode": (flight.arrived, decoded),
+            "outer_step": (averaged, flight.ended),
         }
-        ranks.append([{**about, **start}, fragments])
-    landed = {**LANDING, "bytes_sent": nbytes, "bytes_received": nbytes, "link_gbit_s": rate}
-    landed |= {"counted": list(range(groups)), "group_norms": [3.0, 5.0, *[4.0] * (groups - 2)]}
-    landed |= {"diagnostics": {"cosines": [0.8, 0.6, *[0.7] * (groups - 2)]}}
-    landed |= {"exchange": "gather" if hop is None else "two_shot"}
-    clocks = [0.0] * groups
-    flights = dict[int, tuple[list[float], float, float]]()
-    for step in range(1, 31):
-        began = clocks
-        clocks = [clock + own for clock, own in zip(clocks, seconds, strict=True)]
-        ended = clocks
-        since = step - OVERLAP
-        launches, arrive, there = flights.pop(since, (clocks, 0.0, 0.0))
-        clocks = [max(clock, there) for clock in clocks]
-        for group, lines in enumerate(ranks):
-            launch = launches[group]
-            done = clocks[group]
-            lines.append(
-                {"kind": "step", "step": step, "span": (began[group], ended[group]), "done": done}
-            )
-            if there:
-                spans = {
-                    "launch": (launch, launch),
-                    "flight": (launch, there),
-                    "encode": (launch, launch + work),
-                }
-                spans |= {"transfer": (launch + work, arrive), "decode": (arrive, arrive + work)}
-                spans |= {} if hop is None else {"relay": (arrive + work, there - work)}
-                spans |= {
-                    "outer_step": (there - work, there),
-                    "wait": (ended[group], done),
-                    "land": (done, done),
-                }
-                when = {"fragment": since // 5 % 2, "launched_at": since, "landed_at": step}
-                lines.append({**landed, **when, "spans": spans})
-            lines.append({"kind": "loss", "step": step, "loss": 10 / step})
-        if EVERY <= step <= 25 and step % 5 == 0:
-            arrive = max(clocks) + work + link
-            flights[step] = clocks, arrive, arrive + 2 * work + (hop or 0.0)
-    change(ranks)
+        if self.hop is not None:
+            spans["relay"] = (decoded, averaged)
+        return spans
+
+
+def written(folder: Path, ranks: list[Lines]) -> Run:
     folder.mkdir(exist_ok=True)
     for rank, lines in enumerate(ranks):
-        (folder / f"rank_{rank:05d}.jsonl").write_text(
-            "".join(json.dumps(line) + "\n" for line in lines)
-        )
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"rank_{rank:05d}.jsonl").write_text(text)
     return read_run(folder)
 
 
+def recorded(folder: Path, **choices: Any) -> Run:
+    return written(folder, Recording(**choices).lines())
+
+
+def landings(lines: Lines) -> Lines:
+    return [line for line in lines if line["kind"] == "landing"]
+
+
 def test_the_numbers_are_those_of_the_records(tmp_path: Path) -> None:
-    run = played(tmp_path / "half")
+    run = recorded(tmp_path)
     # Each of four flights takes 0.503 s, two inner steps of which are hidden.
-    waited = 4 * 0.303
+    wait = 0.303
+    utilisation_with_wait = 1 / (1 + 2 * wait)
     for rank in run.ranks:
-        assert series.utilisation(rank) == pytest.approx(3.0 / (3.0 + waited))
+        assert series.utilisation(rank) == pytest.approx(3.0 / (3.0 + 4 * wait))
         curve = series.utilisation_over_time(rank, run.began)
-        assert [share for _, share in curve] == pytest.approx(
-            [1.0, 1 / (1 + 2 * 0.303), 1 / (1 + 2 * 0.303)]
-        )
-        assert curve[-1][0] == pytest.approx(3.0 + waited)
+        shares = [share for _, share in curve]
+        assert shares == pytest.approx([1.0, utilisation_with_wait, utilisation_with_wait])
+        last_time, _ = curve[-1]
+        assert last_time == pytest.approx(3.0 + 4 * wait)
         assert series.step_seconds(rank) == pytest.approx(STEP)
-    # What was sent over time adds up to all bytes. A ring of two sends all gradients once at every
+
+
+def test_bytes_and_agreement_are_those_of_the_records(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    # The rates over time add up to all bytes. A ring of two sends all gradients once at every
     # step.
     curve = series.gbit_s_over_time(run.ranks[:1], run.began)
     width = curve[1][0] - curve[0][0]
-    assert sum(rate for _, rate in curve) * width * 1e9 / 8 == pytest.approx(4 * NBYTES)
+    gbit = sum(rate for _, rate in curve) * width
+    assert gbit * 1e9 / 8 == pytest.approx(4 * NBYTES)
     assert series.bytes_sent(run) == {0: 4 * NBYTES, 1: 4 * NBYTES}
     assert series.ddp_bytes_per_step(run) == 8_000_000
     # Agreement is shown by whole rounds.
     assert series.cosines_of(run) == {0: [(17, 0.8), (27, 0.8)], 1: [(17, 0.6), (27, 0.6)]}
     norms = series.norms_of(run)
-    for of, square in ((1, 50), (None, 18)):
-        assert norms[of] == [(17, pytest.approx(square**0.5)), (27, pytest.approx(square**0.5))]
+    for group, square in ((1, 50), (None, 18)):
+        norm = pytest.approx(square**0.5)
+        assert norms[group] == [(17, norm), (27, norm)]
 
 
-def test_the_limiting_factor_of_a_run_is_named(tmp_path: Path) -> None:
-    def left_out(ranks: list[Lines]) -> None:
-        next(line for line in ranks[0] if line["kind"] == "landing")["left_out"] = [1]
+LINK = {"link": 0.3}
+SLOW_GROUP = {"seconds": (STEP, 2 * STEP), "link": 0.05}
+SECOND_HOP = {"seconds": (STEP,) * 3, "link": 0.99, "hop": 1.5}
 
-    known = Link(8 * NBYTES / 0.3 / 1e9)
-    verdicts = {}
-    for name, limit, choices, words in (
+
+@pytest.mark.parametrize(
+    ("choices", "limit", "words"),
+    [
+        ({"link": 0.1}, "nothing", "for 100.0% of the time. No setting would change that much"),
+        (LINK, "link", "The link limited this run."),
+        (SLOW_GROUP, "groups", "group 1 took 200 ms, of group 0 100 ms"),
+        ({"link": 0.01, "work": 0.2}, "background", "in the background, limited this run"),
         (
-            "nothing",
-            "nothing",
-            {"link": 0.1, "change": left_out},
-            "for 100.0% of the time. No setting would change that much",
-        ),
-        ("untold", "link", {"link": 0.3, "rate": None}, "The link limited this run."),
-        # One step more hides 0.3 s, not what 80 % of the bandwidth takes; two steps more do.
-        ("link", "link", {"link": 0.3}, "The link limited this run."),
-        (
-            "slower",
-            "groups",
-            {"seconds": (STEP, 2 * STEP), "link": 0.05},
-            "group 1 took 200 ms, of group 0 100 ms",
-        ),
-        ("work", "background", {"link": 0.01, "work": 0.2}, "in the background, limited this run"),
-        (
-            "both hops",
-            "background",
             {"link": 0.01, "hop": 0.01, "work": 0.2},
+            "background",
             "in the background, limited this run",
         ),
-        (
-            "second hop",
-            "link",
-            {"seconds": THREE, "link": 0.99, "hop": 1.5},
-            "waited, 100% was for the link",
-        ),
-    ):
-        run = played(tmp_path / name, **choices)
-        verdicts[name] = verdict = judge(run)
-        assert verdict.limit == limit
-        assert words in verdict.sentences[0]
-    nothing, untold, link, slower = (
-        verdicts[name] for name in ("nothing", "untold", "link", "slower")
-    )
-    assert (nothing.advice, nothing.utilisation) == (None, 1)
+        (SECOND_HOP, "link", "waited, 100% was for the link"),
+    ],
+)
+def test_the_limiting_factor_of_a_run_is_named(
+    choices: dict[str, Any], limit: str, words: str, tmp_path: Path
+) -> None:
+    verdict = judge(recorded(tmp_path, **choices))
+    assert verdict.limit == limit
+    assert words in verdict.sentences[0]
+
+
+def test_a_run_that_nothing_limits_gets_no_advice_and_shows_left_out_groups(
+    tmp_path: Path,
+) -> None:
+    ranks = Recording(link=0.1).lines()
+    landings(ranks[0])[0]["left_out"] = [1]
+    verdict = judge(written(tmp_path, ranks))
+    assert verdict.limit == "nothing"
+    assert "for 100.0% of the time. No setting would change that much" in verdict.sentences[0]
+    assert verdict.advice is None
+    assert verdict.utilisation == 1
     words = "Of all outer gradients, 1 were left out of a mean because they were not finite, and 0"
-    assert any(text.startswith(words) for text in nothing.sentences)
-    assert (untold.link, untold.advice) == (None, None)
-    assert "bit/s" not in " ".join(untold.sentences)
-    assert "The link's speed is unknown" in " ".join(untold.sentences)
-    assert link.link.gbit_s == pytest.approx(known.gbit_s)
-    assert link.advice.changes == {"overlap_steps": 4}
-    assert link.advice.now < 0.85 < planner.TARGET <= link.advice.then
-    assert link.sentences[1].startswith(
-        "Set overlap_steps=4. The planner expects a compute utilisation of"
-    )
-    assert slower.advice is None
-    assert slower.causes.groups > 10 * max(slower.causes.link, slower.causes.background)
-    assert "up to 2.00 times as fast" in slower.sentences[1]
-    assert slower.link.gbit_s == pytest.approx(6 * known.gbit_s), (
-        "the lateness of the group is not the link's"
-    )
-    # The second hop is time on the link.
+    assert any(sentence.startswith(words) for sentence in verdict.sentences)
+
+
+def test_no_advice_rests_on_a_link_of_unknown_speed(tmp_path: Path) -> None:
+    verdict = judge(recorded(tmp_path, **LINK, rate=None))
+    assert verdict.limit == "link"
+    assert "The link limited this run." in verdict.sentences[0]
+    assert verdict.link is None
+    assert verdict.advice is None
+    text = " ".join(verdict.sentences)
+    assert "bit/s" not in text
+    assert "The link's speed is unknown" in text
+
+
+def test_more_overlap_is_advised_where_the_link_limits_a_run(tmp_path: Path) -> None:
+    verdict = judge(recorded(tmp_path, **LINK))
+    assert verdict.link.gbit_s == pytest.approx(8 * NBYTES / 0.3 / 1e9)
+    # One step more hides 0.3 s, but not the time at 80 % of the bandwidth; two steps more do.
+    assert verdict.advice.changes == {"overlap_steps": 4}
+    assert verdict.advice.now < 0.85 < planner.TARGET <= verdict.advice.then
+    words = "Set overlap_steps=4. The planner expects a compute utilisation of"
+    assert verdict.sentences[1].startswith(words)
+
+
+def test_waits_for_a_slow_group_are_not_the_links(tmp_path: Path) -> None:
+    verdict = judge(recorded(tmp_path, **SLOW_GROUP))
+    causes = verdict.causes
+    assert verdict.advice is None
+    assert causes.groups > 10 * max(causes.link, causes.background)
+    assert "up to 2.00 times as fast" in verdict.sentences[1]
+    assert verdict.link.gbit_s == pytest.approx(8 * NBYTES / 0.05 / 1e9)
+
+
+def test_the_second_hop_is_time_on_the_link(tmp_path: Path) -> None:
+    run = recorded(tmp_path, **SECOND_HOP)
+    verdict = judge(run)
     assert verdict.causes.link > 100 * verdict.causes.background
     assert verdict.link.gbit_s == pytest.approx(8 * NBYTES / (0.99 + 1.5) / 1e9)
     hops = [event for event in trace(run)["traceEvents"] if event["name"] == "second_hop"]
     assert [event["dur"] for event in hops] == pytest.approx([1.5e6] * 12, abs=1)
     transfer, second_hop = series.on_the_link(run.ranks[0].landings[0])
-    assert (second_hop[0] - transfer[1], second_hop[1] - second_hop[0]) == pytest.approx(
-        (0.001, 1.5)
-    )
+    assert second_hop[0] - transfer[1] == pytest.approx(0.001)
+    assert second_hop[1] - second_hop[0] == pytest.approx(1.5)
 
 
-def test_the_advice_counts_on_the_exchange_that_ran(tmp_path: Path) -> None:
-    # Eight groups whose run takes as long on a link as the planner says.
-    parameters = tuple(Parameter(name, nbytes) for name, (_, nbytes) in PARAMETERS.items())
-    model = Model(parameters, tuple(numel for numel, _ in PARAMETERS.values()))
-    for exchange, compression, gbit_s, advised in (
+@pytest.mark.parametrize(
+    ("exchange", "compression", "gbit_s", "advised"),
+    [
         ("two_shot", "sparse", 0.001, None),
         ("two_shot", "fp4", 0.02, None),
         ("gather", "fp4", 0.05, {"exchange": "auto"}),
-    ):
-        own: dict[str, Any] = {**CUT, "compression": compression, "exchange": exchange}
-        settings = Settings(sync_every=EVERY, overlap_steps=OVERLAP, **own)
-        link = Link(gbit_s)
-        method = Streaming(model, settings, Groups(STEP, groups=8, memory_rate=1e15))
-        cost = method.costs(0, link)
-        nbytes = int(method.bytes_per_step * EVERY / 2)
-        times = {"link": cost.warm, "hop": cost.second_hop or None, "work": 1e-6}
-        verdict = judge(
-            played(tmp_path, (STEP,) * 8, nbytes=nbytes, compression=compression, **times)
-        )
-        assert verdict.limit == "link"
-        assert verdict.link.gbit_s == pytest.approx(gbit_s, rel=1e-3)
-        assert verdict.advice.now == pytest.approx(
-            method.utilisation(planner.with_margin(link)), rel=0.01
-        )
-        assert advised in (None, verdict.advice.changes)
-    assert verdict.sentences[1].startswith("Set exchange='auto'. The planner expects")
+    ],
+)
+def test_the_advice_counts_on_the_exchange_that_ran(
+    exchange: str,
+    compression: str,
+    gbit_s: float,
+    advised: dict[str, str] | None,
+    tmp_path: Path,
+) -> None:
+    """Eight groups whose run takes as long on a link as the planner says."""
+    settings = Settings(
+        sync_every=EVERY,
+        overlap_steps=OVERLAP,
+        compression=compression,
+        exchange=exchange,
+        **CUT,
+    )
+    link = Link(gbit_s)
+    method = Streaming(MODEL, settings, Groups(STEP, groups=8, memory_rate=1e15))
+    cost = method.costs(0, link)
+    run = recorded(
+        tmp_path,
+        seconds=(STEP,) * 8,
+        nbytes=int(method.bytes_per_step * EVERY / 2),
+        compression=compression,
+        link=cost.warm,
+        hop=cost.second_hop or None,
+        work=1e-6,
+    )
+    verdict = judge(run)
+    assert verdict.limit == "link"
+    assert verdict.link.gbit_s == pytest.approx(gbit_s, rel=1e-3)
+    expected = method.utilisation(planner.with_margin(link))
+    assert verdict.advice.now == pytest.approx(expected, rel=0.01)
+    if advised is not None:
+        assert verdict.advice.changes == advised
+        assert verdict.sentences[1].startswith("Set exchange='auto'. The planner expects")
 
 
 def test_a_site_reports_the_counted_sites_and_its_start(tmp_path: Path) -> None:
-    def as_a_site(ranks: list[Lines]) -> None:
-        del ranks[1:]
-        ranks[0][0] |= {"site": "a", "groups": 1, "world_size": 1}
-        landings = [line for line in ranks[0] if line["kind"] == "landing"]
-        for landed, sites in zip(landings, (["a", "b"], ["a", "b"], ["a"], ["a"]), strict=True):
-            landed["sites"] = sites
-        # It was killed after its last step, and started again.
-        ranks[0].append(ranks[0][0] | {"time": 5.0, "step": 20})
+    lines, _ = Recording(link=0.01).lines()
+    start = lines[0]
+    start |= {"site": "a", "groups": 1, "world_size": 1}
+    counted_sites = (["a", "b"], ["a", "b"], ["a"], ["a"])
+    for landing, sites in zip(landings(lines), counted_sites, strict=True):
+        landing["sites"] = sites
+    # It was killed after its last step, and started again.
+    lines.append({**start, "time": 5.0, "step": 20})
+    run = written(tmp_path, [lines])
 
-    run = played(tmp_path, link=0.01, change=as_a_site)
-    told_of = judge(run).sentences[0]
-    assert (
-        "This is a, one site of a federation, which waits for no other. It was started again once."
-        in told_of
-    )
-    assert told_of.endswith(
+    sentence = judge(run).sentences[0]
+    site = "This is a, one site of a federation, which waits for no other."
+    assert f"{site} It was started again once." in sentence
+    assert sentence.endswith(
         "Of the 4 rounds of fragments that landed here, sites counted: a in 4, b in 2."
     )
-    seen = [what for _, what in changes(run.ranks[0])]
-    assert seen == [
+    events = [text for _, text in changes(run.ranks[0])]
+    assert events == [
         "a starts",
         "a starts after inner step 20",
         "a counts",
         "b counts",
         "b counts no longer",
     ]
-    assert {event["name"] for event in trace(run)["traceEvents"] if event["ph"] == "i"} == set(seen)
+    instants = {event["name"] for event in trace(run)["traceEvents"] if event["ph"] == "i"}
+    assert instants == set(events)
     assert {"sites", "agreement"} & set(pictures_of(run)) == {"sites"}
     pytest.importorskip("matplotlib")
-    assert b"<svg" in drawn(partial(draw_sites, run, THEMES["dark"]), "svg", THEMES["dark"])
+    theme = THEMES["dark"]
+    assert b"<svg" in drawn(partial(draw_sites, run, theme), "svg", theme)
+
+
+def fit_with_records(rank: int, world_size: int, folder: str) -> None:
+    callbacks = [lightning_sdiloco.StreamingDiLoCoMonitor(folder=folder)]
+    choices = {"sync_every": 4, "overlap_steps": 1, **CUT}
+    trainer_choices = {"callbacks": callbacks, "log_every_n_steps": 1}
+    fit(rank, world_size, 2, 25, choices, trainer_choices=trainer_choices)
+
+
+PICTURES = {
+    "losses.png",
+    "losses-dark.png",
+    "utilisation.png",
+    "utilisation-dark.png",
+    "bandwidth.png",
+    "bandwidth-dark.png",
+    "flights.png",
+    "flights-dark.png",
+    "agreement.png",
+    "agreement-dark.png",
+}
 
 
 def test_the_report_of_a_real_run_is_one_page_that_needs_nothing_else(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert "holds no records" in refused("report", str(tmp_path))
+    records = tmp_path / "sdiloco"
+    run_processes(fit_with_records, 4, str(records))
+    # The highest number is the newest: version_9 is older than version_10.
+    logs = tmp_path / "root" / "lightning_logs"
+    shutil.copytree(records, logs / "version_9" / "sdiloco")
+    shutil.copytree(records, logs / "version_10" / "sdiloco")
+    folder = logs / "version_10" / "report"
+    assert records_in(logs) == logs / "version_10" / "sdiloco"
 
-    def run(rank: int, world_size: int) -> None:
-        callbacks = [lightning_sdiloco.StreamingDiLoCoMonitor(folder=str(tmp_path / "sdiloco"))]
-        choices = {"sync_every": 4, "overlap_steps": 1, **CUT}
-        fit(
-            rank,
-            world_size,
-            2,
-            25,
-            choices,
-            trainer_choices={"callbacks": callbacks, "log_every_n_steps": 1},
-        )
-
-    run_processes(run, 4)
-    # What counts is the number: that before version_10 is older.
-    for version in (9, 10):
-        shutil.copytree(
-            tmp_path / "sdiloco",
-            tmp_path / "root" / "lightning_logs" / f"version_{version}" / "sdiloco",
-        )
-    folder = tmp_path / "root" / "lightning_logs" / "version_10" / "report"
-    assert records_in(folder.parents[1]) == folder.with_name("sdiloco")
     text = told("report", str(tmp_path / "root"))
     page = (folder / "report.html").read_text()
     assert text.strip().endswith(str(folder / "report.html"))
-    assert all("Training kept computing for" in text for text in (text, page))
-    assert not re.findall(r'(?:src|href|srcset)="(?!data:)', page), (
-        "nothing is loaded from elsewhere"
-    )
+    assert "Training kept computing for" in text
+    assert "Training kept computing for" in page
+    loaded_from_elsewhere = re.findall(r'(?:src|href|srcset)="(?!data:)', page)
+    assert not loaded_from_elsewhere
     pictures = re.findall(r'data:image/svg\+xml;base64,([^"]+)', page)
     assert len(pictures) == 10, "five, for light and for dark"
-    assert all(base64.b64decode(picture).startswith(b"<?xml") for picture in pictures)
+    for picture in pictures:
+        assert base64.b64decode(picture).startswith(b"<?xml")
     assert page.count("prefers-color-scheme: dark") == 6
-    names = ("losses", "utilisation", "bandwidth", "flights", "agreement")
-    files = {f"{name}{theme}.png" for name in names for theme in ("", "-dark")}
-    assert {path.name for path in folder.iterdir()} == {"report.html", "timeline.json"} | files
-    assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in files)
-    assert {
-        event["pid"] for event in json.loads((folder / "timeline.json").read_text())["traceEvents"]
-    } == {0, 1, 2, 3}
+
+    pngs = [path for path in folder.iterdir() if path.read_bytes().startswith(b"\x89PNG")]
+    assert {path.name for path in pngs} == PICTURES
+    assert {path.name for path in folder.iterdir()} == {"report.html", "timeline.json", *PICTURES}
+    timeline = json.loads((folder / "timeline.json").read_text())
+    assert {event["pid"] for event in timeline["traceEvents"]} == {0, 1, 2, 3}
