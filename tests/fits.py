@@ -173,6 +173,15 @@ def environment_that_knows(distribution: str = LIGHTNING) -> Any:
     return Knows()
 
 
+def _inspect_nothing(trainer: Any, module: Any) -> None:
+    pass
+
+
+def _attributes_of_loops(trainer: Any) -> list[set[str]]:
+    loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._signal_connector)
+    return [set(vars(loop)) for loop in loops]
+
+
 def fit(
     rank: int,
     world_size: int,
@@ -181,7 +190,7 @@ def fit(
     choices: dict[str, Any],
     distribution: str = LIGHTNING,
     inner: str = "sgd",
-    inspect: Callable[[Any, Any], Any] = lambda trainer, module: None,
+    inspect: Callable[[Any, Any], Any] = _inspect_nothing,
     trainer_choices: dict[str, Any] | None = None,
     make: Callable[..., Any] = module,
     loader: Any = None,
@@ -196,10 +205,9 @@ def fit(
     chosen = strategy(distribution, **{"worker_groups": groups, **choices})
     arguments = {"strategy": chosen, "devices": world_size, "max_steps": steps}
     runner = trainer(distribution, **{**arguments, **(trainer_choices or {})})
-    loops = (runner.fit_loop, runner.fit_loop.epoch_loop, runner._signal_connector)
-    attributes = [set(vars(loop)) for loop in loops]
+    attributes = _attributes_of_loops(runner)
     runner.fit(model, loader, validation, ckpt_path=resume and str(resume))
-    assert [set(vars(loop)) for loop in loops] == attributes, "nothing is left behind"
+    assert _attributes_of_loops(runner) == attributes, "nothing is left behind"
     return {
         "outer": outer_of_net(chosen),
         "model": {name: whole(p) for name, p in model.net.named_parameters()},

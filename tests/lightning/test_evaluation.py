@@ -111,41 +111,52 @@ def reader_of(distribution: str, average: Any) -> Any:
     return Reader()
 
 
+def trainer_of_four(distribution: str, **choices: Any) -> Any:
+    strategy = fits.strategy(distribution, worker_groups=2, **SHORT)
+    return fits.trainer(distribution, strategy=strategy, devices=4, max_steps=14, **choices)
+
+
+def fit_14(rank: int, distribution: str, trainer: Any) -> Any:
+    """Fits 14 steps, and returns the module."""
+    module = evaluated(distribution, seed=rank)
+    torch.manual_seed(rank)
+    trainer.fit(module, SomeBatches(rank, 20), SomeBatches(rank, 2))
+    return module
+
+
+def validate(rank: int, trainer: Any, module: Any, path: Path | None = None) -> Any:
+    start = str(path) if path else None
+    return trainer.validate(module, SomeBatches(rank, 2), ckpt_path=start, verbose=False)
+
+
+def assert_same_trace(actual: dict[int, Weights], expected: dict[int, Weights]) -> None:
+    for step, state in expected.items():
+        assert unequal(actual[step], state) == [], step
+
+
 @in_ranks(4)
 def test_validation_changes_nothing_and_agrees_everywhere(
     rank: int, distribution: str, tmp_path: Path
 ) -> None:
-    """Local parameters, statistics of BatchNorm and inner optimizer state are the same before every
-    step, and so is an average.
+    """Local parameters, statistics of BatchNorm and inner optimizer state stay the same before
+    every step, and so does an average.
     """
-    loader = SomeBatches(rank, 2)
-
-    def trainer_with(**choices: Any) -> Any:
-        strategy = fits.strategy(distribution, worker_groups=2, **SHORT)
-        return fits.trainer(distribution, strategy=strategy, devices=4, **choices)
-
-    def fit(trainer: Any) -> Any:
-        module = evaluated(distribution, seed=rank)
-        torch.manual_seed(rank)
-        trainer.fit(module, SomeBatches(rank, 20), loader)
-        return module
-
-    plain = fit(trainer_with(max_steps=14, limit_val_batches=0)).trace
-    assert any(name.startswith("outer ") for name in plain[13])
+    unvalidated = trainer_of_four(distribution, limit_val_batches=0)
+    plain = fit_14(rank, distribution, unvalidated).trace
+    assert outer_of({"trace": plain}, 13)
     average = callbacks_of(distribution).EMAWeightAveraging(decay=0.6)
     for averages in ([], [average]):
         reader = reader_of(distribution, average)
         folder = tmp_path / str(len(averages))
         saves = saving(distribution, folder, every_n_train_steps=7, save_last=True)
-        trainer = trainer_with(
-            max_steps=14,
+        trainer = trainer_of_four(
+            distribution,
             val_check_interval=1,
             callbacks=[reader, *saves, *averages],
             enable_checkpointing=True,
         )
-        module = fit(trainer)
-        for step, state in plain.items():
-            assert unequal(module.trace[step], state) == [], step
+        module = fit_14(rank, distribution, trainer)
+        assert_same_trace(module.trace, plain)
         assert max(reader.in_flight) > 1
         assert len(module.seen) == 30
         assert all(map(agreed, module.seen))
@@ -154,13 +165,12 @@ def test_validation_changes_nothing_and_agrees_everywhere(
             assert_same(averaged, shown)
         # In the fit after the last step, after the fit, and from its last checkpoint, also
         # elsewhere.
-        last = str(folder / "last.ckpt")
-        elsewhere = trainer_with()
+        last = folder / "last.ckpt"
         numbers = reader.numbers
-        numbers += trainer.validate(module, loader, ckpt_path=None, verbose=False)
-        numbers += trainer.validate(module, loader, ckpt_path=last, verbose=False)
+        numbers += validate(rank, trainer, module)
+        numbers += validate(rank, trainer, module, last)
         new_module = evaluated(distribution, seed=7)
-        numbers += elsewhere.validate(new_module, loader, ckpt_path=last, verbose=False)
+        numbers += validate(rank, trainer_of_four(distribution), new_module, last)
         assert len({logged["loss"] for logged in numbers[14:]}) == 1
         assert all(logged["rank"] == logged["metric"] == 1.5 for logged in numbers)
         assert agreed(numbers)
@@ -386,8 +396,8 @@ def test_averages_by_step_are_of_outer_parameters_and_resume(
         resumed = fit(place, distribution, path=tmp_path / name)
         assert_resumed(resumed, saved, step)
         assert_same(resumed["model"], saved["model"])
-        for number, average in resumed["averages"].items():
-            assert_same(average, saved["averages"][number])
+        expected_averages = {number: saved["averages"][number] for number in resumed["averages"]}
+        assert_same_trace(resumed["averages"], expected_averages)
 
 
 @in_ranks(2)
