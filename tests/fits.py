@@ -21,7 +21,7 @@ LIGHTNING = "lightning.pytorch"
 OTHER = "pytorch_lightning"
 # The arguments of a Trainer that are off unless a test turns them on.
 NOISY = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
+SHORT = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
 
 
 def since(version: str) -> pytest.MarkDecorator:

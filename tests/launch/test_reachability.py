@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore
 
 from lightning_sdiloco.launch import reachability, rendezvous
 from lightning_sdiloco.launch.reachability import (
@@ -72,7 +72,7 @@ def test_ranks_meet_and_unreachable_addresses_are_named_on_all_of_them(
             return list(meeting.all_gather(f"{name} {topic}", value))
 
         of_case = copy(meeting)
-        of_case.all_gather = all_gather  # type: ignore[method-assign]
+        of_case.all_gather = all_gather
         return of_case
 
     assert meeting.all_gather("names", {"rank": rank}) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
@@ -251,7 +251,7 @@ def test_two_nodes_that_are_both_started_as_the_first_get_an_error() -> None:
 @pytest.mark.network
 def test_groups_train_within_one_network_and_exchange_over_another() -> None:
     """Inside a group gloo listens on the loopback, where no other group could reach it."""
-    choices: dict[str, Any] = {
+    choices = {
         "sync_every": 4,
         "overlap_steps": 1,
         "fragments": [["*"]],

@@ -68,29 +68,40 @@ def fit_then(
     )
 
 
+def module_with_teacher(distribution: str, inner: str, seed: int) -> Any:
+    def follow(self: Any, *_: Any) -> None:
+        self.net.follow(seed)
+
+    return fits.module(distribution, net=WithTeacher(seed), on_train_batch_end=follow)
+
+
+def outer_and_tensors(trainer: Any, module: Any) -> tuple[Any, Any]:
+    return trainer.strategy.outer_state_dict(), tensors(module)
+
+
 @in_ranks(4)
 def test_unequal_writes_in_on_train_end_become_rank_0s_with_a_warning(
     rank: int, distribution: str
 ) -> None:
     written = dict[str, Tensor]()
     messages = said_by(FIT)
-    net = WithTeacher(rank)
 
     def write(trainer: Any, module: Any) -> None:
+        net = module.net
         with torch.no_grad():
             for tensor in (net.student[0].weight, net.teacher[0].bias, net.threshold):
                 tensor.add_(1.0 + rank)
             net.seen += rank
         written.update(tensors(module))
 
-    def make(*args: Any, **kwargs: Any) -> Any:
-        follow = lambda self, *_: net.follow(rank)  # noqa: E731
-        return fits.module(distribution, net=net, on_train_batch_end=follow)
-
-    def inspect(trainer: Any, module: Any) -> tuple[Any, Any]:
-        return trainer.strategy.outer_state_dict(), tensors(module)
-
-    trained = fit_then(rank, 4, write, distribution=distribution, inspect=inspect, make=make)
+    trained = fit_then(
+        rank,
+        4,
+        write,
+        distribution=distribution,
+        inspect=outer_and_tensors,
+        make=module_with_teacher,
+    )
     outer, model = trained["inspected"]
     if rank == 0:
         assert_same(model, written)

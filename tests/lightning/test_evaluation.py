@@ -40,7 +40,7 @@ from tests.lightning.test_checkpoint import (
 from tests.ranks import agreed, in_ranks
 from tests.training import mlp
 
-SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:1"}
+SHORT = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:1"}
 Batch = tuple[Tensor, Tensor]
 Weights = dict[str, Tensor]
 
@@ -243,6 +243,20 @@ def writer_of(distribution: str) -> Any:
     return Writer()
 
 
+def evaluated_loss(trainer: Any, module: Any, loader: Any) -> float:
+    """Validates, tests and predicts, and asserts that the weights stay the same."""
+    weights = net_of(module)
+    module.seen.clear()
+    (validated,) = trainer.validate(module, loader, verbose=False)
+    (tested,) = trainer.test(module, loader, verbose=False)
+    assert validated["loss"] == tested["loss"]
+    assert len(trainer.predict(module, loader)) == 2
+    assert len(module.seen) == 6
+    for shown in (*module.seen, net_of(module)):
+        assert_same(shown, weights)
+    return float(validated["loss"])
+
+
 @in_ranks(2)
 def test_evaluating_around_fits_overwrites_nothing_and_predicts(
     rank: int, distribution: str, tmp_path: Path
@@ -265,19 +279,10 @@ def test_evaluating_around_fits_overwrites_nothing_and_predicts(
         if steps:
             trainer.fit_loop.epoch_loop.max_steps = steps
             trainer.fit(module, SomeBatches(rank, 20))
-        weights = net_of(module)
-        module.seen.clear()
         writer.by_batch.clear()
         trainer.limit_val_batches = 1.0
-        validated = trainer.validate(module, loader, verbose=False)
-        tested = trainer.test(module, loader, verbose=False)
-        assert validated[0]["loss"] == tested[0]["loss"]
-        assert len(trainer.predict(module, loader)) == 2
+        losses.append(evaluated_loss(trainer, module, loader))
         trainer.limit_val_batches = 0
-        assert len(module.seen) == 6
-        for shown in (*module.seen, net_of(module)):
-            assert_same(shown, weights)
-        losses.append(validated[0]["loss"])
     # Lightning evaluates in inference mode, whose tensors could not be trained again.
     assert not any(tensor.is_inference() for tensor in (*module.parameters(), *module.buffers()))
     assert strategy.report()["inner_steps"] == 7

@@ -43,7 +43,7 @@ if __name__ == "__main__":
                  enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False))
 """
 
-SHORT: dict[str, Any] = {
+SHORT = {
     "sync_every": 2,
     "overlap_steps": 1,
     "fragments": "strided:1",

@@ -26,7 +26,7 @@ from tests.training import batch, mlp
 
 pl = importlib.import_module(LIGHTNING)
 BATCHES = 10
-SHORT: dict[str, Any] = {
+SHORT = {
     "sync_every": 3,
     "overlap_steps": 2,
     "fragments": [["*"]],
@@ -249,7 +249,7 @@ def clip_by_norm(self: Any, optimizer: Any, *_: Any, **__: Any) -> None:
     self.clip_gradients(optimizer, 0.5, "norm")
 
 
-HOOKS: dict[str, Any] = {
+HOOKS = {
     "optimizer_step": step_with_closure,
     "optimizer_zero_grad": zero_in_place,
     "on_before_zero_grad": clamp,
@@ -284,7 +284,7 @@ def accumulation_scheduler() -> list[Any]:
     return [pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})]
 
 
-EPOCHS: dict[str, Any] = {"max_epochs": 3, "limit_train_batches": 4}
+EPOCHS = {"max_epochs": 3, "limit_train_batches": 4}
 BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
 UNUSED = {"find_unused_parameters": True}
 automatic = module_with()
@@ -552,7 +552,7 @@ def test_loops_that_cannot_train_end_all_groups_with_an_error_that_says_why(rank
     def skip_batch_3(self: Any, parts: Batch, index: int) -> Any:
         return None if index == 3 else self.loss(parts)
 
-    refusals: dict[str, MakeModule] = {
+    refusals = {
         "'net.0.weight' has no shape yet.*before trainer.fit": module_with(lazy),
         "ZeroRedundancyOptimizer divides its state over all processes": module_with(
             optimize=zero_redundancy
@@ -585,7 +585,7 @@ def step_by_hand_in_odd_epochs(self: Any, parts: Batch, index: int) -> None:
 
 
 def manual_loop(training_step: Any, **trainer: Any) -> Loop:
-    members: dict[str, Any] = {"automatic_optimization": False, "training_step": training_step}
+    members = {"automatic_optimization": False, "training_step": training_step}
     return Loop(module_with(optimize=sgd, **members), trainer)
 
 
@@ -651,7 +651,7 @@ def test_a_loss_scaled_by_the_number_of_all_ranks_is_reported_once(rank: int) ->
         "training_step": scale_by_group,
         "on_train_start": lambda self: self.trainer.world_size,
     }
-    cases: list[tuple[int, dict[str, Any], str]] = [
+    cases = [
         (2, {"training_step": scale_by_world}, "A training batch reads"),
         (2, {"setup": keep_world_size}, "The module keeps"),
         (2, harmless, ""),

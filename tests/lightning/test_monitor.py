@@ -19,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import lightning as L
-import lightning.pytorch as pl
 import pytest
 import torch
 from rich.console import Console
@@ -46,7 +45,7 @@ from lightning_sdiloco import (
 )
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.lightning.monitor import Interval, progress, scalars_of
-from lightning_sdiloco.tools.run_files import LandingRecord, Rank, Span, read_run, trace
+from lightning_sdiloco.tools.run_files import LandingRecord, Rank, read_run, trace
 from tests import fits
 from tests.bits import same
 from tests.fits import LIGHTNING, OTHER, SHORT, callbacks_of, fit, refusal, said_by
@@ -71,7 +70,7 @@ def landing(**fields: Any) -> Landing:
     numbers = dict.fromkeys(Landing._fields, 0)
     groups = dict.fromkeys(("group_norms", "counted", "left_out", "outlying"), ())
     spans = {"transfer": (1.0, 1.5), "land": (9.0, 10.0)}
-    defaults: dict[str, Any] = {"diagnostics": None, "spans": spans, "on_link_s": 0.5}
+    defaults = {"diagnostics": None, "spans": spans, "on_link_s": 0.5}
     return Landing(**{**numbers, **groups, **defaults, **fields})
 
 
@@ -152,6 +151,11 @@ def launch_of(groups: SimulatedGroups, models: Sequence[Any]) -> Launch:
     return Launch(outer, gradients)
 
 
+def momentum_of(groups: SimulatedGroups, group: int) -> Tensor:
+    record = groups.engines[group].state_dict()["fragments"][1]
+    return record["state"]["momentum_buffer"]
+
+
 def decoded(gradient: Tensor) -> Tensor:
     codec = FP4()
     values = torch.empty_like(gradient)
@@ -184,9 +188,7 @@ def assert_same_diagnostics(actual: Landing, expected: Landing) -> None:
         assert getattr(actual.diagnostics, name) == pytest.approx(number, rel=1e-4), name
 
 
-def test_diagnostics_are_those_of_a_direct_computation_and_add_up_over_shards(
-    worlds: dict[int, World],
-) -> None:
+def test_diagnostics_are_those_of_a_direct_computation() -> None:
     models = [mlp(), mlp()]
     groups = SimulatedGroups(
         models, sync_every=2, overlap_steps=1, fragments=LAYERS, compression="fp4"
@@ -204,11 +206,13 @@ def test_diagnostics_are_those_of_a_direct_computation_and_add_up_over_shards(
         for group, landings in enumerate(groups.step()):
             for landed in landings:
                 if landed.fragment == 1:
-                    record = groups.engines[group].state_dict()["fragments"][1]
-                    momentum = record["state"]["momentum_buffer"]
-                    assert_diagnosed(landed, launches[landed.launched_at], group, momentum)
+                    launch = launches[landed.launched_at]
+                    assert_diagnosed(landed, launch, group, momentum_of(groups, group))
                     compared += 1
     assert compared == 6
+
+
+def test_diagnostics_add_up_over_shards(worlds: dict[int, World]) -> None:
     of_single_ranks = [shown.landings[0] for shown in worlds[2].ranks]
     of_shards = [shown.landings[0] for shown in worlds[4].ranks]
     assert_same_diagnostics(of_shards[0], of_single_ranks[0])
@@ -227,19 +231,17 @@ def shift_clock(seconds: float) -> None:
     time.time = lambda: true_time() + seconds
 
 
-def flights_of(rank: Rank) -> dict[tuple[int, int, bool], dict[str, Span]]:
-    spans = {}
-    for flight in rank.landings:
-        spans[flight.launched_at, flight.fragment, flight.final] = flight.spans
-    return spans
+def flights_of(rank: Rank) -> dict[tuple[int, int, bool], LandingRecord]:
+    return {(flight.launched_at, flight.fragment, flight.final): flight for flight in rank.landings}
 
 
 def assert_flights_overlap(first: Rank, second: Rank) -> None:
     first_flights = flights_of(first)
     second_flights = flights_of(second)
     assert first_flights.keys() == second_flights.keys() != set()
-    for flight, first_spans in first_flights.items():
-        second_spans = second_flights[flight]
+    for key, flight in first_flights.items():
+        first_spans = flight.spans
+        second_spans = second_flights[key].spans
         last_launch = max(first_spans["launch"][0], second_spans["launch"][0])
         first_end = min(first_spans["flight"][1], second_spans["flight"][1])
         assert last_launch < first_end + 1e-6
@@ -248,7 +250,7 @@ def assert_flights_overlap(first: Rank, second: Rank) -> None:
 @in_ranks(2)
 def test_a_monitor_changes_no_bit_of_training_and_aligns_clocks(rank: int, tmp_path: Path) -> None:
     policies = {"schedule": Selective(), "weighing": ByNorm(), "mixing": Carry()}
-    cases: list[tuple[str, dict[str, Any], float]] = [
+    cases = [
         ("fp4", {}, 1000.0),
         ("sparse", {"compression": "sparse"}, -1000.0),
         ("policies", policies, 0.0),
@@ -323,7 +325,7 @@ def lines_with(messages: list[str], words: str) -> list[str]:
 @in_ranks(2)
 def test_the_first_line_shows_rate_and_momentum_of_any_outer_optimizer(rank: int) -> None:
     for summary, make in OUTER_OPTIMIZERS.items():
-        choices: dict[str, Any] = {"sync_every": 2, "fragments": 1, "outer_optimizer": make}
+        choices = {"sync_every": 2, "fragments": 1, "outer_optimizer": make}
         messages = said_by(LIGHTNING, OTHER, "lightning.fabric", "lightning_sdiloco")
         strategy = StreamingDiLoCoStrategy(**choices)
         trainer = fits.trainer(strategy=strategy, devices=2, max_steps=3)
@@ -370,25 +372,30 @@ def steps_of(rank: Rank) -> list[int]:
     return [step.step for step in rank.steps]
 
 
+def limiting(path: Path) -> Any:
+    """A callback that limits files of rank 1 to the length of this one, from step 6 to step 9."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(trainer: Any, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 6:
+            nearly_full = (path.stat().st_size + 20, limits[1])
+            resource.setrlimit(resource.RLIMIT_FSIZE, nearly_full)
+        if trainer.global_rank == 1 and trainer.global_step == 9:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    return fits.on(on_train_batch_start=limit)
+
+
 @in_ranks(2)
 def test_a_record_that_finds_no_room_ends_with_a_warning_and_training_goes_on(
     rank: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "rank_00001.jsonl"
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     messages = said_by("lightning_sdiloco")
-
-    def limit(trainer: Any, *_: Any) -> None:
-        if rank == 1 and trainer.global_step == 6:
-            nearly_full = (path.stat().st_size + 20, limits[1])
-            resource.setrlimit(resource.RLIMIT_FSIZE, nearly_full)
-        if rank == 1 and trainer.global_step == 9:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
     message = refusal(read_run, tmp_path)
     assert "holds no records (rank_00000.jsonl and so on). Give the folder" in message
     # The next start of the run does not suffer from half a line.
-    for callbacks in ([pl.callbacks.LambdaCallback(on_train_batch_start=limit)], []):
+    for callbacks in ([limiting(path)], []):
         monitor = StreamingDiLoCoMonitor(folder=str(tmp_path))
         arguments = {"callbacks": [monitor, *callbacks]}
         report = fit(rank, 2, 2, 11, SHORT, trainer_choices=arguments)["report"]
@@ -424,7 +431,7 @@ def test_the_link_rate_is_the_busier_directions_and_unknown_numbers_are_not_show
 
 
 def test_progress_fits_into_a_line_and_shows_neither_unknown_rates_nor_dense_rounds() -> None:
-    engine: Any = SimpleNamespace(
+    engine = SimpleNamespace(
         round=12,
         in_flight=(0, 1, 2, 3),
         last_landing=UNKNOWN_RATE,

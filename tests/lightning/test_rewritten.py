@@ -14,7 +14,7 @@ from tests import fits
 from tests.fits import SomeBatches, assert_same
 from tests.ranks import run_processes
 
-CHOICES: dict[str, Any] = {
+CHOICES = {
     "sync_every": 4,
     "overlap_steps": 2,
     "fragments": 1,

@@ -44,7 +44,7 @@ from pretrain_text import ByteGPT  # isort: skip
 
 # One layer each, so that a fragment may lie on a part of the ranks only. One is in flight after
 # step 6, two after 7; after step 11, when all have landed once, the first are launched again.
-CHOICES: dict[str, Any] = {
+CHOICES = {
     "sync_every": 5,
     "overlap_steps": 3,
     "fragments": "strided:1",
@@ -58,8 +58,9 @@ Fit = dict[str, Any]
 Weights = dict[str, Tensor]
 
 fit = partial(sharded.fit, **{"steps": STEPS, **CHOICES})
-OF_DATA: dict[str, Any] = {"groups": 2, "sizes": (2, 1)}
-OF_TENSORS: dict[str, Any] = {"groups": 2, "sizes": (1, 2)}
+fit_adamw = partial(fit, inner="adamw")
+OF_DATA = {"groups": 2, "sizes": (2, 1)}
+OF_TENSORS = {"groups": 2, "sizes": (1, 2)}
 
 
 def plain(
@@ -358,7 +359,7 @@ def test_a_sharded_fit_saved_validated_and_resumed_anywhere_keeps_its_bits(
     # By default FSDP2 keeps the parameters of the outermost module whole after a validation.
     validating = {**accumulating, "val_check_interval": 4, "limit_val_batches": 1}
     fit_to_folders = partial(
-        fit, rank, 4, **OF_DATA, inner="adamw", compression="fp4", trainer_choices=accumulating
+        fit_adamw, rank, 4, **OF_DATA, compression="fp4", trainer_choices=accumulating
     )
     newest = pl.callbacks.ModelCheckpoint(
         tmp_path / "newest",
@@ -382,14 +383,6 @@ def test_a_sharded_fit_saved_validated_and_resumed_anywhere_keeps_its_bits(
     for name, step in (("step=6.ckpt", 6), ("step=11.ckpt", 11), ("newest/last.ckpt", 12)):
         assert_resumed(fit_to_folders(path=tmp_path / name), plain, step)
 
-    files = tmp_path / "file"
-    fit_to_files = partial(
-        fit, rank, 4, **OF_TENSORS, inner="adamw", save_distributed_checkpoint=False
-    )
-    saved = fit_to_files(callbacks=saving(LIGHTNING, files, every_n_train_steps=1))
-    assert_resumed(fit_to_files(path=files / "step=7.ckpt"), saved, 7)
-    assert_same(state_in(files / "step=12.ckpt"), outer_of(saved, 12))
-
     # "same" is overwritten, and of "newest" the last one is kept.
     assert names_in(tmp_path / "newest") == ["last.ckpt", "step=12.ckpt", "step=12.ckpt.sdiloco"]
     (folder,) = (tmp_path / "same.ckpt.sdiloco").iterdir()
@@ -412,19 +405,28 @@ def hide_lightning() -> None:
     """Makes every import of Lightning or of this package an error."""
     for module in [*sys.modules]:
         if module.startswith(("lightning", "pytorch_lightning")):
-            sys.modules[module] = None  # type: ignore[assignment]
+            sys.modules[module] = None
+
+
+@in_ranks(4)
+def test_a_sharded_fit_saved_to_files_resumes_with_the_same_bits(rank: int, tmp_path: Path) -> None:
+    fit_to_files = partial(fit_adamw, rank, 4, **OF_TENSORS, save_distributed_checkpoint=False)
+    saved = fit_to_files(callbacks=saving(LIGHTNING, tmp_path, every_n_train_steps=1))
+    assert_resumed(fit_to_files(path=tmp_path / "step=7.ckpt"), saved, 7)
+    assert_same(state_in(tmp_path / "step=12.ckpt"), outer_of(saved, 12))
+
+
+OUTER_ADAMW = {
+    "overlap_steps": 0,
+    "outer_momentum": "auto",
+    "outer_optimizer": partial(torch.optim.AdamW, lr=0.1),
+}
+TO_FILE = {**OUTER_ADAMW, "save_distributed_checkpoint": False}
 
 
 def test_other_shards_and_the_first_strategy_start_from_each_others_outer_parameters(
     tmp_path: Path,
 ) -> None:
-    adamw = partial(fit, inner="adamw")
-    outer_adamw: dict[str, Any] = {
-        "overlap_steps": 0,
-        "outer_momentum": "auto",
-        "outer_optimizer": partial(torch.optim.AdamW, lr=0.1),
-    }
-    to_file: dict[str, Any] = {**outer_adamw, "save_distributed_checkpoint": False}
     # After step 10 a fragment is in flight: it lands on loading.
     in_flight = tmp_path / "step=10.ckpt"
     file = tmp_path / "file" / "step=9.ckpt"
@@ -434,14 +436,15 @@ def test_other_shards_and_the_first_strategy_start_from_each_others_outer_parame
     ranks = play(
         4,
         {
-            "in flight": partial(adamw, **OF_DATA, steps=11, callbacks=saves),
-            "tensor": partial(adamw, **OF_TENSORS, steps=12, path=in_flight),
-            "one": partial(adamw, groups=1, sizes=(4, 1), steps=12, path=in_flight),
-            "file": partial(adamw, **OF_DATA, steps=10, callbacks=saves_to_file, **to_file),
-            "both": partial(adamw, groups=1, sizes=(2, 2), steps=11, path=file, **to_file),
+            "in flight": partial(fit_adamw, **OF_DATA, steps=11, callbacks=saves),
+            "tensor": partial(fit_adamw, **OF_TENSORS, steps=12, path=in_flight),
+            "one": partial(fit_adamw, groups=1, sizes=(4, 1), steps=12, path=in_flight),
+            "file": partial(fit_adamw, **OF_DATA, steps=10, callbacks=saves_to_file, **TO_FILE),
+            "both": partial(fit_adamw, groups=1, sizes=(2, 2), steps=11, path=file, **TO_FILE),
         },
     )
-    ranks |= play(6, {"three": partial(adamw, groups=3, sizes=(2, 1), steps=12, path=in_flight)})
+    three_groups = partial(fit_adamw, groups=3, sizes=(2, 1), steps=12, path=in_flight)
+    ranks |= play(6, {"three": three_groups})
 
     def assert_started_from(outer: Weights, case: str, step: int) -> None:
         for rank in ranks[case]:
@@ -457,11 +460,12 @@ def test_other_shards_and_the_first_strategy_start_from_each_others_outer_parame
     assert landed.keys() == outer_of(ranks["in flight"][0], 10).keys()
 
     saves_back = saving(LIGHTNING, back.parent, every_n_train_steps=9)
-    first = partial(plain, inner="adamw", steps=19, callbacks=saves_back, path=file, **outer_adamw)
+    choices = {"inner": "adamw", "steps": 19, **OUTER_ADAMW}
+    first = partial(plain, callbacks=saves_back, path=file, **choices)
     for rank in play(2, {"first": first})["first"]:
         assert_same(outer_of(rank, 9), saved)
-    sharded_again = partial(adamw, **OF_DATA, steps=19, path=back, **to_file)
-    resumed = play(4, {"resumed": sharded_again})["resumed"][0]
+    again = partial(fit_adamw, **OF_DATA, steps=19, path=back, **TO_FILE)
+    resumed = play(4, {"again": again})["again"][0]
     assert_same(outer_of(resumed, 18), state_in(back))
 
 
@@ -478,26 +482,26 @@ def fail_in_rank_1(trainer: Any) -> None:
 def test_a_signal_ends_all_with_an_exact_checkpoint_and_exceptions_wait_for_nobody(
     tmp_path: Path,
 ) -> None:
-    adamw = partial(fit, **OF_DATA, inner="adamw", timeout=timedelta(seconds=10))
+    fit_with_timeout = partial(fit_adamw, **OF_DATA, timeout=timedelta(seconds=10))
     terminated = tmp_path / "terminated"
     failed = tmp_path / "failed"
 
     def run_and_terminate(rank: int, world_size: int) -> Fit:
-        plain = adamw(rank, world_size)
+        plain = fit_with_timeout(rank, world_size)
         checkpoint = pl.callbacks.ModelCheckpoint(terminated, save_on_exception=False)
         callbacks = [at({8: terminate_rank_2}), checkpoint]
-        refusal(adamw, rank, world_size, kind=SIGTERMException, callbacks=callbacks)
+        refusal(fit_with_timeout, rank, world_size, kind=SIGTERMException, callbacks=callbacks)
         return plain
 
     def resume(rank: int, world_size: int) -> None:
         (path,) = terminated.glob("terminated-*.ckpt")
-        resumed = adamw(rank, world_size, path=path)
+        resumed = fit_with_timeout(rank, world_size, path=path)
         assert_resumed(resumed, ranks[rank], min(resumed["trace"]))
 
     ranks = run_processes(run_and_terminate, 4)
     run_processes(resume, 4)
     checkpoint = pl.callbacks.ModelCheckpoint(failed, save_on_exception=True)
-    failing = partial(adamw, callbacks=[at({6: fail_in_rank_1}), checkpoint])
+    failing = partial(fit_with_timeout, callbacks=[at({6: fail_in_rank_1}), checkpoint])
     errors = run_processes(failing, 4, expect_failure=True)
     assert sorted(errors) == [0, 1, 2, 3]
     assert errors[1].splitlines()[-1] == "ArithmeticError: this rank fails"

@@ -135,7 +135,7 @@ def test_time_limits_and_saves_by_time_are_those_of_all_ranks(
 # Collectives of your own over all ranks
 
 
-CHOICES: dict[str, Any] = {
+CHOICES = {
     "sync_every": 4,
     "overlap_steps": 1,
     "dense_beginning": DenseBeginning(2, 2),

@@ -220,6 +220,24 @@ def in_plain_loop(run: Run) -> Fingerprints:
     return run.end()
 
 
+class ThreeRuns(NamedTuple):
+    """A run that is never stopped, one that is saved and stopped, and one that is resumed."""
+
+    uninterrupted: Fingerprints
+    stopped: Fingerprints
+    resumed: Fingerprints
+
+
+def train_three_times(
+    rank: int, world_size: int, way: Way, example: Example, path: Path
+) -> ThreeRuns:
+    return ThreeRuns(
+        way(Run(rank, example, path, range(1, END + 1))),
+        way(Run(rank, example, path, range(1, example.stop + 1))),
+        way(Run(rank, example, path, range(example.stop + 1, END + 1))),
+    )
+
+
 FEW = [(2, 1, 13), (2, 1, 123), (2, 2, 30), (4, 1, 55), (4, 2, 3)]
 MANY = [
     *((2, 1, number) for number in range(200, 204)),
@@ -235,25 +253,20 @@ EXAMPLES = [*FEW, *(pytest.param(*example, marks=pytest.mark.large) for example 
 def test_ranks_of_random_models_agree_resume_exactly_and_keep_constants(
     way: Way, groups: int, size: int, number: int, tmp_path: Path
 ) -> None:
-    """In a run that is never stopped, one that is saved and stopped, and one that is resumed from
-    there.
-    """
+
     example = Example.drawn(number, groups, size)
-    spans = [range(1, END + 1), range(1, example.stop + 1), range(example.stop + 1, END + 1)]
-
-    def run_spans(rank: int, world_size: int) -> list[Fingerprints]:
-        return [way(Run(rank, example, tmp_path / "saved.ckpt", steps)) for steps in spans]
-
     start = run_ranks if way is in_plain_loop else run_processes
-    ranks = start(run_spans, groups * size, timeout=110.0)
-    first_uninterrupted, first_stopped, _ = ranks[0]
+    path = tmp_path / "saved.ckpt"
+    ranks = start(train_three_times, groups * size, way, example, path, timeout=110.0)
+    first = ranks[0]
     for step in range(VALIDATES_EVERY, END, VALIDATES_EVERY):
-        assert f"shown {step}" in first_uninterrupted
-    for uninterrupted, stopped, resumed in ranks:
-        assert unlike(uninterrupted, first_uninterrupted) == [], "ranks differ"
-        assert unlike(stopped, first_stopped) == [], "ranks that stop differ"
-        before = {when: values for when, values in stopped.items() if when != "end"}
-        assert unlike({**before, **resumed}, uninterrupted) == [], "a resumed run differs"
+        assert f"shown {step}" in first.uninterrupted
+    for runs in ranks:
+        assert unlike(runs.uninterrupted, first.uninterrupted) == [], "ranks differ"
+        assert unlike(runs.stopped, first.stopped) == [], "ranks that stop differ"
+        before = {when: values for when, values in runs.stopped.items() if when != "end"}
+        joined = {**before, **runs.resumed}
+        assert unlike(joined, runs.uninterrupted) == [], "a resumed run differs"
 
 
 def unlike(actual: Fingerprints, expected: Fingerprints) -> list[str]:

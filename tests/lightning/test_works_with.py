@@ -120,16 +120,16 @@ def run_fit(
 # Arguments of the Trainer
 
 
-class Stop(pl.Callback):  # type: ignore[misc, name-defined]
+class Stop(pl.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
         trainer.should_stop |= trainer.global_step == 3
 
 
-STOPPING: dict[str, Any] = {"callbacks": [Stop()], "max_epochs": 5, "limit_val_batches": 0}
-UNCHECKED: dict[str, Any] = {"num_sanity_val_steps": 0}
+STOPPING = {"callbacks": [Stop()], "max_epochs": 5, "limit_val_batches": 0}
+UNCHECKED = {"num_sanity_val_steps": 0}
 # Arguments, inner steps, and batches of validation. Each rank has 10 batches to train on and 3 to
 # validate on.
-FLAGS: list[tuple[dict[str, Any], int, int]] = [
+FLAGS = [
     ({"fast_dev_run": True}, 1, 1),
     ({"overfit_batches": 4}, 8, 8),
     ({"overfit_batches": 0.5}, 10, 3),
@@ -198,18 +198,20 @@ def test_early_stopping_stops_all_groups_at_the_same_epoch(rank: int) -> None:
         assert fitted.holds_outer_parameters
 
 
+def log_distance(self: Any) -> None:
+    self.log("own", float(self.current_epoch - 1 - 2 * self.global_rank) ** 2)
+
+
+def log_index(self: Any, parts: Any, index: int) -> Tensor:
+    self.log("of_batch", float(self.global_rank + index), sync_dist=True)
+    return self.loss(parts)
+
+
 @in_ranks(2)
 def test_all_ranks_choose_the_same_best_checkpoint(
     rank: int, distribution: str, tmp_path: Path
 ) -> None:
     """By a number that is the same in all groups, by one that differs, and by one of batches."""
-
-    def log_distance(self: Any) -> None:
-        self.log("own", float(self.current_epoch - 1 - 2 * rank) ** 2)
-
-    def training_step(self: Any, parts: Any, index: int) -> Tensor:
-        self.log("of_batch", float(self.global_rank + index), sync_dist=True)
-        return self.loss(parts)  # type: ignore[no-any-return]
 
     saving = callbacks_of(distribution).ModelCheckpoint
     weights = {"save_top_k": 2, "save_weights_only": True}
@@ -221,7 +223,7 @@ def test_all_ranks_choose_the_same_best_checkpoint(
         tmp_path / "of_batch", "{step}-{of_batch:.1f}", monitor="of_batch", every_n_train_steps=3
     )
     saves = [*by_epoch, by_batch]
-    make = partial(evaluated, training_step=training_step, on_validation_epoch_end=log_distance)
+    make = partial(evaluated, training_step=log_index, on_validation_epoch_end=log_distance)
     run_fit(rank, distribution, make=make, max_epochs=5, callbacks=saves, enable_checkpointing=True)
     for saved in saves:
         score = float(saved.best_model_score)
@@ -233,20 +235,25 @@ def test_all_ranks_choose_the_same_best_checkpoint(
     assert Path(by_batch.best_model_path).name == "step=21-of_batch=0.5.ckpt"
 
 
+def log_better_in_group_0(self: Any, parts: Batch, index: int) -> Any:
+    number = 0.0 if self.global_rank else -1000.0 * self.global_step
+    self.log("of_batch", number, sync_dist=True)
+    return self.loss(parts)
+
+
+def log_worse_in_group_0(self: Any) -> None:
+    slope = -10 if self.global_rank else 1
+    self.log("own", float(slope * self.current_epoch))
+
+
+def note_rate(self: Any, *_: Any) -> None:
+    self.rates.append(rate_of(self.trainer))
+
+
 def plateau(distribution: str, seed: int, monitor: str, interval: str) -> Any:
     """A module whose scheduler cuts the rate with every step after the first in which a number does
     not get much better.
     """
-
-    def training_step(self: Any, parts: Batch, index: int) -> Any:
-        number = 0.0 if self.global_rank else -1000.0 * self.global_step
-        self.log("of_batch", number, sync_dist=True)
-        return self.loss(parts)
-
-    def on_train_epoch_end(self: Any) -> None:
-        # Gets worse in group 0 only.
-        slope = -10 if self.global_rank else 1
-        self.log("own", float(slope * self.current_epoch))
 
     def configure_optimizers(self: Any) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
@@ -258,13 +265,14 @@ def plateau(distribution: str, seed: int, monitor: str, interval: str) -> Any:
         times = {"monitor": monitor, "interval": interval, "frequency": frequency}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **times}}
 
-    hooks = (training_step, on_train_epoch_end, configure_optimizers)
     return evaluated(
         distribution,
         seed,
         rates=[],
-        on_train_batch_end=lambda self, *_: self.rates.append(rate_of(self.trainer)),
-        **{hook.__name__: hook for hook in hooks},
+        training_step=log_better_in_group_0,
+        on_train_batch_end=note_rate,
+        on_train_epoch_end=log_worse_in_group_0,
+        configure_optimizers=configure_optimizers,
     )
 
 
@@ -368,7 +376,7 @@ def test_a_batch_size_finder_is_refused_by_lightning_as_for_ddp(
 
 def fit_with_loggers(rank: int, world_size: int, distribution: str, folder: Path) -> None:
     loggers = importlib.import_module(f"{distribution}.loggers")
-    place: dict[str, Any] = {"name": "", "version": 0}
+    place = {"name": "", "version": 0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         both = [loggers.CSVLogger(folder, **place), loggers.TensorBoardLogger(folder, **place)]
@@ -405,7 +413,7 @@ def test_loggers_write_on_rank_0(distribution: str, tmp_path: Path) -> None:
 def pretend_psutil() -> None:
     """DeviceStatsMonitor asks psutil on a CPU."""
     usage = SimpleNamespace(percent=1.0)
-    stand_in: Any = SimpleNamespace(
+    stand_in = SimpleNamespace(
         virtual_memory=lambda: usage, swap_memory=lambda: usage, cpu_percent=lambda: 1.0
     )
     sys.modules["psutil"] = stand_in
@@ -676,7 +684,7 @@ def test_a_value_that_one_rank_logs_and_nobody_reduces_stays_with_that_rank(
 def measuring(distribution: str, rank: int) -> Any:
     """A module with a metric that is an argument, a hyperparameter, and in a list."""
 
-    class Measuring(type(fits.module(distribution))):  # type: ignore[misc]
+    class Measuring(type(fits.module(distribution))):
         def __init__(self, metrics: MetricCollection) -> None:
             super().__init__()
             self.save_hyperparameters()

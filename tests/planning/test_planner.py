@@ -45,7 +45,7 @@ def streaming(
     layers: int = 12,
     **choices: Any,
 ) -> Streaming:
-    defaults: dict[str, Any] = {"sync_every": 10, "overlap_steps": 2, "fragments": "strided:3"}
+    defaults = {"sync_every": 10, "overlap_steps": 2, "fragments": "strided:3"}
     settings = Settings(**{**defaults, **choices})
     return Streaming(Model.of_size(numel, layers), settings, Groups(step_time, groups, size))
 
@@ -64,7 +64,7 @@ def test_the_bytes_of_a_run_are_those_that_the_engine_counts() -> None:
     compressions = [("fp32", 2), ("bf16", 3), ("fp4", 2), ("fp4", 3), ("sparse", 3)]
     rounds_and_steps = [(0, 23), (4, 23), (4, 4), (4, 9)]
     for (compression, groups), (rounds, steps) in product(compressions, rounds_and_steps):
-        choices: dict[str, Any] = {
+        choices = {
             "sync_every": 5,
             "overlap_steps": 2,
             "fragments": LAYERS,
@@ -98,7 +98,7 @@ def test_a_dense_beginning_needs_a_faster_link_and_memory_for_more_flights() -> 
 
 
 def test_the_bytes_of_a_group_of_several_ranks_are_those_of_its_ranks_together() -> None:
-    choices: dict[str, Any] = {"sync_every": 6, "overlap_steps": 2, "fragments": "strided:1"}
+    choices = {"sync_every": 6, "overlap_steps": 2, "fragments": "strided:1"}
 
     def run(rank: int, world_size: int) -> float:
         return float(fit(rank, world_size, 2, 16, choices)["report"]["bytes_sent"])
@@ -356,7 +356,7 @@ def bytes_in(values: Any) -> int:
 
 
 def test_memory_is_that_of_the_engines_tensors_and_of_a_flight_beside_them() -> None:
-    choices: dict[str, Any] = {
+    choices = {
         "sync_every": 4,
         "overlap_steps": 0,
         "compression": "fp32",
@@ -549,7 +549,7 @@ def test_a_line_of_one_speed_is_its_link_however_many_ranks_share_it() -> None:
 
 
 def test_numbers_out_of_their_range_are_refused() -> None:
-    refusals: dict[str, dict[str, Any]] = {
+    refusals = {
         "1 speeds for 2 worker groups": {"speeds": [1.0]},
         "speed=0.0 is out of range": {"speeds": [1.0, 0.0]},
         "group=2 is out of range": {"absences": [Absence(2, 0, 1)]},
