@@ -332,8 +332,8 @@ def test_a_site_job_returns_from_its_checkpoint_and_the_other_site_does_not_wait
         play.finish()
     notes = Told.of(tmp_path, "ab")
     assert examined(notes, BATCH)["problems"] == []
-    # Where more rounds closed meanwhile than are kept, the site says hello once more with the
-    # state that it fetched.
+    # If more rounds closed meanwhile than are kept, the site says hello once more with the state
+    # that it fetched.
     assert len(hellos_of(notes, "a")) == 2
     assert len(counted_of(notes, "a")) == 2
     # It continues from its checkpoint.

@@ -353,12 +353,12 @@ def assert_averaged(fitted: Trained) -> None:
 def fit(
     place: tuple[int, int],
     distribution: str = LIGHTNING,
-    every: int = 3,
+    interval: int = 3,
     then: Any = (),
     **choices: Any,
 ) -> Trained:
     """Fits with an average that is updated every so many steps; keeps its states."""
-    average = averaging(distribution, update_every_n_steps=every)
+    average = averaging(distribution, update_every_n_steps=interval)
     averages: dict[int, Weights] = {}
 
     def note(trainer: Any, *args: Any) -> None:
@@ -410,7 +410,7 @@ def test_an_average_of_a_fit_that_stops_early_takes_the_end_as_a_landing(
     rank: int, distribution: str
 ) -> None:
     stop = {16: lambda trainer: setattr(trainer, "should_stop", True)}
-    stopped = fit((rank, 2), distribution, every=1, steps=1000, then=stop)
+    stopped = fit((rank, 2), distribution, interval=1, steps=1000, then=stop)
     landings = landed(stopped)
     # Step 16 wanted an update, too, and the end is a landing.
     assert sorted(landings) == [13, 15, 16]
@@ -423,7 +423,7 @@ def test_with_another_number_of_groups_all_start_from_the_outer_parameters(
     rank: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "of one"
-    fit_groups = partial(fit, (rank, 3), every=1, steps=18, overlap_steps=0)
+    fit_groups = partial(fit, (rank, 3), interval=1, steps=18, overlap_steps=0)
     fit_groups(groups=1, then={16: save(path)})
     outer = torch.load(path, weights_only=True)["current_model_state"]
     resumed = fit_groups(groups=3, path=path)

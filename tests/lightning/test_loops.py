@@ -136,17 +136,17 @@ def module_with(
 
 
 def manual(
-    every: Callable[[Any, int], int] = lambda module, index: 1,
+    interval: Callable[[Any, int], int] = lambda module, index: 1,
     wrapped: bool = True,
     returned: Any = None,
 ) -> MakeModule:
-    """Manual optimization with a step after every few batches, by Lightning's wrapper of the
+    """Manual optimization with a step in intervals of batches, by Lightning's wrapper of the
     optimizer or not.
     """
 
     def training_step(self: Any, parts: Batch, index: int) -> Any:
         self.manual_backward(self.loss(parts))
-        if (index + 1) % every(self, index) == 0:
+        if (index + 1) % interval(self, index) == 0:
             optimizer = self.optimizers(use_pl_optimizer=wrapped)
             optimizer.step()
             optimizer.zero_grad()

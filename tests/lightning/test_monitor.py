@@ -1,5 +1,5 @@
-"""What a run tells of itself: logged scalars, the progress bar, the records of the ranks, and the
-timeline of them.
+"""Reports of a run: logged scalars, the progress bar, the records of the ranks, and their
+timeline.
 """
 
 import csv
@@ -637,7 +637,7 @@ def test_progress_bars_show_rounds_flights_waits_and_the_link_in_one_line_more(
 
 
 def intervals_of(rank: Rank) -> list[tuple[float, float, str]]:
-    """What the training thread did, in order."""
+    """The work and the waits of the training thread, in order."""
     intervals = [(*step.span, "step") for step in rank.steps]
     for landed in rank.landings:
         intervals += [(*landed.spans[name], name) for name in ("launch", "wait", "land")]
@@ -751,8 +751,8 @@ def lines_of(page: str) -> list[str]:
 def test_one_line_lists_active_settings_and_another_the_load_of_the_link(
     worlds: dict[int, World],
 ) -> None:
-    first, *others = worlds[4].ranks
-    assert [shown.lines for shown in others] == [[]] * 3
+    first, *further = worlds[4].ranks
+    assert [shown.lines for shown in further] == [[]] * 3
     start, load = first.lines
     largest = first.sent_bytes[-1]
     assert start == START.format(first.sent_bytes[0], largest)

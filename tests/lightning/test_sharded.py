@@ -71,9 +71,10 @@ def plain(
     return run_fit(rank, world_size, make=make, **{"steps": STEPS, **CHOICES, **choices})
 
 
-def trainer_of(world_size: int, groups: int, data: int, tensor: int, **choices: Any) -> Any:
-    sizes = {"data_parallel_size": data, "tensor_parallel_size": tensor}
-    strategy = fits.strategy(worker_groups=groups, **sizes, **CHOICES)
+def trainer_of(world_size: int, groups: int, sizes: tuple[int, int], **choices: Any) -> Any:
+    data_size, tensor_size = sizes
+    mesh = {"data_parallel_size": data_size, "tensor_parallel_size": tensor_size}
+    strategy = fits.strategy(worker_groups=groups, **mesh, **CHOICES)
     return fits.trainer(strategy=strategy, devices=world_size, **choices)
 
 
@@ -194,7 +195,7 @@ def examples_of_rank(rank: int, world_size: int) -> list[int]:
     examples: list[int] = []
     model = sharded.sharded(seed=rank // 4)
     model.on_train_batch_start = lambda parts, index: examples.extend(parts[2].tolist())
-    trainer = trainer_of(world_size, 2, 2, 2, max_epochs=1, limit_val_batches=0)
+    trainer = trainer_of(world_size, 2, (2, 2), max_epochs=1, limit_val_batches=0)
     trainer.fit(model, DataLoader(TensorDataset(*batch(0, 1), torch.arange(8)), batch_size=1))
     return examples
 
@@ -334,7 +335,7 @@ def test_precision_validation_and_faults_are_handled_as_by_the_first_strategy(ra
 
     # Validated before, between and after fits.
     model = sharded.sharded(seed=rank // 2)
-    trainer = trainer_of(4, 2, 2, 1, max_steps=7, limit_val_batches=1)
+    trainer = trainer_of(4, 2, (2, 1), max_steps=7, limit_val_batches=1)
     losses = [trainer.validate(model, verbose=False)[0]["seen"]]
     for steps in (7, 12):
         trainer.fit_loop.epoch_loop.max_steps = steps
@@ -577,7 +578,7 @@ def test_automatic_sizes_are_those_of_a_group() -> None:
 @in_ranks(2)
 def test_unsupported_options_of_fsdp_and_sharded_models_are_refused(rank: int) -> None:
     def refusal_of(model: Any, **choices: Any) -> str:
-        trainer = trainer_of(2, 1, 2, 1, limit_val_batches=0, **{"max_steps": 20, **choices})
+        trainer = trainer_of(2, 1, (2, 1), limit_val_batches=0, **{"max_steps": 20, **choices})
         message = refusal(trainer.fit, model, batches(0, rank, 2))
         assert message.endswith(".")
         return message

@@ -148,7 +148,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 def gather_and_log(self: Any, parts: Batch, index: int) -> Tensor:
     seen = self.net(parts[0])
-    if index % self.every == 0:
+    if index % self.interval == 0:
         seen = gathered(seen)
     loss = seen.square().mean()
     self.mean.update(loss)
@@ -166,10 +166,10 @@ def log_score(self: Any, parts: Batch, index: int) -> None:
 
 
 class Gathering(NamedTuple):
-    """A fit or a loop that gathers in every so many batches over all ranks, if it gathers."""
+    """A fit that gathers over all ranks in intervals of batches."""
 
     groups: int
-    every: int
+    interval: int
     distribution: str = LIGHTNING
     is_manual: bool = False
 
@@ -182,7 +182,7 @@ def fit_gathering(rank: int, folder: Path, case: Gathering) -> None:
         net=nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.Linear(3, 3)),
         training_step=gather_and_log,
         validation_step=log_score,
-        every=case.every,
+        interval=case.interval,
     )
     module.mean = MeanMetric()
     module.automatic_optimization = not case.is_manual

@@ -27,7 +27,7 @@ END = 14
 BATCHES = 5  # of an epoch of a Trainer
 VALIDATES_EVERY = 3
 VALIDATED = 9  # the group whose batches nobody trains
-# What a user may choose for some names, where a model has them.
+# The choices of a user for some names, in models that have them.
 KINDS = {
     "*.constant_mask": ("mean", "first", "own"),
     "*.constant_exact": ("mean", "first", "own"),

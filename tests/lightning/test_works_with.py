@@ -173,7 +173,7 @@ def test_an_argument_of_the_trainer(rank: int) -> None:
 
 @in_ranks(2)
 def test_early_stopping_stops_all_groups_at_the_same_epoch(rank: int) -> None:
-    """Whether the monitored number is the same in all groups or not."""
+    """The monitored number may differ between groups."""
 
     def log_until_epoch_3_in_group_0(self: Any) -> None:
         last_epoch = 20 if rank else 3

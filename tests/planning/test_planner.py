@@ -250,8 +250,8 @@ def test_utilisation_is_that_of_the_engines_loop_with_a_clock(case: Case) -> Non
     expected = EngineWithClock(method, groups, case.link).utilisation()
     assert method.utilisation(case.link) == pytest.approx(expected, rel=1e-3)
     speeds = [1.0] * groups.groups
-    first, *others = play(method, case.link, steps=9 * sync_every + 6, speeds=speeds)
-    assert all(times == first for times in others)
+    first, *further = play(method, case.link, steps=9 * sync_every + 6, speeds=speeds)
+    assert all(times == first for times in further)
     landing_4 = first.steps[4 * sync_every + case.settings.overlap_steps - 1]
     landing_8 = first.steps[8 * sync_every + case.settings.overlap_steps - 1]
     played = 4 * sync_every * groups.step_time / (landing_8 - landing_4)
@@ -563,7 +563,7 @@ def test_numbers_out_of_their_range_are_refused() -> None:
 
 # Table 4 of the paper against the closed form
 
-# Where the closed form, which has no end, differs from the paper's run of finite length: by one
+# The closed form, which has no end, differs here from the paper's run of finite length, by one
 # point of the grid.
 MISFITS = {("10B", "streaming_overlap", 0.5), ("100B", "streaming_overlap", 0.95)}
 
