@@ -19,7 +19,9 @@ from tests.training import batch, inner_optimizer, mlp
 Trained = dict[str, Any]
 LIGHTNING = "lightning.pytorch"
 OTHER = "pytorch_lightning"
-SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
+# The arguments of a Trainer that are off unless a test turns them on.
+NOISY = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+SHORT = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
 
 
 def since(version: str) -> pytest.MarkDecorator:
@@ -30,22 +32,22 @@ def since(version: str) -> pytest.MarkDecorator:
 
 
 def said_by(*names: str) -> list[str]:
-    said: list[str] = []
+    """The messages that these loggers will log; the list grows as they do."""
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     for name in names:
         logging.getLogger(name).addHandler(handler)
-    return said
+    return messages
 
 
-Place = tuple[
-    int, int, int
-]  # Of a rank: its group, its number in the group, and the ranks of the group.
+# A rank: its group, its number in the group, and the number of ranks of the group.
+Place = tuple[int, int, int]
 
 
 class Stream(IterableDataset):
-    """So many batches of a group, perhaps others in later epochs, of which a rank sees its part;
-    it can be resumed.
+    """A number of batches of a group, perhaps another number in later epochs. A rank sees its part
+    of each batch. The stream can be resumed.
     """
 
     draw = staticmethod(batch)
@@ -92,7 +94,7 @@ class Announced(Stream):
 
 
 def batches(group: int, shard: int = 0, shards: int = 1, *numbers: int) -> Any:
-    """A loader of a stream, whose length nobody knows and which is not taken up again."""
+    """A loader of a stream of unknown length, which no checkpoint resumes."""
     return DataLoader(Stream((group, shard, shards), *numbers), batch_size=None)
 
 
@@ -116,9 +118,7 @@ def module(
     net: nn.Module | None = None,
     **members: Any,
 ) -> Any:
-    """A LightningModule of one distribution that trains a small model, and has some members of its
-    own.
-    """
+    """A LightningModule of one distribution that trains a small model and has extra members."""
     base = importlib.import_module(distribution).LightningModule
 
     class Regression(base):
@@ -139,8 +139,8 @@ def module(
 
 
 def strategy(distribution: str = LIGHTNING, **choices: Any) -> Any:
-    """The strategy of one distribution: that for sharded models where the sizes of a group are
-    given.
+    """The strategy of one distribution; if it is given the sizes of a group, that for sharded
+    models.
     """
     package = lightning_sdiloco if distribution == LIGHTNING else other_distribution
     if "data_parallel_size" in choices:
@@ -149,22 +149,37 @@ def strategy(distribution: str = LIGHTNING, **choices: Any) -> Any:
 
 
 def trainer(distribution: str = LIGHTNING, **choices: Any) -> Any:
-    quiet = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
+    defaults = dict.fromkeys(NOISY, False)
     return importlib.import_module(distribution).Trainer(
-        **{"accelerator": "cpu", **quiet, **choices}
+        **{"accelerator": "cpu", **defaults, **choices}
     )
+
+
+def callbacks_of(distribution: str) -> Any:
+    """The module of a distribution's callbacks."""
+    return importlib.import_module(distribution).callbacks
 
 
 def environment_that_knows(distribution: str = LIGHTNING) -> Any:
-    """An environment that says how many processes there are, whatever it is told, as that of Ray
+    """An environment that knows the number of processes and ignores that of the Trainer, as Ray's
     does.
     """
     base = importlib.import_module(f"{distribution}.plugins.environments").TorchElasticEnvironment
-    return type(
-        "Knows", (base,), {"validate_settings": lambda self, num_devices, num_nodes: None}
-    )()
+
+    class Knows(base):
+        def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+            pass
+
+    return Knows()
+
+
+def _inspect_nothing(trainer: Any, module: Any) -> None:
+    pass
+
+
+def _attributes_of_loops(trainer: Any) -> list[set[str]]:
+    loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._signal_connector)
+    return [set(vars(loop)) for loop in loops]
 
 
 def fit(
@@ -175,40 +190,36 @@ def fit(
     choices: dict[str, Any],
     distribution: str = LIGHTNING,
     inner: str = "sgd",
-    inspect: Callable[[Any, Any], Any] = lambda trainer, module: None,
+    inspect: Callable[[Any, Any], Any] = _inspect_nothing,
     trainer_choices: dict[str, Any] | None = None,
     make: Callable[..., Any] = module,
     loader: Any = None,
     validation: Any = None,
     resume: Any = None,
 ) -> Trained:
-    """Fits in this rank, whose seed is its own, and returns what is worth comparing."""
+    """Fits in this rank, with the rank as seed, and returns what is worth comparing."""
     size = world_size // groups
     model = make(distribution, inner, seed=rank)
     if loader is None and "train_dataloader" not in vars(type(model)):
         loader = batches(rank // size, rank % size, size)
     chosen = strategy(distribution, **{"worker_groups": groups, **choices})
-    runner = trainer(
-        distribution,
-        **{
-            "strategy": chosen,
-            "devices": world_size,
-            "max_steps": steps,
-            **(trainer_choices or {}),
-        },
-    )
-    loops = runner.fit_loop, runner.fit_loop.epoch_loop, runner._signal_connector
-    before = [set(vars(loop)) for loop in loops]
+    arguments = {"strategy": chosen, "devices": world_size, "max_steps": steps}
+    runner = trainer(distribution, **{**arguments, **(trainer_choices or {})})
+    attributes = _attributes_of_loops(runner)
     runner.fit(model, loader, validation, ckpt_path=resume and str(resume))
-    assert [set(vars(loop)) for loop in loops] == before, "nothing is left behind"
+    assert _attributes_of_loops(runner) == attributes, "nothing is left behind"
     return {
-        "outer": {
-            name.removeprefix("net."): values for name, values in chosen.outer_state_dict().items()
-        },
+        "outer": outer_of_net(chosen),
         "model": {name: whole(p) for name, p in model.net.named_parameters()},
         "report": chosen.report(),
         "inspected": inspect(runner, model),
     }
+
+
+def outer_of_net(strategy: Any) -> dict[str, Tensor]:
+    """The outer parameters by their names in the module's `net`."""
+    outer = strategy.outer_state_dict()
+    return {name.removeprefix("net."): values for name, values in outer.items()}
 
 
 def whole(parameter: Any) -> Tensor:
@@ -220,35 +231,39 @@ def whole(parameter: Any) -> Tensor:
 def play(
     world_size: int, cases: Mapping[str, Callable[..., Any]], timeout: float = 110.0
 ) -> dict[str, list[Any]]:
-    """Calls functions of rank and world size one after the other in one world: their results by
-    name, then rank.
+    """Calls functions of rank and world size one after the other in one world; returns their
+    results by name, then rank.
     """
 
     def run(rank: int, world_size: int) -> dict[str, Any]:
         return {name: case(rank, world_size) for name, case in cases.items()}
 
     ranks = run_processes(run, world_size, timeout=timeout)
-    return {name: [rank[name] for rank in ranks] for name in cases}
+    results: dict[str, list[Any]] = {}
+    for name in cases:
+        results[name] = [results_by_name[name] for results_by_name in ranks]
+    return results
 
 
 def saving(distribution: str, folder: Any, **choices: Any) -> list[Any]:
-    callbacks = importlib.import_module(distribution).callbacks
-    return [
-        callbacks.ModelCheckpoint(folder, **{"filename": "{step}", "save_top_k": -1, **choices})
-    ]
+    choices = {"filename": "{step}", "save_top_k": -1, **choices}
+    return [callbacks_of(distribution).ModelCheckpoint(folder, **choices)]
 
 
 def on(distribution: str = LIGHTNING, **hooks: Callable[..., Any]) -> Any:
     """A callback of such hooks."""
-    return importlib.import_module(distribution).callbacks.LambdaCallback(**hooks)
+    return callbacks_of(distribution).LambdaCallback(**hooks)
 
 
 Act = Callable[[Any], None]
 
 
 def at(acts: dict[int, Act], distribution: str = LIGHTNING) -> Any:
+    """A callback that acts at the end of the batches that complete these steps."""
+
     def act(trainer: Any, *args: Any) -> None:
-        acts.get(trainer.global_step, lambda trainer: None)(trainer)
+        if trainer.global_step in acts:
+            acts[trainer.global_step](trainer)
 
     return on(distribution, on_train_batch_end=act)
 
@@ -258,13 +273,13 @@ def save(path: Any) -> Act:
 
 
 def unequal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """The names of what is not the same, to the bit."""
-    held = {**actual, **expected}
-    return [
-        n
-        for n in held
-        if not (n in actual and n in expected and torch.equal(actual[n], expected[n]))
-    ]
+    """The names of tensors that differ in a bit, or that only one of the two has."""
+    names = []
+    for name in {**actual, **expected}:
+        is_in_both = name in actual and name in expected
+        if not is_in_both or not torch.equal(actual[name], expected[name]):
+            names.append(name)
+    return names
 
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

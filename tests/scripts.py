@@ -24,27 +24,30 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
 def unlaunched() -> dict[str, str]:
-    """The environment without what a launcher sets, for quiet processes of this checkout on this
-    machine.
+    """The environment without the variables of a launcher, for quiet processes of this checkout on
+    this machine.
     """
-    known = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)
+    }
     quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
-    return {**known, **quiet, "PYTHONPATH": str(ROOT)}
+    return {**inherited, **quiet, "PYTHONPATH": str(ROOT)}
 
 
 def run_python(*arguments: Any, folder: Path, seconds: float = 280.0, **environment: str) -> str:
-    """Runs a fresh Python to its end in a session of its own, of which nothing is left; returns
-    what it printed.
+    """Runs a fresh Python to its end in a new session, of which no process is left; returns its
+    output.
     """
     command = [sys.executable, *map(str, arguments)]
-    with tempfile.TemporaryFile("w+") as printed:
-        about: Any = {
-            "stdout": printed,
-            "stderr": subprocess.STDOUT,
-            "start_new_session": True,
-            "cwd": folder,
-        }
-        process = subprocess.Popen(command, env={**unlaunched(), **environment}, **about)
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command,
+            env={**unlaunched(), **environment},
+            cwd=folder,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             code: int | str = process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -53,8 +56,8 @@ def run_python(*arguments: Any, folder: Path, seconds: float = 280.0, **environm
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        printed.seek(0)
-        text = printed.read()
+        output.seek(0)
+        text = output.read()
     assert code == 0, f"{command} ended with {code}:\n{text[-6000:]}"
     return text
 
@@ -62,10 +65,9 @@ def run_python(*arguments: Any, folder: Path, seconds: float = 280.0, **environm
 def start_script(
     script: Path, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> ForkProcess:
-    """Starts a script as the main process of a session of its own, which knows nothing of a
-    launcher.
+    """Starts a script as the main process of a new session, which knows nothing of a launcher.
 
-    Beside the script are then files with what it prints: ``stdout`` and ``stderr``.
+    Its output goes to the files ``stdout`` and ``stderr`` in the folder of the script.
     """
 
     def run() -> None:
@@ -74,8 +76,9 @@ def start_script(
         forkserver._forkserver.__init__()  # it may serve this process: that of the script is none
         os.chdir(script.parent)
         replace_environment(environment or {})
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(os.open(script.parent / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        for stream, name in ((1, "stdout"), (2, "stderr")):
+            file = os.open(script.parent / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(file, stream)
         sys.stdout = os.fdopen(1, "w", buffering=1)
         sys.stderr = os.fdopen(2, "w", buffering=1)
         logging.getLogger().handlers.clear()  # those of the test runner
@@ -88,7 +91,7 @@ def start_script(
 
 
 def run_script(script: Path, *arguments: str) -> str:
-    """Runs a script to its end, and returns what it printed."""
+    """Runs a script to its end, and returns its standard output."""
     process = start_script(script, *arguments)
     process.join(timeout=PATIENCE)
     process.kill()

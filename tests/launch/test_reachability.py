@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore
 
 from lightning_sdiloco.launch import reachability, rendezvous
 from lightning_sdiloco.launch.reachability import (
@@ -24,7 +24,7 @@ from lightning_sdiloco.launch.reachability import (
     require_reachable,
 )
 from lightning_sdiloco.launch.rendezvous import Rendezvous, rendezvous_at, wait_for_store
-from tests.fits import fit, refusal, said_by
+from tests.fits import assert_same, fit, refusal, said_by
 from tests.namespaces import add_interface, enter, lose_packets, two_sites
 from tests.ranks import in_ranks, run_processes
 from tests.scripts import ROOT
@@ -34,8 +34,11 @@ HOUR = timedelta(hours=1)
 PAGE = (ROOT / "docs" / "launching.md").read_text()
 
 
+LOOPBACK = "127.0.0.1"
+
+
 def loopback() -> str:
-    return "127.0.0.1"
+    return LOOPBACK
 
 
 def rendezvous_of(rank: int, world_size: int, seconds: float = 20.0) -> Rendezvous:
@@ -44,109 +47,127 @@ def rendezvous_of(rank: int, world_size: int, seconds: float = 20.0) -> Rendezvo
     return rendezvous_at(address, port, rank, world_size, timedelta(0, seconds))
 
 
+def refused_listening(kind: Any) -> Any:
+    """A constructor of listeners whose port is closed at once."""
+    listen = kind.__init__
+
+    def listen_and_close(self: Any, *arguments: Any) -> None:
+        listen(self, *arguments)
+        self.close()
+
+    return listen_and_close
+
+
 @in_ranks(3)
-def test_ranks_meet_and_unreachable_addresses_are_named_on_all_of_them(rank: int) -> None:
-    met = rendezvous_of(rank, 3)
+def test_ranks_meet_and_unreachable_addresses_are_named_on_all_of_them(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting = rendezvous_of(rank, 3)
     host = socket.gethostname()
 
     def case(name: str) -> Rendezvous:
-        own = copy(met)
-        own.all_gather = lambda what, value: met.all_gather(f"{name} {what}", value)  # type: ignore[method-assign]
-        return own
+        """The meeting with other names for what is gathered."""
 
-    assert met.all_gather("names", {"rank": rank}) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+        def all_gather(topic: str, value: Any) -> list[Any]:
+            return list(meeting.all_gather(f"{name} {topic}", value))
+
+        of_case = copy(meeting)
+        of_case.all_gather = all_gather
+        return of_case
+
+    assert meeting.all_gather("names", {"rank": rank}) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
     require_reachable(case("well"), rank // 2, loopback, loopback)
-    with pytest.MonkeyPatch.context() as patch:
-        listen = reachability.Listener.__init__
+    with monkeypatch.context() as patch:
         if rank == 2:  # its port is closed; it reaches the others
-            patch.setattr(
-                reachability.Listener,
-                "__init__",
-                lambda self, *its: listen(self, *its) or self.close(),
-            )
-        closed = refusal(require_reachable, case("closed"), rank, loopback, loopback)
-    assert closed.startswith("2 of 6 connections")
-    assert (
-        f"rank 0 (worker group 0, {host}) -> rank 2 (worker group 2, {host}) at 127.0.0.1:"
-        in closed
-    )
-    assert closed.count("connection refused; the other direction works") == 2
+            closing = refused_listening(reachability.Listener)
+            patch.setattr(reachability.Listener, "__init__", closing)
+        message = refusal(require_reachable, case("closed"), rank, loopback, loopback)
+    assert message.startswith("2 of 6 connections")
+    way = f"rank 0 (worker group 0, {host}) -> rank 2 (worker group 2, {host}) at 127.0.0.1:"
+    assert way in message
+    assert message.count("connection refused; the other direction works") == 2
     if rank == 1:
         os.environ["SDILOCO_EXCHANGE_INTERFACE"] = "no-such"
-    deaf = refusal(require_reachable, case("deaf"), rank, exchange_address, loopback)
-    no_interface = "SDILOCO_EXCHANGE_INTERFACE='no-such' is not an interface"
-    for words in ("1 ranks cannot listen", "rank 1 on", no_interface, "lo (127.0.0.1)"):
-        assert words in deaf
+    message = refusal(require_reachable, case("deaf"), rank, exchange_address, loopback)
+    assert "1 ranks cannot listen" in message
+    assert "rank 1 on" in message
+    assert "SDILOCO_EXCHANGE_INTERFACE='no-such' is not an interface" in message
+    assert "lo (127.0.0.1)" in message
     if rank != 2:
-        absent = refusal(rendezvous_of(rank, 3, 1.0).all_gather, "places", None)
-        assert re.search(
-            "Rank 2 did not come to 127.0.0.1:.* within 1 s .*3 ranks are expected", absent
-        )
-    met.all_gather("end", None)  # the store ends with rank 0
+        message = refusal(rendezvous_of(rank, 3, 1.0).all_gather, "places", None)
+        words = "Rank 2 did not come to 127.0.0.1:.* within 1 s .*3 ranks are expected"
+        assert re.search(words, message)
+    meeting.all_gather("end", None)  # the store ends with rank 0
+
+
+def store_after(seconds: float, port: int, use_libuv: bool) -> TCPStore:
+    time.sleep(seconds)
+    return TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        timeout=HOUR,
+        wait_for_workers=False,
+        use_libuv=use_libuv,
+    )
 
 
 def test_a_store_is_awaited_and_a_dead_address_is_given_up_long_before_the_timeout() -> None:
-    # What docs/launching.md promises.
-    assert (rendezvous.SECONDS_UNREACHABLE, reachability.SECONDS) == (30, 10)
-    told = refusal(wait_for_store, "no-such-host.invalid", 29500, 3, HOUR, patience=0.2)
-    assert re.search(
-        "Rank 3 on .* cannot reach rank 0 at no-such-host.invalid:29500.*MASTER_ADDR", told
-    )
+    # As docs/launching.md promises.
+    assert rendezvous.SECONDS_UNREACHABLE == 30
+    assert reachability.SECONDS == 10
+    message = refusal(wait_for_store, "no-such-host.invalid", 29500, 3, HOUR, patience=0.2)
+    words = "Rank 3 on .* cannot reach rank 0 at no-such-host.invalid:29500.*MASTER_ADDR"
+    assert re.search(words, message)
     for program in ("silent", "closing"):
         with listening(program) as port:
-            told = refusal(wait_for_store, "127.0.0.1", port, 1, HOUR, patience=0.2)
-            assert (
-                f"127.0.0.1:{port} answers, but is not a torch TCPStore (it says nothing)" in told
-            )
+            message = refusal(wait_for_store, LOOPBACK, port, 1, HOUR, patience=0.2)
+            words = f"127.0.0.1:{port} answers, but is not a torch TCPStore (it says nothing)"
+            assert words in message
     for use_libuv in (True, False):
         with socket.socket() as closed:
-            closed.bind(("127.0.0.1", 0))
+            closed.bind((LOOPBACK, 0))
             port = closed.getsockname()[1]
-            told = refusal(
-                wait_for_store, "127.0.0.1", port, 1, timedelta(seconds=0.2), patience=0.1
-            )
-            assert "nothing listened there within 0.2 s" in told
-        choices = {
-            "is_master": True,
-            "timeout": HOUR,
-            "wait_for_workers": False,
-            "use_libuv": use_libuv,
-        }
+            timeout = timedelta(seconds=0.2)
+            message = refusal(wait_for_store, LOOPBACK, port, 1, timeout, patience=0.1)
+            assert "nothing listened there within 0.2 s" in message
         with ThreadPoolExecutor(1) as pool:
-            store = pool.submit(lambda: time.sleep(0.3) or TCPStore("127.0.0.1", port, **choices))  # noqa: B023
-            wait_for_store("127.0.0.1", port, 1, timedelta(seconds=10), patience=0.1)
+            store = pool.submit(store_after, 0.3, port, use_libuv)
+            wait_for_store(LOOPBACK, port, 1, timedelta(seconds=10), patience=0.1)
             assert store.result().num_keys() == 0
+
+
+ANOTHER = "is not a torch TCPStore (it says {}): another program listens there"
+HTTP = ANOTHER.format("'<!DOCTYPE HTML>'")
+SSH = ANOTHER.format("'SSH-2.0-OpenSSH_9.6'")
+CANNOT = {0: "cannot keep the store", 1: "cannot reach rank 0"}
 
 
 def test_a_program_that_is_no_store_of_this_training_is_named_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rendezvous, "_SECONDS_PER_ATTEMPT", 0.5)
-    another = "is not a torch TCPStore (it says {}): another program listens there"
-    http = another.format("'<!DOCTYPE HTML>'")
-    ssh = another.format("'SSH-2.0-OpenSSH_9.6'")
+    host = socket.gethostname()
     for program, rank, words in (
-        ("http", 0, http),
-        ("http", 1, http),
-        ("ssh", 0, ssh),
-        ("ssh", 1, ssh),
+        ("http", 0, HTTP),
+        ("http", 1, HTTP),
+        ("ssh", 0, SSH),
+        ("ssh", 1, SSH),
         ("silent", 0, "answers, but is not a torch TCPStore (it says nothing)"),
         ("store", 0, "is taken by another training"),
     ):
         with listening(program) as port:
             began = time.monotonic()
-            told = refusal(rendezvous_at, "127.0.0.1", port, rank, 2, HOUR)
+            message = refusal(rendezvous_at, LOOPBACK, port, rank, 2, HOUR)
             assert time.monotonic() - began < 5
-        cannot = f"cannot {'reach rank 0' if rank else 'keep the store'}"
-        assert told.startswith(f"Rank {rank} on {socket.gethostname()} {cannot}")
-        for text in (f"127.0.0.1:{port} ", words, "Choose another MASTER_PORT"):
-            assert text in told
-        assert (program == "store") == ("another NODE_RANK" in told)
+        assert message.startswith(f"Rank {rank} on {host} {CANNOT[rank]}")
+        assert f"127.0.0.1:{port} " in message
+        assert words in message
+        assert "Choose another MASTER_PORT" in message
+        assert ("another NODE_RANK" in message) == (program == "store")
         if (program, rank) == ("http", 0):
-            told = told.replace(f"127.0.0.1:{port}", "node0:8000").replace(
-                socket.gethostname(), "node0"
-            )
-            assert f"ValueError: {told}\n" in PAGE
+            shown = message.replace(f"127.0.0.1:{port}", "node0:8000").replace(host, "node0")
+            assert f"ValueError: {shown}\n" in PAGE
 
 
 def test_the_page_shows_the_message_for_a_connection_that_cannot_be_made(
@@ -155,9 +176,10 @@ def test_the_page_shows_the_message_for_a_connection_that_cannot_be_made(
     broken = [reachability.BrokenConnection(0, 1, "10.80.0.2:44213", "no answer within 10 s")]
     ranks = [reachability.Endpoints(f"node{rank}", rank, "", ("", 0), ("", 0)) for rank in range(2)]
     monkeypatch.setattr(reachability, "find_broken_connections", lambda *_: (ranks, broken))
-    told = refusal(require_reachable, None, 0, loopback, loopback)
-    lines, advice = told.rsplit("\n", 1)
-    assert f"ValueError: {lines}\n{advice.partition('. ')[0]}. ...\n" in PAGE
+    message = refusal(require_reachable, None, 0, loopback, loopback)
+    lines, advice = message.rsplit("\n", 1)
+    first_sentence = advice.partition(". ")[0]
+    assert f"ValueError: {lines}\n{first_sentence}. ...\n" in PAGE
 
 
 def test_the_exchange_may_have_an_interface_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,43 +194,44 @@ def test_the_exchange_may_have_an_interface_of_its_own(monkeypatch: pytest.Monke
     with for_exchange():
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert "GLOO_SOCKET_IFNAME" not in os.environ
-    text = reachability.advice(
-        [reachability.BrokenConnection(0, 1, "127.0.1.1:2", "connection refused")]
-    )
-    assert "Rank 1 listens on a loopback address" in text
-    assert "GLOO_SOCKET_IFNAME" in text
+    broken = reachability.BrokenConnection(0, 1, "127.0.1.1:2", "connection refused")
+    advice = reachability.advice([broken])
+    assert "Rank 1 listens on a loopback address" in advice
+    assert "GLOO_SOCKET_IFNAME" in advice
+
+
+STARTED_AS = "This node was started as node {}. On every node set NODE_RANK to its number, from 0"
 
 
 def warned_while_waiting(rank: int, **environment: str) -> list[str]:
-    """What is warned of until nobody has come, where a node is started by hand with this
-    environment.
+    """The warnings and the final refusal of a node that is started by hand with this environment,
+    if no other node joins.
     """
     assert rendezvous._SECONDS_TO_FIRST_WARNING == 10
     rendezvous._SECONDS_TO_FIRST_WARNING = 0.2
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
     os.environ.update(environment)
-    said = said_by("lightning_sdiloco")
-    bound = {"timeout": timedelta(seconds=3), "worker_groups": 2}
-    told = refusal(fit, rank, 2, 2, 1, bound, trainer_choices={"num_nodes": 2, "devices": 1})
-    return [*said, told]
+    messages = said_by("lightning_sdiloco")
+    choices = {"timeout": timedelta(seconds=3), "worker_groups": 2}
+    nodes = {"num_nodes": 2, "devices": 1}
+    message = refusal(fit, rank, 2, 2, 1, choices, trainer_choices=nodes)
+    return [*messages, message]
 
 
 def test_a_waiting_node_names_missing_variables_after_ten_seconds() -> None:
     def run(rank: int, world_size: int) -> list[str]:
         # One has no number and the other no address, so each looks for rank 0 on its own machine.
-        return warned_while_waiting(rank, **({"NODE_RANK": "1"} if rank else {}))
+        if rank == 0:
+            return warned_while_waiting(rank)
+        return warned_while_waiting(rank, NODE_RANK="1")
 
-    for node, said in enumerate(run_processes(run, 2, ranks_per_node=1)):
-        first = said[0]
-        assert (
-            f"This node was started as node {node}. On every node set NODE_RANK to its number,"
-            " from 0" in first
-        )
-        assert "MASTER_ADDR and MASTER_PORT to those of node 0" in first
-        assert (
-            "cannot reach rank 0 at 127.0.0.1" if node else "Still waiting for Rank 1 at 127.0.0.1"
-        ) in first
+    first, second = run_processes(run, 2, ranks_per_node=1)
+    for node, warning in enumerate((first[0], second[0])):
+        assert STARTED_AS.format(node) in warning
+        assert "MASTER_ADDR and MASTER_PORT to those of node 0" in warning
+    assert "Still waiting for Rank 1 at 127.0.0.1" in first[0]
+    assert "cannot reach rank 0 at 127.0.0.1" in second[0]
 
 
 @pytest.mark.network
@@ -228,7 +251,7 @@ def test_two_nodes_that_are_both_started_as_the_first_get_an_error() -> None:
 @pytest.mark.network
 def test_groups_train_within_one_network_and_exchange_over_another() -> None:
     """Inside a group gloo listens on the loopback, where no other group could reach it."""
-    choices: dict[str, Any] = {
+    choices = {
         "sync_every": 4,
         "overlap_steps": 1,
         "fragments": [["*"]],
@@ -237,50 +260,55 @@ def test_groups_train_within_one_network_and_exchange_over_another() -> None:
 
     def run(rank: int, world_size: int, sites: list[str], exchange: str) -> dict[str, torch.Tensor]:
         enter(sites[2 * rank // world_size])
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "SDILOCO_EXCHANGE_INTERFACE": exchange}
-        return dict(
-            fit(rank, world_size, 2, 10, choices, trainer_choices={"num_nodes": 2, "devices": 2})[
-                "outer"
-            ]
-        )
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        os.environ["SDILOCO_EXCHANGE_INTERFACE"] = exchange
+        nodes = {"num_nodes": 2, "devices": 2}
+        return dict(fit(rank, world_size, 2, 10, choices, trainer_choices=nodes)["outer"])
 
     with two_sites() as sites:
-        refused = run_processes(partial(refusal, run), 4, sites, "", ranks_per_node=2)
-        outer, *others = run_processes(run, 4, sites, "wire", ranks_per_node=2)
-    assert all("listens on a loopback address" in text for text in refused)
-    for other in others:
-        assert all(torch.equal(values, other[name]) for name, values in outer.items())
+        messages = run_processes(partial(refusal, run), 4, sites, "", ranks_per_node=2)
+        first, *further = run_processes(run, 4, sites, "wire", ranks_per_node=2)
+    for message in messages:
+        assert "listens on a loopback address" in message
+    for outer in further:
+        assert_same(outer, first)
+
+
+def refusal_of_direction(rank: int, world_size: int, sites: list[str]) -> str:
+    """The refusal of a rank; the second one exchanges over another interface than the first."""
+    enter(sites[rank])
+    os.environ["SDILOCO_EXCHANGE_INTERFACE"] = ("", "other")[rank]
+    reachability.SECONDS = 1.0
+    meeting = rendezvous_of(rank, world_size)
+    return refusal(require_reachable, meeting, rank, exchange_address, group_address)
+
+
+def refusal_of_store(process: int, world_size: int, sites: list[str]) -> str:
+    """The refusal of rank 1 on the second machine, and of rank 0 on the first, where the address of
+    the store is that of the second.
+    """
+    enter(sites[1 - process])
+    if process == 0:
+        return refusal(wait_for_store, "10.80.0.1", 29500, 1, HOUR, patience=1.0)
+    return refusal(rendezvous_at, "10.79.0.2", 29500, 0, 2, timedelta(seconds=1))
 
 
 @pytest.mark.network
 def test_a_closed_port_between_machines_is_reported_with_its_direction() -> None:
-    def direction(rank: int, world_size: int, sites: list[str]) -> str:
-        enter(sites[rank])
-        os.environ["SDILOCO_EXCHANGE_INTERFACE"] = ("", "other")[rank]
-        reachability.SECONDS = 1.0
-        met = rendezvous_of(rank, world_size)
-        return refusal(require_reachable, met, rank, exchange_address, group_address)
-
-    def store(process: int, world_size: int, sites: list[str]) -> list[str]:
-        # Rank 1 on the second machine; rank 0 on the first, where the address of the store is the
-        # second's.
-        enter(sites[1 - process])
-        if process == 0:
-            return [refusal(wait_for_store, "10.80.0.1", 29500, 1, HOUR, patience=1.0)]
-        return [refusal(rendezvous_at, "10.79.0.2", 29500, 0, 2, timedelta(seconds=1))]
-
     with two_sites() as sites:
         add_interface(sites[1], "other", "10.80.0.2")
-        unreachable = run_processes(direction, 2, sites)
+        unreachable = run_processes(refusal_of_direction, 2, sites)
         lose_packets(sites[0], "10.80.0.2")
-        lost = run_processes(direction, 2, sites)
+        lost = run_processes(refusal_of_direction, 2, sites)
         lose_packets(sites[1], "10.80.0.1")
-        (unanswered,), (elsewhere,) = run_processes(store, 2, sites)
-    for texts, why in ((unreachable, "network is unreachable"), (lost, "no answer within 1 s")):
-        for text in texts:
-            assert re.search(
-                r"1 of 2 connections .*\n.* -> rank 1 \(worker group 1, .* at 10\.80\.0\.2:", text
-            ), text
-            assert f"{why}; the other direction works" in text
+        unanswered, elsewhere = run_processes(refusal_of_store, 2, sites)
+    way = r"1 of 2 connections .*\n.* -> rank 1 \(worker group 1, .* at 10\.80\.0\.2:"
+    for messages, reason in (
+        (unreachable, "network is unreachable"),
+        (lost, "no answer within 1 s"),
+    ):
+        for message in messages:
+            assert re.search(way, message), message
+            assert f"{reason}; the other direction works" in message
     assert re.search("cannot reach rank 0 at 10.80.0.1:29500: no answer", unanswered)
     assert re.search("Rank 0 on .* cannot reach rank 0 at 10.79.0.2:29500.*MASTER_ADDR", elsewhere)

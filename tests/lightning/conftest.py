@@ -1,4 +1,4 @@
-"""What all tests of the strategies share."""
+"""A fixture that all tests of the strategies share."""
 
 import zlib
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -59,6 +59,25 @@ def policy(distribution: str, inner: str, seed: int = 0, **hooks: Callable[[Any]
     return fits.module(distribution, inner, seed, net=Policy(seed), **members)
 
 
+class Fitted(NamedTuple):
+    """A fit of this rank: the values of its model at the end, and what it has reported."""
+
+    values: Values
+    report: dict[str, float]
+    messages: list[str]
+
+    def messages_that_begin(self, start: str) -> list[str]:
+        return [text for text in self.messages if text.startswith(start)]
+
+    @property
+    def cuts(self) -> list[str]:
+        return self.messages_that_begin("The model is cut again")
+
+    @property
+    def missing_optimizers(self) -> list[str]:
+        return self.messages_that_begin("No inner optimizer")
+
+
 def fitted(
     rank: int,
     world_size: int,
@@ -66,167 +85,163 @@ def fitted(
     callbacks: Any = (),
     validation: Any = None,
     **hooks: Callable[[Any], None],
-) -> Any:
-    said = said_by("lightning_sdiloco.engine.recut", "lightning_sdiloco.lightning.fit")
-    choices = {"max_epochs": EPOCHS, "limit_train_batches": BATCHES, "callbacks": list(callbacks)}
-    choices |= {"enable_checkpointing": True, "num_sanity_val_steps": 0}
-    made = fits.fit(
+) -> Fitted:
+    messages = said_by("lightning_sdiloco.engine.recut", "lightning_sdiloco.lightning.fit")
+    arguments = {
+        "max_epochs": EPOCHS,
+        "limit_train_batches": BATCHES,
+        "callbacks": list(callbacks),
+        "enable_checkpointing": True,
+        "num_sanity_val_steps": 0,
+    }
+    trained = fits.fit(
         rank,
         world_size,
         2,
         -1,
         {**SHORT, "ddp_kwargs": {"find_unused_parameters": True}},
         inspect=lambda trainer, module: copied(module.state_dict()),
-        trainer_choices=choices,
+        trainer_choices=arguments,
         make=partial(policy, **hooks),
         validation=validation,
         resume=path,
     )
-    return made["inspected"], made["report"], said
+    return Fitted(trained["inspected"], trained["report"], messages)
 
 
-def texts(said: list[str], start: str) -> list[str]:
-    return [text for text in said if text.startswith(start)]
+def fit_ranks(ranks: int = 2, **choices: Any) -> list[Fitted]:
+    return list(run_processes(partial(fitted, **choices), ranks))
 
 
-def require_alike(ranks: list[tuple[Values, dict[str, float], list[str]]]) -> None:
-    for values, report, _ in ranks:
-        assert unlike(values, ranks[0][0]) == []
-        assert report["landings"] == ranks[0][1]["landings"] > 0
+def errors_of_ranks(**hooks: Any) -> list[str]:
+    """The errors of two ranks that both fail."""
+    errors = run_processes(partial(fitted, **hooks), 2, expect_failure=True)
+    return list(errors.values())
+
+
+def assert_alike(ranks: list[Fitted]) -> None:
+    for rank in ranks:
+        assert unlike(rank.values, ranks[0].values) == []
+        assert rank.report["landings"] == ranks[0].report["landings"] > 0
+
+
+def part_of(values: Values, prefix: str) -> Values:
+    names = [name for name in values if name.startswith(prefix)]
+    return {name.removeprefix(prefix): values[name] for name in names}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_baseline_that_is_replaced_after_epochs_trains_saves_and_resumes_exactly(
     ranks: int, tmp_path: Path
 ) -> None:
-    saves = partial(saving, LIGHTNING, tmp_path, filename="{epoch}", save_on_train_epoch_end=True)
-    whole = run_processes(
-        partial(fitted, callbacks=saves(), on_train_epoch_end=replace_baseline), ranks
-    )
-    require_alike(whole)
-    unsaved = run_processes(partial(fitted, on_train_epoch_end=replace_baseline), ranks)
-    assert unlike(unsaved[0][0], whole[0][0]) == [], "saving changes nothing"
-    values, _, said = whole[0]
-    assert (
-        unlike(
-            {name: own for name, own in values.items() if name.startswith("net.baseline.")},
-            {
-                name.replace(".net.", ".baseline."): own
-                for name, own in values.items()
-                if name.startswith("net.net.")
-            },
-        )
-        == []
-    )
-    cuts = texts(said, "The model is cut again")
-    assert len(cuts) == EPOCHS - 1
-    assert all(
-        "rounds continue: since the last cut, 8 parameters have been replaced" in cut
-        for cut in cuts
-    )
-    assert texts(said, "No inner optimizer") == [], "none stepped the baseline before"
+    saves = saving(LIGHTNING, tmp_path, filename="{epoch}", save_on_train_epoch_end=True)
+    replacing = partial(fit_ranks, ranks, on_train_epoch_end=replace_baseline)
+    uninterrupted = replacing(callbacks=saves)
+    first = uninterrupted[0]
+    assert_alike(uninterrupted)
+    unsaved = replacing()
+    assert unlike(unsaved[0].values, first.values) == [], "saving changes nothing"
+    baseline = part_of(first.values, "net.baseline.")
+    assert unlike(baseline, part_of(first.values, "net.net.")) == []
+    assert len(first.cuts) == EPOCHS - 1
+    for cut in first.cuts:
+        assert "rounds continue: since the last cut, 8 parameters have been replaced" in cut
+    assert first.missing_optimizers == [], "none stepped the baseline before"
     for epoch in range(EPOCHS - 1):
-        path = tmp_path / f"epoch={epoch}.ckpt"
-        resumed = run_processes(
-            partial(fitted, path=path, on_train_epoch_end=replace_baseline), ranks
-        )
-        assert [
-            unlike(again[0], before[0]) for again, before in zip(resumed, whole, strict=True)
-        ] == [[]] * ranks
+        resumed = replacing(path=tmp_path / f"epoch={epoch}.ckpt")
+        for rank, expected in zip(resumed, uninterrupted, strict=True):
+            assert unlike(rank.values, expected.values) == []
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_layers_of_another_width_train_in_all_ranks_alike(ranks: int) -> None:
-    def start(module: Any) -> None:
+    def widen_later(module: Any) -> None:
         if module.current_epoch:
             widen(module)
 
-    found = run_processes(partial(fitted, on_train_epoch_start=start), ranks)
-    require_alike(found)
-    values, _, said = found[0]
-    assert values["net.net.4.weight"].shape == (9 + EPOCHS - 1, 7)
-    cuts = texts(said, "The model is cut again")
-    assert len(cuts) == EPOCHS - 1
-    assert all(
-        "4 parameters have been replaced or reshaped, such as 'net.net.4.weight'" in cut
-        for cut in cuts
-    )
-    assert texts(said, "No inner optimizer") == []
+    trained = fit_ranks(ranks, on_train_epoch_start=widen_later)
+    first = trained[0]
+    assert_alike(trained)
+    assert first.values["net.net.4.weight"].shape == (9 + EPOCHS - 1, 7)
+    assert len(first.cuts) == EPOCHS - 1
+    for cut in first.cuts:
+        assert "4 parameters have been replaced or reshaped, such as 'net.net.4.weight'" in cut
+    assert first.missing_optimizers == []
 
 
 def test_a_stale_optimizer_is_named() -> None:
-    def head(module: Any) -> None:
+    def replace_head(module: Any) -> None:
         if module.current_epoch == 1:
             module.net.net[6] = nn.Linear(9, 3)
 
-    found = run_processes(partial(fitted, on_train_epoch_start=head), 2)
-    (told,) = texts(found[0][2], "No inner optimizer")
-    assert "2 of the new parameters, such as 'net.net.6.bias'" in told
-    assert texts(found[1][2], "No inner optimizer") == [], "once"
+    first, second = fit_ranks(on_train_epoch_start=replace_head)
+    (warning,) = first.missing_optimizers
+    assert "2 of the new parameters, such as 'net.net.6.bias'" in warning
+    assert second.missing_optimizers == [], "once"
 
 
 def test_a_baseline_that_an_optimizer_held_and_never_stepped_needs_none() -> None:
-    def configure_optimizers(module: Any) -> torch.optim.Optimizer:
+    def optimize_all(module: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(module.parameters(), lr=0.01)
 
-    hooks = {"on_train_epoch_end": replace_baseline, "configure_optimizers": configure_optimizers}
-    found = run_processes(partial(fitted, **hooks), 2)
-    require_alike(found)
-    assert len(texts(found[0][2], "The model is cut again")) == EPOCHS - 1
-    assert texts(found[0][2], "No inner optimizer") == []
+    trained = fit_ranks(on_train_epoch_end=replace_baseline, configure_optimizers=optimize_all)
+    assert_alike(trained)
+    assert len(trained[0].cuts) == EPOCHS - 1
+    assert trained[0].missing_optimizers == []
 
 
 def test_a_fit_stopped_after_its_baseline_was_replaced_ends_with_one_model_for_all() -> None:
-    def stop(module: Any) -> None:
+    def replace_and_stop(module: Any) -> None:
         replace_baseline(module)
         module.trainer.should_stop = module.current_epoch == 1
 
-    require_alike(run_processes(partial(fitted, on_train_epoch_end=stop), 2))
+    assert_alike(fit_ranks(on_train_epoch_end=replace_and_stop))
 
 
 def test_a_baseline_that_one_rank_alone_replaced_is_that_of_group_0_everywhere() -> None:
-    def epoch_end(module: Any) -> None:
+    def replace_in_rank_1(module: Any) -> None:
         if module.global_rank == 1 and module.current_epoch + 1 < EPOCHS:
             replace_baseline(module)
 
-    require_alike(run_processes(partial(fitted, on_train_epoch_end=epoch_end), 2))
+    assert_alike(fit_ranks(on_train_epoch_end=replace_in_rank_1))
 
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end"])
 def test_a_layer_that_one_rank_alone_widened_is_refused_on_all_with_its_name(hook: str) -> None:
-    def change(module: Any) -> None:
+    def widen_in_rank_1(module: Any) -> None:
         if module.global_rank == 1:
             module.net.net[6] = nn.Linear(9, 4)
         module.trainer.should_stop = True
 
-    errors = run_processes(partial(fitted, **{hook: change}), 2, expect_failure=True)
+    errors = errors_of_ranks(**{hook: widen_in_rank_1})
     assert len(errors) == 2
-    assert all(
-        "The model differs between ranks: net.net.6.weight is (3, 9)" in error
-        for error in errors.values()
-    )
+    for error in errors:
+        assert "The model differs between ranks: net.net.6.weight is (3, 9)" in error
 
 
 @pytest.mark.parametrize("rank_alone", [False, True])
 def test_parameters_replaced_in_the_middle_of_an_epoch_are_refused(rank_alone: bool) -> None:
-    def batch_end(module: Any, outputs: Any, batch: Any, index: int) -> None:
+    def replace_in_batch_2(module: Any, outputs: Any, batch: Any, index: int) -> None:
         if index == 2 and (module.global_rank == 1 or not rank_alone):
             replace_baseline(module)
 
-    errors = run_processes(partial(fitted, on_train_batch_end=batch_end), 2, expect_failure=True)
-    told = "Since the model was cut into fragments, 8 parameters have been replaced or reshaped, such as"
+    words = (
+        "Since the model was cut into fragments, 8 parameters have been replaced or reshaped,"
+        " such as"
+    )
+    errors = errors_of_ranks(on_train_batch_end=replace_in_batch_2)
     assert any(
-        told in error and "in on_train_epoch_start at the latest" in error
-        for error in errors.values()
+        words in error and "in on_train_epoch_start at the latest" in error for error in errors
     )
 
 
 def test_a_checkpoint_of_a_validation_that_replaced_the_baseline_warns(tmp_path: Path) -> None:
-    replaces: dict[str, Any] = {"on_validation_epoch_end": replace_baseline}
-    replaces["validation_step"] = lambda self, batch, index: None
-    callback = saving(LIGHTNING, tmp_path, filename="{epoch}", save_on_train_epoch_end=False)
-    found = run_processes(
-        partial(fitted, callbacks=callback, validation=fits.SomeBatches(0, 2), **replaces), 2
+    trained = fit_ranks(
+        callbacks=saving(LIGHTNING, tmp_path, filename="{epoch}", save_on_train_epoch_end=False),
+        validation=fits.SomeBatches(0, 2),
+        on_validation_epoch_end=replace_baseline,
+        validation_step=lambda self, batch, index: None,
     )
-    require_alike(found)
-    assert texts(found[0][2], "A checkpoint is saved after parameters were replaced")
+    assert_alike(trained)
+    words = "A checkpoint is saved after parameters were replaced"
+    assert trained[0].messages_that_begin(words)

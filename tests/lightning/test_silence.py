@@ -2,12 +2,11 @@
 inner step.
 """
 
-import importlib
 import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,79 +16,88 @@ from torchmetrics import MeanMetric
 
 from lightning_sdiloco import DenseBeginning
 from tests import fits
-from tests.fits import LIGHTNING, fit, said_by
-from tests.lightning.test_checkpoint import saving
+from tests.fits import LIGHTNING, OTHER, callbacks_of, fit, said_by, saving
 from tests.lightning.test_fabric import fabric_of, train
 from tests.ranks import agreed, in_ranks
 from tests.training import batch, inner_optimizer, mlp
 
 STALLED_AT = 30
 STALL_SECONDS = 2.0
+Batch = tuple[Tensor, Tensor]
+
+
+def log_and_stall(self: Any, parts: Batch, index: int) -> Tensor:
+    """Gathers, computes and logs all that a batch may; once, the second group stalls."""
+    rank = self.global_rank
+    if index + 1 == STALLED_AT and rank >= 2:
+        time.sleep(STALL_SECONDS)
+    self.started[index + 1] = time.monotonic()
+    self.computed.update(float(rank))
+    gathered = self.all_gather(torch.tensor(float(rank))).tolist()
+    self.seen = [*gathered, float(self.computed.compute()), float(self.logged(float(rank)))]
+    self.log("metric", self.logged, on_step=False, on_epoch=True)
+    loss: Tensor = self.loss(parts)
+    self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+    self.log("rank", float(rank), sync_dist=True)
+    return loss
+
+
+def log_after_batch(self: Any, *args: Any) -> None:
+    self.log("after", 1.0, sync_dist=True)
+    self.per_batch = float(self.trainer.callback_metrics["rank"])
+
+
+def stalling_module(*args: Any, **kwargs: Any) -> Any:
+    hooks = {"training_step": log_and_stall, "on_train_batch_end": log_after_batch}
+    module = fits.module(*args, **kwargs, **hooks, started={})
+    module.computed = MeanMetric()
+    module.logged = MeanMetric(dist_sync_on_step=True)
+    return module
+
+
+def inspect(trainer: Any, module: Any) -> tuple[Any, list[float]]:
+    """The module, and what is logged of the epoch."""
+    replaced = {"_check_time_remaining", "on_advance_end", "get_metrics"}
+    for callback in trainer.callbacks:
+        assert not replaced & set(vars(callback)), "undone after the fit"
+    assert module.computed.dist_sync_fn is None
+    return module, [float(trainer.callback_metrics[name]) for name in ("metric", "loss_epoch")]
 
 
 @in_ranks(4)
 def test_a_group_that_stalls_between_launches_keeps_none_waiting(
     rank: int, distribution: str, tmp_path: Path
 ) -> None:
-    """With everything on that Lightning would broadcast at every batch, and all that a batch may
-    gather.
-    """
-
-    def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-        if index + 1 == STALLED_AT and rank >= 2:
-            time.sleep(STALL_SECONDS)
-        self.started[index + 1] = time.monotonic()
-        self.computed.update(float(rank))
-        self.seen = [*self.all_gather(torch.tensor(float(rank))).tolist()]
-        self.seen += [float(self.computed.compute()), float(self.logged(float(rank)))]
-        self.log("metric", self.logged, on_step=False, on_epoch=True)
-        loss = self.loss(parts)
-        self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
-        self.log("rank", float(rank), sync_dist=True)
-        return loss
-
-    def on_train_batch_end(self: Any, *args: Any) -> None:
-        self.log("after", 1.0, sync_dist=True)
-        self.per_batch = float(self.trainer.callback_metrics["rank"])
-
-    def make(*args: Any, **kwargs: Any) -> Any:
-        hooks = {"training_step": training_step, "on_train_batch_end": on_train_batch_end}
-        model = fits.module(*args, **kwargs, **hooks, started={})
-        model.computed = MeanMetric()
-        model.logged = MeanMetric(dist_sync_on_step=True)
-        return model
-
-    def inspect(trainer: Any, module: Any) -> Any:
-        replaced = {"_check_time_remaining", "on_advance_end", "get_metrics"}
-        assert not any(replaced & set(vars(callback)) for callback in trainer.callbacks), (
-            "undone after the fit"
-        )
-        assert module.computed.dist_sync_fn is None
-        return module, [float(trainer.callback_metrics[name]) for name in ("metric", "loss_epoch")]
-
-    callbacks = saving(distribution, tmp_path, train_time_interval=timedelta(hours=1))
-    more = {"max_time": "00:01:00:00", "callbacks": callbacks, "enable_checkpointing": True}
-    choices = {"sync_every": 20, "overlap_steps": 5, "fragments": [["*"]]}
-    said = said_by("lightning_sdiloco")
-    own: dict[str, Any] = {"inspect": inspect, "trainer_choices": more, "make": make}
-    model, per_epoch = fit(rank, 4, 2, 45, choices, distribution, **own)["inspected"]
-    # What is gathered, computed or logged in a batch is of the group, and what is logged of an
-    # epoch of the world.
+    """With everything on that Lightning would broadcast at every batch."""
+    messages = said_by("lightning_sdiloco")
+    arguments = {
+        "max_time": "00:01:00:00",
+        "callbacks": saving(distribution, tmp_path, train_time_interval=timedelta(hours=1)),
+        "enable_checkpointing": True,
+    }
+    trained = fit(
+        rank,
+        4,
+        2,
+        45,
+        {"sync_every": 20, "overlap_steps": 5, "fragments": [["*"]]},
+        distribution,
+        inspect=inspect,
+        trainer_choices=arguments,
+        make=stalling_module,
+    )
+    module, of_epoch = trained["inspected"]
+    # In a batch all numbers are of the group, and those of an epoch of the world.
     first = rank // 2 * 2.0
-    assert [*model.seen, model.per_batch] == [
-        first,
-        first + 1,
-        first + 0.5,
-        first + 0.5,
-        first + 0.5,
-    ]
-    assert per_epoch[0] == 1.5
-    assert agreed(per_epoch)
-    assert [text for text in said if "in a row" in text] == [], "nothing is gathered over all ranks"
+    mean = first + 0.5
+    assert [*module.seen, module.per_batch] == [first, first + 1, mean, mean, mean]
+    assert of_epoch[0] == 1.5
+    assert agreed(of_epoch)
+    assert not [text for text in messages if "in a row" in text], "no gather is over all ranks"
     # One launch landed at 25, the next is at 40: in between group 0 must not wait. And it does
     # wait, at the landing after inner step 45 at the latest, or the test would show nothing.
     started: list[Any] = [None] * 4
-    dist.all_gather_object(started, model.started)
+    dist.all_gather_object(started, module.started)
     assert started[0][39] < started[3][STALLED_AT]
     assert len(started[0]) == len(started[3]) == 45
 
@@ -98,110 +106,153 @@ def test_a_group_that_stalls_between_launches_keeps_none_waiting(
 def test_time_limits_and_saves_by_time_are_those_of_all_ranks(
     rank: int, distribution: str, tmp_path: Path
 ) -> None:
-    def slow(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Any:
+    saved: list[int] = []
+
+    def train_slowly(self: Any, parts: Batch, index: int) -> Any:
         time.sleep(0.02)
         return self.loss(parts)
 
-    saved: list[int] = []
+    def note(self: Any, checkpoint: Any) -> None:
+        saved.append(self.trainer.global_step)
+
     # The ranks' own clocks would make them save after different steps.
     interval = timedelta(seconds=0.3 + 0.2 * rank)
-    callbacks = saving(distribution, tmp_path, train_time_interval=interval)
-    more = {"callbacks": callbacks, "enable_checkpointing": True, "max_time": {"seconds": 2}}
-    choices = {"sync_every": 10, "overlap_steps": 3, "fragments": [["*"]]}
-    hooks = {
-        "training_step": slow,
-        "on_save_checkpoint": lambda self, _: saved.append(self.trainer.global_step),
+    arguments = {
+        "callbacks": saving(distribution, tmp_path, train_time_interval=interval),
+        "enable_checkpointing": True,
+        "max_time": {"seconds": 2},
     }
-    make = partial(fits.module, **hooks)
-    steps = fit(rank, 2, 2, 10_000, choices, distribution, trainer_choices=more, make=make)[
-        "report"
-    ]["inner_steps"]
+    choices = {"sync_every": 10, "overlap_steps": 3, "fragments": [["*"]]}
+    make = partial(fits.module, training_step=train_slowly, on_save_checkpoint=note)
+    trained = fit(rank, 2, 2, 10_000, choices, distribution, trainer_choices=arguments, make=make)
+    steps = trained["report"]["inner_steps"]
     assert agreed([steps, saved])
     assert steps < 10_000
     assert len({*saved}) == len(saved) == len(list(tmp_path.glob("*.ckpt"))) >= 2
     assert {step % 10 for step in (steps, *saved)} == {3}, "decisions are read at a landing"
 
 
+# Collectives of your own over all ranks
+
+
+CHOICES = {
+    "sync_every": 4,
+    "overlap_steps": 1,
+    "dense_beginning": DenseBeginning(2, 2),
+}
+
+
 def gathered(tensor: Tensor) -> Tensor:
     return torch.stack(all_gather(tensor))
 
 
+def gather_and_log(self: Any, parts: Batch, index: int) -> Tensor:
+    seen = self.net(parts[0])
+    if index % self.interval == 0:
+        seen = gathered(seen)
+    loss = seen.square().mean()
+    self.mean.update(loss)
+    self.log("mean", self.mean)
+    self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+    if not self.automatic_optimization:
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+    return loss
+
+
+def log_score(self: Any, parts: Batch, index: int) -> None:
+    self.log("score", self.net(parts[0]).mean(), sync_dist=True)
+
+
+class Gathering(NamedTuple):
+    """A fit that gathers over all ranks in intervals of batches."""
+
+    groups: int
+    interval: int
+    distribution: str = LIGHTNING
+    is_manual: bool = False
+
+
+def fit_gathering(rank: int, folder: Path, case: Gathering) -> None:
+    """Fits normalise, measure and log over all ranks, validate, save and may stop."""
+    module = fits.module(
+        case.distribution,
+        "adamw",
+        net=nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.Linear(3, 3)),
+        training_step=gather_and_log,
+        validation_step=log_score,
+        interval=case.interval,
+    )
+    module.mean = MeanMetric()
+    module.automatic_optimization = not case.is_manual
+    callbacks = callbacks_of(case.distribution)
+    checkpoint = callbacks.ModelCheckpoint(folder, every_n_train_steps=1, monitor="loss")
+    arguments = {
+        "callbacks": [checkpoint, callbacks.EarlyStopping("score", patience=100)],
+        "enable_checkpointing": True,
+        "max_epochs": 2,
+        "max_time": "00:01:00:00",
+        "val_check_interval": 2,
+        "limit_val_batches": 1,
+    }
+    loader = fits.SomeBatches(rank, 6)
+    trained = fit(
+        rank,
+        2,
+        case.groups,
+        -1,
+        CHOICES,
+        case.distribution,
+        trainer_choices=arguments,
+        make=lambda *_, **__: module,
+        loader=loader,
+        validation=loader,
+    )
+    assert trained["report"]["inner_steps"] == 12
+
+
+def loop_gathering(rank: int, groups: int, gathers: bool) -> None:
+    fabric = fabric_of(2, worker_groups=groups, fragments="strided", **CHOICES)
+    net = mlp(rank)
+    model, optimizer = fabric.setup(net, inner_optimizer("adamw", net))
+    for step in range(9):
+        x, _ = batch(rank, step)
+        seen = model(x)
+        if gathers:
+            seen = gathered(seen)
+        train(fabric, optimizer, seen.square().mean())
+        with fabric.strategy.evaluate(), torch.no_grad():
+            fabric.all_reduce(model(x).mean())
+        fabric.barrier()
+    fabric.strategy.finish()
+
+
 @in_ranks(2)
 def test_a_gather_over_all_ranks_in_every_batch_is_reported_once(rank: int, tmp_path: Path) -> None:
-    """In fits that normalise, measure and log over all ranks, validate, save and may stop; and in
-    loops of Fabric.
-    """
-    said = said_by("lightning_sdiloco")
-    chosen: dict[str, Any] = {
-        "sync_every": 4,
-        "overlap_steps": 1,
-        "dense_beginning": DenseBeginning(2, 2),
-    }
+    messages = said_by("lightning_sdiloco")
 
-    def of_trainer(distribution: str, groups: int, every: int, manual: bool) -> None:
-        def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-            seen = self.net(parts[0])
-            loss = (gathered(seen) if every == 1 or index % every else seen).square().mean()
-            self.mean.update(loss)
-            self.log("mean", self.mean)
-            self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
-            if manual:
-                self.manual_backward(loss)
-                self.optimizers().step()
-                self.optimizers().zero_grad()
-            return loss
+    def warnings() -> list[str]:
+        in_a_row = [text for text in messages if "in a row" in text]
+        messages.clear()
+        return in_a_row
 
-        net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.Linear(3, 3))
-        scored = lambda self, parts, index: self.log(  # noqa: E731
-            "score", self.net(parts[0]).mean(), sync_dist=True
-        )
-        model = fits.module(
-            distribution, "adamw", net=net, training_step=training_step, validation_step=scored
-        )
-        model.mean = MeanMetric()
-        model.automatic_optimization = not manual
-        callbacks = importlib.import_module(distribution).callbacks
-        checkpoint = callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, monitor="loss")
-        more = {
-            "callbacks": [checkpoint, callbacks.EarlyStopping("score", patience=100)],
-            "enable_checkpointing": True,
-        }
-        more |= {
-            "max_epochs": 2,
-            "max_time": "00:01:00:00",
-            "val_check_interval": 2,
-            "limit_val_batches": 1,
-        }
-        own: dict[str, Any] = {"make": lambda *_, **__: model, "loader": fits.SomeBatches(rank, 6)}
-        own |= {"validation": own["loader"], "trainer_choices": more}
-        assert fit(rank, 2, groups, -1, chosen, distribution, **own)["report"]["inner_steps"] == 12
-
-    def of_fabric(groups: int, in_batches: bool) -> None:
-        fabric = fabric_of(2, worker_groups=groups, fragments="strided", **chosen)
-        model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("adamw", net))
-        for step in range(9):
-            x, _ = batch(rank, step)
-            seen = model(x)
-            train(fabric, optimizer, (gathered(seen) if in_batches else seen).square().mean())
-            with fabric.strategy.evaluate(), torch.no_grad():
-                fabric.all_reduce(model(x).mean())
-            fabric.barrier()
-        fabric.strategy.finish()
-
-    for play, advised, times in (
-        (partial(of_trainer, LIGHTNING, 2, 1, False), "trainer", 1),
-        (partial(of_trainer, "pytorch_lightning", 2, 1, True), "trainer", 1),
-        (partial(of_trainer, LIGHTNING, 1, 1, False), "", 0),
-        (partial(of_trainer, LIGHTNING, 2, 3, False), "", 0),  # now and then
-        (partial(of_fabric, 2, True), "fabric", 1),
-        (partial(of_fabric, 2, False), "", 0),
-        (partial(of_fabric, 1, True), "", 0),
-    ):
-        said.clear()
-        play()
-        told = [text for text in said if "in a row" in text]
-        assert len(told) == (times if rank == 0 else 0), play
-        assert all(
-            f"group={advised}.strategy.topology.in_group.process_group" in text for text in told
-        )
-        assert all("self.all_gather" in text for text in told if advised == "trainer")
+    for case in (Gathering(2, 1), Gathering(2, 1, OTHER, is_manual=True)):
+        fit_gathering(rank, tmp_path, case)
+        in_a_row = warnings()
+        assert len(in_a_row) == (rank == 0), case
+        for text in in_a_row:
+            assert "group=trainer.strategy.topology.in_group.process_group" in text
+            assert "self.all_gather" in text
+    loop_gathering(rank, 2, gathers=True)
+    in_a_row = warnings()
+    assert len(in_a_row) == (rank == 0)
+    for text in in_a_row:
+        assert "group=fabric.strategy.topology.in_group.process_group" in text
+    # One group, batches now and then, or no gather.
+    for case in (Gathering(1, 1), Gathering(2, 3)):
+        fit_gathering(rank, tmp_path, case)
+        assert warnings() == [], case
+    for groups, gathers in ((2, False), (1, True)):
+        loop_gathering(rank, groups, gathers)
+        assert warnings() == [], (groups, gathers)

@@ -27,7 +27,7 @@ END = 14
 BATCHES = 5  # of an epoch of a Trainer
 VALIDATES_EVERY = 3
 VALIDATED = 9  # the group whose batches nobody trains
-# What a user may choose for some names, where a model has them.
+# The choices of a user for some names, in models that have them.
 KINDS = {
     "*.constant_mask": ("mean", "first", "own"),
     "*.constant_exact": ("mean", "first", "own"),
@@ -38,8 +38,8 @@ KINDS = {
     "*.running_mean": ("first", "own"),
 }
 
-Seen = dict[str, dict[str, str]]  # Fingerprints of a state_dict, by when it was seen.
-Way = Callable[[int, int, "Example", Path, range], Seen]
+Fingerprints = dict[str, dict[str, str]]  # of a state_dict, by when it was seen
+Way = Callable[["Run"], Fingerprints]
 
 
 class Example(NamedTuple):
@@ -73,145 +73,169 @@ class Example(NamedTuple):
         return cls(number, groups, size, parts, chance.randrange(1, END), choices)
 
     def net(self, rank: int) -> nn.Module:
-        """The model of a rank, which has drawn values of its own."""
+        """The model of a rank; each rank draws other values."""
         return tree(self.number, self.parts, rank)
 
-    def batch(self, rank: int, step: int) -> list[Tensor]:
-        """What a rank sees of a batch of its group."""
-        return [part.chunk(self.size)[rank % self.size] for part in batch(rank // self.size, step)]
 
+class Run:
+    """A rank that trains an example for some steps, and notes the values that it shows in
+    validations and ends with.
+    """
 
-class Watched:
-    """Takes note of what a rank shows in validations and ends with."""
-
-    def __init__(self, example: Example) -> None:
+    def __init__(self, rank: int, example: Example, path: Path, steps: range) -> None:
+        self.rank = rank
+        self.example = example
+        self.world_size = example.groups * example.size
+        self.path = path
+        self.steps = steps
+        self.last = steps.stop - 1
+        self.is_resumed = steps.start > 1
+        self.is_saved = self.last < END
         self.initial = example.net(0).state_dict()
-        self.seen: Seen = {}
+        self.net = example.net(rank)
+        trained = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.SGD(trained, lr=0.02)
+        self.noted: Fingerprints = {}
 
-    def note(self, when: str, values: dict[str, Tensor], steps: int) -> None:
+    @property
+    def place(self) -> tuple[int, int, int]:
+        group, shard = divmod(self.rank, self.example.size)
+        return group, shard, self.example.size
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        """The loss of the part of a batch that this rank sees."""
+        group, shard, shards = self.place
+        x, y = (part.chunk(shards)[shard] for part in batch(group, step))
+        return nn.functional.mse_loss(model(x), y)
+
+    def note_shown(self, step: int) -> None:
+        self.note(f"shown {step}", step)
+
+    def end(self) -> Fingerprints:
+        self.note("end", self.last)
+        return self.noted
+
+    def note(self, when: str, steps: int) -> None:
+        values = self.net.state_dict()
         self.check(when, values, steps)
-        self.seen[when] = fingerprints(values)
+        self.noted[when] = fingerprints(values)
+
+    def check_saved(self, values: dict[str, Tensor]) -> None:
+        self.check("saved", values, self.last)
 
     def check(self, when: str, values: dict[str, Tensor], steps: int) -> None:
-        """Looks for constants that are not the initial ones, and for counters that have not
-        counted the steps.
-        """
+        """Asserts that constants are the initial ones, and that counters have counted the steps."""
         assert values.keys() == self.initial.keys(), when
         assert altered_constants(values, self.initial) == [], when
         assert broken(values, steps) == [], when
 
 
-def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(
-        [parameter for parameter in net.parameters() if parameter.requires_grad], lr=0.02
-    )
-
-
-def loss_of(model: nn.Module, parts: list[Tensor]) -> Tensor:
-    return nn.functional.mse_loss(model(parts[0]), parts[1])
-
-
-def in_trainer(rank: int, world_size: int, example: Example, path: Path, steps: range) -> Seen:
+def in_trainer(run: Run) -> Fingerprints:
     """Fits in epochs of a few batches, and validates before the first and within them."""
+    example = run.example
     distribution = (LIGHTNING, OTHER)[example.number % 2]
-    watched = Watched(example)
-    last = steps.stop - 1
 
     def validation_step(self: Any, parts: list[Tensor], index: int) -> None:
         self.log("loss", self.loss(parts), sync_dist=True)
-        watched.note(
-            f"shown {self.trainer.global_step}", self.net.state_dict(), self.trainer.global_step
-        )
+        run.note_shown(self.trainer.global_step)
 
-    hooks = {
-        "validation_step": validation_step,
-        "configure_optimizers": lambda self: optimizer_of(self.net),
-    }
-    model = fits.module(distribution, net=example.net(rank), **hooks)
+    module = fits.module(
+        distribution,
+        net=run.net,
+        validation_step=validation_step,
+        configure_optimizers=lambda self: run.optimizer,
+    )
+    callbacks = []
+    if run.is_saved:
+        callbacks.append(at({run.last: save(run.path)}, distribution))
     trainer = fits.trainer(
         distribution,
         strategy=fits.strategy(distribution, worker_groups=example.groups, **example.choices),
-        devices=world_size,
+        devices=run.world_size,
         max_epochs=-1,
-        max_steps=last,
+        max_steps=run.last,
         limit_val_batches=1,
         val_check_interval=VALIDATES_EVERY,
         check_val_every_n_epoch=None,
-        callbacks=[at({last: save(path)}, distribution)] if last < END else [],
+        callbacks=callbacks,
     )
-    group, shard = divmod(rank, example.size)
-    batches = Announced((group, shard, example.size), BATCHES)
-    trainer.fit(
-        model, batches, fits.batches(VALIDATED), ckpt_path=str(path) if steps.start > 1 else None
-    )
-    watched.note("end", model.net.state_dict(), last)
-    if last < END and rank == 0:
-        saved = torch.load(path, weights_only=True)["state_dict"]
-        watched.check(
-            "saved", {name.removeprefix("net."): values for name, values in saved.items()}, last
-        )
-    return watched.seen
+    loader = Announced(run.place, BATCHES)
+    start = str(run.path) if run.is_resumed else None
+    trainer.fit(module, loader, fits.batches(VALIDATED), ckpt_path=start)
+    if run.is_saved and run.rank == 0:
+        saved = torch.load(run.path, weights_only=True)["state_dict"]
+        run.check_saved({name.removeprefix("net."): values for name, values in saved.items()})
+    return run.end()
 
 
-def in_fabric(rank: int, world_size: int, example: Example, path: Path, steps: range) -> Seen:
+def in_fabric(run: Run) -> Fingerprints:
+    example = run.example
     distribution = ("lightning.fabric", "lightning_fabric")[example.number % 2]
-    watched = Watched(example)
-    last = steps.stop - 1
-    fabric = fabric_of(world_size, distribution, worker_groups=example.groups, **example.choices)
-    net = example.net(rank)
-    model, optimizer = fabric.setup(net, optimizer_of(net))
+    choices = {"worker_groups": example.groups, **example.choices}
+    fabric = fabric_of(run.world_size, distribution, **choices)
+    model, optimizer = fabric.setup(run.net, run.optimizer)
     state = {"model": model, "optimizer": optimizer}
-    if steps.start > 1:
-        fabric.load(path, state)
-    for step in steps:
-        fabric.backward(loss_of(model, example.batch(rank, step)))
+    if run.is_resumed:
+        fabric.load(run.path, state)
+    for step in run.steps:
+        fabric.backward(run.loss(model, step))
         optimizer.step()
         optimizer.zero_grad()
         if step % VALIDATES_EVERY == 0:
             model.eval()
             with fabric.strategy.evaluate(), torch.no_grad():
                 model(batch(VALIDATED, 0)[0])
-                watched.note(f"shown {step}", net.state_dict(), step)
+                run.note_shown(step)
             model.train()
-    if last < END:
-        fabric.save(path, state)
+    if run.is_saved:
+        fabric.save(run.path, state)
     fabric.strategy.finish()
-    watched.note("end", net.state_dict(), last)
-    if last < END and rank == 0:
-        watched.check("saved", torch.load(path, weights_only=True)["model"], last)
-    return watched.seen
+    if run.is_saved and run.rank == 0:
+        run.check_saved(torch.load(run.path, weights_only=True)["model"])
+    return run.end()
 
 
-def in_plain_loop(rank: int, world_size: int, example: Example, path: Path, steps: range) -> Seen:
-    watched = Watched(example)
-    last = steps.stop - 1
-    groups = WorkerGroups(example.groups)
-    net = example.net(rank)
-    optimizer = optimizer_of(net)
-    model = (
-        DistributedDataParallel(net, process_group=groups.process_group)
-        if example.size > 1
-        else net
-    )
+def in_plain_loop(run: Run) -> Fingerprints:
+    groups = WorkerGroups(run.example.groups)
+    model: nn.Module = run.net
+    if run.example.size > 1:
+        model = DistributedDataParallel(run.net, process_group=groups.process_group)
     engine = StreamingDiLoCo(
-        model, worker_groups=groups, inner_optimizers=[optimizer], **example.choices
+        model, worker_groups=groups, inner_optimizers=[run.optimizer], **run.example.choices
     )
-    if steps.start > 1:
-        engine.load(path)
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, example.batch(rank, step)).backward()
-        optimizer.step()
+    if run.is_resumed:
+        engine.load(run.path)
+    for step in run.steps:
+        run.optimizer.zero_grad()
+        run.loss(model, step).backward()
+        run.optimizer.step()
         engine.step()
         if step % VALIDATES_EVERY == 0:
             mean = None if engine.has_landed else engine.group_mean()
             with engine.evaluate(mean, own=engine.first_own()):
-                watched.note(f"shown {step}", net.state_dict(), step)
-    if last < END:
-        engine.save(path)
+                run.note_shown(step)
+    if run.is_saved:
+        engine.save(run.path)
     engine.finish()
-    watched.note("end", net.state_dict(), last)
-    return watched.seen
+    return run.end()
+
+
+class ThreeRuns(NamedTuple):
+    """A run that is never stopped, one that is saved and stopped, and one that is resumed."""
+
+    uninterrupted: Fingerprints
+    stopped: Fingerprints
+    resumed: Fingerprints
+
+
+def train_three_times(
+    rank: int, world_size: int, way: Way, example: Example, path: Path
+) -> ThreeRuns:
+    return ThreeRuns(
+        way(Run(rank, example, path, range(1, END + 1))),
+        way(Run(rank, example, path, range(1, example.stop + 1))),
+        way(Run(rank, example, path, range(example.stop + 1, END + 1))),
+    )
 
 
 FEW = [(2, 1, 13), (2, 1, 123), (2, 2, 30), (4, 1, 55), (4, 2, 3)]
@@ -229,35 +253,29 @@ EXAMPLES = [*FEW, *(pytest.param(*example, marks=pytest.mark.large) for example 
 def test_ranks_of_random_models_agree_resume_exactly_and_keep_constants(
     way: Way, groups: int, size: int, number: int, tmp_path: Path
 ) -> None:
-    """In a run that is never stopped, one that is saved and stopped, and one that is resumed from
-    there.
-    """
+
     example = Example.drawn(number, groups, size)
-    spans = [range(1, END + 1), range(1, example.stop + 1), range(example.stop + 1, END + 1)]
-
-    def run(rank: int, world_size: int) -> list[Seen]:
-        return [way(rank, world_size, example, tmp_path / "saved.ckpt", steps) for steps in spans]
-
     start = run_ranks if way is in_plain_loop else run_processes
-    ranks = start(run, groups * size, timeout=110.0)
-    first_whole, first_stopped, _ = ranks[0]
-    assert {
-        f"shown {step}" for step in range(VALIDATES_EVERY, END, VALIDATES_EVERY)
-    } <= first_whole.keys()
-    for whole, stopped, resumed in ranks:
-        assert unlike(whole, first_whole) == [], "ranks differ"
-        assert unlike(stopped, first_stopped) == [], "ranks that stop differ"
-        before = {when: values for when, values in stopped.items() if when != "end"}
-        assert unlike({**before, **resumed}, whole) == [], "a resumed run differs"
+    path = tmp_path / "saved.ckpt"
+    ranks = start(train_three_times, groups * size, way, example, path, timeout=110.0)
+    first = ranks[0]
+    for step in range(VALIDATES_EVERY, END, VALIDATES_EVERY):
+        assert f"shown {step}" in first.uninterrupted
+    for runs in ranks:
+        assert unlike(runs.uninterrupted, first.uninterrupted) == [], "ranks differ"
+        assert unlike(runs.stopped, first.stopped) == [], "ranks that stop differ"
+        before = {when: values for when, values in runs.stopped.items() if when != "end"}
+        joined = {**before, **runs.resumed}
+        assert unlike(joined, runs.uninterrupted) == [], "a resumed run differs"
 
 
-def unlike(one: Seen, other: Seen) -> list[str]:
-    """What does not have the same bits: when it was seen, and its name."""
-    if one.keys() != other.keys():
-        return sorted(one.keys() ^ other.keys())
-    return [
-        f"{when}: {name}"
-        for when in one
-        for name in one[when]
-        if one[when][name] != other[when].get(name)
-    ]
+def unlike(actual: Fingerprints, expected: Fingerprints) -> list[str]:
+    """The times and names of values that differ in a bit."""
+    if actual.keys() != expected.keys():
+        return sorted(actual.keys() ^ expected.keys())
+    differing = []
+    for when, values in actual.items():
+        for name, fingerprint in values.items():
+            if fingerprint != expected[when].get(name):
+                differing.append(f"{when}: {name}")
+    return differing
