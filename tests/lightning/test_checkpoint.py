@@ -103,6 +103,11 @@ def traced(
     return fits.module(distribution, inner, seed, layers, **members)
 
 
+def hooks_of(kind: type) -> dict[str, Any]:
+    """The hooks that a class defines, as members for another."""
+    return {name: hook for name, hook in vars(kind).items() if not name.startswith("__")}
+
+
 class FitOptions(NamedTuple):
     """The options of `run_fit` that are not settings of the strategy."""
 
@@ -413,32 +418,28 @@ AT_EPOCH_END = {"on_step": False, "on_epoch": True}
 class Logging:
     """Hooks that log in all ways, and a learning rate that depends on the logged values."""
 
-    @staticmethod
-    def training_step(module: Any, parts: Any, index: int) -> Any:
-        loss = module.loss(parts)
-        module.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+    def training_step(self: Any, parts: Any, index: int) -> Any:
+        loss = self.loss(parts)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         maxima = {"most": loss, "all": loss, "here": loss}
-        module.log_dict(maxima, reduce_fx="max", **AT_EPOCH_END)
-        module.log("sum", loss, reduce_fx=sum, sync_dist=True, **AT_EPOCH_END)
-        module.mean.update(loss.detach())
-        module.log("mean", module.mean, **AT_EPOCH_END)
-        module.many.update(loss.detach())
-        module.log_dict(module.many, **AT_EPOCH_END)
+        self.log_dict(maxima, reduce_fx="max", **AT_EPOCH_END)
+        self.log("sum", loss, reduce_fx=sum, sync_dist=True, **AT_EPOCH_END)
+        self.mean.update(loss.detach())
+        self.log("mean", self.mean, **AT_EPOCH_END)
+        self.many.update(loss.detach())
+        self.log_dict(self.many, **AT_EPOCH_END)
         return loss
 
-    @staticmethod
-    def validation_step(module: Any, parts: Any, index: int) -> None:
-        module.log("val", module.loss(parts) + torch.rand(()), sync_dist=True)
+    def validation_step(self: Any, parts: Any, index: int) -> None:
+        self.log("val", self.loss(parts) + torch.rand(()), sync_dist=True)
 
-    @staticmethod
-    def on_train_epoch_end(module: Any) -> None:
-        metrics = module.trainer.callback_metrics
+    def on_train_epoch_end(self: Any) -> None:
+        metrics = self.trainer.callback_metrics
         copies = {name: value.clone() for name, value in metrics.items()}
-        module.epoch_metrics[module.trainer.current_epoch] = copies
+        self.epoch_metrics[self.trainer.current_epoch] = copies
 
-    @staticmethod
-    def configure_optimizers(module: Any) -> Any:
-        optimizer = inner_optimizer("adamw", module.net)
+    def configure_optimizers(self: Any) -> Any:
+        optimizer = inner_optimizer("adamw", self.net)
         # Nothing is good enough for them.
         plateau = partial(ReduceLROnPlateau, optimizer, patience=0, threshold=10.0, factor=0.9)
         return [optimizer], [
@@ -449,8 +450,7 @@ class Logging:
 
 
 def logging_module(distribution: str, seed: int) -> Any:
-    hooks = {name: getattr(Logging, name) for name in vars(Logging) if not name.startswith("__")}
-    model = traced(distribution, seed, epoch_metrics={}, **hooks)
+    model = traced(distribution, seed, epoch_metrics={}, **hooks_of(Logging))
     model.mean = MeanMetric()
     model.many = MetricCollection([MeanMetric(), MaxMetric()])
     return model
