@@ -1,5 +1,5 @@
-"""Ranks of sites as processes of their own: they train a small model, and write down what they
-know after each step.
+"""Ranks of sites as processes of their own: they train a small model, and write notes after each
+step.
 """
 
 import hashlib
@@ -8,7 +8,6 @@ import pickle
 import sys
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +39,10 @@ class Rank(Place):
     rank: int = 0
     ranks: int = 1
     is_sharded: bool = False
-    validates: int = 0  # after so many steps, and saves the best model; 0: it saves every 25 steps
-    # of seconds, beyond which it leaves out micro-batches, of two samples each and four in a step
+    validates: int = 0
+    """Validates after so many steps, and saves the best model; 0: it saves every 25 steps."""
     budget: Any = None
+    """Seconds, beyond which it leaves out micro-batches, of two samples each and four in a step."""
 
     @property
     def name(self) -> str:
@@ -55,9 +55,8 @@ class RankNet(Net):
         self.place = place
 
     def configure_model(self) -> None:
-        if self.place.is_sharded and not any(
-            hasattr(parameter, "placements") for parameter in self.parameters()
-        ):
+        is_done = any(hasattr(parameter, "placements") for parameter in self.parameters())
+        if self.place.is_sharded and not is_done:
             mesh = self.device_mesh["data_parallel"]
             for layer in (*self.net, self.net):
                 fully_shard(layer, mesh=mesh)
@@ -78,61 +77,86 @@ class RankNet(Net):
 
 def train(place: Rank) -> None:
     """Trains a site until it has made so many inner steps, or the run ends."""
-    own = {"LOCAL_RANK": place.rank, "RANK": place.rank, "NODE_RANK": 0, "WORLD_SIZE": place.ranks}
-    own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": place.port, "GLOO_SOCKET_IFNAME": "lo"}
-    os.environ |= {key: str(value) for key, value in own.items()}
+    set_environment(place)
     pl.seed_everything(0)
     notebook = place.enter(place.name)
     folder = place.folder / place.site
     last = folder / "last.ckpt"
-    given = {"federation": federation_of(place.site, place), **SETTINGS}
-    sharded = partial(
-        lightning_sdiloco.StreamingDiLoCoModelParallelStrategy, data_parallel_size=place.ranks
-    )
-    strategy = (sharded if place.is_sharded else lightning_sdiloco.StreamingDiLoCoStrategy)(**given)
-    saves: dict[str, Any] = (
-        {"monitor": "seen"} if place.validates else {"every_n_train_steps": 25, "save_top_k": 0}
-    )
-    monitor = lightning_sdiloco.StreamingDiLoCoMonitor(
+    trainer = trainer_of_rank(place, folder, Notes(notebook))
+    loader = loader_of(place)
+    validation = loader if place.validates else None
+    net = RankNet(place)
+    end: dict[str, Any] = {}
+    try:
+        trainer.fit(net, loader, validation, ckpt_path=str(last) if last.exists() else None)
+    except SIGTERMException:
+        end["terminated"] = True
+    if place.budget:
+        end["dropped"] = loader.dropped
+        end["samples"] = 2 * (place.steps * 4 - loader.dropped)
+        end["budget"] = loader.budget
+        end["same"] = [float(parameter.detach().double().sum()) for parameter in net.parameters()]
+    strategy = trainer.strategy
+    outer = {} if "terminated" in end else strategy.outer_state_dict()
+    fragments = strategy.engine.loop.follower.fragments
+    end["metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    end["report"] = strategy.report()
+    end["digest"] = digest_of(outer)
+    end["applied"] = [list(fragment.applied) for fragment in fragments]
+    notebook.write("ended", **end)
+
+
+def set_environment(place: Rank) -> None:
+    """Sets the environment variables of a launcher."""
+    os.environ |= {
+        "LOCAL_RANK": str(place.rank),
+        "RANK": str(place.rank),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": str(place.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(place.port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def trainer_of_rank(place: Rank, folder: Path, notes: Notes) -> Any:
+    choices: dict[str, Any] = {"federation": federation_of(place.site, place), **SETTINGS}
+    kind: Any = lightning_sdiloco.StreamingDiLoCoStrategy
+    if place.is_sharded:
+        kind = lightning_sdiloco.StreamingDiLoCoModelParallelStrategy
+        choices["data_parallel_size"] = place.ranks
+    saves: dict[str, Any] = {"every_n_train_steps": 25, "save_top_k": 0}
+    validates: dict[str, Any] = {"val_check_interval": None, "limit_val_batches": 0}
+    if place.validates:
+        saves = {"monitor": "seen"}
+        validates = {"val_check_interval": place.validates, "limit_val_batches": 2}
+    checkpoint = ModelCheckpoint(dirpath=folder, save_last=True, **saves)
+    records = lightning_sdiloco.StreamingDiLoCoMonitor(
         folder=f"{folder}.records", diagnostics=False
     )
-    callbacks = [Notes(notebook), monitor, ModelCheckpoint(dirpath=folder, save_last=True, **saves)]
-    choices = {"devices": place.ranks, "accumulate_grad_batches": 4 if place.budget else 1}
-    choices |= {
-        "val_check_interval": place.validates or None,
-        "limit_val_batches": 2 if place.validates else 0,
-    }
-    trainer = trainer_of(place, folder, strategy, callbacks, **choices)
-    loader: Any = samples_of(place.site, 2 if place.budget else BATCH)
-    if place.budget:
-        loader = lightning_sdiloco.DropCompute(4, place.budget, most_dropped=0.3)(loader)
-    net = RankNet(place)
-    ends = dict[str, Any]()
-    try:
-        trainer.fit(
-            net,
-            loader,
-            loader if place.validates else None,
-            ckpt_path=str(last) if last.exists() else None,
-        )
-    except SIGTERMException:
-        ends["terminated"] = True
-    if place.budget:
-        ends |= {
-            "dropped": loader.dropped,
-            "samples": 2 * (place.steps * 4 - loader.dropped),
-            "budget": loader.budget,
-        }
-        ends["same"] = [float(parameter.detach().double().sum()) for parameter in net.parameters()]
-    ends["metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    digest = hashlib.sha256()
-    made = trainer.strategy
-    for values in ({} if "terminated" in ends else made.outer_state_dict()).values():
-        digest.update(values.numpy().tobytes())
-    applied = [list(own.applied) for own in made.engine.loop.follower.fragments]
-    notebook.write(
-        "ended", **ends, report=made.report(), digest=digest.hexdigest(), applied=applied
+    return trainer_of(
+        place,
+        folder,
+        kind(**choices),
+        [notes, records, checkpoint],
+        devices=place.ranks,
+        accumulate_grad_batches=4 if place.budget else 1,
+        **validates,
     )
+
+
+def loader_of(place: Rank) -> Any:
+    if not place.budget:
+        return samples_of(place.site, BATCH)
+    micro_batches = samples_of(place.site, 2)
+    return lightning_sdiloco.DropCompute(4, place.budget, most_dropped=0.3)(micro_batches)
+
+
+def digest_of(state_dict: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for values in state_dict.values():
+        digest.update(values.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def train_under_torchrun(place: Rank) -> None:
@@ -143,18 +167,20 @@ def train_under_torchrun(place: Rank) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     # Otherwise ranks that are started again read where those before them listened.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    meets = ["--nproc-per-node", str(place.ranks), "--rdzv-backend", "c10d"]
-    meets += [
-        "--rdzv-endpoint",
-        f"127.0.0.1:{place.port}",
+    arguments = [
+        f"--nproc-per-node={place.ranks}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{place.port}",
         "--local-addr=127.0.0.1",
         "--max-restarts=1",
     ]
-    told = place.folder / f"{place.site}.told"
-    told.write_bytes(pickle.dumps(place))
-    torch.distributed.run.main([*meets, "-m", __name__, str(told)])
+    pickled = place.folder / f"{place.site}.place"
+    pickled.write_bytes(pickle.dumps(place))
+    torch.distributed.run.main([*arguments, "-m", __name__, str(pickled)])
 
 
 if __name__ == "__main__":
-    port, rank = (int(os.environ[name]) for name in ("MASTER_PORT", "RANK"))
-    train(replace(pickle.loads(Path(sys.argv[1]).read_bytes()), port=port, rank=rank))
+    rank = int(os.environ["RANK"])
+    port = int(os.environ["MASTER_PORT"])
+    place_of_site = pickle.loads(Path(sys.argv[1]).read_bytes())
+    train(replace(place_of_site, port=port, rank=rank))

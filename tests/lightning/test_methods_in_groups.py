@@ -48,8 +48,7 @@ CHOICES: dict[str, Any] = {
     "fragments": CUT,
     "compression": "fp32",
 }
-# By itself a Trainer steps elementwise in so few rounds, and the engine does not know how many
-# there are.
+# By default a Trainer steps elementwise in so few rounds, and the engine does not know their number.
 EQUALISED = {"outer_optimizer": OuterOptimizer(direction="equalised")}
 PAIRS: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.5}
 ROUTES: dict[str, dict[str, Any]] = {
@@ -71,12 +70,21 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def held_by(models: Sequence[nn.Module], finish: Callable[[], Any]) -> list[list[Tensor]]:
-    """What each model holds before the end and after it."""
-    before = [[whole(parameter) for parameter in model.parameters()] for model in models]
+    """The parameters of each model before the end and after it."""
+    held = [parameters_of(model) for model in models]
     finish()
-    return [
-        [*held, *map(whole, model.parameters())] for held, model in zip(before, models, strict=True)
-    ]
+    for parameters, model in zip(held, models, strict=True):
+        parameters += parameters_of(model)
+    return held
+
+
+def parameters_of(model: nn.Module) -> list[Tensor]:
+    return [whole(parameter) for parameter in model.parameters()]
+
+
+def same_end(model: Sequence[Tensor], simulated: Sequence[Tensor]) -> bool:
+    """Tells whether parameters are bit-identical to those of a simulated model after its end."""
+    return all(map(torch.equal, model, simulated[len(model) :]))
 
 
 def simulated(
@@ -87,16 +95,15 @@ def simulated(
     micro_batches: int = 1,
     **choices: Any,
 ) -> list[list[Tensor]]:
-    """What each group holds before the end and after it; a paced one is idle in every other
-    step.
+    """The parameters of each group before the end and after it; a paced group is idle in every
+    other step.
     """
 
     def loss(model: nn.Module, group: int, step: int, *place: int) -> Tensor:
-        last = micro_batches * (step // 2 if paced and group else step)
-        losses = [
-            regression(model, group, last - earlier, *place) for earlier in range(micro_batches)
-        ]
-        return torch.stack(losses).mean()
+        trained_steps = step // 2 if paced and group else step
+        last = micro_batches * trained_steps
+        numbers = [last - earlier for earlier in range(micro_batches)]
+        return torch.stack([regression(model, group, n, *place) for n in numbers]).mean()
 
     def idle(group: int, step: int) -> bool:
         return paced and group == 1 and step % 2 == 1
@@ -110,8 +117,8 @@ def simulated(
 
 def in_simulation(make: Callable[[int], nn.Module]) -> dict[str, list[list[Tensor]]]:
     return {
-        name: simulated(partial(make, 0), "sgd", GROUPS, **{**CHOICES, **METHODS[name]})
-        for name in METHODS
+        name: simulated(partial(make, 0), "sgd", GROUPS, **{**CHOICES, **choices})
+        for name, choices in METHODS.items()
     }
 
 
@@ -119,64 +126,55 @@ def test_sharded_groups_match_the_simulation_and_save_the_mean_on_a_route(
     tmp_path: Path,
 ) -> None:
     expected = in_simulation(sharded.even)
+    path = tmp_path / "step=6.ckpt"
+    callbacks = saving(fits.LIGHTNING, tmp_path, every_n_train_steps=6)
 
     def play(rank: int, world_size: int) -> None:
-        path = tmp_path / "step=6.ckpt"
-        more = {"save_distributed_checkpoint": False, "steps": STEPS}
-        for name, choices in METHODS.items():
-            fit = partial(
-                sharded.fit, rank, world_size, GROUPS, (2, 1), **more, **{**CHOICES, **choices}
-            )
-            plain = fit(
-                callbacks=saving(fits.LIGHTNING, tmp_path, every_n_train_steps=6)
-                if name == "random"
-                else []
-            )
-            own = plain["model"].values()
+        for name, method in METHODS.items():
+            choices = {**CHOICES, **method, "save_distributed_checkpoint": False, "steps": STEPS}
+            fit = partial(sharded.fit, rank, world_size, GROUPS, (2, 1), **choices)
+            saves = name == "random"
+            plain = fit(callbacks=callbacks if saves else [])
+            model = list(plain["model"].values())
+            in_simulation = expected[name][rank // 2][len(model) :]
             # The ranks of a group add up in another order.
-            assert all(
-                map(partial(torch.allclose, atol=1e-6), own, expected[name][rank // 2][len(own) :])
-            ), name
-            if name != "random":
-                continue
-            every: list[Any] = [None] * world_size
-            torch.distributed.all_gather_object(every, plain["trace"][6])
-            for key, values in torch.load(path, weights_only=True)["state_dict"].items():
-                assert torch.equal(values, every[0][f"outer {key}"])
-                # The ranks of a group hold it in parts, the first of them by rows.
-                of_groups = [
-                    torch.cat([every[2 * group][key], every[2 * group + 1][key]])
-                    for group in range(GROUPS)
-                ]
-                assert torch.allclose(values, torch.stack(of_groups).mean(0), atol=1e-6), key
-            assert_resumed(fit(path=path), plain, 6)
+            assert all(map(partial(torch.allclose, atol=1e-6), model, in_simulation)), name
+            if saves:
+                assert_holds_the_mean(path, plain["trace"][6])
+                assert_resumed(fit(path=path), plain, 6)
 
     run_processes(play, 2 * GROUPS)
+
+
+def assert_holds_the_mean(path: Path, held: dict[str, Tensor]) -> None:
+    """A file holds the mean of the groups, whose two ranks each hold a part, by rows."""
+    ranks: list[Any] = [None] * (2 * GROUPS)
+    torch.distributed.all_gather_object(ranks, held)
+    for key, values in torch.load(path, weights_only=True)["state_dict"].items():
+        assert torch.equal(values, ranks[0][f"outer {key}"])
+        parts = [rank[key] for rank in ranks]
+        groups = [torch.cat(parts[first : first + 2]) for first in range(0, 2 * GROUPS, 2)]
+        assert torch.allclose(values, torch.stack(groups).mean(0), atol=1e-6), key
 
 
 def test_loops_of_fabric_match_the_simulation(tmp_path: Path) -> None:
     expected = in_simulation(mlp)
 
     def play(rank: int, world_size: int) -> None:
-        for name, choices in METHODS.items():
-            fabric = fabric_of(GROUPS, worker_groups=GROUPS, **CHOICES | choices)
-            model, optimizer = fabric.setup(net := mlp(0), inner_optimizer("sgd", net))
+        for name, method in METHODS.items():
+            fabric = fabric_of(GROUPS, worker_groups=GROUPS, **CHOICES | method)
+            net = mlp(0)
+            model, optimizer = fabric.setup(net, inner_optimizer("sgd", net))
             for step in range(1, STEPS + 1):
                 train(fabric, optimizer, regression(model, rank, step, 0, 1))
             if name in ROUTES:
                 # A checkpoint holds what evaluation shows, and neither moves anything.
                 fabric.save(tmp_path / name, {"model": model, "optimizer": optimizer})
                 with fabric.strategy.evaluate():
-                    assert (
-                        unequal(
-                            torch.load(tmp_path / name, weights_only=True)["model"],
-                            net.state_dict(),
-                        )
-                        == []
-                    )
-            assert all(
-                map(torch.equal, held_by([net], fabric.strategy.finish)[0], expected[name][rank])
-            ), name
+                    saved = torch.load(tmp_path / name, weights_only=True)["model"]
+                    assert unequal(saved, net.state_dict()) == []
+            (parameters,) = held_by([net], fabric.strategy.finish)
+            assert all(map(torch.equal, parameters, expected[name][rank])), name
 
     run_processes(play, GROUPS)
 
@@ -188,8 +186,8 @@ SHARED: dict[str, Any] = {
     "overlap_steps": 2,
     "fragments": "strided:2",
     "exchange": "gather",
+    **EQUALISED,
 }
-SHARED |= EQUALISED
 POLICIES: dict[str, dict[str, Any]] = {
     **{name: choices for name, choices in METHODS.items() if name not in ROUTES},
     "delayed nesterov": {
@@ -215,107 +213,147 @@ def net() -> nn.Module:
     )
 
 
-def test_a_trainer_matches_the_simulation_with_every_policy(tmp_path: Path) -> None:
-    expected = {
-        name: simulated(
-            net, "adamw", 2, name == "paced", 1 + (name == "drop compute"), **{**SHARED, **choices}
-        )
-        for name, choices in POLICIES.items()
-    }
+def simulated_policy(name: str) -> list[list[Tensor]]:
+    micro_batches = 2 if name == "drop compute" else 1
+    choices = {**SHARED, **POLICIES[name]}
+    return simulated(net, "adamw", 2, name == "paced", micro_batches, **choices)
 
-    def make(distribution: str, inner: str, seed: int) -> Any:
-        return fits.module(distribution, inner, net=net())
+
+def fit_policy(rank: int, name: str, folder: Path) -> list[Tensor]:
+    """Fits in a Trainer; returns the parameters."""
+    trainer_choices: dict[str, Any] = {"use_distributed_sampler": False}
+    loader: Any = fits.Announced((rank, 0, 1), 2 * STEPS)
+    if name == "paced":
+        loader = Paced(loader, speed=0.5 if rank else 1.0)
+    if name == "drop compute":
+        loader = DropCompute(2, budget=inf)(loader)
+        trainer_choices["accumulate_grad_batches"] = 2
+        trainer_choices["callbacks"] = [StreamingDiLoCoMonitor(folder=str(folder))]
+    fitted = fits.fit(
+        rank,
+        2,
+        2,
+        STEPS,
+        {**SHARED, **POLICIES[name]},
+        inner="adamw",
+        make=lambda distribution, inner, seed: fits.module(distribution, inner, net=net()),
+        loader=loader,
+        trainer_choices=trainer_choices,
+    )
+    return list(fitted["model"].values())
+
+
+def test_a_trainer_matches_the_simulation_with_every_policy(tmp_path: Path) -> None:
+    expected = {name: simulated_policy(name) for name in POLICIES}
 
     def play(rank: int, world_size: int) -> None:
-        for name, choices in POLICIES.items():
-            loader: Any = fits.Announced((rank, 0, 1), 2 * STEPS)
-            more: dict[str, Any] = {"use_distributed_sampler": False}
-            if name == "paced":
-                loader = Paced(loader, speed=0.5 if rank else 1.0)
-            if name == "drop compute":
-                loader = DropCompute(2, budget=inf)(loader)
-                more |= {
-                    "accumulate_grad_batches": 2,
-                    "callbacks": [StreamingDiLoCoMonitor(folder=str(tmp_path))],
-                }
-            given = {"make": make, "inner": "adamw", "loader": loader, "trainer_choices": more}
-            own = fits.fit(rank, 2, 2, STEPS, {**SHARED, **choices}, **given)["model"].values()
-            assert all(map(torch.equal, own, expected[name][rank][len(own) :])), name
+        for name in POLICIES:
+            assert same_end(fit_policy(rank, name, tmp_path), expected[name][rank]), name
 
     run_processes(play, 2)
     assert list(tmp_path.rglob("*.jsonl")), "the monitor has written its records"
 
 
-@in_ranks(4)
-def test_many_groups_begin_with_dense_rounds_as_short_as_the_link_hides(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = said_by("lightning_sdiloco.lightning.options")
-    # Eight groups take too long here.
-    monkeypatch.setattr("lightning_sdiloco.algorithm.config._FEWEST_FOR_DENSE", 4)
-    monkeypatch.setattr("lightning_sdiloco.algorithm.config._DENSE_SHARE", 0.1)
-    # An inner step of a second, and links of which each rank measures another one.
-    links = [Link(gbit_s=1.0, round_trip=0.001)]
-    monkeypatch.setattr(
-        options_module, "measure_link", lambda *_: links[0] if rank == 0 else Link(1e-9, 0.1)
-    )
-    monkeypatch.setattr(Options, "step_time", lambda options: 1.0)
-    chosen_at = list[int]()
+class Pretended:
+    """The link that rank 0 measures, and the inner steps at which settings were chosen."""
+
+    def __init__(self) -> None:
+        self.link = Link(gbit_s=1.0, round_trip=0.001)
+        self.chosen_at: list[int] = []
+
+    def measure_link(self, *_: Any) -> Link:
+        """Each rank measures another link; that of rank 0 counts."""
+        return self.link if torch.distributed.get_rank() == 0 else Link(1e-9, 0.1)
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Pretended:
+    """Inner steps of a second, links, and four groups where a dense beginning needs eight."""
+    pretended = Pretended()
     choose = StreamingDiLoCo.choose
 
-    def noted(engine: StreamingDiLoCo, settings: Any) -> None:
-        chosen_at.append(engine.inner_steps)
+    def choose_and_note(engine: StreamingDiLoCo, settings: Any) -> None:
+        pretended.chosen_at.append(engine.inner_steps)
         choose(engine, settings)
 
-    monkeypatch.setattr(StreamingDiLoCo, "choose", noted)
+    monkeypatch.setattr("lightning_sdiloco.algorithm.config._FEWEST_FOR_DENSE", 4)
+    monkeypatch.setattr("lightning_sdiloco.algorithm.config._DENSE_SHARE", 0.1)
+    monkeypatch.setattr(options_module, "measure_link", pretended.measure_link)
+    monkeypatch.setattr(Options, "step_time", lambda options: 1.0)
+    monkeypatch.setattr(StreamingDiLoCo, "choose", choose_and_note)
+    return pretended
 
-    def fit(
-        path: Path | None = None, save: Path | None = None, steps: int = 240, **choices: Any
-    ) -> tuple[DenseBeginning | None, list[Tensor]]:
-        """Returns the dense beginning of a fit, and what was learnt."""
-        strategy = fits.strategy(**{"sync_every": 20, **choices})
-        trainer = fits.trainer(strategy=strategy, devices=4, max_steps=steps)
-        model = fits.module()
-        trainer.fit(model, fits.batches(rank), ckpt_path=path)
-        if save is not None:
-            trainer.save_checkpoint(save)
-        return strategy.schedule.dense, [
-            parameter.detach().clone() for parameter in model.parameters()
-        ]
 
-    chosen, values = fit(save=tmp_path / "dense.ckpt")
-    assert chosen_at == [3], "before the first launch would be due"
-    told = r"DenseBeginning\(rounds=6.*first 24 of the 240 inner steps .* 10 %.* 4 groups exchange every 4 .* 1 Gbit/s"
-    assert rank or re.search(told, said[0])
-    asked, expected = fit(dense_beginning=DenseBeginning(6))
-    assert (chosen, asked) == (DenseBeginning(6), DenseBeginning(6))
-    assert all(map(torch.equal, values, expected))
-    # A run that goes on has what its checkpoint has, whatever the length of the fit; a short one
-    # begins without.
-    assert fit(tmp_path / "dense.ckpt", steps=260)[0] == chosen
-    assert fit(save=tmp_path / "short.ckpt", steps=80)[0] is None
-    assert fit(tmp_path / "short.ckpt", steps=260)[0] is None
-    assert len(said) == (rank == 0)
-    # A slower link gets longer rounds, and one that is too slow for them none.
-    links[0] = Link(gbit_s=1e-6, round_trip=0.001)
-    chosen, values = fit()
-    assert (chosen, agreed({str(index): value for index, value in enumerate(values)})) == (
-        DenseBeginning(3, 8),
-        True,
-    )
-    links[0] = Link(gbit_s=3e-7, round_trip=0.001)
-    chosen, values = fit()
-    _, expected = fit(dense_beginning=None)
-    assert chosen is None
-    assert all(map(torch.equal, values, expected))
-    assert (
-        rank or "Chosen: dense_beginning=None, because training would wait for the link" in said[-1]
-    )
-    # What the planner chooses comes first, after more inner steps.
-    links[0] = Link(gbit_s=1.0, round_trip=0.001)
-    for planned in ({"compression": "auto", "sync_every": 50}, {"sync_every": "auto"}):
-        chosen, _ = fit(steps=600, **planned)
-        assert chosen_at[-1] == 8
-        assert chosen == (DenseBeginning(3, 16) if planned["sync_every"] == 50 else None), (
-            "rounds of 30 are too short"
-        )
+def fit_dense(
+    rank: int, path: Path | None = None, save: Path | None = None, steps: int = 240, **choices: Any
+) -> tuple[DenseBeginning | None, list[Tensor]]:
+    """Returns the dense beginning of a fit, and the parameters that it has trained."""
+    strategy = fits.strategy(**{"sync_every": 20, **choices})
+    trainer = fits.trainer(strategy=strategy, devices=4, max_steps=steps)
+    model = fits.module()
+    trainer.fit(model, fits.batches(rank), ckpt_path=path)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return strategy.schedule.dense, parameters_of(model)
+
+
+CHOSEN_DENSE = (
+    r"DenseBeginning\(rounds=6.*first 24 of the 240 inner steps .* 10 %.*"
+    r" 4 groups exchange every 4 .* 1 Gbit/s"
+)
+
+
+@in_ranks(4)
+def test_many_groups_begin_with_dense_rounds_as_short_as_the_link_hides(
+    rank: int, tmp_path: Path, pretended: Pretended
+) -> None:
+    messages = said_by("lightning_sdiloco.lightning.options")
+    fit = partial(fit_dense, rank)
+    dense_path = tmp_path / "dense.ckpt"
+    short_path = tmp_path / "short.ckpt"
+    by_default, parameters = fit(save=dense_path)
+    assert pretended.chosen_at == [3], "before the first launch would be due"
+    assert rank or re.search(CHOSEN_DENSE, messages[0])
+    by_choice, expected = fit(dense_beginning=DenseBeginning(6))
+    assert by_default == DenseBeginning(6)
+    assert by_choice == DenseBeginning(6)
+    assert all(map(torch.equal, parameters, expected))
+    # A resumed run has the dense beginning of its checkpoint, whatever the length of the fit; a
+    # short fit begins without.
+    resumed, _ = fit(dense_path, steps=260)
+    short, _ = fit(save=short_path, steps=80)
+    resumed_short, _ = fit(short_path, steps=260)
+    assert resumed == by_default
+    assert short is None
+    assert resumed_short is None
+    assert len(messages) == (rank == 0)
+
+
+@in_ranks(4)
+def test_a_slower_link_gets_longer_dense_rounds_and_one_that_is_too_slow_none(
+    rank: int, pretended: Pretended
+) -> None:
+    messages = said_by("lightning_sdiloco.lightning.options")
+    pretended.link = Link(gbit_s=1e-6, round_trip=0.001)
+    dense, parameters = fit_dense(rank)
+    assert dense == DenseBeginning(3, 8)
+    assert agreed({str(index): values for index, values in enumerate(parameters)})
+    pretended.link = Link(gbit_s=3e-7, round_trip=0.001)
+    dense, parameters = fit_dense(rank)
+    _, expected = fit_dense(rank, dense_beginning=None)
+    assert dense is None
+    assert all(map(torch.equal, parameters, expected))
+    warning = "Chosen: dense_beginning=None, because training would wait for the link"
+    assert rank or warning in messages[-1]
+
+
+@in_ranks(4)
+def test_the_planner_chooses_before_the_dense_beginning_after_more_inner_steps(
+    rank: int, pretended: Pretended
+) -> None:
+    dense, _ = fit_dense(rank, steps=600, compression="auto", sync_every=50)
+    assert pretended.chosen_at[-1] == 8
+    assert dense == DenseBeginning(3, 16)
+    dense, _ = fit_dense(rank, steps=600, sync_every="auto")
+    assert pretended.chosen_at[-1] == 8
+    assert dense is None, "rounds of 30 are too short"

@@ -3,7 +3,7 @@ holds, what to do.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -39,9 +39,8 @@ from tests.ranks import in_ranks
 from tests.training import mlp
 
 Make = Callable[..., Any]
-# What is given, and what is told, where " ... " stands for what may be between, and ^ for the
-# beginning.
 Table = Sequence[tuple[dict[str, Any], str]]
+"""Arguments, and words of the message: see `assert_says`."""
 
 
 def engine(**choices: Any) -> StreamingDiLoCo:
@@ -56,24 +55,20 @@ STRATEGIES: list[Make] = [FirstStrategy, OtherStrategy]
 EVERYWHERE: list[Make] = [*STRATEGIES, engine]
 
 
-def missing(message: str, *told: str) -> list[str]:
-    """What a message does not say."""
-    parts = [part for words in told for part in words.split(" ... ")]
-    said = {
-        part: message.startswith(part[1:]) if part.startswith("^") else part in message
-        for part in parts
-    }
-    return [f"{part!r} in {message!r}" for part in parts if not said[part]]
+def assert_says(message: str, *words: str) -> None:
+    """A message contains these words; " ... " stands for any text, and ^ for the beginning."""
+    for part in " ... ".join(words).split(" ... "):
+        if part.startswith("^"):
+            assert message.startswith(part[1:])
+        else:
+            assert part in message
 
 
 def assert_refused(makes: Iterable[Make], table: Table) -> None:
-    """Each of the arguments by each that takes them."""
-    assert [
-        m
-        for choices, told in table
-        for make in makes
-        for m in missing(refusal(make, **choices), told)
-    ] == []
+    """Each maker refuses each row of arguments."""
+    for make in makes:
+        for choices, words in table:
+            assert_says(refusal(make, **choices), words)
 
 
 # Arguments
@@ -112,22 +107,31 @@ OUT_OF_RANGE: Table = [
         for name in ("fp5", "FP4", None)
     ),
 ]
+NO_NUMBERS: list[tuple[Any, str]] = [
+    ("0.7", "of type str, not a number"),
+    (True, "of type bool, not a number"),
+    (None, "of type NoneType, not a number"),
+    (INFINITE, "not finite"),
+    (NAN, "not finite"),
+]
+NO_WHOLE_NUMBERS: list[tuple[Any, str]] = [
+    *NO_NUMBERS,
+    (2.5, "not a whole number"),
+    (8.0, "of type float, not a whole number"),
+]
+
+
+def faults_of(name: str, values: Iterable[tuple[Any, str]]) -> Table:
+    return [({name: value}, f"^{name}={value!r} is {fault}: it") for value, fault in values]
+
+
 OF_ANOTHER_TYPE: Table = [
-    *(
-        ({name: given}, f"^{name}={given!r} is {what}: it")
-        for name in ("mixing", "outer_lr", "outer_momentum", "sync_every", "overlap_steps")
-        for given, what in (
-            ("0.7", "of type str, not a number"),
-            (True, "of type bool, not a number"),
-            (None, "of type NoneType, not a number"),
-            (INFINITE, "not finite"),
-            (NAN, "not finite"),
-            *((2.5, "not a whole number"), (8.0, "of type float, not a whole number"))
-            * name.endswith(("every", "steps")),
-        )
-        # None is the default of this one.
-        if (name, given) != ("overlap_steps", None)
-    ),
+    *faults_of("mixing", NO_NUMBERS),
+    *faults_of("outer_lr", NO_NUMBERS),
+    *faults_of("outer_momentum", NO_NUMBERS),
+    *faults_of("sync_every", NO_WHOLE_NUMBERS),
+    # None is the default of this one.
+    *faults_of("overlap_steps", [case for case in NO_WHOLE_NUMBERS if case[0] is not None]),
     ({"worker_groups": "4"}, f"^worker_groups='4' is of type str, not a number: {WHOLE[:27]}"),
     (
         {"worker_groups": 2.0},
@@ -252,23 +256,19 @@ def test_invalid_choices_are_refused_with_the_fault_and_its_remedy() -> None:
     assert_refused([*STRATEGIES, fabric], OF_STRATEGIES)
     assert_refused([*STRATEGIES, ModelParallelStrategy], OF_A_TRAINER)
     assert_refused([fabric], OF_FABRIC)
-    without_advice = (refusal(engine, **choices) for choices, _ in OUT_OF_RANGE)
-    assert [told for told in without_advice if not re.search(r"\. (Choose|Set) ", told)] == []
+    for choices, _ in OUT_OF_RANGE:
+        assert re.search(r"\. (Choose|Set) ", refusal(engine, **choices))
     assert_refused([OuterOptimizer], OF_THE_OUTER_OPTIMIZER)
     for make in STRATEGIES:
-        assert (
-            make(ddp_kwargs={"find_unused_parameters": True})._ddp_kwargs["find_unused_parameters"]
-            is True
-        )
-    most = max(OVERLAP_STEPS)
-    assert_refused(
-        [engine], [({"overlap_steps": 100}, f"the paper saw next to no loss from up to {most}.")]
-    )
+        strategy = make(ddp_kwargs={"find_unused_parameters": True})
+        assert strategy._ddp_kwargs["find_unused_parameters"] is True
+    advice = f"the paper saw next to no loss from up to {max(OVERLAP_STEPS)}."
+    assert_refused([engine], [({"overlap_steps": 100}, advice)])
 
 
-# Every argument that was, by what is told
+# Former arguments
 
-WERE: Table = [
+FORMER: Table = [
     (
         {"layers_per_fragment": 2},
         "layers_per_fragment=2 is part of fragments: give fragments='strided:2' or",
@@ -301,63 +301,66 @@ WERE: Table = [
         for name in ("quorum", "grace")
     ),
 ]
-NO_ARGUMENT = [
-    ("overlap_step", "Did you mean overlap_steps?"),
-    ("nonsense", " lists its arguments."),
-]
+TYPOS = {
+    "overlap_step": "Did you mean overlap_steps?",
+    "nonsense": " lists its arguments.",
+}
 
 
 def test_former_arguments_are_refused_with_a_substitute_and_typos_with_the_right_one() -> None:
-    ours = [*STRATEGIES, ModelParallelStrategy]
+    users_names = [*STRATEGIES, ModelParallelStrategy]
     simulated = partial(SimulatedGroups, [mlp(), mlp()])
-    for make in (*ours, FabricStrategy, engine, simulated):
-        assert_refused([make], WERE)
-        takes_kwargs = make in (*STRATEGIES, FabricStrategy)
-        unknown = [*NO_ARGUMENT, *[("find_unused_parameters", "give ddp_kwargs=")] * takes_kwargs]
-        for name, advice in unknown:
-            told = refusal(make, kind=TypeError, **{name: 3})
-            assert missing(told, f"has no argument '{name}'", advice) == []
-            assert make not in ours or told.startswith(make.__name__), (
-                "the name that the user chose"
-            )
+    for make in (*users_names, FabricStrategy, engine, simulated):
+        assert_refused([make], FORMER)
+        unknown = dict(TYPOS)
+        if make in (*STRATEGIES, FabricStrategy):
+            unknown["find_unused_parameters"] = "give ddp_kwargs="
+        for name, advice in unknown.items():
+            message = refusal(make, kind=TypeError, **{name: 3})
+            assert_says(message, f"has no argument '{name}'", advice)
+            if make in users_names:
+                assert message.startswith(make.__name__), "the name that the user chose"
+
+
+def settings_of(maker: Any) -> Settings:
+    """The settings of a strategy, an engine, or a Fabric."""
+    if isinstance(maker, StreamingDiLoCo):
+        return maker.settings
+    strategy = maker.strategy if isinstance(maker, L.Fabric) else maker
+    return strategy._options.settings  # type: ignore[no-any-return]
 
 
 def test_a_default_overlap_gives_way_to_a_shorter_round() -> None:
-    def chosen(make: Make, **choices: Any) -> Settings:
-        made = make(**choices)
-        made = made.strategy if isinstance(made, L.Fabric) else made
-        return made.settings if isinstance(made, StreamingDiLoCo) else made._options.settings
-
     def simulated(**choices: Any) -> StreamingDiLoCo:
         return SimulatedGroups([mlp(), mlp()], **choices).engines[1]
 
+    overlaps = {1: 0, 2: 1, 4: 3, 5: 4, 6: 5, 100: 5}
     for make in (*EVERYWHERE, ModelParallelStrategy, fabric, simulated):
-        for sync_every, overlap_steps in ((1, 0), (2, 1), (4, 3), (5, 4), (6, 5), (100, 5)):
-            left_out = chosen(make, sync_every=sync_every)
-            assert left_out.overlap_steps == overlap_steps
+        for sync_every, overlap_steps in overlaps.items():
+            by_default = settings_of(make(sync_every=sync_every))
+            assert by_default.overlap_steps == overlap_steps
             # A checkpoint, another rank or site, and a log cannot tell the two apart.
-            assert (
-                left_out.described()
-                == chosen(make, sync_every=sync_every, overlap_steps=overlap_steps).described()
-            )
-        assert chosen(make, sync_every=4, overlap_steps=None).overlap_steps == 3
+            explicit = settings_of(make(sync_every=sync_every, overlap_steps=overlap_steps))
+            assert by_default.described() == explicit.described()
+        assert settings_of(make(sync_every=4, overlap_steps=None)).overlap_steps == 3
 
 
 def test_numpy_scalars_are_accepted_as_numbers_and_ranges_include_their_ends() -> None:
     numpy = pytest.importorskip("numpy")
-    numbers = {"mixing": 0.25, "outer_lr": 0.5, "outer_momentum": 0.75}
-    whole = {"sync_every": 40, "overlap_steps": 3, "fragments": 2}
-    scalars = {name: numpy.float32(value) for name, value in numbers.items()}
-    scalars |= {name: numpy.int64(value) for name, value in whole.items()} | {
-        "worker_groups": numpy.int64(1)
-    }
+    fractions = {"mixing": 0.25, "outer_lr": 0.5, "outer_momentum": 0.75}
+    integers = {"sync_every": 40, "overlap_steps": 3, "fragments": 2}
+    scalars = {name: numpy.float32(value) for name, value in fractions.items()}
+    scalars |= {name: numpy.int64(value) for name, value in integers.items()}
+    scalars["worker_groups"] = numpy.int64(1)
+    expected = Settings(**fractions, **integers)
     for make in EVERYWHERE:
-        made = make(**scalars)
-        settings = made.settings if make is engine else made._options.settings
-        expected = Settings(**numbers, **whole)
-        expected = expected.directed(may_direct=False) if make is engine else expected
-        assert settings.described() == expected.described()
-        assert make is engine or type(made._options.worker_groups) is int
+        maker = make(**scalars)
+        if make is engine:
+            directed = expected.directed(may_direct=False)
+            assert maker.settings.described() == directed.described()
+        else:
+            assert settings_of(maker).described() == expected.described()
+            assert type(maker._options.worker_groups) is int
         make(sync_every=numpy.int64(3))
         make(sync_every=1, overlap_steps=0, mixing=0, worker_groups=1, fragments="strided:1")
         make(sync_every=100, overlap_steps=99, mixing=1, outer_lr=0, outer_momentum=0, fragments=1)
@@ -396,26 +399,27 @@ def sgd(tensors: Iterable[Tensor]) -> Optimizer:
     return torch.optim.SGD(tensors, lr=0.1)
 
 
+def sgd_of_copies(shards: Iterable[Tensor]) -> Optimizer:
+    return sgd([nn.Parameter(shard.detach().clone()) for shard in shards])
+
+
 SUCH = f"such as {OPTIMIZER.removeprefix('a callable ... ')}."
 HALVES = f"outer_optimizer does not work elementwise ... whole and in two halves ... {SUCH}"
 FLAT = f"outer_optimizer could not step flat float32 shards ... one per fragment ... Choose one, {SUCH}"
 HELD = " ... must hold exactly the shards ... Pass them on"
 UNFIT: list[tuple[Make, str]] = [
-    *((partial(Changed, change), HALVES) for change in (clip(1.0), clip(30.0), mix)),
+    (partial(Changed, clip(1.0)), HALVES),
+    (partial(Changed, clip(30.0)), HALVES),
+    (partial(Changed, mix), HALVES),
     (partial(torch.optim.Adafactor, lr=0.1), HALVES),
-    *(
-        (partial(kind, lr=0.1), FLAT)
-        for kind in (torch.optim.LBFGS, getattr(torch.optim, "Muon", torch.optim.LBFGS))
-    ),
+    (partial(torch.optim.LBFGS, lr=0.1), FLAT),
+    (partial(getattr(torch.optim, "Muon", torch.optim.LBFGS), lr=0.1), FLAT),
     (list, FLAT),
     (
         lambda shards: sgd(list(shards)[:-1]),
         "over 1 tensors that leaves out the shards [1] of 2" + HELD,
     ),
-    (
-        lambda shards: sgd([nn.Parameter(own.detach().clone()) for own in shards]),
-        "the shards [0, 1] of 2" + HELD,
-    ),
+    (sgd_of_copies, "the shards [0, 1] of 2" + HELD),
     (
         lambda shards: sgd([*shards, nn.Parameter(torch.zeros(3))]),
         "outer_optimizer ... must hold exactly",
@@ -423,24 +427,27 @@ UNFIT: list[tuple[Make, str]] = [
 ]
 
 
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "Adadelta", "Rprop", "ASGD")
+
+
+def sgd_by_shard(shards: Iterable[Tensor]) -> Optimizer:
+    """SGD with a learning rate for each shard."""
+    groups = [{"params": [shard], "lr": 0.1 * i} for i, shard in enumerate(shards, start=1)]
+    return torch.optim.SGD(groups)
+
+
 def test_an_outer_optimizer_works_elementwise_or_is_refused() -> None:
     layered = partial(engine, fragments=[["0.*", "2.*"], ["4.*", "6.*"]])
-    assert_refused([layered], [({"outer_optimizer": make}, told) for make, told in UNFIT])
-
-    def grouped(shards: Sequence[Tensor]) -> Optimizer:
-        return torch.optim.SGD(
-            [{"params": [shard], "lr": 0.1 * (i + 1)} for i, shard in enumerate(shards)]
-        )
-
-    kinds = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "Adadelta", "Rprop", "ASGD")
-    for make in (grouped, *(partial(getattr(torch.optim, kind), lr=0.1) for kind in kinds)):
-        own = layered(outer_optimizer=make, sync_every=1, overlap_steps=0)
-        before = own.outer_state_dict()
+    assert_refused([layered], [({"outer_optimizer": make}, words) for make, words in UNFIT])
+    fitting: list[Make] = [partial(getattr(torch.optim, kind), lr=0.1) for kind in ELEMENTWISE]
+    for make in (sgd_by_shard, *fitting):
+        stepping = layered(outer_optimizer=make, sync_every=1, overlap_steps=0)
+        before = stepping.outer_state_dict()["0.weight"].clone()
         with torch.no_grad():
-            for parameter in own.model.parameters():
+            for parameter in stepping.model.parameters():
                 parameter += 1
-        own.step()
-        assert not torch.equal(own.outer_state_dict()["0.weight"], before["0.weight"]), make
+        stepping.step()
+        assert not torch.equal(stepping.outer_state_dict()["0.weight"], before), make
 
 
 # Models and worlds
@@ -476,66 +483,66 @@ UNFIT_MODELS: list[tuple[nn.Module, dict[str, Any], str]] = [
 def test_untrainable_models_are_refused_by_engine_and_strategy_before_the_first_step(
     rank: int,
 ) -> None:
-    for net, choices, told in UNFIT_MODELS:
-        assert missing(fitted(net, 1, **choices), told) == []
-        assert missing(refusal(StreamingDiLoCo, nn.ModuleDict({"net": net}), **choices), told) == []
+    for net, choices, words in UNFIT_MODELS:
+        assert_says(fitted(net, 1, **choices), words)
+        assert_says(refusal(StreamingDiLoCo, nn.ModuleDict({"net": net}), **choices), words)
     # Complex values that are not trained are allowed.
     model = mlp()
-    model.register_buffer("rotation", torch.ones(3, dtype=torch.complex64))
-    model.register_parameter(
-        "table", nn.Parameter(torch.ones(3, dtype=torch.complex64), requires_grad=False)
-    )
+    complex_values = torch.ones(3, dtype=torch.complex64)
+    model.register_buffer("rotation", complex_values)
+    model.register_parameter("table", nn.Parameter(complex_values, requires_grad=False))
     StreamingDiLoCo(model)
 
 
-def test_a_world_that_cannot_be_split_or_connected_is_refused_inside_the_trainer() -> None:
-    def trainer(
-        distribution: Any, kind: Make, devices: int, num_nodes: int = 1, **choices: Any
-    ) -> Any:
-        return distribution.Trainer(
-            accelerator="cpu", strategy=kind(**choices), devices=devices, num_nodes=num_nodes
-        )
+def trainer_of(
+    distribution: Any, kind: Make, devices: int, num_nodes: int = 1, **choices: Any
+) -> Any:
+    world = {"accelerator": "cpu", "devices": devices, "num_nodes": num_nodes}
+    return distribution.Trainer(strategy=kind(**choices), **world)
 
-    first = partial(trainer, L, FirstStrategy)
-    other = partial(trainer, pl, OtherStrategy)
-    advice = "Change worker_groups, or the number of devices or nodes"
-    nccl = "exchange='...:nccl' was given ... trains on cpu ... CUDA devices only ... leave ... for gloo"
-    table: Table = [
-        (
-            {"devices": 3, "worker_groups": 2},
-            f"worker_groups=2 cannot split 3 processes ... [1, 3] ... {advice}",
-        ),
-        (
-            {"devices": 3, "num_nodes": 2, "worker_groups": 4},
-            f"worker_groups=4 cannot split 6 processes ... [1, 2, 3, 6] ... {advice}",
-        ),
-        ({"devices": 2, "exchange": "auto:nccl"}, nccl),
-    ]
-    assert_refused([first, other], table)
-    assert_refused([partial(trainer, L, ModelParallelStrategy)], table[-1:])
+
+SPLIT_ADVICE = "Change worker_groups, or the number of devices or nodes"
+NCCL: Table = [
+    (
+        {"devices": 2, "exchange": "auto:nccl"},
+        "exchange='...:nccl' was given ... trains on cpu ... CUDA devices only ... leave ... for gloo",
+    ),
+]
+WORLDS: Table = [
+    (
+        {"devices": 3, "worker_groups": 2},
+        f"worker_groups=2 cannot split 3 processes ... [1, 3] ... {SPLIT_ADVICE}",
+    ),
+    (
+        {"devices": 3, "num_nodes": 2, "worker_groups": 4},
+        f"worker_groups=4 cannot split 6 processes ... [1, 2, 3, 6] ... {SPLIT_ADVICE}",
+    ),
+]
+
+
+def test_a_world_that_cannot_be_split_or_connected_is_refused_inside_the_trainer() -> None:
+    trainers = [partial(trainer_of, L, FirstStrategy), partial(trainer_of, pl, OtherStrategy)]
+    assert_refused(trainers, [*WORLDS, *NCCL])
+    assert_refused([partial(trainer_of, L, ModelParallelStrategy)], NCCL)
     assert not dist.is_initialized()
-    for make in (first, other):
-        make(devices=3, num_nodes=2, worker_groups=3)
+    for trainer in trainers:
+        trainer(devices=3, num_nodes=2, worker_groups=3)
     if not dist.is_nccl_available():
-        told = refusal(nccl_on, device=torch.device("cuda"))
-        assert (
-            missing(
-                told, "exchange='...:nccl' was given", "without NCCL", "Install a torch that has it"
-            )
-            == []
-        )
+        message = refusal(nccl_on, device=torch.device("cuda"))
+        assert_says(message, "exchange='...:nccl' was given", "without NCCL")
+        assert_says(message, "Install a torch that has it")
 
 
 @in_ranks(2)
 def test_a_single_group_is_reported_once_by_one_rank_and_several_are_not(rank: int) -> None:
-    said = fits.said_by("lightning_sdiloco")
+    messages = fits.said_by("lightning_sdiloco")
     for groups in (2, 1):
         strategy = FirstStrategy(worker_groups=groups, sync_every=1, overlap_steps=0)
         trainer = fits.trainer(strategy=strategy, devices=2, max_steps=2)
         trainer.fit(fits.module(), fits.SomeBatches(0, 8))
-        told = [text for text in said if "one worker group" in text]
-        assert len(told) == (groups == 1 and rank == 0)
-        assert all("plain training with an outer step" in text for text in told)
+        reports = [message for message in messages if "one worker group" in message]
+        assert len(reports) == (groups == 1 and rank == 0)
+        assert all("plain training with an outer step" in report for report in reports)
 
 
 # Ranks that differ
@@ -545,30 +552,29 @@ def layer(width: int = 3, **choices: Any) -> nn.Module:
     return nn.Sequential(nn.Linear(5, width, **choices))
 
 
-def unlike(rank: int) -> Iterator[tuple[nn.Module, str]]:
-    """Models that differ between two ranks, and what is told."""
-    yield (
-        layer(3 + rank),
-        "0.weight is (3, 5) torch.float32 on rank 0, (4, 5) torch.float32 on rank 1",
-    )
-    yield nn.ModuleDict({f"layer{rank}": nn.Linear(5, 3)}), "layer1.weight is missing on rank 0"
-    in_double = layer(dtype=torch.float64 if rank else torch.float32)
-    yield in_double, "0.weight is (3, 5) torch.float32 on rank 0, (3, 5) torch.float64 on rank 1"
+def unlike(rank: int) -> dict[str, nn.Module]:
+    """Models that differ between two ranks, by words of the refusal."""
+    other_dtype = layer(dtype=torch.float64 if rank else torch.float32)
     partly_frozen = layer(5)
-    buffered = layer()
     partly_frozen[0].weight.requires_grad_(rank == 0)
-    yield (
-        partly_frozen,
-        "0.weight is (5, 5) torch.float32 on rank 0, (5, 5) torch.float32 (frozen) on rank 1",
-    )
+    buffered = layer()
     buffered.register_buffer("statistics", torch.zeros(1 + rank))
-    yield buffered, "on rank 0, (2,) torch.float32"
     # As a set of names gives them, whose order differs between processes.
-    yield nn.ModuleDict({name: nn.Linear(5, 5) for name in ("cba" if rank else "abc")}), "a.weight"
+    other_order = nn.ModuleDict({name: nn.Linear(5, 5) for name in ("cba" if rank else "abc")})
+    shape = "(3, 5) torch.float32"
+    wide = "(5, 5) torch.float32"
+    return {
+        f"0.weight is {shape} on rank 0, (4, 5) torch.float32 on rank 1": layer(3 + rank),
+        "layer1.weight is missing on rank 0": nn.ModuleDict({f"layer{rank}": nn.Linear(5, 3)}),
+        f"0.weight is {shape} on rank 0, (3, 5) torch.float64 on rank 1": other_dtype,
+        f"0.weight is {wide} on rank 0, {wide} (frozen) on rank 1": partly_frozen,
+        "on rank 0, (2,) torch.float32": buffered,
+        "a.weight": other_order,
+    }
 
 
 class Nameless(FP4):
-    """A compression of a user, with no repr of its own."""
+    """A user's compression that defines no repr."""
 
     __repr__ = Compression.__repr__
 
@@ -581,7 +587,7 @@ MODEL_ADVICE = (
     "^The model differs between ranks:  ... same names, shapes and dtypes ... depend on the rank"
 )
 SETTINGS_ADVICE = "^The settings of the strategy differ between ranks:  ... All ranks must use the same ... on rank 1"
-OWN: list[tuple[dict[str, tuple[Any, Any]], str]] = [
+BY_RANK: list[tuple[dict[str, tuple[Any, Any]], str]] = [
     (
         {"sync_every": (10, 11), "mixing": (0.0, 0.5)},
         "sync_every is 10 on rank 0, 11 on rank 1; mixing is 0.0 on rank 0, 0.5 on rank 1",
@@ -607,6 +613,7 @@ OWN: list[tuple[dict[str, tuple[Any, Any]], str]] = [
     ({"outer_optimizer": (outer(), outer(lr=0.2))}, "outer_optimizer is SGD"),
     ({"outer_optimizer": (outer(), outer(torch.optim.AdamW))}, "outer_optimizer is SGD"),
 ]
+"""Settings of rank 0 and of rank 1, and words of the refusal."""
 
 
 @in_ranks(2)
@@ -614,30 +621,19 @@ def test_models_and_settings_that_differ_by_rank_are_refused_and_equal_objects_p
     rank: int,
 ) -> None:
     dist.init_process_group("gloo")
-    told = [
-        m
-        for model, words in unlike(rank)
-        for m in missing(refusal(StreamingDiLoCo, model), MODEL_ADVICE, words)
-    ]
-    for choices, words in OWN:
-        own = {name: given[rank] for name, given in choices.items()}
-        told += missing(refusal(engine, **own), SETTINGS_ADVICE, words)
+    for words, model in unlike(rank).items():
+        assert_says(refusal(StreamingDiLoCo, model), MODEL_ADVICE, words)
+    for choices, words in BY_RANK:
+        of_rank = {name: values[rank] for name, values in choices.items()}
+        assert_says(refusal(engine, **of_rank), SETTINGS_ADVICE, words)
     engine(compression=Nameless(), outer_optimizer=outer())
     # With one group, both ranks belong to one DistributedDataParallel, whose own error must not
     # come first.
     for groups in (1, 2):
-        told += missing(
-            fitted(layer(3 + rank), 2, worker_groups=groups),
-            MODEL_ADVICE,
-            "weight is ",
-            "on rank 1",
-        )
-    told += missing(
-        fitted(layer(), 2, sync_every="auto" if rank else 9),
-        SETTINGS_ADVICE,
-        "sync_every is 9 on rank 0, 'auto' ",
-    )
-    assert told == []
+        message = fitted(layer(3 + rank), 2, worker_groups=groups)
+        assert_says(message, MODEL_ADVICE, "weight is ", "on rank 1")
+    message = fitted(layer(), 2, sync_every="auto" if rank else 9)
+    assert_says(message, SETTINGS_ADVICE, "sync_every is 9 on rank 0, 'auto' ")
 
 
 @in_ranks(3)
@@ -645,32 +641,28 @@ def test_the_rank_that_differs_from_all_others_is_named_with_some_of_its_paramet
     rank: int,
 ) -> None:
     dist.init_process_group("gloo")
-    told = missing(
-        refusal(engine, worker_groups=2), "worker_groups=2 cannot split 3 processes", "[1, 3]"
-    )
+    message = refusal(engine, worker_groups=2)
+    assert_says(message, "worker_groups=2 cannot split 3 processes", "[1, 3]")
     odd = "0.weight is (3, 5) torch.float32 on ranks 0, 2, (4, 5) torch.float32 on rank 1"
-    told += missing(refusal(StreamingDiLoCo, layer(3 + (rank == 1))), MODEL_ADVICE, odd)
-    many = nn.Sequential(*(nn.Linear(5 + rank, 5 + rank) for _ in range(10)))
-    assert told + missing(refusal(StreamingDiLoCo, many), MODEL_ADVICE, "; and 15 more") == []
+    message = refusal(StreamingDiLoCo, layer(3 + (rank == 1)))
+    assert_says(message, MODEL_ADVICE, odd)
+    deep = nn.Sequential(*(nn.Linear(5 + rank, 5 + rank) for _ in range(10)))
+    assert_says(refusal(StreamingDiLoCo, deep), MODEL_ADVICE, "; and 15 more")
 
 
 @in_ranks(2)
 def test_a_trainer_beside_another_threads_is_refused_if_there_are_other_processes(
     rank: int,
 ) -> None:
-    told = list[str]()
+    messages = list[str]()
+    fit = partial(fits.fit, rank, 2, 2, 4, {})
 
     def fit_in_another_thread(trainer: Any) -> None:
         with ThreadPoolExecutor() as threads:
-            told.append(threads.submit(refusal, fits.fit, rank, 2, 2, 4, {}).result())
+            messages.append(threads.submit(refusal, fit).result())
 
-    beside = {"callbacks": [fits.at({2: fit_in_another_thread})]}
-    fits.fit(rank, 2, 2, 4, {}, trainer_choices=beside)
-    fits.fit(rank, 2, 2, 4, {})
-    assert (
-        missing(
-            *told,
-            "already runs in the thread 'MainThread' ... with 2 processes ... one after the other",
-        )
-        == []
-    )
+    fit(trainer_choices={"callbacks": [fits.at({2: fit_in_another_thread})]})
+    fit()
+    (message,) = messages
+    assert_says(message, "already runs in the thread 'MainThread' ... with 2 processes")
+    assert_says(message, "one after the other")
