@@ -190,17 +190,23 @@ def _run(
     finally:
         for process in processes:
             _end(process)
+    return _outcome(reports, len(processes), timeout, expect_failure)
+
+
+def _outcome(
+    reports: dict[int, Report], world_size: int, timeout: float, expect_failure: bool
+) -> Any:
     failures = [rank for rank in reports if reports[rank].error]
     failures.sort(key=lambda rank: reports[rank].seconds)
     errors = {rank: reports[rank].error for rank in failures}
-    unfinished = [rank for rank in range(len(processes)) if rank not in reports]
+    unfinished = [rank for rank in range(world_size) if rank not in reports]
     if errors and not expect_failure:
         raise RankError(errors)
     if unfinished:
         texts = "".join(f"\nrank {rank} failed:\n{text}" for rank, text in errors.items())
         raise TimeoutError(f"ranks {unfinished} did not finish within {timeout} s{texts}")
     assert errors or not expect_failure, "a failure was expected, and every rank succeeded"
-    return errors if expect_failure else [reports[rank].value for rank in range(len(processes))]
+    return errors if expect_failure else [reports[rank].value for rank in range(world_size)]
 
 
 def _start(processes: list[Any]) -> None:

@@ -139,6 +139,15 @@ class Loops:
         for group in self.local:
             assert all(torch.equal(group[n], self.local[0][n]) for n in group), "groups start equal"
 
+    def launch_due(self, step: int) -> None:
+        for p in range(len(self.settings.fragments)):
+            self.launch_if_due(step, p)
+
+    def land_due(self, step: int) -> None:
+        for p, flight in list(self.in_flight.items()):
+            if flight.landing_step == step:  # line 9
+                self.land(step, p)
+
     def launch_if_due(self, step: int, p: int) -> None:  # lines 6 and 7
         settings = self.settings
         dense_rounds, sync_every, overlap_steps = settings.dense or (0, 0, 0)
@@ -169,16 +178,11 @@ class Loops:
 
     def land_parameter(self, name: str, flight: Flight, outer_steps: int) -> None:
         settings = self.settings
-        lr = settings.outer_lr
-        if callable(lr):
-            lr = lr(0 if flight.is_dense else outer_steps)
-        mu = settings.outer_momentum
-        if flight.is_dense and settings.dense is not None:
-            mu = dense_momentum(settings.dense[1], mu)
+        lr, mu = self.rates(flight, outer_steps)
         deltas = flight.deltas[name]
-        delta = settings.direction(weighted_mean(deltas, flight.weights))  # line 8
         sent = [self.outer[name] - delta for delta in deltas]
-        outer, momentum = outer_step(self.outer[name], self.momentum[name], delta, lr, mu)
+        mean_delta = settings.direction(weighted_mean(deltas, flight.weights))  # line 8
+        outer, momentum = outer_step(self.outer[name], self.momentum[name], mean_delta, lr, mu)
         self.outer[name] = outer  # lines 10 and 11
         self.momentum[name] = momentum
         for group, local_at_launch in zip(self.local, sent, strict=True):  # line 12
@@ -188,6 +192,16 @@ class Loops:
             else:
                 mixed = settings.mixing * local + (1 - settings.mixing) * outer
             group[name].copy_(mixed)
+
+    def rates(self, flight: Flight, outer_steps: int) -> tuple[float, float]:
+        """The outer learning rate and momentum of a landing."""
+        lr = self.settings.outer_lr
+        if callable(lr):
+            lr = lr(0 if flight.is_dense else outer_steps)
+        mu = self.settings.outer_momentum
+        if flight.is_dense and self.settings.dense is not None:
+            mu = dense_momentum(self.settings.dense[1], mu)
+        return lr, mu
 
     def record(self) -> None:
         copies = [{n: p.detach().clone() for n, p in group.items()} for group in self.local]
@@ -227,7 +241,6 @@ def run(
     settings = Settings(**choices)
     loops = Loops(models, settings)
     loops.check()
-    fragments = range(len(settings.fragments))
     for step in range(1, steps + 1):  # line 2
         training = [m for m in range(len(models)) if not settings.idle(m, step)]
         for m in training:  # line 1
@@ -239,11 +252,8 @@ def run(
         for m in training:
             optimizers[m].step()  # line 5
         with torch.no_grad():
-            for p in fragments:
-                loops.launch_if_due(step, p)
-            for p, flight in list(loops.in_flight.items()):
-                if flight.landing_step == step:  # line 9
-                    loops.land(step, p)
+            loops.launch_due(step)
+            loops.land_due(step)
         loops.record()
     with torch.no_grad():
         loops.finish(steps)

@@ -59,13 +59,13 @@ def sharded(
     def configure_model(self: Any) -> None:
         if any(hasattr(p, "placements") for p in self.parameters()):
             return
-        data = self.device_mesh["data_parallel"]
-        tensor = self.device_mesh["tensor_parallel"]
-        if tensor.size() > 1:
-            parallelize_module(self.net, tensor, PLAN)
-        if data.size() > 1 or tensor.size() == 1:
-            fully_shard(self.net[2], mesh=data)
-            fully_shard(self.net, mesh=data)
+        data_mesh = self.device_mesh["data_parallel"]
+        tensor_mesh = self.device_mesh["tensor_parallel"]
+        if tensor_mesh.size() > 1:
+            parallelize_module(self.net, tensor_mesh, PLAN)
+        if data_mesh.size() > 1 or tensor_mesh.size() == 1:
+            fully_shard(self.net[2], mesh=data_mesh)
+            fully_shard(self.net, mesh=data_mesh)
 
     def validation_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
         self.log("seen", self.loss(parts), sync_dist=True)
@@ -86,13 +86,18 @@ def fit(
     net: Callable[[int], nn.Module] = even,
     **choices: Any,
 ) -> dict[str, Any]:
-    """Fits a sharded model, with a seed for each group, and returns what is worth comparing."""
-    data, tensor = sizes
-    size = data * tensor
-    # FSDP2 takes from every rank its part of what that rank has made.
-    make = partial(sharded, seed=rank // size, inner=inner, net=net)
-    place = (rank // size, rank % size // tensor, data)
-    mesh = {"data_parallel_size": data, "tensor_parallel_size": tensor, "groups": groups}
+    """Fits a sharded model, with a seed for each group, and returns the values to compare."""
+    data_ranks, tensor_ranks = sizes
+    group, rank_in_group = divmod(rank, data_ranks * tensor_ranks)
+    # FSDP2 takes from every rank its part of the model that the rank has made.
+    make = partial(sharded, seed=group, inner=inner, net=net)
     return run_fit(
-        rank, world_size, make=lambda name, _: make(name), place=place, **mesh, **choices
+        rank,
+        world_size,
+        make=lambda name, _: make(name),
+        place=(group, rank_in_group // tensor_ranks, data_ranks),
+        data_parallel_size=data_ranks,
+        tensor_parallel_size=tensor_ranks,
+        groups=groups,
+        **choices,
     )

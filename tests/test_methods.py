@@ -320,12 +320,12 @@ def eager_loops(
     optimizers = [inner_optimizer("sgd", model) for model in models]
     states = [Eager(parameter, groups) for parameter in models[0].parameters()]
     for step in range(1, 23):
-        for group, model in enumerate(models):
-            train_step(model, optimizers[group], group, step)
+        for m, model in enumerate(models):
+            train_step(model, optimizers[m], m, step)
         # Weight and bias of a layer, and those of every second one, travel together.
         for p, state in enumerate(states):
-            offset = p // 2 % fragments * sync_every // fragments
-            if step > offset and (step - offset) % sync_every == 0:
+            since = step - p // 2 % fragments * sync_every // fragments
+            if since > 0 and since % sync_every == 0:
                 local = [list(model.parameters())[p].detach() for model in models]
                 state.exchange(local, 0.7, momentum)
         yield all_parameters(models)
