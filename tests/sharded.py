@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.lightning.test_checkpoint import run_fit, traced
+from tests.training import tanh_network
 
 PLAN = {
     "0": ColwiseParallel(),
@@ -26,15 +27,7 @@ PLAN = {
 def even(seed: int) -> nn.Sequential:
     """Four layers whose sizes tensor parallelism can halve where it must, and FSDP2 cannot."""
     torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(5, 12),
-        nn.Tanh(),
-        nn.Linear(12, 7),
-        nn.Tanh(),
-        nn.Linear(7, 10),
-        nn.Tanh(),
-        nn.Linear(10, 3),
-    )
+    return tanh_network(5, 12, 7, 10, 3)
 
 
 def plain(

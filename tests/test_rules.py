@@ -166,7 +166,7 @@ def test_rooms_use_no_private_names_of_others_forward_none_and_state_their_purpo
             assert len(ast.unparse(docstring).split("\\n")) > 3, room
 
 
-# What a room may know
+# Knowledge that a room may have
 
 
 def imported_on_top(module: str) -> set[str]:

@@ -2,7 +2,7 @@
 keys of checkpoints.
 
 ``surface.json`` was written by ``python -m tests.test_surface`` before the package was divided into
-rooms. Where something is added on purpose, write it again, and look at what changed.
+rooms. If you add something on purpose, write it again, and look at the changes.
 """
 
 import contextlib

@@ -337,7 +337,7 @@ UNEVEN = TwoShot((0.7, 0.3, 0))
 
 
 def test_more_than_two_groups_default_to_two_shots_and_checkpoints_keep_theirs() -> None:
-    # Where values are left out, more groups gather too.
+    # More than two groups also gather if a compression leaves values out.
     for compression in FAMILY:
         ways = [type(all_reduce_for("auto", groups, compression, 0.5)) for groups in (1, 2, 3, 8)]
         way_of_more = AllReduce if "TopK" in str(compression) else TwoShotAllReduce

@@ -141,7 +141,7 @@ def test_process_groups_carry_their_messages_with_no_thread_besides_the_worlds(
         assert run_ranks(met_elsewhere, 2) == [1, 1], (
             "a listener on another interface has a thread of its own"
         )
-    # Where torch does not tell its devices, each group has its own.
+    # Each group has its own device if torch does not tell its devices.
     monkeypatch.setattr("lightning_sdiloco.comm.topology.devices_of", lambda backend: [])
     run_ranks(met, 2, 2)
 

@@ -293,8 +293,8 @@ def test_payloads_and_values_may_lie_anywhere_in_a_flat_vector(case: Case) -> No
 
 @EACH_CASE
 def test_a_value_that_is_not_finite_neither_raises_nor_spreads(case: Case) -> None:
-    """Where payloads vary, values of several blocks are encoded together. The mean leaves out a
-    group that is not finite.
+    """Payloads that vary encode values of several blocks together. The mean leaves out a group that
+    is not finite.
     """
     compression = case.compression
     unit = UNIT if compression.wire_bytes(UNIT) < UNIT // 4 else BLOCK
@@ -435,7 +435,7 @@ def test_known_roundings() -> None:
     check_rounding(Int2(), between, [1.0, 1.0, 1.0, 1.0, 1.0, 3.0, 3.0, 3.0])
     # A value that is the mean of all belongs to the upper set, whose mean is 3 for it.
     check_rounding(Int2(), [1.0, -1.0, -2.0, 4.0], [1.0, -1.0, -3.0, 3.0])
-    # Where there are zeros, and only there, Int2 gives up the lower magnitude.
+    # Int2 gives up the lower magnitude only in blocks with zeros.
     values = heavy_tailed(1000)
     assert (round_trip(Int2(), values).abs() > 0).all()
     values[500] = 0.0

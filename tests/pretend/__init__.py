@@ -657,7 +657,7 @@ def install() -> None:
     kernels: dict[str, Any] = {"empty.memory_format": _kernel(torch.empty, fills=True)}
     kernels |= {"empty_strided": _kernel(torch.empty_strided, fills=True)}
     kernels |= dict.fromkeys(("arange", "arange.start", "arange.start_step"), _kernel(torch.arange))
-    # Where torch leaves out __torch_dispatch__, as in torch.tensor.
+    # Some calls leave out __torch_dispatch__, such as torch.tensor.
     kernels["_copy_from"] = lambda source, into, non_blocking=False: copy_across(
         into, source, non_blocking
     )
