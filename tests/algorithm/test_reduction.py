@@ -180,7 +180,7 @@ def test_a_short_message_takes_the_control_vector_along_but_in_one_flight_of_sev
 
 
 @pytest.mark.parametrize("compression", FAMILY, ids=str)
-def test_the_error_of_a_mean_over_rounds_falls_as_the_second_rounding_is_remembered(
+def test_the_second_roundings_error_joins_the_next_mean_and_random_picks_lose_none(
     compression: Compression,
 ) -> None:
     mean = torch.randn(600, generator=torch.Generator().manual_seed(0)).exp()
@@ -209,7 +209,7 @@ def test_the_second_hop_remembers_the_share_that_mixing_does_not_keep(
     assert hop.residual.tolist() == pytest.approx(residual)
 
 
-def test_the_second_roundings_error_joins_the_next_mean_and_random_picks_lose_none() -> None:
+def test_parts_that_are_padded_and_values_that_chance_picks_lose_nothing() -> None:
     # Of a padded part, the memory holds the values that were not sent.
     for exchange in ("two_shot", "gather"):
         all_reduce = all_reduce_for(exchange, 3, ErrorFeedback(FP4()), 0.0)
