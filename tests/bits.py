@@ -16,18 +16,18 @@ def vector(values: list[float], numel: int) -> Tensor:
     return torch.tensor(values).repeat(-(-numel // len(values)))[:numel].contiguous()
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(left: Tensor, right: Tensor) -> bool:
     """Tells whether tensors have the same dtype, shape and bits, those of zeros and NaN among
     them.
     """
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
-        _bytes(one), _bytes(other)
-    )
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    return torch.equal(_bytes(left), _bytes(right))
 
 
 def fingerprints(values: dict[str, Tensor]) -> dict[str, str]:
-    """What tells the bits of named tensors, in a few letters each."""
-    return {name: f"{own.dtype} {tuple(own.shape)} {_hash(own)}" for name, own in values.items()}
+    """A few letters for each named tensor, which depend on all of its bits."""
+    return {name: f"{t.dtype} {tuple(t.shape)} {_hash(t)}" for name, t in values.items()}
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -38,8 +38,8 @@ def _hash(tensor: Tensor) -> str:
     return hashlib.sha256(_bytes(tensor).numpy().tobytes()).hexdigest()[:16]
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     """Tells whether tensors by name are the same."""
-    return one.keys() == other.keys() and all(
-        torch.equal(values, other[name]) for name, values in one.items()
-    )
+    if left.keys() != right.keys():
+        return False
+    return all(torch.equal(values, right[name]) for name, values in left.items())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from lightning_sdiloco.engine.background import Pending, ThreadBackground, Work
 from lightning_sdiloco.engine.start import default_topology
 from tests.bits import same_bits
 
-Seen = list[list[Tensor]]  # what a model held, time after time
+Seen = list[list[Tensor]]  # the values of a model, time after time
 STEPS = 17
 GROUPS = 2
 SHORT: dict[str, Any] = {
@@ -92,11 +93,10 @@ class Training:
     ) -> None:
         self.model = model_on(device)
         self.noise = [[values.to(device) for values in step] for step in noise_of(group)]
-        topology = replace(
-            topology or default_topology(groups, timedelta(seconds=30)), background=lane
-        )
+        topology = topology or default_topology(groups, timedelta(seconds=30))
+        topology = replace(topology, background=lane)
         self.engine = StreamingDiLoCo(self.model, topology=topology, **{**SHORT, **choices})
-        self.seen: list[list[Tensor]] = []
+        self.seen: Seen = []
         self.most_in_flight = 0
         self.left_out = set[int]()
 
@@ -114,22 +114,19 @@ class Training:
         self.keep()
         return landings
 
-    def trajectory(self) -> list[list[Tensor]]:
+    def trajectory(self) -> Seen:
         return [[values.cpu() for values in step] for step in self.seen]
 
 
-def same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
-    return len(one) == len(other) and all(
-        same_bits(a, b)  # so that values that are not finite are compared too
-        for left, right in zip(one, other, strict=True)
-        for a, b in zip(left, right, strict=True)
-    )
+def same(left: Seen, right: Seen) -> bool:
+    """Compares the bits, so that values that are not finite are compared too."""
+    if list(map(len, left)) != list(map(len, right)):
+        return False
+    return all(map(same_bits, chain.from_iterable(left), chain.from_iterable(right)))
 
 
 def wait_for_flights(engine: StreamingDiLoCo) -> None:
-    """Waits until the lane is done with what is in flight, without asking the device for
-    anything.
-    """
+    """Waits until the lane has done all flights, without a call to the device."""
     deadline = time.monotonic() + 30
     while not all(flight.pending.is_ready for flight in engine.rounds.flights):
         assert time.monotonic() < deadline
@@ -152,12 +149,8 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 def offloaded(choices: dict[str, Any], offload: bool = True) -> dict[str, Any]:
-    return {
-        **choices,
-        "outer_optimizer": replace(
-            choices.get("outer_optimizer", OuterOptimizer()), offload=offload
-        ),
-    }
+    outer_optimizer = choices.get("outer_optimizer", OuterOptimizer())
+    return {**choices, "outer_optimizer": replace(outer_optimizer, offload=offload)}
 
 
 CHOICES |= {f"{name}, offloaded": offloaded(choices) for name, choices in CHOICES.items()}
@@ -194,24 +187,24 @@ def whole_run(
 
 
 def resumed_run(device: str, group: int, choices: dict[str, Any]) -> Seen:
-    """Trains from what was saved in flight, with the bits of a run that goes on, and returns the
-    trajectory.
+    """Trains from a state saved in flight, with the bits of a run that was not stopped, and returns
+    the trajectory.
     """
-    whole, first, second = (Training(device, group, **choices) for _ in range(3))
+    unbroken, stopped, resumed = (Training(device, group, **choices) for _ in range(3))
     for _ in range(STEPS):
-        whole.step()
-    whole.engine.finish()
+        unbroken.step()
+    unbroken.engine.finish()
     for _ in range(11):
-        first.step()
-    state = first.engine.state_dict()
+        stopped.step()
+    state = stopped.engine.state_dict()
     assert len(state["flights"]) > 1
-    wait_for_flights(first.engine)
-    first.engine.close()
-    second.engine.load_state_dict(state)
+    wait_for_flights(stopped.engine)
+    stopped.engine.close()
+    resumed.engine.load_state_dict(state)
     for _ in range(11, STEPS):
-        second.step()
-    second.engine.finish()
-    for training in (whole, second):
+        resumed.step()
+    resumed.engine.finish()
+    for training in (unbroken, resumed):
         training.keep()
-    assert same(whole.trajectory()[11:], second.trajectory())
-    return second.trajectory()
+    assert same(unbroken.trajectory()[11:], resumed.trajectory())
+    return resumed.trajectory()

@@ -23,38 +23,17 @@ def two_sites() -> Iterator[list[str]]:
     names = [f"sdiloco{os.getpid()}{side}" for side in "ab"]
     try:
         for name in names:
-            _ip("netns", "add", name)
-            _ip("-n", name, "link", "set", "lo", "up")
-        _ip(
-            "-n",
-            names[0],
-            "link",
-            "add",
-            "name",
-            "wire",
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "wire",
-            "netns",
-            names[1],
-        )
+            _ip(f"netns add {name}")
+            _ip(f"-n {name} link set lo up")
+        _ip(f"-n {names[0]} link add name wire type veth peer name wire netns {names[1]}")
         for host, name in enumerate(names, start=1):
-            _ip("-n", name, "address", "add", f"10.79.0.{host}/24", "dev", "wire")
-            # Large packets, as a datacentre's card makes them of what it is given.
-            _ip("-n", name, "link", "set", "wire", "mtu", "65535", "up")
+            _ip(f"-n {name} address add 10.79.0.{host}/24 dev wire")
+            # Large packets, as a datacentre's card makes them.
+            _ip(f"-n {name} link set wire mtu 65535 up")
             # Nothing gets lost here, so a late answer is no reason to send again.
-            _ip("-n", name, "route", "replace", "10.79.0.0/24", "dev", "wire", "rto_min", "30s")
-            _ip(
-                "netns",
-                "exec",
-                name,
-                "sysctl",
-                "-qw",
-                "net.ipv4.tcp_early_retrans=0",
-                "net.ipv4.tcp_recovery=0",
-            )
+            _ip(f"-n {name} route replace 10.79.0.0/24 dev wire rto_min 30s")
+            settings = "net.ipv4.tcp_early_retrans=0 net.ipv4.tcp_recovery=0"
+            _ip(f"netns exec {name} sysctl -qw {settings}")
     except (OSError, subprocess.CalledProcessError) as error:
         _remove(names)
         pytest.skip(f"network namespaces need root and iproute2 ({error})")
@@ -65,44 +44,20 @@ def two_sites() -> Iterator[list[str]]:
 
 
 def add_interface(name: str, interface: str, address: str) -> None:
-    """Gives a namespace another interface with an address, to which the others know no way."""
-    _ip(
-        "-n",
-        name,
-        "link",
-        "add",
-        "name",
-        interface,
-        "type",
-        "veth",
-        "peer",
-        "name",
-        f"{interface}0",
-    )
-    _ip("-n", name, "address", "add", f"{address}/32", "dev", interface)
+    """Gives a namespace another interface with an address, to which the other one has no route."""
+    _ip(f"-n {name} link add name {interface} type veth peer name {interface}0")
+    _ip(f"-n {name} address add {address}/32 dev {interface}")
     for end in (interface, f"{interface}0"):
-        _ip("-n", name, "link", "set", end, "up")
+        _ip(f"-n {name} link set {end} up")
 
 
 def lose_packets(name: str, address: str) -> None:
-    """What a namespace sends to an address gets lost without a word, as behind a firewall that
-    drops it.
+    """Packets of a namespace to an address get lost silently, as behind a firewall that drops
+    them.
     """
-    _ip("-n", name, "route", "add", f"{address}/32", "dev", "wire")
+    _ip(f"-n {name} route add {address}/32 dev wire")
     # A station that does not exist.
-    _ip(
-        "-n",
-        name,
-        "neighbour",
-        "add",
-        address,
-        "lladdr",
-        "02:00:00:00:00:01",
-        "dev",
-        "wire",
-        "nud",
-        "permanent",
-    )
+    _ip(f"-n {name} neighbour add {address} lladdr 02:00:00:00:00:01 dev wire nud permanent")
 
 
 def enter(name: str) -> None:
@@ -112,7 +67,8 @@ def enter(name: str) -> None:
 
 
 def bytes_on_the_wire() -> tuple[int, int]:
-    """What TCP carried over the interface ``wire`` of this process's namespace, received and sent.
+    """Bytes that TCP carried over the interface ``wire`` of this process's namespace, received and
+    sent.
 
     By the system's own counters of bytes and packets, without the packets' headers.
     """
@@ -130,8 +86,8 @@ def retransmitted() -> int:
     return int(values[names.index("RetransSegs")])
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _ip(words: str) -> None:
+    subprocess.run(["ip", *words.split()], check=True, capture_output=True)
 
 
 def _remove(names: list[str]) -> None:

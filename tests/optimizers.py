@@ -1,4 +1,4 @@
-"""Inner optimizers that keep their own copy of the weights, as others write them."""
+"""Inner optimizers that keep their own copy of the weights, as their authors write them."""
 
 from typing import Any
 
@@ -81,13 +81,14 @@ class Lookahead(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        state = dict(enumerate({"steps": self.steps, **own} for own in self.state.values()))
-        return {"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]}
+        states = [{"steps": self.steps, **state} for state in self.state.values()]
+        param_groups = self.optimizer.state_dict()["param_groups"]
+        return {"state": dict(enumerate(states)), "param_groups": param_groups}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        for own, state in zip(self.state.values(), saved["state"].values(), strict=True):
-            self.steps = state["steps"]
-            own["slow"].copy_(state["slow"])
+        for state, saved_state in zip(self.state.values(), saved["state"].values(), strict=True):
+            self.steps = saved_state["steps"]
+            state["slow"].copy_(saved_state["slow"])
 
 
 class MasterSGD(Optimizer):
@@ -118,14 +119,14 @@ class HiddenMasterSGD(SGD):
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, lr)
-        self.masters: list[Tensor] = [
-            p.detach().clone() for group in self.param_groups for p in group["params"]
-        ]
+        self.masters = [p.detach().clone() for p in self._parameters()]
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        every = [p for group in self.param_groups for p in group["params"]]
-        for p, master in zip(every, self.masters, strict=True):
+        for p, master in zip(self._parameters(), self.masters, strict=True):
             if p.grad is not None:
                 p.copy_(master.sub_(p.grad, alpha=self.param_groups[0]["lr"]))
 

@@ -12,6 +12,7 @@ import functools
 import gc
 import inspect
 import multiprocessing
+import operator
 import os
 import signal
 import socket
@@ -34,7 +35,7 @@ from tests.bits import same
 GROUP_TIMEOUT = timedelta(seconds=30)
 PATIENCE = 240.0  # seconds for what takes ten alone: three tests share two cores, of whatever speed
 GRACE = 5.0  # seconds that the other ranks have left once one of them failed
-# How the names begin that launchers set, and those by which ranks meet.
+# The first letters of the variables that launchers set, and of those by which ranks meet.
 LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "LSB_", "LSF_", "OMPI_", "PMI_", "GROUP_", "ROLE_")
 LAUNCHERS += ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_")
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -50,7 +51,7 @@ class RankError(RuntimeError):
 
 
 class Report(NamedTuple):
-    """What a rank leaves behind; `error` is empty on success."""
+    """The outcome of a rank; `error` is empty on success."""
 
     seconds: float
     value: Any = None
@@ -84,9 +85,8 @@ def run_ranks(
                 timeout=GROUP_TIMEOUT,
             )
             value = function(rank, world_size, *args)
-            if (
-                dist.is_initialized()
-            ):  # after a failure the end of the process closes the connections
+            # After a failure the end of the process closes the connections.
+            if dist.is_initialized():
                 dist.destroy_process_group()
             return value
 
@@ -116,26 +116,8 @@ def run_processes(
         port = listener.getsockname()[1]
     environments = []
     for rank in range(world_size):
-        node, local = divmod(rank, per_node)
-        values = {
-            "RANK": rank,
-            "WORLD_SIZE": world_size,
-            "LOCAL_RANK": local,
-            "NODE_RANK": node,
-            "MASTER_PORT": port,
-        }
-        if torchelastic:
-            values |= {
-                "GROUP_RANK": node,
-                "GROUP_WORLD_SIZE": world_size // per_node,
-                "LOCAL_WORLD_SIZE": per_node,
-            }
-            values |= {"ROLE_RANK": rank, "ROLE_WORLD_SIZE": world_size, "ROLE_NAME": "default"}
-            values |= {"TORCHELASTIC_RUN_ID": "tests"}
-            values |= dict.fromkeys(("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"), 0)
-        environments.append(
-            {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in values.items()}}
-        )
+        environment = _environment(rank, world_size, per_node, torchelastic)
+        environments.append({**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         return _run(
             lambda rank: function(rank, world_size, *args),
@@ -144,6 +126,20 @@ def run_processes(
             timeout,
             expect_failure,
         )
+
+
+def _environment(rank: int, world_size: int, per_node: int, torchelastic: bool) -> dict[str, str]:
+    """The place of a rank, as a launcher sets it."""
+    node, local = divmod(rank, per_node)
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local, "NODE_RANK": node}
+    if torchelastic:
+        place |= {"GROUP_RANK": node, "GROUP_WORLD_SIZE": world_size // per_node}
+        place |= {"ROLE_RANK": rank, "ROLE_WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": per_node}
+        place |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
+    environment = {name: str(number) for name, number in place.items()}
+    if torchelastic:
+        environment |= {"ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "tests"}
+    return environment
 
 
 def in_ranks(
@@ -169,9 +165,8 @@ def agreed(value: Any) -> bool:
     """Tells whether all ranks give the same: tensors by name, or what can be compared."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
-    if not isinstance(value, dict):
-        return all(other == value for other in values)
-    return all(same(other, value) for other in values)
+    is_same = same if isinstance(value, dict) else operator.eq
+    return all(is_same(value_of_rank, value) for value_of_rank in values)
 
 
 # In the parent.
@@ -185,62 +180,78 @@ def _run(
     expect_failure: bool,
 ) -> Any:
     context = multiprocessing.get_context("fork")
-    reports = dict[int, Report]()
-    processes = [
-        context.Process(
-            target=_child,
-            args=(target, rank, environment, folder, os.getpid()),
-            name=f"rank {rank}",
-        )
-        for rank, environment in enumerate(environments)
-    ]
+    processes: list[Any] = []
+    for rank, environment in enumerate(environments):
+        arguments = (target, rank, environment, folder, os.getpid())
+        processes.append(context.Process(target=_child, args=arguments, name=f"rank {rank}"))
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message=".*multi-threaded.*fork", category=DeprecationWarning
-            )
-            for process in processes:
-                process.start()
-        running = dict(enumerate(processes))
-        deadline = time.monotonic() + timeout
-        while running and time.monotonic() < deadline:
-            # Short waits: a grandchild that outlives its rank keeps the sentinel from ever becoming
-            # ready.
-            wait([process.sentinel for process in running.values()], timeout=0.05)
-            for rank in [rank for rank, process in running.items() if not process.is_alive()]:
-                path = folder / f"{rank}.pt"
-                code = running.pop(rank).exitcode
-                # A death without a result is the cause of what the other ranks report, so it comes
-                # first.
-                died = Report(0.0, error=f"rank {rank} ended without a result, exit code {code}")
-                reports[rank] = torch.load(path, weights_only=False) if path.exists() else died
-                if (
-                    reports[rank].error
-                    and sum(bool(report.error) for report in reports.values()) == 1
-                ):
-                    deadline = min(
-                        deadline, time.monotonic() + (timeout if expect_failure else GRACE)
-                    )
+        _start(processes)
+        reports = _reports(processes, folder, timeout, timeout if expect_failure else GRACE)
     finally:
-        # Whatever a rank started ends with it: it leads a process group, unless it does not yet.
-        for process in (process for process in processes if process.pid is not None):
-            if process.is_alive():
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.kill()
-            process.join()
-    failed = sorted(
-        (rank for rank in reports if reports[rank].error), key=lambda rank: reports[rank].seconds
-    )
-    errors = {rank: reports[rank].error for rank in failed}
-    unfinished = [rank for rank in range(len(processes)) if rank not in reports]
+        for process in processes:
+            _end(process)
+    return _outcome(reports, len(processes), timeout, expect_failure)
+
+
+def _outcome(
+    reports: dict[int, Report], world_size: int, timeout: float, expect_failure: bool
+) -> Any:
+    failures = [rank for rank in reports if reports[rank].error]
+    failures.sort(key=lambda rank: reports[rank].seconds)
+    errors = {rank: reports[rank].error for rank in failures}
+    unfinished = [rank for rank in range(world_size) if rank not in reports]
     if errors and not expect_failure:
         raise RankError(errors)
     if unfinished:
         texts = "".join(f"\nrank {rank} failed:\n{text}" for rank, text in errors.items())
         raise TimeoutError(f"ranks {unfinished} did not finish within {timeout} s{texts}")
     assert errors or not expect_failure, "a failure was expected, and every rank succeeded"
-    return errors if expect_failure else [reports[rank].value for rank in range(len(processes))]
+    return errors if expect_failure else [reports[rank].value for rank in range(world_size)]
+
+
+def _start(processes: list[Any]) -> None:
+    with warnings.catch_warnings():
+        message = ".*multi-threaded.*fork"
+        warnings.filterwarnings("ignore", message, category=DeprecationWarning)
+        for process in processes:
+            process.start()
+
+
+def _reports(processes: list[Any], folder: Path, timeout: float, grace: float) -> dict[int, Report]:
+    """Waits for all ranks: after the first failure as long as the grace, at most."""
+    reports = dict[int, Report]()
+    running = dict(enumerate(processes))
+    deadline = time.monotonic() + timeout
+    while running and time.monotonic() < deadline:
+        # Short waits: a grandchild that outlives its rank keeps the sentinel from ever becoming
+        # ready.
+        wait([process.sentinel for process in running.values()], timeout=0.05)
+        for rank in [rank for rank, process in running.items() if not process.is_alive()]:
+            is_first_failure = not any(report.error for report in reports.values())
+            reports[rank] = _report(folder, rank, running.pop(rank).exitcode)
+            if reports[rank].error and is_first_failure:
+                deadline = min(deadline, time.monotonic() + grace)
+    return reports
+
+
+def _report(folder: Path, rank: int, exit_code: int) -> Report:
+    path = folder / f"{rank}.pt"
+    if path.exists():
+        report: Report = torch.load(path, weights_only=False)
+        return report
+    # A death without a result is the cause of the reports of the other ranks, so it comes first.
+    return Report(0.0, error=f"rank {rank} ended without a result, exit code {exit_code}")
+
+
+def _end(process: Any) -> None:
+    """Ends a rank and all that it started: it leads a process group, unless it does not yet."""
+    if process.pid is None:
+        return
+    if process.is_alive():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+    process.join()
 
 
 # In the child.
@@ -254,20 +265,7 @@ def _child(
     parent: int,
 ) -> NoReturn:
     try:
-        os.setsid()
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(
-                PR_SET_PDEATHSIG, signal.SIGKILL
-            )  # when the parent dies, by whatever means
-        if os.getppid() != parent:
-            os._exit(1)
-        restore_signals()
-        # What was inherited is never collected: to look at it would copy all its pages.
-        gc.freeze()
-        torch.set_num_threads(1)
-        os.environ["OMP_NUM_THREADS"] = "1"
-        if sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        _leave_the_test_runner(parent)
         if environment:
             replace_environment(environment)
             # Lightning reads the rank from the environment on import, which the parent may have
@@ -290,9 +288,24 @@ def _child(
             sys.stderr.flush()
             if os.getpgrp() == os.getpid():  # never the group of the test runner
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                os.killpg(0, signal.SIGTERM)  # what this rank started and left behind
+                os.killpg(0, signal.SIGTERM)  # processes that this rank started and left behind
         finally:
             os._exit(0)  # no exit handlers: those inherited belong to the parent
+
+
+def _leave_the_test_runner(parent: int) -> None:
+    os.setsid()
+    if sys.platform == "linux":
+        # This process ends when the parent dies, by whatever means.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if os.getppid() != parent:
+        os._exit(1)
+    restore_signals()
+    # Inherited objects are never collected: to look at them would copy all their pages.
+    gc.freeze()
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def restore_signals() -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.lightning.test_checkpoint import run_fit, traced
+from tests.training import tanh_network
 
 PLAN = {
     "0": ColwiseParallel(),
@@ -26,15 +27,7 @@ PLAN = {
 def even(seed: int) -> nn.Sequential:
     """Four layers whose sizes tensor parallelism can halve where it must, and FSDP2 cannot."""
     torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(5, 12),
-        nn.Tanh(),
-        nn.Linear(12, 7),
-        nn.Tanh(),
-        nn.Linear(7, 10),
-        nn.Tanh(),
-        nn.Linear(10, 3),
-    )
+    return tanh_network(5, 12, 7, 10, 3)
 
 
 def plain(
@@ -59,13 +52,13 @@ def sharded(
     def configure_model(self: Any) -> None:
         if any(hasattr(p, "placements") for p in self.parameters()):
             return
-        data = self.device_mesh["data_parallel"]
-        tensor = self.device_mesh["tensor_parallel"]
-        if tensor.size() > 1:
-            parallelize_module(self.net, tensor, PLAN)
-        if data.size() > 1 or tensor.size() == 1:
-            fully_shard(self.net[2], mesh=data)
-            fully_shard(self.net, mesh=data)
+        data_mesh = self.device_mesh["data_parallel"]
+        tensor_mesh = self.device_mesh["tensor_parallel"]
+        if tensor_mesh.size() > 1:
+            parallelize_module(self.net, tensor_mesh, PLAN)
+        if data_mesh.size() > 1 or tensor_mesh.size() == 1:
+            fully_shard(self.net[2], mesh=data_mesh)
+            fully_shard(self.net, mesh=data_mesh)
 
     def validation_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
         self.log("seen", self.loss(parts), sync_dist=True)
@@ -86,13 +79,18 @@ def fit(
     net: Callable[[int], nn.Module] = even,
     **choices: Any,
 ) -> dict[str, Any]:
-    """Fits a sharded model, with a seed for each group, and returns what is worth comparing."""
-    data, tensor = sizes
-    size = data * tensor
-    # FSDP2 takes from every rank its part of what that rank has made.
-    make = partial(sharded, seed=rank // size, inner=inner, net=net)
-    place = (rank // size, rank % size // tensor, data)
-    mesh = {"data_parallel_size": data, "tensor_parallel_size": tensor, "groups": groups}
+    """Fits a sharded model, with a seed for each group, and returns the values to compare."""
+    data_ranks, tensor_ranks = sizes
+    group, rank_in_group = divmod(rank, data_ranks * tensor_ranks)
+    # FSDP2 takes from every rank its part of the model that the rank has made.
+    make = partial(sharded, seed=group, inner=inner, net=net)
     return run_fit(
-        rank, world_size, make=lambda name, _: make(name), place=place, **mesh, **choices
+        rank,
+        world_size,
+        make=lambda name, _: make(name),
+        place=(group, rank_in_group // tensor_ranks, data_ranks),
+        data_parallel_size=data_ranks,
+        tensor_parallel_size=tensor_ranks,
+        groups=groups,
+        **choices,
     )

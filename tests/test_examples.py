@@ -1,5 +1,5 @@
-"""The notebook runs from its first cell to its last and shows what it says; a mixture of experts
-is watched rightly.
+"""The notebook runs from its first cell to its last and keeps its promises; the routers of a mixture
+of experts are measured rightly.
 """
 
 import json
@@ -29,49 +29,59 @@ def test_the_notebook_is_kept_without_outputs() -> None:
     assert outputs_of(NOTEBOOK) == []
 
 
+class Printed(str):
+    """The printed text of the notebook."""
+
+    def numbers(self, pattern: str) -> list[float]:
+        """The groups of a pattern that occurs once."""
+        (match,) = re.finditer(pattern, self)
+        return [float(number) for number in match.groups()]
+
+    def row(self, method: str) -> list[float]:
+        """The first loss, the last loss, and the bytes of a method."""
+        return self.numbers(rf"\n{method} +(\S+) +(\S+) +(\S+)\n")
+
+    def seconds(self, method: str) -> float:
+        (seconds,) = self.numbers(rf"{method}: .*; \d+ steps take (\d+) s on this link")
+        return seconds
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_notebook_shows_the_promised_results(tmp_path: Path) -> None:
     for package in ("matplotlib", "nbconvert", "ipykernel"):
         pytest.importorskip(package)
-    about = ("--to", "notebook", "--execute", NOTEBOOK, "--output-dir", tmp_path)
-    run_python("-m", "nbconvert", *about, folder=tmp_path, seconds=550)
+    convert = ("-m", "nbconvert", "--to", "notebook", "--execute", NOTEBOOK)
+    run_python(*convert, "--output-dir", tmp_path, folder=tmp_path, seconds=550)
     outputs = outputs_of(tmp_path / NOTEBOOK.name)
-    printed = "".join(text for output in outputs for text in output.get("text", ()))
+    texts = ["".join(output.get("text", ())) for output in outputs]
+    check_printed_numbers(Printed("".join(texts)))
+    check_pictures(outputs)
 
-    def numbers(pattern: str) -> list[float]:
-        (found,) = re.findall(pattern, printed)
-        return [float(number) for number in ([found] if isinstance(found, str) else found)]
 
-    (parameters,) = numbers(r"(\d+),\d{3} parameters, [\d,]+ windows")
+def check_printed_numbers(printed: Printed) -> None:
+    (parameters,) = printed.numbers(r"(\d+),\d{3} parameters, [\d,]+ windows")
     assert parameters >= 100
-    ddp, ours = (
-        numbers(rf"\n{name} +(\S+) +(\S+) +(\S+)\n") for name in ("DDP", "Streaming DiLoCo")
-    )
-    for first, last, _ in (ddp, ours):
-        assert last < 0.95 * first
-    assert ours[1] < 1.15 * ddp[1]
-    assert ddp[2] > 50 * ours[2]
-    assert numbers(r"Streaming DiLoCo sent 1/(\d+) of the bytes\.") == [
-        pytest.approx(ddp[2] / ours[2], rel=0.02)
-    ]
-    slow, fast = (
-        numbers(rf"{name}: .*; \d+ steps take (\d+) s on this link")
-        for name in ("DDP", "Streaming DiLoCo")
-    )
-    assert slow[0] > 3 * fast[0]
-    shown = [
-        (kind, "".join(data)) for output in outputs for kind, data in output.get("data", {}).items()
-    ]
-    assert sum(kind == "image/png" and len(data) > 10_000 for kind, data in shown) == 2, (
-        "the schedule, and both losses"
-    )
-    assert any(kind == "image/svg+xml" and "</svg>" in data for kind, data in shown), (
-        "the planner's picture"
-    )
-    assert any(kind == "text/html" and "Streaming DiLoCo run" in data for kind, data in shown), (
-        "the report"
-    )
+    ddp_first, ddp_last, ddp_bytes = printed.row("DDP")
+    first, last, sent_bytes = printed.row("Streaming DiLoCo")
+    assert ddp_last < 0.95 * ddp_first
+    assert last < 0.95 * first
+    assert last < 1.15 * ddp_last
+    assert ddp_bytes > 50 * sent_bytes
+    (times_less,) = printed.numbers(r"Streaming DiLoCo sent 1/(\d+) of the bytes\.")
+    assert times_less == pytest.approx(ddp_bytes / sent_bytes, rel=0.02)
+    assert printed.seconds("DDP") > 3 * printed.seconds("Streaming DiLoCo")
+
+
+def check_pictures(outputs: list[dict[str, Any]]) -> None:
+    """Those of the schedule and of both losses; the planner's picture; and the report."""
+    texts: dict[str, list[str]] = {"image/png": [], "image/svg+xml": [], "text/html": []}
+    for output in outputs:
+        for kind, text in output.get("data", {}).items():
+            texts.setdefault(kind, []).append("".join(text))
+    assert sum(len(text) > 10_000 for text in texts["image/png"]) == 2
+    assert any("</svg>" in text for text in texts["image/svg+xml"])
+    assert any("Streaming DiLoCo run" in text for text in texts["text/html"])
 
 
 def test_distance_overlap_and_use_of_routers_have_known_answers() -> None:
@@ -79,8 +89,9 @@ def test_distance_overlap_and_use_of_routers_have_known_answers() -> None:
     chosen = torch.tensor([[0, 1], [2, 3]])
     assert moe.distance(router, router) == 0
     assert moe.distance(router, -router) == pytest.approx(2)
-    for other, share in (([[1, 0], [2, 3]], 1), ([[1, 5], [4, 3]], 0.5), ([[2, 3], [0, 1]], 0)):
-        assert moe.overlap(chosen, torch.tensor(other)) == share
+    assert moe.overlap(chosen, torch.tensor([[1, 0], [2, 3]])) == 1
+    assert moe.overlap(chosen, torch.tensor([[1, 5], [4, 3]])) == 0.5
+    assert moe.overlap(chosen, torch.tensor([[2, 3], [0, 1]])) == 0
     assert moe.use_of(torch.tensor([[0, 1], [0, 7]])).tolist() == [0.5, 0.25, 0, 0, 0, 0, 0, 0.25]
 
 
@@ -88,14 +99,18 @@ def test_distance_overlap_and_use_of_routers_have_known_answers() -> None:
 def test_a_landing_makes_routers_as_much_alike_as_mixing_says(
     mixing: float, tmp_path: Path
 ) -> None:
-    """All parameters land together, so groups that keep nothing of their own are the same model."""
+    """All parameters land together, so groups without mixing become the same model."""
     settings = f"sync_every=6, overlap_steps=1, mixing={mixing}, fragments=[['*']]"
     script = tmp_path / "train.py"
-    script.write_text(
-        f"import sys, torch\nsys.path.insert(0, {str(EXAMPLES)!r})\nimport moe\nwatch ="
-        f" moe.train(26, {settings})\nmoe.rank_zero_only(torch.save)(watch.seen,"
-        " 'seen.pt')\nmoe.tell(watch)\n"
-    )
+    lines = [
+        "import sys, torch",
+        f"sys.path.insert(0, {str(EXAMPLES)!r})",
+        "import moe",
+        f"watch = moe.train(26, {settings})",
+        "moe.rank_zero_only(torch.save)(watch.seen, 'seen.pt')",
+        "moe.tell(watch)",
+    ]
+    script.write_text("\n".join(lines))
     printed = run_python(script, folder=tmp_path)
     seen = torch.load(tmp_path / "seen.pt")
     assert list(seen) == [(step, layer) for step in (7, 13, 19, 25) for layer in range(moe.LAYERS)]

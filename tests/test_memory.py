@@ -1,7 +1,7 @@
-"""Pages that are no longer used serve the next vectors, no more of them than asked for, and never
+"""Pages that are no longer used serve the next vectors, no more of them than requested, and never
 while in use.
 
-What a rank holds of a fragment while it is in flight, by the resident memory of real processes.
+A flight takes a limited number of copies of its fragment, by the resident memory of real processes.
 """
 
 import ctypes
@@ -9,10 +9,9 @@ import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import hypothesis.strategies as st
 import pytest
@@ -51,7 +50,7 @@ def spare_bytes(spares: memory._Spares) -> int:
 
 
 def test_freed_memory_serves_the_next_vector_but_not_while_a_view_of_it_lives() -> None:
-    asking = SparePages(8 * LONG)
+    request = SparePages(8 * LONG)
     first = vector()
     address = first.data_ptr()
     del first
@@ -64,75 +63,85 @@ def test_freed_memory_serves_the_next_vector_but_not_while_a_view_of_it_lives() 
     second = vector().fill_(2.0)
     assert bool((view == 1).all())
     assert second.data_ptr() != view.data_ptr() - 20
-    del asking
+    del request
 
 
-def test_no_more_memory_is_kept_than_requested_and_other_sizes_drop_none() -> None:
+def test_no_more_memory_is_kept_than_requested() -> None:
     """While less is in use than before."""
     spares = memory._SPARES
     vector()
-    assert spare_bytes(spares) == 0, "nobody asks"
-    asking = [SparePages(8 * LONG), SparePages(4 * LONG)]
-    several = [vector() for _ in range(5)]
-    several.clear()
-    for kept in (12 * LONG, 8 * LONG, 0):
-        assert spare_bytes(spares) == kept
-        del asking[-1:]
-    memory._SPARES = spares = memory._Spares()
-    asking = [SparePages(12 * LONG)]
-    several = [vector() for _ in range(4)]
-    addresses = {each.data_ptr() for each in several}
-    del several[1:]
+    assert spare_bytes(spares) == 0, "nobody requests it"
+    requests = [SparePages(8 * LONG), SparePages(4 * LONG)]
+    vectors = [vector() for _ in range(5)]
+    vectors.clear()
+    for spare in (12 * LONG, 8 * LONG, 0):
+        assert spare_bytes(spares) == spare
+        del requests[-1:]
+
+
+def test_vectors_of_another_size_drop_no_spare_pages() -> None:
+    spares = memory._SPARES
+    request = SparePages(12 * LONG)
+    vectors = [vector() for _ in range(4)]
+    addresses = {values.data_ptr() for values in vectors}
+    del vectors[1:]
     messages = [vector(LONG // 3)]
     assert spare_bytes(spares) == 12 * LONG
     messages.append(vector(LONG // 3))
     assert spare_bytes(spares) == 8 * LONG  # one went for the second message
-    several += [vector() for _ in range(2)]
-    assert {each.data_ptr() for each in several} <= addresses
-    del messages, asking
-    # The pages of a long vector that are not kept go back to the system.
-    own = vector(20_000_000).fill_(1.0)
-    before = int(Path("/proc/self/statm").read_text().split()[1])
-    del own
-    assert before - int(Path("/proc/self/statm").read_text().split()[1]) > 70_000_000 / 4096
+    vectors += [vector() for _ in range(2)]
+    assert {values.data_ptr() for values in vectors} <= addresses
+    del messages, request
+
+
+def resident_pages() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1])
+
+
+def test_the_pages_of_a_long_vector_that_are_not_kept_go_back_to_the_system() -> None:
+    values = vector(20_000_000).fill_(1.0)
+    before = resident_pages()
+    del values
+    assert before - resident_pages() > 70_000_000 / 4096
 
 
 @given(st.lists(st.tuples(st.integers(70_000, 120_000), st.integers(0, 6)), max_size=40))
 @settings(max_examples=15, deadline=None)
-def test_all_pages_are_hardly_more_than_were_in_use_at_once(taken: list[tuple[int, int]]) -> None:
+def test_all_pages_are_hardly_more_than_were_in_use_at_once(turns: list[tuple[int, int]]) -> None:
+    """In each turn some vectors are freed, and one is taken."""
     spares = memory._Spares()
     memory._SPARES = spares
-    asking = SparePages(asked := 1_000_000)
+    requested_bytes = 1_000_000
+    request = SparePages(requested_bytes)
     live: list[Tensor] = []
     most = 0
-    for numel, freed in taken:
+    for numel, freed in turns:
         del live[:freed]
         live.append(vector(numel))
-        # What a vector has in place of what it asked for is a sixteenth larger at most.
-        assert spares._in_use <= sum(4 * each.numel() for each in live) * 17 / 16
+        # The pages of a vector are larger than its values by a sixteenth at most.
+        assert spares._in_use <= sum(4 * values.numel() for values in live) * 17 / 16
         most = max(most, spares._in_use)
-        assert spares._in_use + spare_bytes(spares) <= most + asked / 5
-    del asking
+        assert spares._in_use + spare_bytes(spares) <= most + requested_bytes / 5
+    del request
 
 
 def test_threads_that_take_and_free_at_once_never_share_pages() -> None:
-    asking = SparePages(40 * LONG)
+    request = SparePages(40 * LONG)
 
     def work(number: int) -> bool:
-        taken = (vector(LONG // (1 + turn % 2)).fill_(float(number)) for turn in range(60))
-        return all(bool((own == number).all()) for own in taken)
+        vectors = (vector(LONG // (1 + turn % 2)).fill_(float(number)) for turn in range(60))
+        return all(bool((values == number).all()) for values in vectors)
 
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(work, range(4))) == [True] * 4
-    del asking
+    del request
 
 
 def test_flights_reuse_memory_of_earlier_ones_but_none_that_is_still_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = []
-    new_pages = memory._new_pages
-    monkeypatch.setattr(memory, "_new_pages", lambda size: made.append(size) or new_pages(size))
+    new_pages = Mock(side_effect=memory._new_pages)
+    monkeypatch.setattr(memory, "_new_pages", new_pages)
     model = nn.Sequential(nn.Linear(550, 550), nn.Linear(550, 550))
     engine = StreamingDiLoCo(model, sync_every=4, overlap_steps=1, fragments=[["0.*"], ["1.*"]])
 
@@ -143,17 +152,19 @@ def test_flights_reuse_memory_of_earlier_ones_but_none_that_is_still_read(
             engine.step()
 
     train(17)
+    outer = [fragment.outer for fragment in engine.rounds.fragments]
     read = [
-        (one.outer.values, one.outer.state["momentum_buffer"]) for one in engine.rounds.fragments
+        *(state.values for state in outer),
+        *(state.state["momentum_buffer"] for state in outer),
     ]
-    copies = [[values.clone() for values in one] for one in read]
+    copies = [values.clone() for values in read]
     train(12)
-    assert all(map(torch.equal, chain(*read), chain(*copies)))
-    del read
+    assert all(map(torch.equal, read, copies))
+    del read, outer
     train(8)
-    made.clear()
+    new_pages.reset_mock()
     train(40)
-    assert made == []
+    new_pages.assert_not_called()
     assert spare_bytes(memory._SPARES) > 0
     engine.close()
     assert spare_bytes(memory._SPARES) == 0
@@ -166,10 +177,9 @@ BESIDES = 0.75
 CASES: list[tuple[float, dict[str, Any]]] = [
     # Outer gradient, new outer parameters, new momentum.
     (3, {"exchange": "two_shot"}),
-    # A group that carries what it has trained gathers by how much the outer parameters move.
+    # A group that carries its progress gathers the movement of the outer parameters.
     (4, {"mixing": Carry()}),
-    # What is remembered for the next launch: the old one waits for the landing, as outer parameters
-    # do.
+    # The memory for the next launch: the old one waits for the landing, as outer parameters do.
     (4, {"compression": ErrorFeedback(Int4())}),
     (4, {"compression": ErrorFeedback(Int2()), "exchange": "two_shot"}),
     # Positions have 64 bits until they are packed.
@@ -202,36 +212,29 @@ def new_in_flights(rank: int, world_size: int) -> list[int]:
 
 
 def test_no_vector_is_new_because_a_message_is_long() -> None:
-    for made in run_ranks(new_in_flights, 2):
+    for sizes in run_ranks(new_in_flights, 2):
         # Four flights. Pages that come back at the moment at which others are taken are left alone.
-        assert sum(size > FP4().wire_bytes(NUMEL // 9) for size in made) <= 1, made
+        assert sum(size > FP4().wire_bytes(NUMEL // 9) for size in sizes) <= 1, sizes
 
 
-def held(choices: dict[str, Any], rank: int, world_size: int) -> float:
-    """In copies of the fragment, what a flight holds at most beside what is held where nothing is
-    in flight.
-    """
+def copies_in_flight(choices: dict[str, Any], rank: int, world_size: int) -> float:
+    """The copies of the fragment that a flight holds at most, besides those held without one."""
     # Code and threads that the first flights of a process bring with them are no copies.
     train(600_000, 12, choices).close()
-    # What tests in the process from which this one was forked have left free would be used again,
-    # and not be seen.
+    # Memory that tests in the parent process have left free would be used again, and not be seen.
     ctypes.CDLL(None).malloc_trim(0)
     before = forget_peak_memory()
     engine = train(NUMEL, 14, choices)
     assert engine.report()["landings"] == 3
     copies = (peak_memory() - before) / (4 * NUMEL) - 1  # the model itself
-    (own,) = outer_state(engine)
-    # With two shots, what the second rounding lost of a part: it rests too, and the flight makes
-    # the new one.
-    vectors = [
-        own["outer"],
-        *own["state"].values(),
-        own["memory"],
-        own["residual"],
-        own["residual"],
-    ]
+    (state,) = outer_state(engine)
+    vectors = [state["outer"], *state["state"].values(), state["memory"]]
+    # With two shots, the loss of the second rounding of a part: the old one is held as well, and
+    # the flight makes the new one.
+    vectors += [state["residual"]] * 2
     engine.close()
-    return copies - sum(one.numel() for one in vectors if isinstance(one, Tensor)) / NUMEL
+    numels = [values.numel() for values in vectors if isinstance(values, Tensor)]
+    return copies - sum(numels) / NUMEL
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
@@ -241,19 +244,20 @@ def test_a_flight_holds_at_most_three_copies_and_its_new_memories(
 ) -> None:
     # A rank that waits for a processor keeps its messages longer, now and then. A copy too many is
     # there in each run.
-    extra = []
+    excess_by_run = []
     for _ in range(3):
-        extra.append([own - copies for own in run_ranks(partial(held, choices), 2)])
-        if all(-0.6 < own < BESIDES for own in extra[-1]):
+        ranks = run_ranks(partial(copies_in_flight, choices), 2)
+        excess = [held_copies - copies for held_copies in ranks]
+        if min(excess) > -0.6 and max(excess) < BESIDES:
             return
+        excess_by_run.append(excess)
     raise AssertionError(
-        f"copies beside those that the flight needs, in three runs by rank: {extra}"
+        f"copies beside those that the flight needs, in three runs by rank: {excess_by_run}"
     )
 
 
-MMAP_THRESHOLD = (
-    -3
-)  # <malloc.h>: allocations of this size and more go back to the system when they are freed
+# <malloc.h>: allocations of this size and more go back to the system when they are freed.
+MMAP_THRESHOLD = -3
 
 
 @torch.no_grad()
@@ -269,9 +273,7 @@ def most_copies(
     before = forget_peak_memory()
     model = nn.ParameterList([torch.ones(NUMEL // 6) for _ in range(4)])
     fragments = [[str(index)] for index in range(4)]
-    engine = StreamingDiLoCo(
-        model, **{"sync_every": 8, "overlap_steps": 1, "fragments": fragments, **choices}
-    )
+    engine = StreamingDiLoCo(model, sync_every=8, overlap_steps=1, fragments=fragments, **choices)
     for parameter in model:
         parameter.grad = torch.full_like(parameter, 1e-3)
     for _ in range(steps):
@@ -294,11 +296,13 @@ def test_the_end_of_training_takes_no_more_memory_than_a_round(
     ranks: int, steps: int, choices: dict[str, Any]
 ) -> None:
     """With a fragment in flight before the end, and without."""
-    seen = []
+    peaks_by_run = []
     for _ in range(3):
         peaks = run_ranks(partial(most_copies, choices, steps), ranks)
-        # What the allocator keeps of short vectors, in each thread.
+        # The allocator keeps memory of short vectors, in each thread.
         if all(with_end < in_rounds + 0.15 for in_rounds, with_end in peaks):
             return
-        seen.append(peaks)
-    raise AssertionError(f"copies in rounds and with the end, in three runs by rank: {seen}")
+        peaks_by_run.append(peaks)
+    raise AssertionError(
+        f"copies in rounds and with the end, in three runs by rank: {peaks_by_run}"
+    )

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +20,40 @@ import torch.distributed as dist
 
 from tests.ranks import RankError, run_processes, run_ranks
 
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+def results_of_rank(rank: int, world_size: int, base: torch.Tensor) -> Any:
+    time.sleep(0.1 * (world_size - rank))
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    assert handlers == [signal.SIG_DFL, signal.SIG_DFL, signal.default_int_handler]
+    return rank, torch.get_num_threads(), base + rank, torch.arange(6).view(2, 3)[:, rank]
+
+
+def results_in_world(rank: int, world_size: int, base: torch.Tensor) -> Any:
+    value = torch.tensor(float(rank + 1))
+    dist.all_reduce(value, group=dist.new_group(range(world_size)))
+    assert dist.get_backend() == "gloo"
+    assert dist.get_world_size() == 3
+    assert value.item() == 6.0
+    return results_of_rank(rank, world_size, base)
+
 
 def test_results_come_back_in_the_order_of_ranks_of_fresh_processes(tmp_path: Path) -> None:
-    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
-    def function(rank: int, world_size: int, base: torch.Tensor) -> Any:
-        time.sleep(0.1 * (world_size - rank))
-        handlers = [signal.getsignal(number) for number in signals]
-        assert handlers == [signal.SIG_DFL, signal.SIG_DFL, signal.default_int_handler]
-        return rank, torch.get_num_threads(), base + rank, torch.arange(6).view(2, 3)[:, rank]
-
-    def of_world(rank: int, world_size: int, base: torch.Tensor) -> Any:
-        value = torch.tensor(float(rank + 1))
-        dist.all_reduce(value, group=dist.new_group(range(world_size)))
-        assert (dist.get_backend(), dist.get_world_size(), value.item()) == ("gloo", 3, 6.0)
-        return function(rank, world_size, base)
-
-    before = {number: signal.getsignal(number) for number in signals}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     handler = (tmp_path / "ran").touch
     atexit.register(handler)
     try:
-        for number in signals:
+        for number in SIGNALS:
             signal.signal(number, lambda *_: None)
-        for results in (
-            run_ranks(of_world, 3, torch.ones(2)),
-            run_processes(function, 3, torch.ones(2)),
-        ):
-            for rank, (own, threads, tensor, view) in enumerate(results):
-                assert (own, threads, tensor.tolist(), view.tolist()) == (
-                    rank,
-                    1,
-                    [1.0 + rank] * 2,
-                    [rank, 3 + rank],
-                )
+        by_ranks = run_ranks(results_in_world, 3, torch.ones(2))
+        by_processes = run_processes(results_of_rank, 3, torch.ones(2))
+        for returned in (by_ranks, by_processes):
+            for rank, (own_rank, threads, tensor, view) in enumerate(returned):
+                assert own_rank == rank
+                assert threads == 1
+                assert tensor.tolist() == [1.0 + rank] * 2
+                assert view.tolist() == [rank, 3 + rank]
                 assert not tensor.is_shared()
             assert not (tmp_path / "ran").exists(), "an exit handler of the parent"
     finally:
@@ -64,27 +67,23 @@ def test_the_first_exception_returns_with_its_traceback_and_a_death_before_other
         time.sleep(0.2 * rank)
         raise ValueError(f"from rank {rank}")
 
-    def waits_for_a_failed_one(rank: int, world_size: int, how: str) -> None:
+    def waits_for_a_failed_one(rank: int, world_size: int, fail: Callable[[], object]) -> None:
         if rank == 1:
-            {
-                "raise": lambda: [].pop(),
-                "exit": lambda: os._exit(3),
-                "kill": lambda: os.kill(os.getpid(), 9),
-            }[how]()
+            fail()
         dist.barrier()
 
     with pytest.raises(RankError, match=r"(?s)rank 0 failed first.*broken_on_purpose") as caught:
         run_processes(broken_on_purpose, 2)
     assert list(caught.value.errors) == [0, 1]
     assert caught.value.errors[1].strip().endswith("ValueError: from rank 1")
-    for how, told in (
-        ("raise", "IndexError: pop from"),
-        ("exit", "exit code 3"),
-        ("kill", "exit code -9"),
+    for fail, message in (
+        ([].pop, "IndexError: pop from"),
+        (lambda: os._exit(3), "exit code 3"),
+        (lambda: os.kill(os.getpid(), 9), "exit code -9"),
     ):
-        errors = run_ranks(waits_for_a_failed_one, 2, how, expect_failure=True)
+        errors = run_ranks(waits_for_a_failed_one, 2, fail, expect_failure=True)
         assert next(iter(errors)) == 1
-        assert told in errors[1].splitlines()[-1]
+        assert message in errors[1].splitlines()[-1]
     with pytest.raises(AssertionError, match="every rank succeeded"):
         run_processes(lambda rank, world_size: rank, 2, expect_failure=True)
     with pytest.raises(RankError, match="pickle"):
@@ -110,23 +109,30 @@ def test_nothing_is_left_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(TimeoutError, match=r"ranks \[1\] did not finish within 1.0 s"):
         run_processes(function, 2, "by a timeout", timeout=1.0)
     if sys.platform == "linux":  # the kernel tells children there of a parent's death
-        parent = os.fork()
-        if not parent:
-            tempfile.tempdir = str(
-                tmp_path
-            )  # it cannot remove its temporary folder: that lies where pytest cleans up
-            try:
-                run_processes(function, 2, "with a killed parent")
-            finally:
-                os._exit(0)
-        while len(list(tmp_path.glob("*.pid"))) < 14:
-            time.sleep(0.02)
-        os.kill(parent, signal.SIGKILL)
-        os.waitpid(parent, 0)
-    stats = [Path(f"/proc/{path.stem}/stat") for path in tmp_path.glob("*.pid")]
+        kill_a_parent(partial(run_processes, function, 2, "with a killed parent"), tmp_path)
+    processes = [int(path.stem) for path in tmp_path.glob("*.pid")]
     deadline = time.monotonic() + 5
-    while any(
-        path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z" for path in stats
-    ):
-        assert time.monotonic() < deadline, "what a rank has started still runs"
+    while any(map(is_running, processes)):
+        assert time.monotonic() < deadline, "a process that a rank has started still runs"
         time.sleep(0.02)
+
+
+def kill_a_parent(run: Callable[[], object], folder: Path) -> None:
+    parent = os.fork()
+    if not parent:
+        # It cannot remove its temporary folder: that lies where pytest cleans up.
+        tempfile.tempdir = str(folder)
+        try:
+            run()
+        finally:
+            os._exit(0)
+    while len(list(folder.glob("*.pid"))) < 14:
+        time.sleep(0.02)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+
+
+def is_running(process: int) -> bool:
+    """Tells whether a process is there, and is no zombie."""
+    path = Path(f"/proc/{process}/stat")
+    return path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,4 +1,4 @@
-"""What is imported when, and what needs no Lightning, only one distribution of it, or not even
+"""Imports of the package: its parts need only one distribution of Lightning, none, or not even
 torch.
 """
 
@@ -14,12 +14,12 @@ TRAINERS = """
 from {trainer} import Trainer
 from {fabric} import Fabric
 
-def made():
+def modules_of_strategies():
     common = dict(accelerator="cpu", devices=2)
     trainer = Trainer(strategy="streaming_diloco_find_unused_parameters_true", logger=False, **common)
     sharded = Trainer(strategy="streaming_diloco_model_parallel", logger=False, **common)
     strategies = trainer.strategy, sharded.strategy, Fabric(strategy="streaming_diloco", **common).strategy
-    return sorted({{type(one).__module__ for one in strategies}})
+    return sorted({{type(strategy).__module__ for strategy in strategies}})
 """
 PLACES = {
     "lightning": {"trainer": "lightning.pytorch", "fabric": "lightning.fabric"},
@@ -61,25 +61,25 @@ assert all(hasattr(lightning_sdiloco, name) for name in lightning_sdiloco.__all_
 
 
 def run_python(code: str, without: set[str] = frozenset()) -> str:
-    """What a script prints in a process of its own, in which some packages are as if they were not
-    installed.
+    """Runs a script in a process in which some packages seem not to be installed; returns the
+    printed text.
     """
     hidden = f"import sys; sys.modules.update(dict.fromkeys({sorted(without)}))\n"
     return scripts.run_python("-c", hidden + code, folder=ROOT)
 
 
-@pytest.mark.parametrize(("distribution", "other"), [tuple(OURS), tuple(OURS)[::-1]])
-def test_a_distribution_alone_finds_the_strategies(distribution: str, other: str) -> None:
+@pytest.mark.parametrize(("distribution", "absent"), [tuple(OURS), tuple(OURS)[::-1]])
+def test_a_distribution_alone_finds_the_strategies(distribution: str, absent: str) -> None:
     code = f"""
 import lightning_sdiloco
 imported = [name for name in ("torch", "lightning", "pytorch_lightning", "jsonargparse") if sys.modules.get(name)]
 assert imported == [], imported
 {TRAINERS.format(**PLACES[distribution])}
-assert made() == [{OURS[distribution]!r}]
-assert {OURS[other]!r} not in sys.modules
+assert modules_of_strategies() == [{OURS[distribution]!r}]
+assert {OURS[absent]!r} not in sys.modules
 assert ("StreamingDiLoCoStrategy" in lightning_sdiloco.__all__) == ({distribution!r} == "lightning")
 """
-    run_python(code, without={other})
+    run_python(code, without={absent})
 
 
 @pytest.mark.parametrize(
@@ -107,26 +107,26 @@ assert ("torch" in sys.modules) == {torch}
 
 def test_the_files_of_the_two_distributions_differ_only_in_its_names() -> None:
     """Their classes are written out in both, for type checkers, pickle and the API page."""
-    ours, twin = (
-        (ROOT / "lightning_sdiloco" / f"{face}.py").read_text()
-        for face in ("lightning_pytorch", "pytorch_lightning")
-    )
+    package = ROOT / "lightning_sdiloco"
+    twin = (package / "pytorch_lightning.py").read_text()
+    expected = (package / "lightning_pytorch.py").read_text()
     names = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
     for name, name_in_twin in names.items():
-        ours = re.sub(rf"(?<![\w.]){re.escape(name)}", name_in_twin, ours)
-    assert ours == twin
+        expected = re.sub(rf"(?<![\w.]){re.escape(name)}", name_in_twin, expected)
+    assert expected == twin
 
 
 def test_both_distributions_and_their_command_lines_find_the_strategies() -> None:
     """One distribution is imported before the package, one after it."""
     before, after = (TRAINERS.format(**PLACES[distribution]) for distribution in OURS)
-    code = f"{before}\nimport lightning_sdiloco\none = made()\n{after}\nprint([*one, *made()])\n"
+    code = f"{before}\nimport lightning_sdiloco\nfirst = modules_of_strategies()\n"
+    code += f"{after}\nprint([*first, *modules_of_strategies()])\n"
     code += "".join(BY_NAME.format(**place) for place in PLACES.values())
-    found, *by_name = (
-        line for line in run_python(code).splitlines() if "lightning_sdiloco" in line
-    )
-    assert found == str(list(OURS.values()))
-    assert [name.rpartition(".")[2] for name in by_name] == ["StreamingDiLoCoStrategy"] * 2
+    lines = [line for line in run_python(code).splitlines() if "lightning_sdiloco" in line]
+    modules, *class_paths = lines
+    assert modules == str(list(OURS.values()))
+    names = [class_path.rpartition(".")[2] for class_path in class_paths]
+    assert names == ["StreamingDiLoCoStrategy"] * 2
 
 
 def test_the_engine_trains_without_lightning_and_plain_commands_import_no_torch(

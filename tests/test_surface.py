@@ -1,8 +1,8 @@
-"""What users hold on to: names, arguments, class paths, options of the command line, and keys of
-checkpoints.
+"""The surface that users rely on: names, arguments, class paths, options of the command line, and
+keys of checkpoints.
 
 ``surface.json`` was written by ``python -m tests.test_surface`` before the package was divided into
-rooms. Where something is added on purpose, write it again, and look at what changed.
+rooms. If you add something on purpose, write it again, and look at the changes.
 """
 
 import contextlib
@@ -22,29 +22,26 @@ from tests.engine.groups import Groups, with_statistics
 FILE = Path(__file__).with_name("surface.json")
 FACES = ("lightning_sdiloco.lightning_pytorch", "lightning_sdiloco.pytorch_lightning")
 STRATEGIES = ("StreamingDiLoCoStrategy", "StreamingDiLoCoModelParallelStrategy")
-COMMANDS = [
-    "demo",
-    "doctor",
-    "hub",
-    *(f"hub {act}" for act in ("amend", "backup", "end", "evict", "rollback")),
-]
-COMMANDS += ["keys", *(f"keys {act}" for act in ("add", "init", "revoke"))]
+ACTIONS = {
+    "hub": ("amend", "backup", "end", "evict", "rollback"),
+    "keys": ("add", "init", "revoke"),
+}
+COMMANDS = ["demo", "doctor", "hub", "keys"]
+COMMANDS += [f"{command} {action}" for command in ACTIONS for action in ACTIONS[command]]
 COMMANDS += ["completion", "plan", "report", "schedule", "simulate", "status"]
 
 
 def arguments_of(function: Any) -> list[str]:
     """The arguments in their order, each with its default."""
-    parameters = inspect.signature(function).parameters.values()
-    return [
-        parameter.name
-        if parameter.default is inspect.Parameter.empty
-        else f"{parameter.name}={parameter.default!r}"
-        for parameter in parameters
-    ]
+    texts = []
+    for parameter in inspect.signature(function).parameters.values():
+        has_default = parameter.default is not inspect.Parameter.empty
+        texts.append(parameter.name + (f"={parameter.default!r}" if has_default else ""))
+    return texts
 
 
-def public_members(thing: Any) -> list[str]:
-    return sorted(name for name in vars(thing) if not name.startswith("_"))
+def public_members(kind: type) -> list[str]:
+    return sorted(name for name in vars(kind) if not name.startswith("_"))
 
 
 def options_of(command: str) -> list[str]:
@@ -52,51 +49,46 @@ def options_of(command: str) -> list[str]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         main([*command.split(), "--help"])
+    usage, _, _ = printed.getvalue().partition("\nexamples:")
     # An option of torch's classes, which jsonargparse lists, is none of ours.
-    return sorted(
-        set(
-            re.findall(
-                r"(?<![\w.-])--[a-z][\w-]*(?![\w.])", printed.getvalue().partition("\nexamples:")[0]
-            )
-        )
-    )
+    return sorted(set(re.findall(r"(?<![\w.-])--[a-z][\w-]*(?![\w.])", usage)))
 
 
 def keys_of_checkpoint() -> dict[str, list[str]]:
-    """The keys of what a rank saves of its engine, with a fragment in flight."""
+    """The keys of the saved state of a rank's engine, with a fragment in flight."""
     run = Groups(3, "sgd", with_statistics, sync_every=4, overlap_steps=2, fragments="strided:1")
     run.until(9)
     state = run.engines[0].state_dict()
-    parts = {"state": state, "fragment": state["fragments"][0], "flight": state["flights"][0]}
     return {
-        name: sorted(part)
-        for name, part in (parts | {n: state[n] for n in ("counts", "described")}).items()
+        "state": sorted(state),
+        "fragment": sorted(state["fragments"][0]),
+        "flight": sorted(state["flights"][0]),
+        "counts": sorted(state["counts"]),
+        "described": sorted(state["described"]),
     }
 
 
 def surface() -> dict[str, Any]:
     """All of it, as plain values."""
     faces = {name: importlib.import_module(name) for name in FACES}
-    registries = [
-        importlib.import_module(f"{name}.strategies")
-        for name in ("lightning.pytorch", "pytorch_lightning")
-    ]
+    strategies = {}
+    monitors = {}
+    for face, module in faces.items():
+        monitors[face] = arguments_of(module.StreamingDiLoCoMonitor)
+        for name in STRATEGIES:
+            # Named, all but the number of groups: in any order.
+            strategies[f"{face}.{name}"] = sorted(arguments_of(getattr(module, name)))
+    registered = []
+    for distribution in ("lightning.pytorch", "pytorch_lightning"):
+        registry = importlib.import_module(f"{distribution}.strategies").StrategyRegistry
+        registered += [name for name in registry if "diloco" in name]
     return {
         "names": sorted(lightning_sdiloco.__all__),
         "compressions": sorted(lightning_sdiloco.compression.__all__),
         "names of compressions": sorted(lightning_sdiloco.compression.COMPRESSIONS),
-        "strategies": {
-            # Named, all but the number of groups: in any order.
-            f"{face}.{name}": sorted(arguments_of(getattr(module, name)))
-            for face, module in faces.items()
-            for name in STRATEGIES
-        },
-        "monitors": {
-            face: arguments_of(module.StreamingDiLoCoMonitor) for face, module in faces.items()
-        },
-        "registered": sorted(
-            name for own in registries for name in own.StrategyRegistry if "diloco" in name
-        ),
+        "strategies": strategies,
+        "monitors": monitors,
+        "registered": sorted(registered),
         "engine": {
             "arguments": arguments_of(StreamingDiLoCo),
             "members": public_members(StreamingDiLoCo),
@@ -114,7 +106,7 @@ def test_the_public_surface_is_the_recorded_one() -> None:
     before = json.loads(FILE.read_text())
     now = surface()
     assert all(now["commands"].values())
-    # What the rooms above need stands beside what users have always found there.
+    # The rooms above need more names, next to those that users have always found there.
     assert set(before["compressions"]) <= set(now["compressions"])
     now["compressions"] = before["compressions"]
     assert now == before

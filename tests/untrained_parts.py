@@ -28,7 +28,7 @@ class Part(nn.Module):
         return y
 
     def move(self, y: Tensor) -> None:
-        """Moves the state, given what the layer has returned."""
+        """Moves the state by the output of the layer."""
 
 
 class Mask(Part):
@@ -78,7 +78,7 @@ class Average(Part):
         self.register_buffer("average", torch.zeros(WIDTH))
 
     def move(self, y: Tensor) -> None:
-        # Bound anew, as much code does it.
+        # Bound to a new tensor, as much code does it.
         self.average = 0.9 * self.average + 0.1 * y.mean(dim=0)
 
 
@@ -158,25 +158,24 @@ def tree(seed: int, numbers: list[int], rank: int = 0) -> nn.Module:
 
 
 def altered_constants(values: dict[str, Tensor], initial: dict[str, Tensor]) -> list[str]:
-    """The names of constants that do not have the bits with which they were made."""
-    return [
-        name
-        for name in initial
-        if "constant" in name and not same_bits(values[name], initial[name])
-    ]
+    """The names of constants whose bits are not the initial ones."""
+    constants = [name for name in initial if "constant" in name]
+    return [name for name in constants if not same_bits(values[name], initial[name])]
 
 
 def broken(values: dict[str, Tensor], steps: int) -> list[str]:
-    """The names of what is not what it must be after so many steps: unit vectors, counters, finite
+    """The names of tensors that are not valid after so many steps: unit vectors, counters, finite
     parameters.
     """
-    wrong = []
-    for name, tensor in values.items():
-        if "unit" in name or name.endswith(("._u", "._v")):
-            lengths = tensor.norm(dim=-1)
-            wrong += [] if torch.allclose(lengths, torch.ones_like(lengths), atol=1e-4) else [name]
-        elif name.endswith(("counter_steps", "num_batches_tracked")):
-            wrong += [] if int(tensor) == steps else [name]
-        elif name.endswith(("weight", "bias")):
-            wrong += [] if bool(tensor.isfinite().all()) else [name]
-    return wrong
+    return [name for name, tensor in values.items() if not _is_valid(name, tensor, steps)]
+
+
+def _is_valid(name: str, tensor: Tensor, steps: int) -> bool:
+    if "unit" in name or name.endswith(("._u", "._v")):
+        lengths = tensor.norm(dim=-1)
+        return torch.allclose(lengths, torch.ones_like(lengths), atol=1e-4)
+    if name.endswith(("counter_steps", "num_batches_tracked")):
+        return int(tensor) == steps
+    if name.endswith(("weight", "bias")):
+        return bool(tensor.isfinite().all())
+    return True

@@ -1,5 +1,5 @@
-"""How much each group counts in a mean, by training, clipping and a guard; and the digest of what
-all groups hold.
+"""The weight of each group in a mean, by training, clipping and a guard; and the digest of the
+outer parameters.
 """
 
 from collections.abc import Sequence
@@ -29,10 +29,9 @@ from tests.engine.groups import MEAN, held, unlike
 
 
 def said(weight: int = 100, norm: float = 1.0, finite: bool = True) -> Control:
-    """What a group says at the launch of fragment 0."""
-    return Control(
-        0, 100, 0, weight=weight, digest=0, norm_squared=norm**2, changed=0, finite=finite
-    )
+    """The control vector of a group at the launch of fragment 0."""
+    norm_squared = norm**2
+    return Control(0, 100, 0, weight, 0, norm_squared, changed=0, finite=finite)
 
 
 CONTROLS = st.lists(
@@ -42,71 +41,77 @@ CONTROLS = st.lists(
 )
 
 
+def factors(
+    controls: list[Control], clip_norm: float | None = None, guard: float | None = None
+) -> dict[int, float]:
+    """The factors of groups of which no earlier norms are known."""
+    return Aggregation(clip_norm, guard).count(controls, [[] for _ in controls]).factors
+
+
 @given(controls=CONTROLS, clip_norm=st.floats(1e-6, 1e6), weight=st.integers(1, 2**32 - 1))
 def test_factors_are_the_weights_times_the_clipped_share(
     controls: list[Control], clip_norm: float, weight: int
 ) -> None:
     groups = range(len(controls))
-    norms: list[list[float]] = [[] for _ in groups]
-    assert Aggregation().count([said(weight)] * len(controls), norms).factors == dict.fromkeys(
-        groups, 1.0
-    )
-    assert plain(controls) == Count(
-        {group: 1.0 for group, control in enumerate(controls) if control.finite}
-    )
-    weights, clipped = (
-        Aggregation(clip, None).count(controls, norms).factors for clip in (None, clip_norm)
-    )
-    counted = [group for group, control in enumerate(controls) if control.finite and control.weight]
-    assert list(weights) == list(clipped) == counted
+    equal = Aggregation().count([said(weight)] * len(controls), [[] for _ in controls])
+    assert equal.factors == dict.fromkeys(groups, 1.0)
+    finite = [group for group in groups if controls[group].finite]
+    assert plain(controls) == Count(dict.fromkeys(finite, 1.0))
+    weighted = factors(controls)
+    clipped = factors(controls, clip_norm)
+    counted = [group for group in finite if controls[group].weight]
+    assert list(weighted) == list(clipped) == counted
     total = sum(controls[group].weight for group in counted)
-    for group, factor in weights.items():
-        assert isclose(
-            factor / len(counted), Fraction(controls[group].weight, total), rel_tol=1e-15
-        )
+    for group, factor in weighted.items():
+        share = Fraction(controls[group].weight, total)
+        assert isclose(factor / len(counted), share, rel_tol=1e-15)
         norm = controls[group].norm
         assert isclose(norm * clipped[group], min(norm, clip_norm) * factor, rel_tol=1e-12)
         assert norm > clip_norm or clipped[group] == factor
 
 
 def test_an_overflowing_norm_is_clipped_to_zero_and_control_vectors_merge() -> None:
-    assert Aggregation(1.0, None).count([said(norm=inf), said()], [[], []]).factors == {
-        0: 0.0,
-        1: 1.0,
-    }
+    overflowing = Aggregation(1.0, None).count([said(norm=inf), said()], [[], []])
+    assert overflowing.factors == {0: 0.0, 1: 1.0}
     control = said(weight=2**32 - 1)
     assert Control.unpacked(control.packed()) == control
     # A group trained where all its ranks did.
-    assert [Control.merged([said(weight=7), said(weight=other)]).weight for other in (9, 0)] == [
-        16,
-        0,
-    ]
+    assert Control.merged([said(weight=7), said(weight=9)]).weight == 16
+    assert Control.merged([said(weight=7), said(weight=0)]).weight == 0
     assert not Control.merged([said(), said(finite=False)]).finite
 
 
 NORMS = st.sampled_from([0.0, 1.0, 4.0, 30.0]) | st.floats(0, 1e6)
 
 
-def known(last: list[float]) -> float:
+def usual_norm(norms: list[float]) -> float:
     """The median of the last eight norms, or 0 if there are fewer than four."""
-    return median(last[-8:]) if len(last) >= 4 else 0.0
+    return median(norms[-8:]) if len(norms) >= 4 else 0.0
+
+
+def upper_median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
 
 
 def times_usual(group: int, norms: dict[int, float], past: list[list[float]]) -> float:
-    """How many times as long as usual a group's norm is by the definition; 0 where that is not
-    known.
+    """How many times as long as usual a group's norm is by the definition; 0 where its usual norm
+    is unknown.
     """
-    if known(past[group]) == 0:
+    usual_norms = {group: usual_norm(past[group]) for group in norms}
+    if usual_norms[group] == 0:
         return 0.0
-    others = [other for other in norms if other != group]
-    growths = sorted(
-        norms[other] / known(past[other]) for other in others if known(past[other]) > 0
-    )
-    growth = growths[len(growths) // 2] if growths else 1.0
-    usual = known(past[group]) * max(1.0, growth)
-    if len(others) >= 2:
-        usual = max(usual, sorted(norms[other] for other in others)[len(others) // 2])
-    return norms[group] / usual
+    rivals = [rival for rival in norms if rival != group]
+    growths = [norms[rival] / usual_norms[rival] for rival in rivals if usual_norms[rival] > 0]
+    growth = upper_median(growths) if growths else 1.0
+    expected_norm = usual_norms[group] * max(1.0, growth)
+    if len(rivals) >= 2:
+        expected_norm = max(expected_norm, upper_median([norms[rival] for rival in rivals]))
+    return norms[group] / expected_norm
+
+
+# A round of three groups: the weight, the norm, and whether it is finite.
+Round = list[tuple[int, float, bool]]
+JUMP = [1.0] * 5 + [30.0] * 8
 
 
 @settings(max_examples=200)
@@ -119,35 +124,23 @@ def times_usual(group: int, norms: dict[int, float], past: list[list[float]]) ->
 )
 @example(
     guard=2.0,
-    rounds=[
-        [(1, norm, True), (1, 1.0, True), (0, 9.0, True)] for norm in (3.0, 1.0, 3.0, 1.0, 4.5)
-    ],
+    rounds=[[(1, n, True), (1, 1.0, True), (0, 9.0, True)] for n in (3.0, 1.0, 3.0, 1.0, 4.5)],
 )
-@example(
-    guard=5.0,
-    rounds=[[(1, norm, True), (1, 1.0, True), (0, 9.0, True)] for norm in [1.0] * 5 + [30.0] * 8],
-)
-@example(
-    guard=5.0,
-    rounds=[[(1, norm, True), (1, 2.0, True), (1, 1.0, True)] for norm in [1.0] * 5 + [30.0] * 8],
-)
+@example(guard=5.0, rounds=[[(1, n, True), (1, 1.0, True), (0, 9.0, True)] for n in JUMP])
+@example(guard=5.0, rounds=[[(1, n, True), (1, 2.0, True), (1, 1.0, True)] for n in JUMP])
 def test_the_guard_leaves_out_a_group_far_above_its_last_eight_and_the_others_growth(
-    guard: float, rounds: list[list[tuple[int, float, bool]]]
+    guard: float, rounds: list[Round]
 ) -> None:
-    remembers: list[list[float]] = [[], [], []]
+    memory: list[list[float]] = [[], [], []]
     past: list[list[float]] = [[], [], []]
-    for values in rounds:
-        controls = [said(*value) for value in values]
-        count = Aggregation(None, guard).count(controls, remembers)
-        norms = {
-            group: controls[group].norm
-            for group, (weight, _, finite) in enumerate(values)
-            if weight and finite
-        }
-        far = [group for group in norms if times_usual(group, norms, past) > guard]
-        assert count.outlying == (tuple(far) if len(far) < len(norms) else ())
-        assert sorted([*count.factors, *count.outlying]) == list(norms)
-        remembers = remembered(remembers, controls)
+    for controls in ([said(*values) for values in row] for row in rounds):
+        count = Aggregation(None, guard).count(controls, memory)
+        counted = [group for group in range(3) if controls[group].weight and controls[group].finite]
+        norms = {group: controls[group].norm for group in counted}
+        outliers = [group for group in norms if times_usual(group, norms, past) > guard]
+        assert count.outlying == (tuple(outliers) if len(outliers) < len(norms) else ())
+        assert sorted([*count.factors, *count.outlying]) == counted
+        memory = remembered(memory, controls)
         for group, norm in norms.items():
             past[group].append(norm)
 
@@ -156,9 +149,7 @@ PLAIN: dict[str, Any] = {"fragments": [["*"]], "compression": "fp32", **MEAN}
 
 
 class Pushed:
-    """Groups of which each moves its parameters by a step of a given length, and launches after
-    every one.
-    """
+    """Groups that move their parameters by steps of chosen lengths, and launch after each step."""
 
     def __init__(self, groups: int, **choices: Any) -> None:
         self.models = [nn.Linear(4, 1, bias=False) for _ in range(groups)]
@@ -174,10 +165,12 @@ class Pushed:
         """
         for model, length in zip(self.models, lengths, strict=True):
             model.weight += length / 2
-        (landing,), *others = self.groups.step(idle=idle)
-        seen = [(other.outlying, other.left_out, other.outer_lr) for (other,) in others]
-        assert seen == [(landing.outlying, landing.left_out, landing.outer_lr)] * len(others)
-        return landing
+        landings = [landing for (landing,) in self.groups.step(idle=idle)]
+        for landing in landings:
+            assert landing.outlying == landings[0].outlying
+            assert landing.left_out == landings[0].left_out
+            assert landing.outer_lr == landings[0].outer_lr
+        return landings[0]
 
     @property
     def outer(self) -> float:
@@ -190,24 +183,32 @@ class Pushed:
         return [float(model.weight[0, 0].detach()) for model in self.models]
 
 
+def everything_held(run: Pushed) -> dict[str, torch.Tensor]:
+    return held(run.groups.engines[0], run.models[0])
+
+
 def test_nothing_moves_when_no_group_trained_but_non_finite_groups_recover() -> None:
-    """Digests are checked even then."""
     run = Pushed(2, outer_momentum=0.9)
     run.push(2.0, 2.0)
-    before = held(run.groups.engines[0], run.models[0])
+    before = everything_held(run)
     for _ in range(5):
         landing = run.push(0.0, 0.0, idle=[0, 1])
-        assert (landing.outer_lr, landing.outer_grad_norm, landing.left_out) == (0.0, 0.0, ())
-    assert unlike(held(run.groups.engines[0], run.models[0]), before) == []
+        assert landing.outer_lr == landing.outer_grad_norm == 0.0
+        assert landing.left_out == ()
+    assert unlike(everything_held(run), before) == []
     run = Pushed(2, mixing=0.5)
     run.push(2.0, 8.0, idle=[0, 1])
-    assert (run.outer, run.local) == (0.0, [1.0, 4.0]), "progress is kept"
+    assert run.outer == 0.0
+    assert run.local == [1.0, 4.0], "progress is kept"
     landing = run.push(nan, 0.0, idle=[1])
-    assert (run.outer, run.local, landing.left_out) == (0.0, [0.0, 4.0], (0,)), (
-        "who is not finite recovers"
-    )
+    assert landing.left_out == (0,)
+    assert run.outer == 0.0
+    assert run.local == [0.0, 4.0], "a group that is not finite recovers"
     run.groups.finish()
     assert run.local == [2.0, 2.0], "the final exchange takes the plain mean of all"
+
+
+def test_digests_are_checked_even_when_no_group_trained() -> None:
     run = Pushed(2)
     state = run.groups.engines[1].state_dict()
     state["fragments"][0] = {**state["fragments"][0], "outer": torch.full((4,), 1e-7)}
@@ -219,18 +220,17 @@ def test_nothing_moves_when_no_group_trained_but_non_finite_groups_recover() -> 
 def test_buffers_take_the_mean_over_the_groups_that_count() -> None:
     models = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(3)]
     groups = SimulatedGroups(models, sync_every=2, overlap_steps=0, mixing=0.0)
-    for idle, means in (
-        ([(), (0,)], [1.0] * 3),  # the plain mean of 0, 1 and 2
-        ([(0,), (0,)], [1.5] * 3),
-        ([(0, 1, 2)] * 2, [0.0, 1.0, 2.0]),
-    ):
+
+    def means_after(*idle_of_step: Sequence[int]) -> list[list[float]]:
         for group, model in enumerate(models):
             model[1].running_mean.fill_(float(group))
-        for away in idle:
-            groups.step(idle=away)
-        assert [model[1].running_mean.tolist() for model in models] == [
-            [mean] * 2 for mean in means
-        ]
+        for idle in idle_of_step:
+            groups.step(idle=idle)
+        return [model[1].running_mean.tolist() for model in models]
+
+    assert means_after([], [0]) == [[1.0] * 2] * 3, "the plain mean of 0, 1 and 2"
+    assert means_after([0], [0]) == [[1.5] * 2] * 3
+    assert means_after([0, 1, 2], [0, 1, 2]) == [[0.0] * 2, [1.0] * 2, [2.0] * 2]
 
 
 def test_the_outer_gradient_of_every_group_is_scaled_down_to_the_norm() -> None:
@@ -247,46 +247,52 @@ def test_an_outlier_is_left_out_by_all_takes_the_outer_values_and_is_no_error() 
     for _ in range(4):
         before = run.outer
         landing = run.push(1.0, 100.0, 1.4)
-        assert (landing.outlying, landing.left_out) == ((1,), ())
+        assert landing.outlying == (1,)
+        assert landing.left_out == ()
         assert run.local[1] == run.outer, "without mixing"
         assert run.local[0] < run.outer < run.local[2], "with it"
         assert before < run.outer < before + 2.0
-    # Four times in a row and no error; by now it is what the group does.
+    # Four times in a row and no error; by now this length is usual for the group.
     before = run.outer
     assert run.push(1.0, 100.0, 1.4).outlying == ()
     assert run.outer > before + 10.0
 
 
-def test_the_guard_judges_each_fragment_apart_and_is_idle_when_off_or_alone() -> None:
-    """It leaves out nobody in the final exchange, either."""
-    guarded: dict[str, Any] = {"outer_optimizer": OuterOptimizer(clip_norm=3.0, outlier_guard=2.0)}
-    for run in (
-        Pushed(2, outer_optimizer=OuterOptimizer(outlier_guard=None)),
-        Pushed(1, **guarded),
-    ):
-        for length in (1.0, 1.0, 1.0, 1.0, 1e6):
-            assert run.push(*[1.0, length][-len(run.models) :]).outlying == ()
-    run = Pushed(2, **guarded)
+GUARDED: dict[str, Any] = {"outer_optimizer": OuterOptimizer(clip_norm=3.0, outlier_guard=2.0)}
+
+
+def test_the_guard_is_idle_when_off_or_alone_and_in_the_final_exchange() -> None:
+    unguarded = Pushed(2, outer_optimizer=OuterOptimizer(outlier_guard=None))
+    alone = Pushed(1, **GUARDED)
+    for length in (1.0, 1.0, 1.0, 1.0, 1e6):
+        assert unguarded.push(1.0, length).outlying == ()
+        assert alone.push(length).outlying == ()
+    run = Pushed(2, **GUARDED)
     for _ in range(5):
         run.push(1.0, 1.0)
     before = run.outer
     run.models[0].weight.data += 1000.0
     run.groups.finish()
     assert run.local == [before + 500.0] * 2, "neither weighed nor clipped nor guarded"
-    # The first fragment moves by a length, the second one always by 30.
-    models = [
-        nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)) for _ in range(2)
-    ]
-    choices = {**PLAIN, **guarded, "fragments": [["0.*"], ["1.*"]]}
+
+
+def test_the_guard_judges_each_fragment_apart() -> None:
+    """The first fragment moves by a length, the second one always by 30."""
+    models = []
+    for _ in range(2):
+        layers = [nn.Linear(4, 1, bias=False) for _ in range(2)]
+        models.append(nn.Sequential(*layers))
+    choices = {**PLAIN, **GUARDED, "fragments": [["0.*"], ["1.*"]]}
     groups = SimulatedGroups(models, sync_every=2, overlap_steps=0, **choices)
+    outlying = {}
     for length in (1.0, 1.0, 1.0, 1.0, 1.0, 30.0):
-        for model, own in zip(models, (length, 1.0), strict=True):
-            model[0].weight.data += own / 2
+        models[0][0].weight.data += length / 2
+        models[1][0].weight.data += 0.5
+        for model in models:
             model[1].weight.data += 15.0
-        found = {
-            landing.fragment: landing.outlying for _ in range(2) for landing in groups.step()[0]
-        }
-    assert found == {0: (0,), 1: ()}
+        for landing in [*groups.step()[0], *groups.step()[0]]:
+            outlying[landing.fragment] = landing.outlying
+    assert outlying == {0: (0,), 1: ()}
 
 
 def defined(words: list[int], start: int) -> int:
@@ -310,21 +316,28 @@ def defined(words: list[int], start: int) -> int:
 def test_the_digest_is_its_definition(
     values: list[float], numel: int, offset: int, start: int
 ) -> None:
-    given = vector(values, numel + offset)[offset:]  # an address that is no multiple of a vector's
-    assert digest(given, start) == defined(given.view(torch.int32).tolist(), start)
+    # At an address that is no multiple of a vector register's.
+    shifted = vector(values, numel + offset)[offset:]
+    assert digest(shifted, start) == defined(shifted.view(torch.int32).tolist(), start)
 
 
-def test_digests_of_shards_of_any_kind_and_cut_add_up() -> None:
-    for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.uint8):
-        for numel in (0, 1, 131_071, 131_072, 131_073, 400_003):
-            values = torch.randn(numel).mul(100).to(dtype)
-            words = dtype.itemsize // 4 or 1
-            whole = digest(values, 7)
-            assert whole == digest(values.expand(3, -1).t()[:, 1], 7)
-            for cut in (0, numel // 3, numel // 2 + 1):
-                parts = digest(values[:cut], 7), digest(values[cut:], 7 + words * min(cut, numel))
-                assert combined(list(parts)) == whole
-        values = torch.arange(1000).to(dtype)
-        assert digest(values) != digest(values.roll(1))
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.uint8]
+)
+def test_digests_of_shards_of_any_kind_and_cut_add_up(dtype: torch.dtype) -> None:
+    words = dtype.itemsize // 4 or 1
+    for numel in (0, 1, 131_071, 131_072, 131_073, 400_003):
+        values = torch.randn(numel).mul(100).to(dtype)
+        expected = digest(values, 7)
+        assert digest(values.expand(3, -1).t()[:, 1], 7) == expected
+        for cut in (0, numel // 3, numel // 2 + 1):
+            first = digest(values[:cut], 7)
+            second = digest(values[cut:], 7 + words * min(cut, numel))
+            assert combined([first, second]) == expected
+    values = torch.arange(1000).to(dtype)
+    assert digest(values) != digest(values.roll(1))
+
+
+def test_the_digest_of_a_long_shard_is_its_definition() -> None:
     words = torch.full((200_001,), -(2**31), dtype=torch.int32)
     assert digest(words, 2**62 + 1) == defined(words.tolist(), 2**62 + 1)

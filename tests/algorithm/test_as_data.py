@@ -41,19 +41,17 @@ def test_settings_of_new_and_old_checkpoints_are_those_of_their_run(
     saved = json.loads(json.dumps(settings.saved()))
     # Older checkpoints held the text of each setting.
     old = settings.fixed_by_a_checkpoint()
+    difference = f"sync_every was {settings.sync_every}, now it is 90"
     for checkpoint in (saved, old):
         assert settings.differences(checkpoint) == []
         assert settings.taken_from(checkpoint) == settings.taken_from(saved)
-        every = settings.sync_every
-        assert f"sync_every was {every}, now it is 90" in Settings(sync_every=90).differences(
-            checkpoint
-        )
+        assert difference in Settings(sync_every=90).differences(checkpoint)
 
 
 def test_scalars_of_numpy_are_saved_as_numbers() -> None:
-    data = as_data(Selective(threshold=np.float64(0.4)))
-    assert type(data["fields"]["threshold"]) is float
-    assert describes(data, Selective(threshold=0.4))
+    saved = as_data(Selective(threshold=np.float64(0.4)))
+    assert type(saved["fields"]["threshold"]) is float
+    assert describes(saved, Selective(threshold=0.4))
 
 
 def test_a_setting_that_differs_is_named_with_both_values() -> None:
@@ -81,16 +79,11 @@ def test_a_field_with_a_default_that_came_later_refuses_no_older_checkpoint() ->
 
 
 def test_an_engine_resumes_from_a_state_with_settings_as_texts() -> None:
-    choices: dict[str, Any] = {
-        "sync_every": 4,
-        "overlap_steps": 1,
-        "compression": "fp4+memory",
-        "mixing": 0.375,
-    }
-    whole = Groups(2, **choices)
-    whole.until(9)
-    resumed = Groups(2, **{**choices, "mixing": "auto"})
-    for engine, before in zip(resumed.engines, whole.engines, strict=True):
+    new_groups = partial(Groups, sync_every=4, overlap_steps=1, compression="fp4+memory")
+    stopped = new_groups(mixing=0.375)
+    stopped.until(9)
+    resumed = new_groups(mixing="auto")
+    for engine, before in zip(resumed.engines, stopped.engines, strict=True):
         state = before.state_dict()
         state["settings"] = before.settings.fixed_by_a_checkpoint()
         assert state["settings"]["mixing"] == "0.375"

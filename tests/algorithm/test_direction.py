@@ -16,18 +16,20 @@ from lightning_sdiloco.algorithm.direction import SMALLEST_SHARE, equalised
 from tests.bits import same_bits
 
 RESIDUAL = 2e-3
-"""What the polynomials leave, 1e-3 for each singular value, and as much for their mean."""
+"""The error that the polynomials leave: 1e-3 for each singular value, and as much for their
+mean."""
 
 
 def with_values(values: Tensor, rows: int, columns: int, seed: int) -> Tensor:
     """Returns a matrix of float32 with these singular values, in random directions."""
     generator = torch.Generator().manual_seed(seed)
-    left, _ = torch.linalg.qr(
-        torch.randn(rows, len(values), generator=generator, dtype=torch.float64)
-    )
-    right, _ = torch.linalg.qr(
-        torch.randn(columns, len(values), generator=generator, dtype=torch.float64)
-    )
+
+    def directions(length: int) -> Tensor:
+        noise = torch.randn(length, len(values), generator=generator, dtype=torch.float64)
+        return torch.linalg.qr(noise)[0]
+
+    left = directions(rows)
+    right = directions(columns)
     return ((left * values) @ right.mT).to(torch.float32)
 
 
@@ -37,8 +39,8 @@ def by_decomposition(matrix: Tensor) -> Tensor:
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
-    off = torch.linalg.norm(actual.to(torch.float64) - expected) / torch.linalg.norm(expected)
-    assert off < RESIDUAL, float(off)
+    error = torch.linalg.norm(actual.to(torch.float64) - expected)
+    assert error / torch.linalg.norm(expected) < RESIDUAL
 
 
 @settings(max_examples=60, deadline=None)
@@ -81,11 +83,10 @@ def test_directions_in_which_a_matrix_is_zero_or_almost_so_stay_small() -> None:
     assert not directed[:, 5].any()
     values = torch.linalg.svdvals(directed.to(torch.float64))
     assert values[-1] < 1e-4 * values[0] < values[-2]
-    # What is far below the share grows in proportion; the sum of the values does not change.
-    given_values = torch.tensor([1.0, 1.0, 1.0, 1e-5], dtype=torch.float64)
-    values = torch.linalg.svdvals(
-        equalised(with_values(given_values, 4, 9, seed=2)).to(torch.float64)
-    )
+    # A value far below the share grows in proportion; the sum of the values does not change.
+    uneven_values = torch.tensor([1.0, 1.0, 1.0, 1e-5], dtype=torch.float64)
+    directed = equalised(with_values(uneven_values, 4, 9, seed=2))
+    values = torch.linalg.svdvals(directed.to(torch.float64))
     assert 1e-5 / SMALLEST_SHARE / 3 < values[-1] < 2 * 1e-5 / SMALLEST_SHARE
     assert float(values.sum()) == pytest.approx(3.0, rel=0.02)
 
@@ -117,29 +118,26 @@ print(*(digest(matrix(*shape) @ matrix(*shape).T) for shape in shapes))
 """
 
 
+ENVIRONMENTS = [
+    {"OMP_NUM_THREADS": "1"},
+    {"OMP_NUM_THREADS": "3"},
+    {"OMP_NUM_THREADS": "2", "ATEN_CPU_CAPABILITY": "default"},
+    {"OMP_NUM_THREADS": "1", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
+]
+
+
 def test_the_bits_do_not_depend_on_threads_and_instructions() -> None:
     """Those of an ordinary product of matrices do, if there are kernels that differ."""
-    seen = set[str]()
+    directions = set[str]()
     products = set[str]()
-    for changes in (
-        {"OMP_NUM_THREADS": "1"},
-        {"OMP_NUM_THREADS": "3"},
-        {"OMP_NUM_THREADS": "2", "ATEN_CPU_CAPABILITY": "default"},
-        {"OMP_NUM_THREADS": "1", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
-    ):
-        environment = {**os.environ, **changes}
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
+    for environment in ENVIRONMENTS:
+        printed = subprocess.check_output(
+            [sys.executable, "-c", PROGRAM], env=os.environ | environment, text=True, timeout=120
         )
-        directed, multiplied = done.stdout.splitlines()
-        seen.add(directed)
-        products.add(multiplied)
-    assert len(seen) == 1, seen
+        direction, product = printed.splitlines()
+        directions.add(direction)
+        products.add(product)
+    assert len(directions) == 1, directions
     if len(products) == 1:
         pytest.skip(
             "All ways to multiply have the same bits on this processor, so this shows nothing."

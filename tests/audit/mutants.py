@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -87,7 +87,7 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Mod: ast.Mult,
 }
 
-# Calls of these names only tell something.
+# Calls of these names only write logs.
 TALK = ("debug", "info", "warning", "error", "warn", "log")
 
 
@@ -120,11 +120,11 @@ class _Finder(ast.NodeVisitor):
     """Collects the nodes that may change, each with its function and what replaces it."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[str, ast.AST, str]] = []
+        self.changes: list[tuple[str, ast.AST, str]] = []
         self._scope: list[str] = []
 
     def _add(self, old: ast.AST, new: ast.AST) -> None:
-        self.found.append((".".join(self._scope), old, f"({ast.unparse(new)})"))
+        self.changes.append((".".join(self._scope), old, f"({ast.unparse(new)})"))
 
     def _visit_scope(self, node: ast.FunctionDef | ast.ClassDef) -> None:
         # Neither decorators nor annotations, nor base classes.
@@ -162,23 +162,18 @@ class _Finder(ast.NodeVisitor):
             return
         if ast.unparse(node.value.func).rpartition(".")[2] in TALK:
             return
-        self.found.append((".".join(self._scope), node, "pass"))
+        self.changes.append((".".join(self._scope), node, "pass"))
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
-        first, *others = node.ops
+        first, *further = node.ops
         swapped = COMPARISONS[type(first)]()
-        self._add(node, ast.Compare(node.left, [swapped, *others], node.comparators))
+        self._add(node, ast.Compare(node.left, [swapped, *further], node.comparators))
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         swapped = ARITHMETIC.get(type(node.op))
-        is_text = any(
-            isinstance(side, (ast.JoinedStr, ast.List))
-            or (isinstance(side, ast.Constant) and isinstance(side.value, str))
-            for side in (node.left, node.right)
-        )
-        if swapped is not None and not is_text:
+        if swapped is not None and not _is_text(node.left) and not _is_text(node.right):
             self._add(node, ast.BinOp(node.left, swapped(), node.right))
         self.generic_visit(node)
 
@@ -203,6 +198,12 @@ class _Finder(ast.NodeVisitor):
             self._add(node, ast.Constant(node.value + 1))
 
 
+def _is_text(node: ast.expr) -> bool:
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str)
+    return isinstance(node, (ast.JoinedStr, ast.List))
+
+
 def mutants_of(module: str, source: bytes) -> list[Mutant]:
     """Returns all mutants of a file."""
     finder = _Finder()
@@ -212,7 +213,7 @@ def mutants_of(module: str, source: bytes) -> list[Mutant]:
         line_starts.append(line_starts[-1] + len(line))
     counts: Counter[str] = Counter()
     mutants = []
-    for scope, node, new in finder.found:
+    for scope, node, new in finder.changes:
         assert isinstance(node, (ast.expr, ast.stmt)), "it has a place"
         assert node.end_lineno is not None, "so does its end"
         assert node.end_col_offset is not None, "so does its end"
@@ -235,11 +236,10 @@ def modules() -> list[str]:
 
 
 def all_mutants() -> list[Mutant]:
-    return [
-        mutant
-        for module in modules()
-        for mutant in mutants_of(module, (ROOT / PACKAGE / module).read_bytes())
-    ]
+    mutants = list[Mutant]()
+    for module in modules():
+        mutants += mutants_of(module, (ROOT / PACKAGE / module).read_bytes())
+    return mutants
 
 
 def sample(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
@@ -261,16 +261,10 @@ def files_for(module: str) -> list[str]:
 
 
 def copied(folder: Path) -> Path:
-    """Copies what Git knows of the checkout, and the compiled library, into a folder."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.split("\0")
-    library = f"{PACKAGE}/compression/libfp4.so"
-    for name in [*listed, library]:
+    """Copies the checkout, without ignored files, and the compiled library into a folder."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.check_output(command, cwd=ROOT, text=True).split("\0")
+    for name in [*names, f"{PACKAGE}/compression/libfp4.so"]:
         if name and (ROOT / name).is_file():
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -305,20 +299,21 @@ def passes(folder: Path, files: Sequence[str], timeout: float) -> bool:
 
 def survivors_among(mutants: Sequence[Mutant], folder: Path) -> Iterator[Mutant]:
     """Runs each mutant in a copy of the checkout, and yields those that no test notices."""
-    seconds: dict[tuple[str, ...], float] = {}
+    seconds: dict[str, float] = {}
     for number, mutant in enumerate(mutants, start=1):
         files = files_for(mutant.module)
-        if tuple(files) not in seconds:
-            began = time.monotonic()
+        names = " ".join(files)
+        if names not in seconds:
+            start = time.monotonic()
             if not passes(folder, files, timeout=3600):
-                raise SystemExit(f"Without a mutant these tests fail: {' '.join(files)}")
-            seconds[tuple(files)] = time.monotonic() - began
+                raise SystemExit(f"Without a mutant these tests fail: {names}")
+            seconds[names] = time.monotonic() - start
         path = folder / PACKAGE / mutant.module
         source = path.read_bytes()
         path.write_bytes(mutant.applied_to(source))
         try:
             # A mutant may also make a loop endless.
-            survives = passes(folder, files, timeout=60 + 3 * seconds[tuple(files)])
+            survives = passes(folder, files, timeout=60 + 3 * seconds[names])
         finally:
             path.write_bytes(source)
         word = "SURVIVES" if survives else "killed"
@@ -333,13 +328,21 @@ def listed_survivors() -> dict[str, str]:
     return reasons
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def arguments_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=100, help="how many mutants run")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants")
     parser.add_argument("--list", action="store_true", help="only name the mutants")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def print_keys(title: str, keys: Iterable[str]) -> None:
+    print(title, *keys, sep="\n  ")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = arguments_parser().parse_args(arguments)
     mutants = all_mutants()
     chosen = sample(mutants, options.count, options.seed)
     reasons = listed_survivors()
@@ -354,15 +357,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{len(unlisted) - len(survivors)} of {len(chosen)} mutants killed,"
         f" {len(chosen) - len(unlisted)} known to mean the same, {len(survivors)} survive."
     )
+    list_name = SURVIVORS.relative_to(ROOT)
     if survivors:
-        print(
-            f"Add a test that notices each of these, or list it in {SURVIVORS.relative_to(ROOT)}"
-            " with the sentence why the program means the same:"
+        title = (
+            f"Add a test that notices each of these, or list it in {list_name} with the sentence"
+            " why the program means the same:"
         )
-        print("\n".join(f"  {mutant.key}" for mutant in survivors))
+        print_keys(title, [mutant.key for mutant in survivors])
     if outdated:
-        print(f"{SURVIVORS.relative_to(ROOT)} lists what is no mutant any more; remove it:")
-        print("\n".join(f"  {key}" for key in sorted(outdated)))
+        print_keys(f"{list_name} lists what is no mutant any more; remove it:", sorted(outdated))
     return 1 if survivors or outdated else 0
 
 

@@ -55,10 +55,10 @@ def test_each_sampled_mutant_is_another_program() -> None:
 
 
 def test_a_sample_hardly_changes_with_the_source() -> None:
-    every = mutants_of("a.py", SOURCE)
-    moved = mutants_of("a.py", SOURCE.replace(b"class A", b"B = 5\n\n\nclass A"))
-    chosen = {mutant.key for mutant in sample(every, 4, seed=0)}
-    assert len(chosen & {mutant.key for mutant in sample(moved, 4, seed=0)}) >= 3
+    changed = SOURCE.replace(b"class A", b"B = 5\n\n\nclass A")
+    chosen = {mutant.key for mutant in sample(mutants_of("a.py", SOURCE), 4, seed=0)}
+    chosen_later = {mutant.key for mutant in sample(mutants_of("a.py", changed), 4, seed=0)}
+    assert len(chosen & chosen_later) >= 3
 
 
 def test_every_module_with_mutants_has_tests_that_exist() -> None:
@@ -73,24 +73,20 @@ def test_a_survivor_must_be_listed_and_an_outdated_entry_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     noticed = {"A: 2 -> (3)"}
-    every = mutants_of("a.py", SOURCE)
-    reasons = {mutant.key: "It means the same." for mutant in every[2:]}
+    all_of_file = mutants_of("a.py", SOURCE)
+    reasons = {mutant.key: "It means the same." for mutant in all_of_file[2:]}
 
     def passes(folder: Path, *_: object, **__: object) -> bool:
         text = (folder / PACKAGE / "a.py").read_bytes()
-        is_noticed = [
-            text == mutant.applied_to(SOURCE)
-            for mutant in every
-            if mutant.key.removeprefix("a.py:") in noticed
-        ]
-        return not any(is_noticed)
+        planted = [mutant.key for mutant in all_of_file if text == mutant.applied_to(SOURCE)]
+        return not any(key.removeprefix("a.py:") in noticed for key in planted)
 
     def copied(folder: Path) -> Path:
         (folder / PACKAGE).mkdir(parents=True)
         (folder / PACKAGE / "a.py").write_bytes(SOURCE)
         return folder
 
-    monkeypatch.setattr(mutants, "all_mutants", lambda: every)
+    monkeypatch.setattr(mutants, "all_mutants", lambda: all_of_file)
     monkeypatch.setattr(mutants, "passes", passes)
     monkeypatch.setattr(mutants, "copied", copied)
     monkeypatch.setattr(mutants, "files_for", lambda module: [module])

@@ -1,8 +1,8 @@
 """Process groups between the same ranks share a thread of gloo, and carry their messages as they
 would alone.
 
-What travels arrives as it was: plain values, gradients, and what one of the ranks raises. What a
-rank sends is paced by what its link carries, which it learns from message to message.
+Plain values, gradients, and errors that one of the ranks raises arrive unchanged. A rank paces its
+messages by the speed of its link, which it learns from message to message.
 """
 
 import os
@@ -13,8 +13,9 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -42,11 +43,14 @@ def loops() -> int:
 
 
 def exchanged(exchange: Any, group: int, numel: int) -> None:
-    """Sends a message to every group, and sees what each of them has sent."""
-    message = torch.full((numel,), group + 1, dtype=torch.uint8)
-    posted = exchange.post([message] * exchange.num_groups)
+    """Sends a message to every group, and checks the messages that arrive."""
+
+    def message(sender: int) -> Tensor:
+        return torch.full((numel,), sender + 1, dtype=torch.uint8)
+
+    posted = exchange.post([message(group)] * exchange.num_groups)
     for sender, received in enumerate(exchange.collect(posted, time.monotonic() + 20)):
-        assert torch.equal(received, torch.full((numel,), sender + 1, dtype=torch.uint8))
+        assert torch.equal(received, message(sender))
 
 
 def unequal(exchange: Any, rank: int, device: str = "cpu") -> None:
@@ -59,42 +63,42 @@ def unequal(exchange: Any, rank: int, device: str = "cpu") -> None:
         return torch.full((to,), 10 * sender + to + 50 * turn, dtype=torch.uint8, device=device)
 
     posted = [exchange.post([message(rank, to, turn) for to in groups]) for turn in range(2)]
-    for turn, one in enumerate(posted):
-        for sender, values in enumerate(exchange.collect(one, time.monotonic() + 30)):
+    for turn, post in enumerate(posted):
+        for sender, values in enumerate(exchange.collect(post, time.monotonic() + 30)):
             assert values.tolist() == message(sender, rank, turn).tolist()
     assert exchange.bytes_sent - sent == 2 * sum(to for to in groups if to != rank)
     assert exchange.bytes_received - received == 2 * (len(groups) - 1) * rank
 
 
 def met(rank: int, world_size: int, groups: int) -> int:
-    before = loops()
+    """Uses all that the ranks of a world meet in; returns the new threads of gloo."""
+    loops_before = loops()
     topology = Topology.of_world(GroupLayout(world_size, groups), TIMEOUT)
+    exchanges = (topology.control, topology.progress, topology.exchange, topology.second_hop)
     for numel in (3, 300_001):
-        for exchange in (
-            topology.control,
-            topology.progress,
-            topology.exchange,
-            topology.second_hop,
-        ):
+        for exchange in exchanges:
             exchanged(exchange, topology.group_index, numel)
     for stage in (*topology.stages, topology.in_group):
         assert torch.cat(stage.all_gather(torch.tensor([rank]))).tolist() == list(topology.ranks)
-        assert stage.all_gather_object({"rank": rank}) == [
-            {"rank": other} for other in topology.ranks
-        ]
+        gathered = stage.all_gather_object({"rank": rank})
+        assert gathered == [{"rank": peer} for peer in topology.ranks]
     value = torch.tensor([float(rank)])
     topology.peers.broadcast(value)
     assert value.item() == topology.group_rank
     if groups == world_size:
         unequal(topology.exchange, rank)
-        # The payload of the others is held back; what their hosts say arrives.
-        payload = [torch.zeros(1 << 20, dtype=torch.uint8)] * groups
-        posted = topology.exchange.post(payload) if rank == 0 else None
-        exchanged(topology.control, rank, 3)
-        dist.barrier()
-        topology.exchange.collect(posted or topology.exchange.post(payload), time.monotonic() + 5)
+        check_control_passes_a_payload(topology, rank)
         used(rank, topology.in_group.process_group)
-    return loops() - before
+    return loops() - loops_before
+
+
+def check_control_passes_a_payload(topology: Any, rank: int) -> None:
+    """The payload of the others is held back, and their control vectors arrive."""
+    payload = [torch.zeros(1 << 20, dtype=torch.uint8)] * topology.exchange.num_groups
+    posted = topology.exchange.post(payload) if rank == 0 else None
+    exchanged(topology.control, rank, 3)
+    dist.barrier()
+    topology.exchange.collect(posted or topology.exchange.post(payload), time.monotonic() + 5)
 
 
 def used(rank: int, group: Any) -> None:
@@ -104,7 +108,8 @@ def used(rank: int, group: Any) -> None:
     dist.barrier(group=group)
     objects: list[Any] = [None]
     dist.all_gather_object(objects, {"rank": rank}, group=group)
-    assert (value.item(), objects) == (rank, [{"rank": rank}])
+    assert value.item() == rank
+    assert objects == [{"rank": rank}]
     layer = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False), process_group=group)
     layer(torch.full((1, 2), rank + 1.0)).sum().backward()
     assert layer.module.weight.grad.tolist() == [[rank + 1.0] * 2]
@@ -120,10 +125,10 @@ def met_elsewhere(rank: int, world_size: int) -> int:
             patch.delenv("GLOO_SOCKET_IFNAME")
             yield
 
-    before = loops()
+    loops_before = loops()
     topology = Topology.of_world(GroupLayout(world_size, world_size), TIMEOUT, elsewhere)
     exchanged(topology.exchange, rank, 1000)
-    return loops() - before
+    return loops() - loops_before
 
 
 def test_process_groups_carry_their_messages_with_no_thread_besides_the_worlds(
@@ -134,57 +139,66 @@ def test_process_groups_carry_their_messages_with_no_thread_besides_the_worlds(
     assert max(run_ranks(met, 4, 2)) <= 1
     if sys.platform == "linux":
         assert run_ranks(met_elsewhere, 2) == [1, 1], (
-            "what listens on another interface has a thread of its own"
+            "a listener on another interface has a thread of its own"
         )
-    # Where torch does not tell its devices, each group has its own.
+    # Each group has its own device if torch does not tell its devices.
     monkeypatch.setattr("lightning_sdiloco.comm.topology.devices_of", lambda backend: [])
     run_ranks(met, 2, 2)
 
 
 def derivatives(gather: Any, rank: int) -> list[Tensor]:
-    """Values, gradients and gradients of gradients of a function of what all ranks hold."""
+    """Values, gradients and gradients of gradients of a function of the values of all ranks."""
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(3, 5, generator=generator, requires_grad=True)
     gathered = gather(x)
-    loss = (gathered.sin() * (1 + rank + torch.arange(len(gathered)))[:, None, None]).square().sum()
+    weights = 1 + rank + torch.arange(len(gathered))
+    loss = (gathered.sin() * weights[:, None, None]).square().sum()
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
     gradient.square().sum().backward()
     assert x.grad is not None
     return [gathered.detach(), gradient.detach(), x.grad]
 
 
-def test_collectives_match_torch_in_values_and_gradients_and_share_one_ranks_error() -> None:
-    """Also of a group of one, and of a process that has joined no other."""
+def attempted(rank: int, world_size: int, size: int) -> Any:
+    """The outcomes of an attempt that rank 1 fails, and the derivatives over groups of a size."""
 
-    def grouped(rank: int, world_size: int, size: int) -> Any:
-        def act() -> int:
-            if rank == 1:
-                raise FileNotFoundError(2, "No such file", "model")
-            return 10 * rank
+    def act() -> int:
+        if rank == 1:
+            raise FileNotFoundError(2, "No such file", "model")
+        return 10 * rank
 
-        every = Communicator(dist.group.WORLD).attempt(act)
-        assert [type(one.raised) for one in every if one.raised] == [FileNotFoundError] * (
-            rank == 1
-        )
-        groups = [
-            dist.new_group(list(range(first, first + size))) for first in range(0, world_size, size)
-        ]
-        gather = Communicator(groups[rank // size]).all_gather_with_gradients
-        return [one[:3] for one in every], derivatives(gather, rank)
+    outcomes = Communicator(dist.group.WORLD).attempt(act)
+    raised = [type(outcome.raised) for outcome in outcomes if outcome.raised]
+    assert raised == [FileNotFoundError] * (rank == 1)
+    starts = range(0, world_size, size)
+    groups = [dist.new_group(list(range(start, start + size))) for start in starts]
+    gather = Communicator(groups[rank // size]).all_gather_with_gradients
+    return [outcome[:3] for outcome in outcomes], derivatives(gather, rank)
 
-    def alone(rank: int, world_size: int, first: int) -> list[Tensor]:
-        return derivatives(lambda x: torch.stack(all_gather(x)), first + rank)
 
-    failure = ("FileNotFoundError", "OSError", "Exception", "BaseException", "object")
-    for size, groups in ((1, 2), (3, 1), (2, 2)):
-        expected = [own for group in range(groups) for own in run_ranks(alone, size, size * group)]
-        for (heard, one), other in zip(
-            run_ranks(grouped, size * groups, size), expected, strict=True
-        ):
-            assert all(map(torch.equal, one, other))
-            assert heard[0] == (0, (), "")
-            assert heard[1] == (None, failure, "[Errno 2] No such file: 'model'")
-            assert heard[2:] == [(10 * of, (), "") for of in range(2, size * groups)]
+def torch_derivatives(rank: int, world_size: int, first: int) -> list[Tensor]:
+    return derivatives(lambda x: torch.stack(all_gather(x)), first + rank)
+
+
+FAILURE = ("FileNotFoundError", "OSError", "Exception", "BaseException", "object")
+
+
+@pytest.mark.parametrize(("size", "groups"), [(1, 2), (3, 1), (2, 2)])
+def test_collectives_match_torch_in_values_and_gradients_and_share_one_ranks_error(
+    size: int, groups: int
+) -> None:
+    expected = []
+    for group in range(groups):
+        expected += run_ranks(torch_derivatives, size, size * group)
+    ranks = run_ranks(attempted, size * groups, size)
+    for (outcomes, own_derivatives), of_torch in zip(ranks, expected, strict=True):
+        assert all(map(torch.equal, own_derivatives, of_torch))
+        assert outcomes[0] == (0, (), "")
+        assert outcomes[1] == (None, FAILURE, "[Errno 2] No such file: 'model'")
+        assert outcomes[2:] == [(10 * rank, (), "") for rank in range(2, size * groups)]
+
+
+def test_a_process_that_joined_no_other_gathers_its_own_values() -> None:
     gathered, gradient, _ = derivatives(Communicator().all_gather_with_gradients, 0)
     assert gathered.shape == (1, 3, 5)
     assert gradient.abs().sum() > 0
@@ -195,22 +209,24 @@ class Bomb:
         return pytest.fail, ("it was executed",)
 
 
+PLAIN = {
+    "none": [None, True, False, 3, -(1 << 80), 0.1, float("inf"), "ü\ud800"],
+    (1, "key"): ({2, 3}, b"bytes", b"", [], ()),
+    4: {"nested": {"deeper": [[]]}},
+}
+MALFORMED = ["{}", '["call", "os.system"]', '["bytes", 99]', '["dict", 1]', "[" * 100000]
+MALFORMED += ['["tensor", 0, "float32", 1000000]', '["tensor", -1, "torch.float32"]']
+
+
 def test_only_plain_values_and_tensors_are_sent_or_read_and_they_arrive_bit_for_bit() -> None:
-    value = {
-        "none": [None, True, False, 3, -(1 << 80), 0.1, float("inf"), "ü\ud800"],
-        (1, "key"): ({2, 3}, b"bytes", b"", [], ()),
-        4: {"nested": {"deeper": [[]]}},
-    }
-    assert decode(encode(value)) == value
-    assert [type(one) for one in decode(encode([True, 1, 1.0]))] == [bool, int, float]
+    assert decode(encode(PLAIN)) == PLAIN
+    assert [type(number) for number in decode(encode([True, 1, 1.0]))] == [bool, int, float]
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64):
-        tensors = [
-            torch.randn(3, 4).to(dtype).T,
-            torch.zeros(0, 2, dtype=dtype),
-            torch.ones((), dtype=dtype),
-        ]
+        transposed = torch.randn(3, 4).to(dtype).T
+        tensors = [transposed, torch.zeros(0, 2, dtype=dtype), torch.ones((), dtype=dtype)]
         for sent, arrived in zip(tensors, decode(encode(tensors)), strict=True):
-            assert (arrived.dtype, arrived.shape) == (sent.dtype, sent.shape)
+            assert arrived.dtype == sent.dtype
+            assert arrived.shape == sent.shape
             assert torch.equal(arrived, sent)
             arrived.zero_()  # it may be written to
     sent = torch.tensor([0x7FC12345], dtype=torch.int32).view(torch.float32)
@@ -218,15 +234,10 @@ def test_only_plain_values_and_tensors_are_sent_or_read_and_they_arrive_bit_for_
     for value in (object(), ValueError("text"), torch.float32, lambda: None, {1: [object()]}):
         with pytest.raises(TypeError, match="only plain values travel"):
             encode(value)
-    framed = ["{}", '["call", "os.system"]', '["bytes", 99]', '["dict", 1]', "[" * 100000]
-    framed += ['["tensor", 0, "float32", 1000000]', '["tensor", -1, "torch.float32"]']
-    for data in (
-        b"",
-        pickle.dumps(Bomb()),
-        *(len(text).to_bytes(8, "little") + text.encode() for text in framed),
-    ):
+    framed = [len(text).to_bytes(8, "little") + text.encode() for text in MALFORMED]
+    for message in (b"", pickle.dumps(Bomb()), *framed):
         with pytest.raises(ValueError, match="not a plain value"):
-            decode(data)
+            decode(message)
 
 
 # Pacing
@@ -266,21 +277,22 @@ class Link:
     def carry(self, sizes: list[int]) -> float:
         """Sends a message on each connection, and returns how long the slowest one took."""
         share = self.bytes_per_s / len(sizes)
-        limits = [one.limited or 2 * share for one in self.connections]
-        above = max(0.0, sum(limits) / self.bytes_per_s - 1)
+        limits = [connection.limited or 2 * share for connection in self.connections]
+        rate = min(self.bytes_per_s, sum(limits))
+        excess = max(0.0, sum(limits) / self.bytes_per_s - 1)
         # The more is sent than fits, the less the link is shared equally: by half at most.
-        busy = (
-            sum(sizes) / min(self.bytes_per_s, sum(limits)) * (1 + min(0.5, above))
-            + self.round_trip
-        )
-        lost = 0.1 * (above * busy > self.queue_s)
-        for one, size, limit in zip(self.connections, sizes, limits, strict=True):
-            one.now = Counters(
-                nbytes=one.now.nbytes + size,
-                packets=one.now.packets + size // 1448,
-                sent_again=one.now.sent_again + round(lost * (size // 1448)),
-                busy_s=one.now.busy_s + busy,
-                round_trip=self.round_trip + min(above * busy, self.queue_s),
+        busy = sum(sizes) / rate * (1 + min(0.5, excess)) + self.round_trip
+        queue = excess * busy
+        lost = 0.1 * (queue > self.queue_s)
+        for connection, size, limit in zip(self.connections, sizes, limits, strict=True):
+            before = connection.now
+            packets = size // 1448
+            connection.now = Counters(
+                nbytes=before.nbytes + size,
+                packets=before.packets + packets,
+                sent_again=before.sent_again + round(lost * packets),
+                busy_s=before.busy_s + busy,
+                round_trip=self.round_trip + min(queue, self.queue_s),
                 shortest_round_trip=self.round_trip,
                 bytes_per_s=min(share, limit),
                 on_the_way=0,
@@ -296,10 +308,9 @@ class Link:
 
     @property
     def limit(self) -> float:
-        """What all connections may send together, as a share of what the link carries."""
-        return (
-            sum(one.limited or 2 * self.bytes_per_s for one in self.connections) / self.bytes_per_s
-        )
+        """The rate that all connections may send together, as a share of the link's."""
+        limits = [connection.limited or 2 * self.bytes_per_s for connection in self.connections]
+        return sum(limits) / self.bytes_per_s
 
 
 @settings(max_examples=40)
@@ -309,11 +320,11 @@ def test_messages_leave_as_fast_as_the_link_carries_them(
 ) -> None:
     link = Link(connections, bytes_per_s, queue_s)
     seconds = link.send_many(messages, int(bytes_per_s / connections))
-    # A queue that is shorter than what a pace a twentieth too high puts into it loses packets again
-    # and again.
-    above = 1.15 if queue_s > 0.06 else 1.27
-    assert 0.9 <= link.limit <= above + 0.05
-    assert sum(seconds[-20:]) / 20 <= above * (1 + link.round_trip)
+    # A pace that is a twentieth too high overflows a short queue, which loses packets again and
+    # again.
+    most = 1.15 if queue_s > 0.06 else 1.27
+    assert 0.9 <= link.limit <= most + 0.05
+    assert sum(seconds[-20:]) / 20 <= most * (1 + link.round_trip)
 
 
 def test_the_pace_follows_changing_links_lost_connections_and_the_largest_message() -> None:
@@ -337,79 +348,96 @@ def test_the_pace_follows_changing_links_lost_connections_and_the_largest_messag
     assert link.connections[0].limited == pytest.approx(2 * equal, rel=0.1)
     link.carry([4_000_000, 1_000_000, 1_000_000])
     link.pacing.prepare([10_000] * 3)
-    assert all(one.limited is None for one in link.connections), "short ones are not paced"
+    limits = [connection.limited for connection in link.connections]
+    assert limits == [None] * 3, "short ones are not paced"
 
 
-def learned(
-    carries: float,
-    share: float,
-    begins_s: float = 0.0,
-    queued_s: float = 0.0,
-    lost: float = 0.0,
-    ours: bool = False,
-) -> float:
-    """The least that a link is paced to once it is known, where messages need not be as fast as
-    they are paced.
+class Conditions(NamedTuple):
+    """The conditions under which a link carries messages.
+
+    Attributes:
+        carries: The bytes that the link carries in a second.
+        share: The rate of messages, as a share of the pace that they may have.
+        start_s: The seconds until a message begins.
+        queued_s: The seconds that packets of others queue.
+        lost: The share of packets that get lost.
+        queues: True if packets that leave faster than the link carries them queue.
     """
+
+    carries: float
+    share: float
+    start_s: float = 0.0
+    queued_s: float = 0.0
+    lost: float = 0.0
+    queues: bool = False
+
+
+def lowest_pace(link: Conditions) -> float:
+    """The lowest pace of a link once it is known, as a share of the rate that it carries."""
     pace = Pace()
-    least = float("inf")
-    for at in range(300):
-        paced_at = pace.bytes_per_s or 2 * carries
-        rate = min(carries, share * paced_at)
-        seconds = 3e6 / rate + begins_s
-        queued = queued_s + ours * min(0.1, max(0.0, paced_at / carries - 1) * seconds)
-        pace.learn(Sent(3_000_000, seconds, queued, lost=lost, delivered=rate))
-        least = min(least, pace.bytes_per_s or float("inf")) if at >= 20 else least
-    return least / carries
+    paces = []
+    for _ in range(300):
+        limit = pace.bytes_per_s or 2 * link.carries
+        rate = min(link.carries, link.share * limit)
+        seconds = 3e6 / rate + link.start_s
+        queued_s = link.queued_s
+        if link.queues:
+            queued_s += min(0.1, max(0.0, limit / link.carries - 1) * seconds)
+        pace.learn(Sent(3_000_000, seconds, queued_s, lost=link.lost, delivered=rate))
+        paces.append(pace.bytes_per_s or float("inf"))
+    return min(paces[20:]) / link.carries
+
+
+def pace_after(*messages: Sent) -> float | None:
+    pace = Pace()
+    for message in messages:
+        pace.learn(message)
+    return pace.bytes_per_s
 
 
 def test_losses_and_delays_that_no_pace_prevents_do_not_slow_a_link_down() -> None:
-    def paced(*messages: Sent) -> float | None:
-        pace = Pace()
-        for message in messages:
-            pace.learn(message)
-        return pace.bytes_per_s
-
-    # What neither queues nor gets lost is never paced.
+    # Messages that neither queue nor get lost are never paced.
+    smooth = Sent(10**6, 1.0, queued_s=0.014, lost=0.004, delivered=1e6)
     assert (
-        paced(
-            *(
-                Sent(10**6, 1.0, queued_s=0.014, lost=0.004, delivered=rate)
-                for rate in (1e6, 2e6, 5e5)
-            )
-        )
-        is None
+        pace_after(smooth, smooth._replace(delivered=2e6), smooth._replace(delivered=5e5)) is None
     )
     # A connection of a link with losses sends a share of what it might: paced below that, it would
     # sink for good.
-    assert all(learned(1e6, 0.97, lost=lost) > 1 for lost in (0.006, 0.02, 0.1))
+    for lost in (0.006, 0.02, 0.1):
+        assert lowest_pace(Conditions(1e6, 0.97, lost=lost)) > 1
     # A queue of others is there however fast messages leave.
-    assert learned(4e6, 1.0, queued_s=0.2) > 1
-    # Packets seem to queue all the time, and no message is as fast as it is paced.
-    for begins_s, jitter_s, share in ((0.1, 0.03, 1.0), (0.2, 0.05, 0.97), (0.05, 0.02, 0.97)):
-        assert learned(1e7, share, begins_s, jitter_s, ours=True) >= 0.9
+    assert lowest_pace(Conditions(4e6, 1.0, queued_s=0.2)) > 1
+    # Packets seem to queue all the time, and no message is as fast as its pace.
+    for start_s, jitter_s, share in ((0.1, 0.03, 1.0), (0.2, 0.05, 0.97), (0.05, 0.02, 0.97)):
+        assert lowest_pace(Conditions(1e7, share, start_s, jitter_s, queues=True)) >= 0.9
+
+
+def test_a_pace_takes_off_round_trips_and_heeds_the_ends_of_long_messages() -> None:
     # A round trip is taken off where nothing was on the way.
     idle = Counters(0, 0, 0, 0.0, 0.2, 0.2, 0.0, on_the_way=0)
     after = Counters(10**6, 700, 0, 1.2, 0.2, 0.2, 1e6, on_the_way=0)
     assert Sent.over([after.since(idle)]).seconds == pytest.approx(1.0)
     assert Sent.over([after.since(idle._replace(on_the_way=10))]).seconds == pytest.approx(1.2)
     # The end of a message after a loss is a third as fast as all of it.
-    assert paced(Sent(10**7, 1.0, queued_s=0.09, lost=0.05, delivered=3e6)) == 1.25e7
-    # One that is through before it is at speed does not lower the pace for those of other
+    assert pace_after(Sent(10**7, 1.0, queued_s=0.09, lost=0.05, delivered=3e6)) == 1.25e7
+    # A message that is through before it is at speed does not lower the pace for those of other
     # fragments, which are longer.
     long = Sent(10**8, 1.0, 0.1, lost=0.0, delivered=1e8)
     short = Sent(10**7, 0.4, 0.0, lost=0.0, delivered=3e7)
-    assert paced(long, *[short] * 5) == 1.25e8
+    assert pace_after(long, *[short] * 5) == 1.25e8
 
 
 @contextmanager
 def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
-        closing(socket.create_connection(server.getsockname())) as one,
-        closing(server.accept()[0]) as other,
+        closing(socket.create_connection(server.getsockname())) as client,
+        closing(server.accept()[0]) as accepted,
     ):
-        yield one, other
+        yield client, accepted
+
+
+SO_MAX_PACING_RATE = 47  # <asm-generic/socket.h>
 
 
 @linux
@@ -417,42 +445,46 @@ def test_a_connection_is_counted_and_limited_as_by_the_kernel_and_no_other_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = Connection.of_process()
-    with connected() as (one, other):
-        opened = {
-            connection.descriptor: connection for connection in Connection.of_process() - before
-        }
-        assert opened.keys() == {one.fileno(), other.fileno()}
-        own = opened[one.fileno()]
-        then = own.counters()
-        one.sendall(bytes(100_000))
-        assert len(other.recv(100_000, socket.MSG_WAITALL)) == 100_000
-        since = own.counters().since(then)
-        assert since.nbytes <= 100_000 <= then.nbytes + 100_000
-        assert since.packets >= 2
-        assert 0 <= since.sent_again <= since.packets
-        assert own.counters().on_the_way <= since.packets
-        assert 0 < since.shortest_round_trip <= since.round_trip < 1
-        for limited, told in ((12_345.6, 12_345), (None, 2**32 - 1)):
-            own.limit(limited)
-            assert one.getsockopt(socket.SOL_SOCKET, 47) & (2**32 - 1) == told
-        old = opened[min(opened)]
+    with connected() as (client, accepted):
+        opened = Connection.of_process() - before
+        by_descriptor = {connection.descriptor: connection for connection in opened}
+        assert by_descriptor.keys() == {client.fileno(), accepted.fileno()}
+        connection = by_descriptor[client.fileno()]
+        check_counters(connection, client, accepted)
+        for limit, kernel_rate in ((12_345.6, 12_345), (None, 2**32 - 1)):
+            connection.limit(limit)
+            rate = client.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE)
+            assert rate & (2**32 - 1) == kernel_rate
         # With a default timeout Python would make sockets of others, which may block, ones that do
         # not.
         monkeypatch.setattr(socket, "getdefaulttimeout", lambda: 1.0)
         assert Connection.of_process() == set()
         monkeypatch.undo()
-    for closed in (own.counters, lambda: own.limit(None)):
+    for use in (connection.counters, partial(connection.limit, None)):
         with pytest.raises(OSError, match="Bad file descriptor|no longer there"):
-            closed()
+            use()
+    old = by_descriptor[min(by_descriptor)]
     with connected():
         assert old.descriptor in {connection.descriptor for connection in Connection.of_process()}
         with pytest.raises(OSError, match="no longer there"):
             old.limit(1.0)
 
 
+def check_counters(connection: Connection, client: socket.socket, accepted: socket.socket) -> None:
+    before = connection.counters()
+    client.sendall(bytes(100_000))
+    assert len(accepted.recv(100_000, socket.MSG_WAITALL)) == 100_000
+    since = connection.counters().since(before)
+    assert since.nbytes <= 100_000 <= before.nbytes + 100_000
+    assert since.packets >= 2
+    assert 0 <= since.sent_again <= since.packets
+    assert connection.counters().on_the_way <= since.packets
+    assert 0 < since.shortest_round_trip <= since.round_trip < 1
+
+
 @linux
-def test_payloads_of_both_hops_are_paced_and_words_are_not() -> None:
-    def made(rank: int, world_size: int) -> None:
+def test_payloads_of_both_hops_are_paced_and_control_vectors_are_not() -> None:
+    def run(rank: int, world_size: int) -> None:
         topology: Any = Topology.of_world(GroupLayout(world_size, world_size), TIMEOUT)
         pacing = topology.exchange._pacing
         assert len(pacing._connections) == 4, "one in each direction to every other group"
@@ -463,7 +495,7 @@ def test_payloads_of_both_hops_are_paced_and_words_are_not() -> None:
         for exchange in (topology.exchange, topology.second_hop):
             exchanged(exchange, topology.group_index, 300_001)
 
-    run_ranks(made, 3)
+    run_ranks(run, 3)
 
 
 MBIT_S = 40
@@ -485,8 +517,7 @@ def over_links(links: Links, rank: int, world_size: int) -> float | None:
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def test_the_pace_of_real_connections_is_what_their_link_carries() -> None:
     with Links(SITES, MBIT_S * 1e6, 0.01, congestion_control="cubic") as links:
-        for learned in run_processes(
-            lambda *rank: over_links(links, *rank), SITES, ranks_per_node=1
-        ):
-            assert learned is not None
-            assert 0.6 <= learned * 8e-6 / MBIT_S <= 1.4
+        paces = run_processes(lambda *rank: over_links(links, *rank), SITES, ranks_per_node=1)
+    for bytes_per_s in paces:
+        assert bytes_per_s is not None
+        assert 0.6 <= bytes_per_s * 8e-6 / MBIT_S <= 1.4

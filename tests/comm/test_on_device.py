@@ -1,4 +1,4 @@
-"""Outer gradients that go from device to device: the bits, bytes and errors of gloo, and no wait
+"""Outer gradients that travel from device to device: the bits, bytes and errors of gloo, and no wait
 for another rank.
 
 The device and its backend are pretended, see `tests.pretend`. `tests.gpu` does the same with NCCL.
@@ -9,7 +9,7 @@ import re
 import time
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -56,9 +56,8 @@ def joined(world_size: int, groups: int, device: str) -> Topology:
         return Topology.of_world(layout, timeout)
     pretend.install()
     ccl.register()
-    return Topology.of_world(
-        layout, timeout, on_device=DeviceBackend(ccl.NAME, torch.device(device))
-    )
+    backend = DeviceBackend(ccl.NAME, torch.device(device))
+    return Topology.of_world(layout, timeout, on_device=backend)
 
 
 CASES: dict[tuple[int, int], list[tuple[str, type[ThreadBackground]]]] = {
@@ -73,47 +72,56 @@ CASES: dict[tuple[int, int], list[tuple[str, type[ThreadBackground]]]] = {
 }
 
 
+class Run(NamedTuple):
+    trajectory: Any
+    counts: dict[str, float]
+    most_in_flight: int
+
+
+def run_of(name: str, lane: type[ThreadBackground], topology: Topology, device: str) -> Run:
+    training = Training(device, topology.group_index, lane=lane, topology=topology, **CHOICES[name])
+    training.engine.diagnose()
+    trajectory = shown_run(training)
+    report = training.engine.report()
+    counts = {key: count for key, count in report.items() if not key.endswith("_s")}
+    return Run(trajectory, counts, training.most_in_flight)
+
+
+def check_messages_of_any_size(exchange: Any, rank: int) -> None:
+    """Views that are not contiguous are sent by their values; messages are of different sizes, or
+    of none.
+    """
+    groups = exchange.num_groups
+    table = torch.tensor([[rank, rank + 10]] * groups, dtype=torch.uint8, device="pretend")
+    posted = exchange.post([table[:, 1]] * groups)
+    received = exchange.collect(posted, time.monotonic() + 30)
+    expected = [[sender + 10] * groups for sender in range(groups)]
+    assert [message.tolist() for message in received] == expected
+    unequal(exchange, rank, "pretend")
+
+
+def compare_with_gloo(groups: int, rank: int, world_size: int) -> None:
+    cases = CASES[groups, world_size]
+    over_gloo = joined(world_size, groups, "cpu")
+    expected_runs = [run_of(name, lane, over_gloo, "cpu") for name, lane in cases]
+    topology = joined(world_size, groups, "pretend")
+    runs = [run_of(name, lane, topology, "pretend") for name, lane in cases]
+    assert type(topology.control) is DirectExchange
+    assert type(topology.exchange) is DeviceExchange
+    assert type(topology.second_hop) is DeviceExchange
+    if groups == world_size:
+        check_messages_of_any_size(topology.exchange, rank)
+    for run, expected, (name, _) in zip(runs, expected_runs, cases, strict=True):
+        assert same(run.trajectory, expected.trajectory), name
+        assert run.counts == expected.counts, name
+        assert run.most_in_flight > 1, "several are in flight"
+
+
 @pytest.mark.parametrize(("groups", "ranks"), CASES)
 def test_from_device_to_device_a_run_gives_the_bits_and_counts_the_bytes_of_gloo(
     groups: int, ranks: int
 ) -> None:
-    def run(rank: int, world_size: int) -> None:
-        seen: dict[str, list[Any]] = {name: [] for name, _ in CASES[groups, ranks]}
-        for device in ("cpu", "pretend"):
-            topology = joined(world_size, groups, device)
-            for name, lane in CASES[groups, ranks]:
-                training = Training(
-                    device, topology.group_index, lane=lane, topology=topology, **CHOICES[name]
-                )
-                training.engine.diagnose()
-                kept = shown_run(training)
-                counts = {
-                    name: own
-                    for name, own in training.engine.report().items()
-                    if not name.endswith("_s")
-                }
-                seen[name].append((kept, counts, training.most_in_flight))
-        ways = [type(way) for way in (topology.control, topology.exchange, topology.second_hop)]
-        assert ways == [DirectExchange, DeviceExchange, DeviceExchange]
-        if groups == ranks:
-            # Views that are not contiguous are sent as they look; messages are of different sizes,
-            # or of none.
-            view = torch.tensor([[rank, rank + 10]] * groups, dtype=torch.uint8, device="pretend")[
-                :, 1
-            ]
-            received = topology.exchange.collect(
-                topology.exchange.post([view] * groups), time.monotonic() + 30
-            )
-            assert [message.tolist() for message in received] == [
-                [sender + 10] * groups for sender in range(groups)
-            ]
-            unequal(topology.exchange, rank, "pretend")
-        for name, ((one, counted, _), (other, also, most)) in seen.items():
-            assert same(one, other), name
-            assert counted == also, name
-            assert most > 1, "several are in flight"
-
-    run_ranks(run, ranks)
+    run_ranks(partial(compare_with_gloo, groups), ranks)
 
 
 def test_no_thread_waits_for_the_device_when_gloo_would_wait_for_a_copied_message() -> None:
@@ -121,11 +129,9 @@ def test_no_thread_waits_for_the_device_when_gloo_would_wait_for_a_copied_messag
 
     def run(rank: int, world_size: int) -> None:
         pretend.install()
+        over_gloo = Topology.of_world(GroupLayout(2, 2), timedelta(seconds=30))
         copies = []
-        for topology in (
-            joined(2, 2, "pretend"),
-            Topology.of_world(GroupLayout(2, 2), timedelta(seconds=30)),
-        ):
+        for topology in (joined(2, 2, "pretend"), over_gloo):
             training = Training("pretend", rank, topology=topology)
             with pretend.synchronisations() as log:
                 for _ in range(STEPS):
@@ -141,7 +147,7 @@ def test_no_thread_waits_for_the_device_when_gloo_would_wait_for_a_copied_messag
     run_ranks(run, 2)
 
 
-def test_a_strategy_joins_its_groups_and_measures_links_over_its_devices_backend() -> None:
+def test_a_strategy_joins_its_groups_over_its_devices_backend() -> None:
     class Joined(Exception):
         pass
 
@@ -154,38 +160,37 @@ def test_a_strategy_joins_its_groups_and_measures_links_over_its_devices_backend
         patch.setattr("lightning_sdiloco.lightning.groups.nccl_on", lambda device: stub)
         patch.setattr(Topology, "of_world", of_world)
         nccl = TwoShot("equal", backend="nccl")
-        for given, found in (
-            ("auto:nccl", stub),
-            (nccl, stub),
-            ("gather:gloo", None),
-            ("auto", None),
-        ):
-            with pytest.raises(Joined, match=re.escape(str(found))):
-                fits.trainer(strategy=StreamingDiLoCoStrategy(exchange=given)).fit(BoringModel())
+        backends = {"auto:nccl": stub, nccl: stub, "gather:gloo": None, "auto": None}
+        for exchange, backend in backends.items():
+            strategy = StreamingDiLoCoStrategy(exchange=exchange)
+            with pytest.raises(Joined, match=re.escape(str(backend))):
+                fits.trainer(strategy=strategy).fit(BoringModel())
 
     run_processes(run, 1)
 
+
+def test_all_groups_measure_the_same_link_between_devices() -> None:
     def measured(rank: int, world_size: int) -> tuple[Link, int]:
         topology = joined(2, 2, "pretend")
         return measure_link(topology, timeout=30), topology.exchange.bytes_sent
 
-    (link, sent), (other, _) = run_ranks(measured, 2)
-    assert link == other
+    (link, sent_bytes), (link_of_peer, _) = run_ranks(measured, 2)
+    assert link == link_of_peer
     assert link.gbit_s > 0
-    assert sent > 64_000
+    assert sent_bytes > 64_000
 
 
 def test_a_group_that_never_answers_is_given_up_at_the_deadline() -> None:
-    def run(rank: int, world_size: int, told: str) -> None:
+    def run(rank: int, world_size: int, message: str) -> None:
         exchange = joined(world_size, world_size, "pretend").exchange
-        started = time.monotonic()
+        start = time.monotonic()
         if not rank:
-            nothing = torch.zeros(10, dtype=torch.uint8, device="pretend")
-            with pytest.raises(Unanswered, match=told):
-                exchange.collect(exchange.post([nothing] * world_size), started + 0.5)
-            assert 0.5 <= time.monotonic() - started < 3
-            # Nobody but the exchange keeps the messages now, and their memory is not given to the
-            # next tensor.
+            zeros = torch.zeros(10, dtype=torch.uint8, device="pretend")
+            with pytest.raises(Unanswered, match=message):
+                exchange.collect(exchange.post([zeros] * world_size), start + 0.5)
+            assert 0.5 <= time.monotonic() - start < 3
+            # Only the exchange keeps the messages now, and the next tensor does not get their
+            # memory.
             torch.empty(10, dtype=torch.uint8, device="pretend")
             assert exchange._process_group.aborted.wait(5)
         dist.barrier()
@@ -198,14 +203,13 @@ def stopping(rank: int, world_size: int, how: str) -> None:
     """A training in which the last rank, of the last group, stops after the launch of a
     fragment.
     """
-    groups = joined(world_size, 2, "pretend")
-    training = Training(
-        "pretend", groups.group_index, topology=groups, timeout=timedelta(seconds=1)
-    )
+    topology = joined(world_size, 2, "pretend")
+    timeout = timedelta(seconds=1)
+    training = Training("pretend", topology.group_index, topology=topology, timeout=timeout)
     topology = training.engine.topology
     if rank == world_size - 1:
         if how == "silent":
-            # Its hosts go on to answer, and its device does not.
+            # Its hosts continue to answer, and its device does not.
             topology.exchange.post = lambda *_: None
             training.engine.rounds._synchronizer.collect = lambda *_: time.sleep(2)
         else:
@@ -229,21 +233,21 @@ def test_a_second_engine_between_devices_is_refused_until_the_first_has_ended() 
         topology = joined(2, 2, "pretend")
         make = partial(Training, "pretend", rank, topology=topology)
         first = make()
-        told = fits.refusal(make)
+        refusal = fits.refusal(make)
         if rank:
             first.engine.close()
-        assert fits.refusal(make) == told.replace("on 2 of", "on 1 of"), "all ranks decide alike"
+        on_one_rank = refusal.replace("on 2 of", "on 1 of")
+        assert fits.refusal(make) == on_one_rank, "all ranks decide alike"
         first.engine.close()
         shown_run(make())
         shown_run(make())
-        return told
+        return refusal
 
-    for told in run_ranks(run, 2, timeout=60):
-        assert re.search(
-            "another engine .*over NCCL, too .on 2 of 2 ranks.*finish.* or close.* leave ':nccl'"
-            " out",
-            told,
-        )
+    message = (
+        "another engine .*over NCCL, too .on 2 of 2 ranks.*finish.* or close.* leave ':nccl' out"
+    )
+    for refusal in run_ranks(run, 2, timeout=60):
+        assert re.search(message, refusal)
 
 
 def test_devices_that_cannot_reach_each_other_are_refused_before_training() -> None:
@@ -258,62 +262,68 @@ def test_devices_that_cannot_reach_each_other_are_refused_before_training() -> N
         Topology.of_world(GroupLayout(2, 2), timedelta(seconds=5), on_device=backend)
 
     errors = run_ranks(run, 2, expect_failure=True).values()
-    told = [
-        error[error.rindex("ValueError: The ranks [0, 1] of the worker groups cannot") :]
-        for error in errors
-    ]
-    assert ["cannot exchange over mute" in one and "NCCL_SOCKET_IFNAME" in one for one in told] == [
-        True,
-        True,
-    ]
-    assert "no route to host" in told[0], "the first to fail knows why"
+    start = "ValueError: The ranks [0, 1] of the worker groups cannot"
+    messages = [error[error.rindex(start) :] for error in errors]
+    assert len(messages) == 2
+    for message in messages:
+        assert "cannot exchange over mute" in message
+        assert "NCCL_SOCKET_IFNAME" in message
+    assert "no route to host" in messages[0], "the first to fail knows why"
 
 
-def test_messages_travel_once_all_groups_launched_in_the_same_order_on_all_ranks() -> None:
-    """Otherwise devices may wait for each other, each with a hop that the other has not begun: one
-    was seen to.
-    """
+class Hop(NamedTuple):
+    """A batch of messages that began."""
 
-    def run(rank: int, world_size: int) -> tuple[list[int], float, float]:
-        began = list[tuple[int, float]]()
-        fragments = [["0.*"], ["1.*", "2.*", "3.*"]]
-        choices = {
-            "compression": "fp32",
-            "exchange": "two_shot",
-            "fragments": fragments,
-            "overlap_steps": 5,
-        }
-        training = Training("pretend", rank, topology=joined(2, 2, "pretend"), **choices)
-        topology = training.engine.topology
-        travel = dist.batch_isend_irecv
-        patch = pytest.MonkeyPatch()
-        patch.setattr(
-            dist, "batch_isend_irecv", lambda calls: (began.append(noted(calls)), travel(calls))[1]
-        )
-        post = topology.control.post
-        launched = list[float]()
-        patch.setattr(
-            topology.control,
-            "post",
-            lambda *args: (launched.append(time.monotonic()), post(*args))[1],
-        )
+    numel: int
+    time: float
+
+
+def hops_and_first_launch(rank: int, world_size: int) -> tuple[list[Hop], float]:
+    training = Training(
+        "pretend",
+        rank,
+        topology=joined(2, 2, "pretend"),
+        compression="fp32",
+        exchange="two_shot",
+        fragments=[["0.*"], ["1.*", "2.*", "3.*"]],
+        overlap_steps=5,
+    )
+    control = training.engine.topology.control
+    travel = dist.batch_isend_irecv
+    post = control.post
+    hops = list[Hop]()
+    launch_times = list[float]()
+
+    def travel_noted(calls: list[Any]) -> Any:
+        time.sleep(0.02)
+        hops.append(Hop(calls[0].tensor.numel(), time.monotonic()))
+        return travel(calls)
+
+    def post_noted(*arguments: Any) -> Any:
+        launch_times.append(time.monotonic())
+        return post(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", travel_noted)
+        patch.setattr(control, "post", post_noted)
         for step in range(STEPS):
             # One group launches later than the other.
             time.sleep(0.15 if rank and step % 3 == 2 else 0.0)
             training.step()
         training.engine.close()
-        patch.undo()
-        return [size for size, _ in began], launched[0], began[0][1]
+    return hops, launch_times[0]
 
-    def noted(calls: list[Any]) -> tuple[int, float]:
-        time.sleep(0.02)
-        return calls[0].tensor.numel(), time.monotonic()
 
-    (one, early, travelled), (other, late, _) = run_ranks(run, 2)
+def test_messages_travel_once_all_groups_launched_in_the_same_order_on_all_ranks() -> None:
+    """Otherwise devices may wait for each other, each with a hop that the other has not begun: this
+    has happened.
+    """
+    (hops, early), (hops_of_peer, late) = run_ranks(hops_and_first_launch, 2)
     # A payload, statistics of norms, and the mean of a part. Counts of norms do not change here.
-    hops = [920, 160, 920, 2760, 3 * 160, 2760]
-    assert one == other == [*hops, *hops], "the hops of one flight, and then those of the next"
-    assert early + 0.1 < late < travelled
+    flight = [920, 160, 920, 2760, 3 * 160, 2760]
+    assert [hop.numel for hop in hops] == [*flight, *flight], "one flight after the other"
+    assert [hop.numel for hop in hops_of_peer] == [*flight, *flight]
+    assert early + 0.1 < late < hops[0].time
 
 
 def test_process_groups_of_gloo_are_made_where_the_default_one_is_bound_to_a_device() -> None:

@@ -1,12 +1,12 @@
 """A pretended accelerator: a device type for torch that is computed on the CPU and finds races
 between streams.
 
-Operations are computed at once, so that values are right. What happens before what is followed as
-on a device where every stream is as slow as it likes. An operation is a tick of its stream; of
-another stream it knows the tick up to which everything is finished before its own next operation
-begins. The host learns by waiting only, and what one thread has learned all know: how threads tell
+Operations are computed at once, so that values are right. The order of operations is that of a
+device where every stream may be arbitrarily slow. An operation is a tick of its stream. A stream
+knows, of each other stream, the tick up to which everything is finished before its next operation
+begins. The host learns by waiting only, and all threads know as soon as one does: how threads tell
 each other cannot be seen from here. Two operations on the same bytes in an unknown order raise a
-`Race`, and what a copy to pinned memory brings is there once the host knows that it is over.
+`Race`, and the bytes of a copy to pinned memory are there once the host knows that it is over.
 
 torch cannot forget a device type, and much in it changes where there is one. So tests use this in a
 process of their own: `alone` makes one.
@@ -17,7 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -33,14 +33,14 @@ aten = torch.ops.aten
 # Streams and events
 
 Clock = Counter[int]
-"""Stream to the tick of its last operation that is known to be finished; ``|=`` learns what another
-one knows."""
+"""Stream to the tick of its last operation that is known to be finished; ``|=`` adds the knowledge
+of another clock."""
 
 lock = threading.RLock()
-"""Held by whoever changes anything here, and while an operation is computed."""
+"""Held by all who change anything in this module, and while an operation is computed."""
 
 known: Clock = Counter()
-"""What the host knows to be finished."""
+"""The operations that the host knows to be finished."""
 
 _logs: list[list["Synchronisation"]] = []
 _streams: list["Stream"] = []
@@ -71,7 +71,7 @@ def wait(clock: Clock, kind: str) -> None:
 def _learn(clock: Clock) -> None:
     global known
     known |= clock
-    _end(lambda copy: known[copy.access.by.stream.number] >= copy.access.by.tick)
+    _end(lambda copy: known[copy.access.operation.stream.number] >= copy.access.operation.tick)
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def synchronisations() -> Iterator[list[Synchronisation]]:
         yield log
     finally:
         with lock:
-            _logs[:] = [other for other in _logs if other is not log]
+            _logs[:] = [active for active in _logs if active is not log]
 
 
 class Stream:
@@ -119,25 +119,24 @@ class Event:
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.clock: Clock = Counter()
-        self._asked = False
+        self._was_queried = False
 
     def record(self, stream: Stream | None = None) -> None:
         with lock:
             self.clock = (stream or current_stream()).clock.copy()
-            self._asked = False
+            self._was_queried = False
 
     def synchronize(self) -> None:
         wait(self.clock, "event.synchronize")
 
     def query(self) -> bool:
-        """Whether the event is over. It is not when first asked, unless the host knows better, and
-        then it is.
+        """Tells whether the event is over. The first query says no, unless the host knows better;
+        the next one says yes.
         """
         with lock:
-            asked = self._asked
-            self._asked = True
-            if asked:
+            if self._was_queried:
                 _learn(self.clock)
+            self._was_queried = True
             return self.clock <= known
 
 
@@ -147,7 +146,7 @@ default = Stream()
 
 
 class Operation(NamedTuple):
-    """What has been enqueued: it begins after all that the host knows to be finished."""
+    """Enqueued work: it begins after all operations that the host knows to be finished."""
 
     name: str
     stream: Stream
@@ -165,31 +164,36 @@ class Operation(NamedTuple):
     def __str__(self) -> str:
         return f"{self.name} on {self.stream} (thread {self.thread})"
 
-    def is_before(self, other: "Operation") -> bool:
-        return other.stream.clock[self.stream.number] >= self.tick
+    def is_before(self, operation: "Operation") -> bool:
+        return operation.stream.clock[self.stream.number] >= self.tick
 
 
 class Access(NamedTuple):
     """An operation that touches the bytes from `first` to before `last` of some memory."""
 
-    by: Operation
+    operation: Operation
     writes: bool
     first: int
     last: int
 
     def __str__(self) -> str:
-        return f"{self.by} {'writes' if self.writes else 'reads'}"
+        return f"{self.operation} {'writes' if self.writes else 'reads'}"
 
-    def overlaps(self, other: "Access") -> bool:
-        return self.first < other.last and other.first < self.last
+    def overlaps(self, access: "Access") -> bool:
+        return self.first < access.last and access.first < self.last
 
-    def replaces(self, other: "Access") -> bool:
-        """Whether who comes after this one comes after the other one too."""
-        covers = self.first <= other.first and other.last <= self.last
-        return covers and (self.writes or (self.by.stream is other.by.stream and not other.writes))
+    def replaces(self, earlier: "Access") -> bool:
+        """Tells whether an operation that comes after this access comes after an earlier one
+        too.
+        """
+        covers = self.first <= earlier.first and earlier.last <= self.last
+        are_reads_in_order = (
+            self.operation.stream is earlier.operation.stream and not earlier.writes
+        )
+        return covers and (self.writes or are_reads_in_order)
 
 
-_freed: dict[Stream, list[Access]] = {}  # what may still use memory that a stream gets anew
+_freed: dict[Stream, list[Access]] = {}  # may still use memory that a stream gets anew
 
 
 class Memory:
@@ -201,68 +205,66 @@ class Memory:
         self.owner = owner
         self.nbytes = nbytes
         self._accesses: list[Access] = []
-        self.recorded: set[Stream] = (
-            set()
-        )  # what they have been given when it is freed is over before it is reused
+        # Their operations so far, when the memory is freed, are over before it is reused.
+        self.recorded: set[Stream] = set()
         Memory.held += nbytes
         Memory.peak = max(Memory.peak, Memory.held)
 
-    def touch(self, by: Operation, tensor: Tensor, writes: bool) -> Access:
-        """Notes an access to what lies on the host really; raises a `Race` where another one may
-        be under way.
+    def touch(self, operation: Operation, tensor: Tensor, writes: bool) -> Access:
+        """Notes an access to a tensor, which really lies on the host; raises a `Race` where a
+        conflicting access may be under way.
         """
-        first = int(tensor.storage_offset()) * tensor.element_size()
-        reach = (
-            sum(
-                (size - 1) * stride
-                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-            )
-            + 1
-        )
-        access = Access(
-            by, writes, first, first + (reach * tensor.element_size() if tensor.numel() else 0)
-        )
-        if access.first == access.last:
+        first, last = _byte_range(tensor)
+        access = Access(operation, writes, first, last)
+        if first == last:
             return access
-        for other in self._accesses:
-            if access.overlaps(other) and (writes or other.writes) and not other.by.is_before(by):
+        for earlier in self._accesses:
+            conflicts = access.overlaps(earlier) and (writes or earlier.writes)
+            if conflicts and not earlier.operation.is_before(operation):
                 does = "overwrites" if writes else "reads"
-                raise Race(f"{by} {does} what {other}, and nothing says that this is over by then")
-        self._accesses = [other for other in self._accesses if not access.replaces(other)] + [
-            access
-        ]
+                raise Race(
+                    f"{operation} {does} what {earlier}, and nothing says that this is over by then"
+                )
+        self._accesses = [earlier for earlier in self._accesses if not access.replaces(earlier)]
+        self._accesses.append(access)
         return access
 
     def __del__(self) -> None:
         with suppress(Exception), lock:  # the interpreter may be ending
             Memory.held -= self.nbytes
             if self.owner is not None:
-                others = [
-                    one
-                    for one in self._accesses
-                    if one.by.stream not in (self.owner, *self.recorded)
-                ]
-                _freed.setdefault(self.owner, []).extend(others)
+                known_streams = (self.owner, *self.recorded)
+                unknown = [a for a in self._accesses if a.operation.stream not in known_streams]
+                _freed.setdefault(self.owner, []).extend(unknown)
 
 
-def allocated(by: Operation, tensor: Tensor) -> Memory:
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor reaches: the first one, and the one after the last."""
+    first = int(tensor.storage_offset()) * tensor.element_size()
+    if not tensor.numel():
+        return first, first
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = 1 + sum((size - 1) * stride for size, stride in steps)
+    return first, first + reach * tensor.element_size()
+
+
+def allocated(operation: Operation, tensor: Tensor) -> Memory:
     """New memory of the device, for a tensor."""
-    for access in _freed.pop(by.stream, []):
-        if not access.by.is_before(by):
+    for access in _freed.pop(operation.stream, []):
+        if not access.operation.is_before(operation):
             raise Race(
-                f"{by} may get freed memory that {access}, perhaps still: no record_stream told of"
+                f"{operation} may get freed memory that {access}, perhaps still: no record_stream told of"
                 " it"
             )
-    memory = Memory(by.stream, tensor.untyped_storage().nbytes())
-    memory.touch(by, tensor, writes=True)
+    memory = Memory(operation.stream, tensor.untyped_storage().nbytes())
+    memory.touch(operation, tensor, writes=True)
     return memory
 
 
 # Pinned memory of the host, and copies that go on while the host does
 
-_pinned: dict[
-    int, tuple[Any, Memory]
-] = {}  # with the storage, kept for ever so that no other gets its address
+# With the storages, which are kept for ever so that no other one gets the address.
+_pinned: dict[int, tuple[Any, Memory]] = {}
 
 
 def pin(tensor: Tensor) -> Tensor:
@@ -275,10 +277,10 @@ def pin(tensor: Tensor) -> Tensor:
 
 def pinned(tensor: Tensor) -> Memory | None:
     """The pinned memory in which a tensor lies."""
-    found = (
-        _pinned.get(tensor.untyped_storage().data_ptr()) if tensor.device.type == "cpu" else None
-    )
-    return found and found[1]
+    if tensor.device.type != "cpu":
+        return None
+    _, memory = _pinned.get(tensor.untyped_storage().data_ptr(), (None, None))
+    return memory
 
 
 class _Copy(NamedTuple):
@@ -286,63 +288,83 @@ class _Copy(NamedTuple):
 
     access: Access
     memory: Memory
-    here: Tensor  # bytes of the host
-    true: Tensor
+    host_bytes: Tensor
+    true_bytes: Tensor
 
 
 _under_way: list[_Copy] = []
 
 
 def _end(is_over: Callable[[_Copy], bool]) -> None:
-    """The host may know: what was copied is there, and what the host must have left alone is as it
-    was.
+    """The host may know that copies are over: the copied bytes are there, and bytes that the host
+    must have left alone are unchanged.
     """
     over = [copy for copy in _under_way if is_over(copy)]
     _under_way[:] = [copy for copy in _under_way if not is_over(copy)]
-    for access, _, here, true in over:
+    for access, _, host_bytes, true_bytes in over:
         if access.writes:
-            if not bool((here == 0xFF).all()):
-                raise Race(f"the host wrote to pinned memory into which {access.by} copied")
-            here.copy_(true)
-        elif not torch.equal(here, true):
+            if not bool((host_bytes == 0xFF).all()):
+                raise Race(f"the host wrote to pinned memory into which {access.operation} copied")
+            host_bytes.copy_(true_bytes)
+        elif not torch.equal(host_bytes, true_bytes):
             raise Race(
-                f"the host changed pinned memory from which {access.by} copied, before that was"
+                f"the host changed pinned memory from which {access.operation} copied, before that was"
                 " over"
             )
 
 
 def copy_across(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """``into.copy_(source)`` between host and device, which is really there too.
+    """``into.copy_(source)`` between host and device, which is really on the host too.
 
-    From or to pinned memory the host may go on; what is not there yet it sees as 0xFF bytes.
+    From or to pinned memory the host need not wait; it sees bytes that have not arrived as 0xFF.
     """
     with lock, torch.no_grad():
-        to_host = isinstance(source, PretendTensor)
-        own, host = (source, into) if to_host else (into, source)
-        assert isinstance(own, PretendTensor)
-        by = Operation.begun(f"copy to the {'host' if to_host else 'device'}")
-        own.memory.touch(by, own.held, not to_host)
-        memory = pinned(host)
-        if memory is not None:
-            access = memory.touch(by, host, to_host)
-            # For an access of the device, what came before on the device is over.
-            _end(lambda copy: copy.memory is memory and copy.access.overlaps(access))
-        as_it_is = to_host or (host.dtype == own.dtype and host.shape == own.shape)
-        _held(into).copy_(_held(source))
-        if (
-            memory is None
-            or not non_blocking
-            or not host.is_contiguous()
-            or not host.numel()
-            or not as_it_is
-        ):
-            wait(by.stream.clock, by.name)
-            return into
-        here = host.detach().view(-1).view(torch.uint8)
-        _under_way.append(_Copy(access, memory, here, here.clone()))
-        if to_host:
-            here.fill_(0xFF)
+        if isinstance(source, PretendTensor):
+            _to_host(into, source, non_blocking)
+        else:
+            assert isinstance(into, PretendTensor)
+            _to_device(into, source, non_blocking)
     return into
+
+
+def _to_host(into: Tensor, source: "PretendTensor", non_blocking: bool) -> None:
+    operation = Operation.begun("copy to the host")
+    source.memory.touch(operation, source.held, writes=False)
+    access = _touch_pinned(operation, into, writes=True)
+    into.copy_(source.held)
+    if _goes_on(operation, access, into, non_blocking):
+        into.detach().view(-1).view(torch.uint8).fill_(0xFF)
+
+
+def _to_device(into: "PretendTensor", source: Tensor, non_blocking: bool) -> None:
+    operation = Operation.begun("copy to the device")
+    into.memory.touch(operation, into.held, writes=True)
+    access = _touch_pinned(operation, source, writes=False)
+    into.held.copy_(source)
+    is_converted = source.dtype != into.dtype or source.shape != into.shape
+    _goes_on(operation, access, source, non_blocking and not is_converted)
+
+
+def _touch_pinned(operation: Operation, host: Tensor, writes: bool) -> Access | None:
+    memory = pinned(host)
+    if memory is None:
+        return None
+    access = memory.touch(operation, host, writes)
+    # For an access of the device, everything before it on the device is over.
+    _end(lambda copy: copy.memory is memory and copy.access.overlaps(access))
+    return access
+
+
+def _goes_on(operation: Operation, access: Access | None, host: Tensor, non_blocking: bool) -> bool:
+    """Tells whether the host goes on while a copy is under way, which is then noted; else waits."""
+    memory = pinned(host)
+    can_go_on = non_blocking and host.is_contiguous() and host.numel() > 0
+    if memory is None or access is None or not can_go_on:
+        wait(operation.stream.clock, operation.name)
+        return False
+    host_bytes = host.detach().view(-1).view(torch.uint8)
+    _under_way.append(_Copy(access, memory, host_bytes, host_bytes.clone()))
+    return True
 
 
 # Tensors: every operation is computed on the host, and its accesses are noted
@@ -356,18 +378,17 @@ class PretendTensor(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor, memory: Memory) -> "PretendTensor":
-        where = {
-            "strides": held.stride(),
-            "storage_offset": held.storage_offset(),
-            "dtype": held.dtype,
-        }
-        device = torch.device("pretend", 0)
-        made: PretendTensor = Tensor._make_wrapper_subclass(
-            cls, held.size(), **where, device=device
+        pretended: PretendTensor = Tensor._make_wrapper_subclass(
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=torch.device("pretend", 0),
         )
-        made.held = held
-        made.memory = memory
-        return made
+        pretended.held = held
+        pretended.memory = memory
+        return pretended
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -394,89 +415,133 @@ class PretendTensor(Tensor):
         self.memory = values.memory
 
 
-# What makes a tensor like another one, and does not read that.
+# They make a tensor like another one, and do not read that.
 _LIKE = ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
-_READ_NOTHING = (
-    {f"{name}_like" for name in _LIKE} | {f"new_{name}" for name in _LIKE} | {"new_empty_strided"}
-)
+_READ_NOTHING = {f"{name}_like" for name in _LIKE} | {f"new_{name}" for name in _LIKE}
+_READ_NOTHING |= {"new_empty_strided"}
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
-# What has a result on the host, or one whose shape the host must know.
+# Their result is on the host, or has a shape that the host must know.
 _WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-@cache
-def _kind(func: Any) -> tuple[list[str], set[str], bool, bool, bool]:
-    """What the schema of an operation says: arguments, which it writes, whether it accesses,
-    waits, and indexes.
+class _Kind(NamedTuple):
+    """An operation, by its schema.
+
+    Attributes:
+        arguments: The names of its arguments.
+        written: Those that it writes.
+        accesses: True if it reads or writes memory.
+        waits: True if the host waits for it.
+        indexes: True if its second argument are indices.
     """
+
+    arguments: list[str]
+    written: set[str]
+    accesses: bool
+    waits: bool
+    indexes: bool
+
+
+@cache
+def _kind(func: Any) -> _Kind:
     schema = func._schema
-    name = func._schema.name.removeprefix("aten::")
-    written = {
-        one.name
-        for one in schema.arguments
-        if one.alias_info is not None and one.alias_info.is_write
-    }
+    name = schema.name.removeprefix("aten::")
+    written = set[str]()
+    for argument in schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.add(argument.name)
     is_view = not written and any(returned.alias_info for returned in schema.returns)
-    accesses = not is_view and name not in _READ_NOTHING
     indexes = name in _INDEXING
-    return (
-        [one.name for one in schema.arguments],
+    return _Kind(
+        [argument.name for argument in schema.arguments],
         written,
-        accesses,
-        bool(_WAITING & {*func.tags}) > indexes,
-        indexes,
+        accesses=not is_view and name not in _READ_NOTHING,
+        waits=bool(_WAITING & {*func.tags}) and not indexes,
+        indexes=indexes,
     )
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func is aten._to_copy.default:
         return _to_copy(*args, **kwargs)
-    if func is aten.copy_.default and not all(
-        isinstance(tensor, PretendTensor) for tensor in args[:2]
-    ):
+    if func is aten.copy_.default and not all(map(_is_pretended, args[:2])):
         return copy_across(*args, **kwargs)
-    (arguments, written, accesses, waits, indexes), name = _kind(func), func._schema.name
-    named = chain(zip(arguments, args, strict=False), kwargs.items())
-    tensors = [(argument in written, leaf) for argument, value in named for leaf in _tensors(value)]
-    for place, (writes, tensor) in enumerate(tensors):
-        if tensor.device.type == "cpu" and (writes or tensor.dim() > 0) and not (place and indexes):
-            raise RuntimeError(
-                f"{name} expected all tensors to be on the same device, and found pretend:0 and cpu"
-            )
-    by = Operation.begun(name)
-    given = [(writes, tensor) for writes, tensor in tensors if isinstance(tensor, PretendTensor)]
-    # Reads first. What is written in place may be read too: who writes waits for all accesses
-    # before it anyway.
-    for writes, tensor in sorted(given, key=lambda pair: pair[0]) if accesses else ():
-        tensor.memory.touch(by, tensor.held, writes)
-    shapes = [(tensor.held.shape, tensor.held.stride()) for writes, tensor in given if writes]
-    result = func(
-        *_mapped(_held, args),
-        **{key: _mapped(_held, value) for key, value in _on_host(kwargs).items()},
-    )
-    if shapes != [(tensor.held.shape, tensor.held.stride()) for writes, tensor in given if writes]:
-        raise NotImplementedError(f"{name} changed the shape of what it was given")
-    # Masks must be read, and so must indices on the host.
-    indices = _tensors(args[1]) if indexes else ()
-    if waits or any(
-        one.dtype in (torch.bool, torch.uint8) or one.device.type == "cpu" for one in indices
-    ):
-        wait(by.stream.clock, name)
+    name = func._schema.name
+    kind = _kind(func)
+    reads, writes = _tensor_arguments(name, kind, args, kwargs)
+    operation = Operation.begun(name)
+    if kind.accesses:
+        _touch(operation, reads, writes)
+    layouts = [(tensor.held.shape, tensor.held.stride()) for tensor in writes]
+    host_kwargs = {key: _mapped(_held, value) for key, value in _on_host(kwargs).items()}
+    output = func(*_mapped(_held, args), **host_kwargs)
+    if layouts != [(tensor.held.shape, tensor.held.stride()) for tensor in writes]:
+        raise NotImplementedError(f"{name} changed the shape of its arguments")
+    if kind.waits or (kind.indexes and any(map(_is_read_by_the_host, _tensors(args[1])))):
+        wait(operation.stream.clock, name)
     if "device" in kwargs and torch.device(kwargs["device"]).type == "cpu":
-        return pin(result) if kwargs.get("pin_memory") else result
+        return pin(output) if kwargs.get("pin_memory") else output
+    return _mapped(partial(_returned, operation, [*writes, *reads]), output)
 
-    def returned(held: Tensor) -> PretendTensor:
-        """One that was given, a view of one, or a new one."""
-        for _, tensor in given:
-            if tensor.held is held:
-                return tensor
-        place = held.untyped_storage()._cdata
-        memories = (
-            tensor.memory for _, tensor in given if tensor.held.untyped_storage()._cdata == place
-        )
-        return PretendTensor(held, next(memories, None) or allocated(by, held))
 
-    return _mapped(returned, result)
+def _tensor_arguments(
+    name: str, kind: _Kind, args: Any, kwargs: dict[str, Any]
+) -> tuple[list["PretendTensor"], list["PretendTensor"]]:
+    """The tensors that an operation reads, and those that it writes. On the host only scalars and
+    indices may lie.
+    """
+    reads: list[PretendTensor] = []
+    writes: list[PretendTensor] = []
+    is_first = True
+    for argument, value in chain(zip(kind.arguments, args, strict=False), kwargs.items()):
+        is_written = argument in kind.written
+        for tensor in _tensors(value):
+            may_be_on_host = tensor.dim() == 0 and not is_written
+            may_be_on_host |= kind.indexes and not is_first
+            is_first = False
+            if isinstance(tensor, PretendTensor):
+                (writes if is_written else reads).append(tensor)
+            elif tensor.device.type == "cpu" and not may_be_on_host:
+                raise RuntimeError(
+                    f"{name} expected all tensors to be on the same device, and found pretend:0"
+                    " and cpu"
+                )
+    return reads, writes
+
+
+def _touch(
+    operation: Operation, reads: list["PretendTensor"], writes: list["PretendTensor"]
+) -> None:
+    """Reads first. A tensor written in place may be read too: a write waits for all accesses before
+    it anyway.
+    """
+    for tensor in reads:
+        tensor.memory.touch(operation, tensor.held, writes=False)
+    for tensor in writes:
+        tensor.memory.touch(operation, tensor.held, writes=True)
+
+
+def _is_pretended(tensor: Any) -> bool:
+    return isinstance(tensor, PretendTensor)
+
+
+def _is_read_by_the_host(index: Tensor) -> bool:
+    """Masks must be read, and so must indices on the host."""
+    return index.dtype in (torch.bool, torch.uint8) or index.device.type == "cpu"
+
+
+def _returned(
+    operation: Operation, arguments: list["PretendTensor"], held: Tensor
+) -> "PretendTensor":
+    """One of the arguments, a view of one, or a new tensor."""
+    storage = held.untyped_storage()._cdata
+    for tensor in arguments:
+        if tensor.held is held:
+            return tensor
+    for tensor in arguments:
+        if tensor.held.untyped_storage()._cdata == storage:
+            return PretendTensor(held, tensor.memory)
+    return PretendTensor(held, allocated(operation, held))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -490,11 +555,9 @@ def _mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
     """As torch's own trees do it, in a tenth of the time."""
     if isinstance(value, Tensor):
         return function(value)
-    return (
-        type(value)(_mapped(function, part) for part in value)
-        if type(value) in (list, tuple)
-        else value
-    )
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(function, part) for part in value)
+    return value
 
 
 def _held(tensor: Tensor) -> Tensor:
@@ -502,21 +565,21 @@ def _held(tensor: Tensor) -> Tensor:
 
 
 def _on_host(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    cpu = {"device": torch.device("cpu")} if "device" in kwargs else {}
-    return {**{key: value for key, value in kwargs.items() if key != "pin_memory"}, **cpu}
+    host_kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+    if "device" in kwargs:
+        host_kwargs["device"] = torch.device("cpu")
+    return host_kwargs
 
 
 def _to_copy(source: Tensor, *, device: Any = None, non_blocking: bool = False, **like: Any) -> Any:
-    like = {
-        "dtype": like.get("dtype"),
-        "memory_format": like.get("memory_format") or torch.preserve_format,
-    }
-    into = torch.empty_like(_held(source), **like)
-    if (source.device if device is None else torch.device(device)).type == "cpu":
+    memory_format = like.get("memory_format") or torch.preserve_format
+    held = torch.empty_like(_held(source), dtype=like.get("dtype"), memory_format=memory_format)
+    target = source.device if device is None else torch.device(device)
+    if target.type == "cpu":
         # As an accelerator does it, which surprises many: without waiting the copy lies in pinned
         # memory.
-        return copy_across(pin(into) if non_blocking else into, source, non_blocking)
-    return _new(into, "aten::_to_copy").copy_(source, non_blocking)
+        return copy_across(pin(held) if non_blocking else held, source, non_blocking)
+    return _new(held, "aten::_to_copy").copy_(source, non_blocking)
 
 
 def _new(held: Tensor, name: str) -> PretendTensor:
@@ -525,12 +588,10 @@ def _new(held: Tensor, name: str) -> PretendTensor:
 
 
 def _kernel(make: Callable[..., Tensor], fills: bool = False) -> Callable[..., PretendTensor]:
-    """What makes a tensor on the device. New memory holds anything: values that whoever reads them
-    will notice.
-    """
+    """Makes tensors on the device. New memory holds values that every reader will notice."""
 
-    def making(*given: Any, dtype: Any = None, **_: Any) -> PretendTensor:
-        held = make(*given, dtype=dtype)
+    def making(*shape: Any, dtype: Any = None, **_: Any) -> PretendTensor:
+        held = make(*shape, dtype=dtype)
         if fills:
             held.untyped_storage().fill_(0xA5)  # type: ignore[attr-defined]
         return _new(held, f"aten::{make.__name__}")
@@ -538,7 +599,7 @@ def _kernel(make: Callable[..., Tensor], fills: bool = False) -> Callable[..., P
     return making
 
 
-# What torch and the engine ask the module of a device
+# The module of a device, as torch and the engine use it
 
 
 def current_stream(device: Any = None) -> Stream:
@@ -562,8 +623,8 @@ def stream(stream: Stream | None) -> Iterator[None]:
 def synchronize(device: Any = None) -> None:
     everything: Clock = Counter()
     with lock:
-        for each in _streams:
-            everything |= each.clock
+        for any_stream in _streams:
+            everything |= any_stream.clock
         wait(everything, "synchronize")
 
 
@@ -571,9 +632,8 @@ device = nullcontext
 is_available = is_initialized = lambda: True
 device_count = lambda: 1  # noqa: E731
 current_device = lambda: 0  # noqa: E731
-set_device = manual_seed_all = lambda given: (
-    None
-)  # random numbers come from the generator of the CPU
+# Random numbers come from the generator of the CPU.
+set_device = manual_seed_all = lambda argument: None
 _is_in_bad_fork = lambda: False  # noqa: E731
 memory_allocated = lambda device=None: Memory.held  # noqa: E731
 max_memory_allocated = lambda device=None: Memory.peak  # noqa: E731
@@ -597,7 +657,7 @@ def install() -> None:
     kernels: dict[str, Any] = {"empty.memory_format": _kernel(torch.empty, fills=True)}
     kernels |= {"empty_strided": _kernel(torch.empty_strided, fills=True)}
     kernels |= dict.fromkeys(("arange", "arange.start", "arange.start_step"), _kernel(torch.arange))
-    # Where torch leaves out __torch_dispatch__, as in torch.tensor.
+    # Some calls leave out __torch_dispatch__, such as torch.tensor.
     kernels["_copy_from"] = lambda source, into, non_blocking=False: copy_across(
         into, source, non_blocking
     )
@@ -619,10 +679,10 @@ def _pinning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(make)
     def making(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
-        made = make(*args, **kwargs)
-        if pin_memory and made.device.type != "cpu":
+        tensor = make(*args, **kwargs)
+        if pin_memory and tensor.device.type != "cpu":
             raise RuntimeError("Only dense CPU tensors can be pinned")
-        return pin(made) if pin_memory else made
+        return pin(tensor) if pin_memory else tensor
 
     return making
 

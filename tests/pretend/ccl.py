@@ -1,11 +1,12 @@
 """A backend of torch.distributed for the pretended accelerator, which keeps time as NCCL does.
 
-Messages go on a stream of the backend's own, which waits for what the current stream has been given
-at the call. Nobody waits at the call, and what is received is there when the work is over.
-``wait()`` lets the current stream wait, and no host. In truth gloo carries the bytes.
+Messages go on a stream of the backend, which waits for the operations of the current stream at the
+call. The call does not wait, and received bytes are there when the work is over. ``wait()`` lets
+the current stream wait, and no host. In truth gloo carries the bytes.
 
-It is stricter than NCCL: only ``wait()`` lets a stream go on after the messages, not what the host
-has seen before. And it is an error to let a stream wait for another rank, see `StreamWaits`.
+It is stricter than NCCL: a stream goes on after the messages only if it calls ``wait()``, even where
+the host has seen that they are over. And it is an error to let a stream wait for another rank, see
+`StreamWaits`.
 """
 
 import threading
@@ -40,7 +41,8 @@ class Work:
         self._event = event
         self._before = before
         self._arrived = threading.Event()
-        self._settled = self._asked = False
+        self._settled = False
+        self._was_over = False
         self._error: RuntimeError | None = None
         threading.Thread(target=self._carry, daemon=True).start()
 
@@ -52,11 +54,9 @@ class Work:
         self._arrived.set()
 
     def _is_over(self) -> bool:
-        if (
-            not self._settled
-            and self._arrived.is_set()
-            and (self._before is None or self._before._is_over())
-        ):
+        if self._settled or not self._arrived.is_set():
+            return self._settled
+        if self._before is None or self._before._is_over():
             if self._error is None:
                 self._over()
             self._settled = True
@@ -64,11 +64,11 @@ class Work:
         return self._settled
 
     def is_completed(self) -> bool:
-        """Whether it is over; not yet when that is first asked."""
+        """Tells whether the messages are over; the first query after their end still says no."""
         with lock:
-            asked = self._asked
-            self._asked = self._is_over()
-            return asked and self._asked
+            was_over = self._was_over
+            self._was_over = self._is_over()
+            return was_over and self._was_over
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         with lock:
@@ -97,17 +97,14 @@ class Communicator(dist.ProcessGroup):
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
         held, event = self._begun("recv", tensors, writes=True)
         arriving = torch.empty_like(held)
-        return self._noted(
-            self._carrier.recv([arriving], src, tag), lambda: held.copy_(arriving), event
-        )
+        carried = self._carrier.recv([arriving], src, tag)
+        return self._noted(carried, lambda: held.copy_(arriving), event)
 
     def abort(self) -> None:
         self.aborted.set()
 
     def _get_backend(self, device: Any) -> "Communicator":
-        """Since torch 2.14 messages in a batch ask their group for the backend of a device: here
-        they are one.
-        """
+        """Returns itself: since torch 2.14 messages in a batch get their backend from the group."""
         return self
 
     def _begun(self, name: str, tensors: list[Any], writes: bool) -> tuple[Tensor, Event]:
