@@ -36,6 +36,13 @@ def missing() -> str | None:
     return None
 
 
+def require() -> None:
+    """Ends the command where this machine lacks something for slow links, and says what."""
+    lacks = missing()
+    if lacks is not None:
+        raise SystemExit(lacks)
+
+
 def enter(namespace: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/var/run/netns", namespace).open() as handle:
