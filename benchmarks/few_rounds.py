@@ -168,8 +168,7 @@ def main(arguments: list[str] | None = None) -> None:
     if settings:
         # Once, before several processes want it.
         pretrained_weights(SMALL, 16.0)
-        wanted = [one for pairs in settings.values() for pair in pairs for one in pair]
-        kept.make(wanted, options.workers, options.minutes)
+        kept.make(runs.of_pairs(settings), options.workers, options.minutes)
     above = regressions(range(2) if options.quick else REGRESSION_SEEDS)
     rows = [[name, str(len(values)), interval(values, digits=1)] for name, values in above.items()]
     report.show("regression: % of the error above DDP's", ["setting", "seeds", "in %"], rows)

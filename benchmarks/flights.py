@@ -193,7 +193,7 @@ def _rank(case: Case, links: Links, rank: int, world_size: int) -> Ran:
         landings += engine.step()
     seconds = time.perf_counter() - began
     engine.finish()
-    spans = [dict(landing.spans) for landing in landings]
+    spans: list[Spans] = [dict(landing.spans) for landing in landings]
     return Ran(seconds, spans, sent=[landing.bytes_sent for landing in landings])
 
 
@@ -285,8 +285,9 @@ def draw(measured: Mapping[str, Case], found: Mapping[str, Found], path: Path | 
     panels[0].set_ylabel("a flight over its bytes alone")
     handles, labels = panels[0].get_legend_handles_labels()
     once = dict(zip(labels, handles, strict=True))
-    place = "outside lower center"
-    picture.legend(once.values(), once.keys(), loc=place, ncols=2, frameon=False, fontsize=9)
+    picture.legend(
+        once.values(), once.keys(), loc="outside lower center", ncols=2, frameon=False, fontsize=9
+    )
     save(picture, path)
 
 
