@@ -11,14 +11,15 @@ and variances are buffers, of which the groups take the mean.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from statistics import mean
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
@@ -72,12 +73,12 @@ def images(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     rows, columns = torch.meshgrid(torch.arange(SIDE), torch.arange(SIDE), indexing="ij")
     along = angle.cos().view(-1, 1, 1) * rows + angle.sin().view(-1, 1, 1) * columns
     colors = torch.rand(count, 3, 1, 1, generator=generator)
-    drawn = colors * torch.sin(waves.view(-1, 1, 1) * along + phase).unsqueeze(1)
-    return drawn + NOISE * torch.randn(drawn.shape, generator=generator), classes
+    gratings = colors * torch.sin(waves.view(-1, 1, 1) * along + phase).unsqueeze(1)
+    return gratings + NOISE * torch.randn(gratings.shape, generator=generator), classes
 
 
 class Judged(NamedTuple):
-    """What came of a training: cross-entropy in nats, and the share of the images in a wrong
+    """How good a trained model is: cross-entropy in nats, and the share of the images in a wrong
     class, in percent.
     """
 
@@ -90,21 +91,20 @@ def trained(in_groups: bool, lr: float, seed: int, steps: int) -> Judged:
     share.
     """
     models = [resnet8(seed) for _ in range(GROUPS if in_groups else 1)]
-    optimizers: list[Sequence[Optimizer]] = [
-        [SGD(model.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True)]
+    optimizers = [
+        SGD(model.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True)
         for model in models
     ]
-    schedules = [
-        LambdaLR(own[0], lambda step: lr_factor(step, steps, warmup=steps // 20))
-        for own in optimizers
-    ]
+    factor = partial(lr_factor, steps=steps, warmup=steps // 20)
+    schedules = [LambdaLR(optimizer, factor) for optimizer in optimizers]
     streaming = None
     if in_groups:
-        streaming = SimulatedGroups(models, optimizers, sync_every=EVERY)
+        inner = [[optimizer] for optimizer in optimizers]
+        streaming = SimulatedGroups(models, inner, sync_every=EVERY)
     for batches in batches_of(seed, steps):
         for model, (x, y) in zip(models * (GROUPS // len(models)), batches, strict=True):
             (F.cross_entropy(model(x), y) * len(models) / GROUPS).backward()
-        for (optimizer,), schedule in zip(optimizers, schedules, strict=True):
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
@@ -124,53 +124,42 @@ def batches_of(seed: int, steps: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
 @torch.no_grad()
 def judged(model: nn.Module) -> Judged:
     x, y = images(JUDGED_BY, torch.Generator().manual_seed(1000))
-    answer = model.eval()(x)
-    return Judged(
-        float(F.cross_entropy(answer, y)), 100 * float((answer.argmax(1) != y).float().mean())
-    )
+    logits = model.eval()(x)
+    wrong = (logits.argmax(1) != y).float().mean()
+    return Judged(float(F.cross_entropy(logits, y)), 100 * float(wrong))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = report.parser(__doc__).parse_args(arguments)
-    torch.set_num_threads(1)
-    steps, tuning, seeds = (
-        (4, TUNING[:1], HELD_OUT[:1]) if options.quick else (STEPS, TUNING, HELD_OUT)
-    )
+    options = report.options(__doc__, arguments)
+    steps = 4 if options.quick else STEPS
+    tuning = TUNING[:1] if options.quick else TUNING
+    seeds = HELD_OUT[:1] if options.quick else HELD_OUT
     ways = {"DDP": False, "worker groups": True}
-    best = dict[str, float]()
-    found = dict[str, list[Judged]]()
     tried = {
-        name: {lr: mean(trained(way, lr, seed, steps).loss for seed in tuning) for lr in RATES}
-        for name, way in ways.items()
+        name: {
+            lr: mean(trained(in_groups, lr, seed, steps).loss for seed in tuning) for lr in RATES
+        }
+        for name, in_groups in ways.items()
     }
-    for name, way in ways.items():
-        best[name] = min(tried[name], key=tried[name].__getitem__)
-        found[name] = [trained(way, best[name], seed, steps) for seed in seeds]
-    ddp, ours = found.values()
-    more = [100 * (one.loss / plain.loss - 1) for one, plain in zip(ours, ddp, strict=True)]
-    errors = [one.error - plain.error for one, plain in zip(ours, ddp, strict=True)]
-    rows = [
-        [
-            name,
-            f"{best[name]:g}",
-            f"{mean(one.loss for one in own):.3f}",
-            f"{mean(one.error for one in own):.2f}",
-        ]
-        for name, own in found.items()
-    ]
-    more_said = interval(more, digits=1)
-    errors_said = interval(errors, digits=2)
-    caption = f"Over {len(seeds)} seeds groups lose {more_said} % and {errors_said} points of error more than DDP."
+    best = {name: min(losses, key=losses.__getitem__) for name, losses in tried.items()}
+    found = {
+        name: [trained(in_groups, best[name], seed, steps) for seed in seeds]
+        for name, in_groups in ways.items()
+    }
+    rows = []
+    for name, runs in found.items():
+        loss = mean(run.loss for run in runs)
+        error = mean(run.error for run in runs)
+        rows.append([name, f"{best[name]:g}", f"{loss:.3f}", f"{error:.2f}"])
+    pairs = list(zip(found["worker groups"], found["DDP"], strict=True))
+    losses = [100 * (ours.loss / ddp.loss - 1) for ours, ddp in pairs]
+    errors = [ours.error - ddp.error for ours, ddp in pairs]
+    more = f"{interval(losses, digits=1)} % and {interval(errors, digits=2)} points of error"
+    caption = f"Over {len(seeds)} seeds groups lose {more} more than DDP."
     report.show("A ResNet-8 with BatchNorm", ["", "inner rate", "loss", "error, %"], rows, caption)
-    headline = {"loss above DDP, %": mean(more), "error above DDP, points": mean(errors)}
+    headline = {"loss above DDP, %": mean(losses), "error above DDP, points": mean(errors)}
     about = report.measured("vision", options.quick)
-    report.write(
-        options.json,
-        headline,
-        about,
-        tried=tried,
-        found={name: [*own] for name, own in found.items()},
-    )
+    report.write(options.json, headline, about, tried=tried, found=found)
 
 
 if __name__ == "__main__":
