@@ -67,7 +67,7 @@ def _rank(rank: int, world_size: int, case: Case) -> list[Timed]:
     engine = StreamingDiLoCo(wrapped, worker_groups=groups, compression="fp32", fragments=[["*"]])
     warmup = 51  # the ranks choose when the 51st inner step begins
     table = case.seconds * times(case, warmup + case.steps, seed=0)[rank]
-    found = []
+    timed = []
     for budget, first in ((float("inf"), warmup), ("auto", 0)):
         sleeps = table[first:].reshape(-1).tolist()
         loader = DropCompute(case.micro_batches, budget)(sleeps).follow(engine)  # type: ignore[arg-type]
@@ -88,25 +88,25 @@ def _rank(rank: int, world_size: int, case: Case) -> list[Timed]:
                     if len(ends) > len(sleeps) // case.micro_batches - case.steps + 1
                     else 0
                 )
-        found.append(
+        timed.append(
             Timed(
                 trained, sum(b - a for a, b in list(pairwise(ends))[-case.steps :]), loader.budget
             )
         )
     engine.finish()
-    return found
+    return timed
 
 
 def measure(case: Case) -> dict[str, Any]:
     """Makes the same steps without and with dropping, and returns what was gained."""
     ranks = run_ranks(_rank, case.ranks, case, timeout=600)
-    (without, plain), (kept, dropping) = (
+    (without, plain), (trained, dropping) = (
         (sum(rank[run].trained for rank in ranks), max(rank[run].seconds for rank in ranks))
         for run in (0, 1)
     )
     return {
-        "gain": (kept / dropping) / (without / plain) - 1,
-        "dropped": 1 - kept / without,
+        "gain": (trained / dropping) / (without / plain) - 1,
+        "dropped": 1 - trained / without,
         "seconds_without": plain / case.steps,
         "seconds_with": dropping / case.steps,
         "budget": ranks[0][1].budget,
@@ -117,17 +117,17 @@ def main(arguments: list[str] | None = None) -> None:
     options = report.options(__doc__, arguments)
     case = Case(ranks=4, seconds=0.004, steps=20) if options.quick else Case()
     expected = closed_form(case)
-    found = measure(case)
-    row = [f"{found[name]:.1%}" for name in ("gain", "dropped")]
-    row += [f"{found[name]:.3f} s" for name in ("seconds_without", "seconds_with")]
+    measured = measure(case)
+    row = [f"{measured[name]:.1%}" for name in ("gain", "dropped")]
+    row += [f"{measured[name]:.3f} s" for name in ("seconds_without", "seconds_with")]
     columns = ["", "gain", "dropped", "step without", "step with"]
     exact = [f"{expected.gain:.1%}", f"{expected.dropped:.1%}", "", ""]
     title = f"{case.ranks} ranks, {case.micro_batches} micro-batches, sigma {case.sigma}"
     report.show(title, columns, [["closed form", *exact], ["measured", *row]])
     headline = {
-        "measured gain": found["gain"],
+        "measured gain": measured["gain"],
         "gain of the closed form": expected.gain,
-        "dropped": found["dropped"],
+        "dropped": measured["dropped"],
     }
     about = report.measured("drop_compute", options.quick)
     report.write(
@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> None:
         about,
         case=case._asdict(),
         closed_form=expected._asdict(),
-        found=found,
+        found=measured,
     )
 
 

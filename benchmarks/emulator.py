@@ -111,10 +111,10 @@ def main() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     choices = json.loads(sys.argv[1])
-    own = {name: choices["link"].pop(name) for name in ("rate", "loss")}
+    site_link = {name: choices["link"].pop(name) for name in ("rate", "loss")}
     link = Link(**choices["link"])
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
-    sites = [Site(_device(libc, home, name, host), **own) for name, host in choices["sites"]]
+    sites = [Site(_device(libc, home, name, host), **site_link) for name, host in choices["sites"]]
     hosts = {
         socket.inet_aton(host): site
         for (_, host), site in zip(choices["sites"], sites, strict=True)
@@ -193,37 +193,39 @@ class Star:
         if segmented and size:
             count = -(-(length - header) // size)
             wire = length - header + count * (header + _ETHERNET)
-        at = time.monotonic()
+        moment = time.monotonic()
         link = self._link
         if site.sends:
-            if site.up - at > link.queue:
+            if site.up - moment > link.queue:
                 return
-            at = site.up = max(at, site.up) + wire / site.sends
+            moment = site.up = max(moment, site.up) + wire / site.sends
         loss = max(site.loss, to.loss)
         if loss and random.random() < 1 - (1 - loss) ** count:
             return
-        at = site.arrived[to.device] = max(at + link.delay, site.arrived.get(to.device, 0.0))
-        self._wait(at, False, site, to, wire, packet)
+        moment = site.arrived[to.device] = max(
+            moment + link.delay, site.arrived.get(to.device, 0.0)
+        )
+        self._wait(moment, False, site, to, wire, packet)
 
     def _wait(
-        self, at: float, through: bool, site: Site, to: Site, wire: int, packet: bytes
+        self, moment: float, through: bool, site: Site, to: Site, wire: int, packet: bytes
     ) -> None:
         self._number += 1
-        heapq.heappush(self._waiting, (at, self._number, through, site, to, wire, packet))
+        heapq.heappush(self._waiting, (moment, self._number, through, site, to, wire, packet))
 
     def _deliver(self) -> None:
         now = time.monotonic()
         while self._waiting and self._waiting[0][0] <= now:
-            at, _, through, site, to, wire, packet = heapq.heappop(self._waiting)
+            moment, _, through, site, to, wire, packet = heapq.heappop(self._waiting)
             if not through and not to.lets_in(packet):
                 continue
             if to.rate and not through:
-                if to.down - at > self._link.queue:
+                if to.down - moment > self._link.queue:
                     continue
                 # What came through a link as fast as this one waits only behind others.
-                came = at - wire / site.sends if site.sends else at
-                to.down = max(max(came, to.down) + wire / to.rate, at)
-                if to.down > at:
+                sent_by = moment - wire / site.sends if site.sends else moment
+                to.down = max(max(sent_by, to.down) + wire / to.rate, moment)
+                if to.down > moment:
                     self._wait(to.down, True, site, to, wire, packet)
                     continue
             try:

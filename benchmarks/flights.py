@@ -232,7 +232,7 @@ def _both_ways(paced: Mapping[str, Case]) -> dict[str, Case]:
     }
 
 
-def show(found: Mapping[str, Found]) -> None:
+def show(measured: Mapping[str, Found]) -> None:
     columns = [
         "flight, s",
         "bytes alone, s",
@@ -253,11 +253,11 @@ def show(found: Mapping[str, Found]) -> None:
             f"{1e3 * numbers.unshaped_step:.1f}",
             f"{numbers.kept:.3f}",
         ]
-        for name, numbers in found.items()
+        for name, numbers in measured.items()
     ]
     report.show("Flights", ["", *columns], rows)
     rows = []
-    for name, numbers in found.items():
+    for name, numbers in measured.items():
         parts = numbers.parts
         rows.append([name, *(f"{parts[p]:.3f}" if p in parts else "-" for p in _PARTS)])
     report.show("Parts of a flight in the slowest rank, s", ["", *_PARTS], rows)
@@ -309,20 +309,20 @@ def main(arguments: list[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     require()
-    found = dict[str, Found]()
+    outcomes = dict[str, Found]()
     details = dict[str, dict[str, Any]]()
     headline = dict[str, float]()
     measured = other_links() if options.links else cases(options.quick)
     for name, case in measured.items():
         numbers = measure(case)
         about = report.measured("flights", options.quick)
-        found[name] = numbers
+        outcomes[name] = numbers
         details[name] = {"case": case._asdict(), "load": about["load"], **numbers._asdict()}
         for field in ("ratio", "without_round_trips", "kept"):
             headline[f"{name}: {field}"] = details[name][field]
         report.said(f"{name}: {numbers.flight:.2f} s, load {about['load'][0]}")
-    show(found)
-    draw(measured, found, options.picture)
+    show(outcomes)
+    draw(measured, outcomes, options.picture)
     report.write(options.json, headline, about, found=details)
 
 

@@ -66,13 +66,13 @@ def memory(sizes: dict[str, Size], methods: list[str]) -> list[Row]:
         case = Case(sizes[name], 4, step_seconds=0.0, sync_every=8, overlap_steps=1)
         jobs.append(Job(method, case, sites=2, mbit_s=None, first=1, counted=22))
     rows = []
-    for (name, method), (job, found) in zip(names, results(jobs), strict=True):
+    for (name, method), (job, numbers) in zip(names, results(jobs), strict=True):
         numel = parameters(job.case.size)
-        rows.append({"size": name, "parameters": numel, "method": method, **found})
+        rows.append({"size": name, "parameters": numel, "method": method, **numbers})
         peaks = [
-            f"{found[peak] / numel:.1f} {unit}" for peak, unit in PEAKS.items() if peak in found
+            f"{numbers[peak] / numel:.1f} {unit}" for peak, unit in PEAKS.items() if peak in numbers
         ]
-        report.said(f"{name}, {method}: {', '.join(peaks) or found['reason']}")
+        report.said(f"{name}, {method}: {', '.join(peaks) or numbers['reason']}")
     return rows
 
 

@@ -91,13 +91,15 @@ class Turns:
 
     def meet(self, step: int) -> None:
         """Ends a turn and waits for the next one, where there is one."""
-        every = self._case.sync_every
-        if step < self._case.first or (step - self._case.first) % every:
+        sync_every = self._case.sync_every
+        if step < self._case.first or (step - self._case.first) % sync_every:
             return
         if self._began is not None:
             wall, cpu = self._now()
             wall_began, cpu_began = self._began
-            self.seconds.append(Seconds((wall - wall_began) / every, (cpu - cpu_began) / every))
+            self.seconds.append(
+                Seconds((wall - wall_began) / sync_every, (cpu - cpu_began) / sync_every)
+            )
         self._await_turn()
         self._began = self._now()
 
@@ -188,15 +190,15 @@ def ratios(pairs: Iterable[Pair], kind: str) -> list[float]:
     return [getattr(pair["streaming"], kind) / getattr(pair["plain"], kind) for pair in pairs]
 
 
-def row(name: str, found: dict[str, Any]) -> list[str]:
-    runs = found["runs"]
+def row(name: str, numbers: dict[str, Any]) -> list[str]:
+    runs = numbers["runs"]
     return [
         name,
-        str(len(found["told"]["fragments"])),
+        str(len(numbers["told"]["fragments"])),
         f"{len(runs)} x {len(runs[0])}",
-        f"{1000 * found['plain_step_s']:.1f}",
-        spread(found["wall"]),
-        spread(found["cpu"]),
+        f"{1000 * numbers['plain_step_s']:.1f}",
+        spread(numbers["wall"]),
+        spread(numbers["cpu"]),
     ]
 
 
@@ -208,8 +210,8 @@ def spread(values: list[float]) -> str:
 
 def headline(results: dict[str, dict[str, Any]]) -> dict[str, float]:
     return {
-        f"{name}: {kind} ratio": median(found[kind])
-        for name, found in results.items()
+        f"{name}: {kind} ratio": median(numbers[kind])
+        for name, numbers in results.items()
         for kind in TARGETS
     }
 
@@ -219,9 +221,9 @@ def draw(results: dict[str, dict[str, Any]], path: Path | None) -> None:
     if path is None:
         return
     picture, (axes,) = figure(height=2.6)
-    for place, found in enumerate(results.values()):
-        _plot(axes, found, "wall", 0.15 - place, is_first=not place)
-        _plot(axes, found, "cpu", -0.15 - place, is_first=not place)
+    for place, numbers in enumerate(results.values()):
+        _plot(axes, numbers, "wall", 0.15 - place, is_first=not place)
+        _plot(axes, numbers, "cpu", -0.15 - place, is_first=not place)
     for kind, target in TARGETS.items():
         label = f"target of {_LEGEND[kind]}: {target}"
         axes.axvline(target, color=_COLORS[kind], linestyle=":", linewidth=1.5, label=label)
@@ -233,19 +235,19 @@ def draw(results: dict[str, dict[str, Any]], path: Path | None) -> None:
     save(picture, path)
 
 
-def _plot(axes: Any, found: dict[str, Any], kind: str, height: float, is_first: bool) -> None:
+def _plot(axes: Any, numbers: dict[str, Any], kind: str, height: float, is_first: bool) -> None:
     color = _COLORS[kind]
     label = _LEGEND[kind] if is_first else None
-    medians = by_run(found, kind)
+    medians = by_run(numbers, kind)
     axes.plot(medians, [height] * len(medians), "o", color=color, alpha=0.5, label=label)
-    middle = median(found[kind])
+    middle = median(numbers[kind])
     axes.plot([middle, middle], [height - 0.12, height + 0.12], color=color, linewidth=2.5)
 
 
-def by_run(found: dict[str, Any], kind: str) -> list[float]:
+def by_run(numbers: dict[str, Any], kind: str) -> list[float]:
     """Returns the median of each run."""
-    values = iter(found[kind])
-    return [median(islice(values, len(pairs))) for pairs in found["runs"]]
+    values = iter(numbers[kind])
+    return [median(islice(values, len(pairs))) for pairs in numbers["runs"]]
 
 
 _LEGEND = {"wall": "step time", "cpu": "processor time"}
@@ -263,7 +265,7 @@ def main(arguments: list[str] | None = None) -> None:
     title = "Two worker groups over two plain Trainers on the same cores: median (middle half)"
     columns = ["parameters", "fragments", "runs x pairs of turns", "plain step, ms"]
     columns += ["step time, ratio", "processor time, ratio"]
-    rows = [row(name, found) for name, found in results.items()]
+    rows = [row(name, numbers) for name, numbers in results.items()]
     report.show(title, columns, rows, "H=20, tau=5, fp4, loopback.")
     draw(results, options.picture)
 

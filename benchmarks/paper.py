@@ -323,14 +323,14 @@ def show_claims(models: Sequence[Model]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     options = runs.parsed(runs.parser(__doc__), arguments)
-    kept = Runs("paper", options.json)
+    finished = Runs("paper", options.json)
     if options.quick:
         values: Mapping[str, Sequence[str]] = {"bits": ["fp32", "fp4"]}
-        model = Model("tiny", kept, SEEDS[:1], partial(small_pair, QUICK))
+        model = Model("tiny", finished, SEEDS[:1], partial(small_pair, QUICK))
     else:
         values = {factor: list(ablation.values) for factor, ablation in ABLATIONS.items()}
-        model = Model("44,000 parameters", kept, SEEDS, partial(small_pair, ONE))
-    kept.make(planned(model, values), options.workers, options.minutes)
+        model = Model("44,000 parameters", finished, SEEDS, partial(small_pair, ONE))
+    finished.make(planned(model, values), options.workers, options.minutes)
     models = [model, *made_before()]
     gaps = {model.name: above_ddp(model) for model in models}
     show_gaps(gaps)
@@ -340,7 +340,7 @@ def main(arguments: list[str] | None = None) -> None:
         for factor, comparisons in gaps[model.name].items()
         for comparison in comparisons
     }
-    kept.write(headline, options.quick)
+    finished.write(headline, options.quick)
     if options.picture:
         draw(gaps, options.picture)
 

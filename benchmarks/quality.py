@@ -370,12 +370,12 @@ def has_enough_rounds(pairs: Sequence[Pair]) -> bool:
     return all(ours.rounds >= FEWEST_ROUNDS for ours, _ in pairs)
 
 
-def each_at_its_best(found: Sequence[Comparison]) -> list[Comparison]:
+def each_at_its_best(comparisons: Sequence[Comparison]) -> list[Comparison]:
     """Returns, for settings at several rates, the better runs of either method: where all rates
     have the same seeds.
     """
     by_setting: dict[str, list[Comparison]] = {}
-    for compared in found:
+    for compared in comparisons:
         name, separator, _ = compared.name.partition(_AT)
         if separator:
             by_setting.setdefault(name, []).append(compared)
@@ -425,15 +425,15 @@ def main(arguments: list[str] | None = None) -> None:
     settings = planned(stage, sizes, options.budget, options.device)
     short = [] if options.quick else [n for n, p in settings.items() if not has_enough_rounds(p)]
     wanted = {name: pairs for name, pairs in settings.items() if name not in short}
-    kept = Runs(command, options.json)
-    kept.make(runs.of_pairs(wanted), options.workers, options.minutes)
-    comparisons = comparison.compared(kept, wanted)
+    finished = Runs(command, options.json)
+    finished.make(runs.of_pairs(wanted), options.workers, options.minutes)
+    comparisons = comparison.compared(finished, wanted)
     comparisons += each_at_its_best(comparisons)
     left_out = ""
     if short:
         left_out = f"Left out, with fewer than {FEWEST_ROUNDS} rounds: {'; '.join(short)}."
     title = f"{options.stage}: {stage.about}"
-    comparison.tell(title, comparisons, kept, options, left_out)
+    comparison.tell(title, comparisons, finished, options, left_out)
 
 
 if __name__ == "__main__":

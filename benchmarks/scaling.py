@@ -69,33 +69,33 @@ def by_gap(groups: int, numel: float) -> float:
         >>> [round(by_gap(groups, 114_336)) for groups in LAWS]
         [7, 26, 23]
     """
-    there = [(size, gap) for size, gap in zip(SIZES, GAPS[groups], strict=True) if gap > 0]
-    sizes, gaps = np.log(there).T
+    positive = [(size, gap) for size, gap in zip(SIZES, GAPS[groups], strict=True) if gap > 0]
+    sizes, gaps = np.log(positive).T
     slope, start = np.polyfit(sizes, gaps, 1)
     return float(np.exp(start + slope * np.log(numel)))
 
 
-def points(kept: Runs) -> list[Point]:
+def points(finished: Runs) -> list[Point]:
     """Returns what the strategy does by itself on the seeds of the verdict; in two models two
     groups with H=50.
     """
-    found = []
+    points = []
     alone = [(size, "alone") for size in ("0.1M", "0.5M", "2M")]
     for size, stage in (*alone, ("0.2M", "verdict"), ("0.5M", "verdict")):
-        every = quality.planned(quality.STAGES[stage], [size], None, "cpu")
+        settings = quality.planned(quality.STAGES[stage], [size], None, "cpu")
         pairs = {
-            name: own
-            for name, own in every.items()
+            name: training_pairs
+            for name, training_pairs in settings.items()
             if ", rate " not in name and "H=100" not in name
         }
-        for one in comparison.compared(kept, pairs):
-            groups = pairs[one.name][0][0].groups
-            numel = parameters(pairs[one.name][0][0].size)
-            found.append(Point(numel, groups, one.percent))
-    return found
+        for compared in comparison.compared(finished, pairs):
+            groups = pairs[compared.name][0][0].groups
+            numel = parameters(pairs[compared.name][0][0].size)
+            points.append(Point(numel, groups, compared.percent))
+    return points
 
 
-def draw(found: Sequence[Point], path: Path) -> None:
+def draw(measured: Sequence[Point], path: Path) -> None:
     picture, (axes,) = figure(height=4.0)
     numel = np.geomspace(*SHOWN, 100)
     small = numel[numel <= SIZES[0]]
@@ -103,18 +103,18 @@ def draw(found: Sequence[Point], path: Path) -> None:
         axes.plot(
             SIZES, GAPS[groups], color=color, marker="o", markersize=3, label=f"{groups} groups"
         )
-        laws = [[law(groups, each) for each in small] for law in (by_losses, by_gap)]
+        laws = [[law(groups, size) for size in small] for law in (by_losses, by_gap)]
         axes.fill_between(small, *laws, color=color, alpha=0.15, linewidth=0)
-        own = [point for point in found if point.groups == groups]
+        of_groups = [point for point in measured if point.groups == groups]
         bars = {
-            "yerr": [half_width(point.percent) or 0.0 for point in own],
+            "yerr": [half_width(point.percent) or 0.0 for point in of_groups],
             "color": color,
             "linestyle": "",
             "marker": "D",
             "capsize": 3,
         }
-        shifted = [point.parameters * 1.15 ** (np.log2(groups) - 2) for point in own]
-        axes.errorbar(shifted, [mean(point.percent) for point in own], **bars)
+        shifted = [point.parameters * 1.15 ** (np.log2(groups) - 2) for point in of_groups]
+        axes.errorbar(shifted, [mean(point.percent) for point in of_groups], **bars)
     axes.axhline(0, color=QUIET, linewidth=1)
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=1)
@@ -137,17 +137,17 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--picture", type=Path, help="a file to draw to, .svg or .png")
     options = parser.parse_args(arguments)
-    found = points(Runs("scaling", options.json))
+    measured = points(Runs("scaling", options.json))
     rows = [
-        [f"{one.parameters:,}", str(one.groups), comparison.interval(one.percent, digits=1)]
-        + [f"{law(one.groups, one.parameters):+.1f}" for law in (by_losses, by_gap)]
-        for one in found
+        [f"{point.parameters:,}", str(point.groups), comparison.interval(point.percent, digits=1)]
+        + [f"{law(point.groups, point.parameters):+.1f}" for law in (by_losses, by_gap)]
+        for point in measured
     ]
     report.show(
         "% above DDP", ["parameters", "groups", "here", "law of losses", "law of the gap"], rows
     )
     if options.picture:
-        draw(found, options.picture)
+        draw(measured, options.picture)
 
 
 if __name__ == "__main__":

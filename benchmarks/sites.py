@@ -190,8 +190,8 @@ def _elsewhere(python: Path, job: Job) -> Found:
         lines = [line for line in process.stdout if line.startswith('{"')]
     if not lines:
         return {"reason": f"ended with exit code {process.returncode}"}
-    found: Found = json.loads(lines[-1])
-    return found
+    numbers: Found = json.loads(lines[-1])
+    return numbers
 
 
 if __name__ == "__main__":

@@ -142,16 +142,16 @@ def main(arguments: list[str] | None = None) -> None:
         for name, in_groups in ways.items()
     }
     best = {name: min(losses, key=losses.__getitem__) for name, losses in tried.items()}
-    found = {
+    judged_runs = {
         name: [trained(in_groups, best[name], seed, steps) for seed in seeds]
         for name, in_groups in ways.items()
     }
     rows = []
-    for name, runs in found.items():
+    for name, runs in judged_runs.items():
         loss = mean(run.loss for run in runs)
         error = mean(run.error for run in runs)
         rows.append([name, f"{best[name]:g}", f"{loss:.3f}", f"{error:.2f}"])
-    pairs = list(zip(found["worker groups"], found["DDP"], strict=True))
+    pairs = list(zip(judged_runs["worker groups"], judged_runs["DDP"], strict=True))
     losses = [100 * (ours.loss / ddp.loss - 1) for ours, ddp in pairs]
     errors = [ours.error - ddp.error for ours, ddp in pairs]
     more = f"{interval(losses, digits=1)} % and {interval(errors, digits=2)} points of error"
@@ -159,7 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
     report.show("A ResNet-8 with BatchNorm", ["", "inner rate", "loss", "error, %"], rows, caption)
     headline = {"loss above DDP, %": mean(losses), "error above DDP, points": mean(errors)}
     about = report.measured("vision", options.quick)
-    report.write(options.json, headline, about, tried=tried, found=found)
+    report.write(options.json, headline, about, tried=tried, found=judged_runs)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def jobs(quick: bool) -> dict[str, Job]:
     count.
     """
     case = QUICK if quick else CASE
-    every = case.sync_every
+    sync_every = case.sync_every
     rounds = 2 if quick else 4
     named = {
         name: Job(
@@ -57,13 +57,15 @@ def jobs(quick: bool) -> dict[str, Job]:
             replace(case, compression=compression),
             SITES,
             MBIT_S,
-            every - 1,
-            rounds * every + 1,
+            sync_every - 1,
+            rounds * sync_every + 1,
         )
         for name, compression in OURS.items()
     }
     if not quick:
-        named["torchft DiLoCo, fp32"] = Job("torchft", case, SITES, MBIT_S, every // 2, 2 * every)
+        named["torchft DiLoCo, fp32"] = Job(
+            "torchft", case, SITES, MBIT_S, sync_every // 2, 2 * sync_every
+        )
     named["Lightning DDP"] = Job("lightning_ddp", case, SITES, MBIT_S, 1, 10)
     if not quick:
         named["DDP, fp16"] = Job("ddp_fp16", case, SITES, MBIT_S, 1, 10)
@@ -83,26 +85,26 @@ def planned(case: Case) -> Streaming:
     )
 
 
-def counted(job: Job, found: Found) -> dict[str, float]:
+def counted(job: Job, numbers: Found) -> dict[str, float]:
     """Of ours: what the counter, report() and arithmetic say of the whole run from the first
     launch on.
     """
-    nbytes = found["bytes_to_the_end"]
-    totals = found["told"]
+    nbytes = numbers["bytes_to_the_end"]
+    totals = numbers["told"]
     return {
         "interface": nbytes,
-        "interface without headers": nbytes - HEADERS * found["packets_to_the_end"],
+        "interface without headers": nbytes - HEADERS * numbers["packets_to_the_end"],
         "report": totals["bytes_sent"],
         "arithmetic": planned(job.case).bytes_in(totals["inner_steps"]),
     }
 
 
-def per_step(job: Job, found: Found) -> float:
+def per_step(job: Job, numbers: Found) -> float:
     """Bytes per step in the long run. Ours and torchft are measured over whole rounds."""
     if job.method != "streaming":
-        return float(found["bytes"])
+        return float(numbers["bytes"])
     # A run of some rounds begins with one in which nothing is launched yet.
-    per_launch = float(found["bytes_to_the_end"]) / found["told"]["launches"]
+    per_launch = float(numbers["bytes_to_the_end"]) / numbers["told"]["launches"]
     return per_launch * job.case.fragments / job.case.sync_every
 
 
@@ -183,14 +185,14 @@ def main(arguments: list[str] | None = None) -> None:
     rows: dict[str, Row] = {}
     wanted = jobs(options.quick)
     outcomes = results(list(wanted.values()))
-    for name, (job, found) in zip(wanted, outcomes, strict=True):
-        row = {"job": asdict(job), **found}
+    for name, (job, numbers) in zip(wanted, outcomes, strict=True):
+        row = {"job": asdict(job), **numbers}
         rows[name] = row
-        if "seconds" in found:
-            row["bytes_per_step"] = per_step(job, found)
+        if "seconds" in numbers:
+            row["bytes_per_step"] = per_step(job, numbers)
             if job.method == "streaming":
-                row["counted"] = counted(job, found)
-        report.said(f"{name}: {found.get('reason') or round(row['bytes_per_step'])}")
+                row["counted"] = counted(job, numbers)
+        report.said(f"{name}: {numbers.get('reason') or round(row['bytes_per_step'])}")
         about = report.measured("wire_bytes", options.quick)
         report.write(options.json, headline(rows), about, rows=rows)
     show(rows)

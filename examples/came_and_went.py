@@ -36,12 +36,12 @@ def sentences(
     ``at`` says when the run was ``founded``, the site ``killed``, ``started`` again and ``back``,
     and how many rounds went by while the others were ``alone``.
     """
-    others = [run.heads[0] for name, run in runs.items() if name != killed]
-    before = max(slowest_step(rank, at["founded"], at["killed"]) for rank in others)
-    after = max(slowest_step(rank, at["killed"], at["started"]) for rank in others)
+    survivors = [run.heads[0] for name, run in runs.items() if name != killed]
+    before = max(slowest_step(rank, at["founded"], at["killed"]) for rank in survivors)
+    after = max(slowest_step(rank, at["killed"], at["started"]) for rank in survivors)
     first = runs[killed].heads[0].starts
-    losses = [result["val_loss"] for result in results.values()]
-    same = len({result["sha256"] for result in results.values()}) == 1
+    losses = [site_result["val_loss"] for site_result in results.values()]
+    same = len({site_result["sha256"] for site_result in results.values()}) == 1
     ends = (
         f"all {len(results)} sites ended with the same parameters, bit for bit, at {losses[0]:.3f}"
         " nats per byte"
@@ -83,9 +83,9 @@ def draw(folder: Path, runs: Mapping[str, Run], at: Mapping[str, float], killed:
             spans = [(began - at["founded"], ended - began) for began, ended in training(rank)]
             rows.broken_barh(spans, (row - 0.3, 0.6), color="C9", alpha=0.4, linewidth=0)
             moments = [
-                one.spans["land"][1] - at["founded"]
-                for one in seen_by.landings
-                if name in one.sites
+                landing.spans["land"][1] - at["founded"]
+                for landing in seen_by.landings
+                if name in landing.sites
             ]
             rows.plot(moments, [row] * len(moments), "|", color=color, markersize=13)
             losses.plot(*smooth(rank, at["founded"]), color=color, linewidth=1.4, label=name)
@@ -119,18 +119,17 @@ def smooth(rank: Rank, zero: float) -> tuple[list[float], list[float]]:
         (done[int(step)] - zero, loss) for step, loss in rank.losses if int(step) in done
     )
     width = max(1, len(points) // 40)
-    cuts = [
-        0,
-        *(at for at, (one, two) in enumerate(pairwise(points), 1) if two[0] - one[0] > 5 * PAUSE),
-        len(points),
-    ]
     moments = list[float]()
-    values = list[float]()
-    for begin, end in pairwise(cuts):
-        for first in range(begin, end, width):
-            part = points[first : min(first + width, end)]
-            moments.append(part[-1][0])
-            values.append(sum(loss for _, loss in part) / len(part))
-        moments.append(points[end - 1][0])
-        values.append(float("nan"))
-    return moments, values
+    means = list[float]()
+    part = list[float]()
+    for number, (moment, loss) in enumerate(points, 1):
+        part.append(loss)
+        is_end = number == len(points) or points[number][0] - moment > 5 * PAUSE
+        if len(part) == width or is_end:
+            moments.append(moment)
+            means.append(sum(part) / len(part))
+            part.clear()
+        if is_end:
+            moments.append(moment)
+            means.append(float("nan"))
+    return moments, means

@@ -96,11 +96,11 @@ class Results:
     def write(self, piece: Piece, outcome: Outcome) -> None:
         path = self.path(piece)
         path.parent.mkdir(parents=True, exist_ok=True)
-        found = dict(outcome.found)
-        headline = found.pop("headline", {})
+        numbers = dict(outcome.found)
+        headline = numbers.pop("headline", {})
         fields = ("status", "seconds", "reason", "trace")
         ended = {field: getattr(outcome, field) for field in fields}
-        report.write(path, headline, self._about, shows=piece.task.about, **ended, found=found)
+        report.write(path, headline, self._about, shows=piece.task.about, **ended, found=numbers)
 
     def summarise(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Writes and returns how every piece of work ended, and all numbers."""

@@ -93,13 +93,13 @@ def shares(spans: list[Span]) -> Found:
     busy = busy_ms(spans)
     most = max(busy, key=lambda stream: busy[stream])
     training = [span for span in spans if span.stream == most]
-    found: Found = {"training": {"busy_ms": busy[most]}}
+    milliseconds: Found = {"training": {"busy_ms": busy[most]}}
     for stream in busy:
         if stream != most:
             side = [span for span in spans if span.stream == stream]
             beside = sum(common_ms(*pair) for pair in product(side, training))
-            found[str(stream)] = {"busy_ms": busy[stream], "beside_training_ms": beside}
-    return found
+            milliseconds[str(stream)] = {"busy_ms": busy[stream], "beside_training_ms": beside}
+    return milliseconds
 
 
 def common_ms(first: Span, second: Span) -> float:

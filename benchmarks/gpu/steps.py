@@ -115,29 +115,29 @@ def overhead(name: str, place: Place, rank: int, world_size: int) -> Found:
     without it.
     """
     size, batch = (TINY, 2) if place.quick else SIZES[name]
-    every, turns = (4, 1) if place.quick else (SYNC_EVERY, 6)
-    found: dict[str, Any] = {"model": name}
+    sync_every, turns = (4, 1) if place.quick else (SYNC_EVERY, 6)
+    numbers: dict[str, Any] = {"model": name}
     rows: dict[str, Row] = {}
     try:
         loop = Loop(place, size, batch)
         numel = sum(parameter.numel() for parameter in loop.model.parameters())
-        loop.seconds(every // 2)
+        loop.seconds(sync_every // 2)
         plain = loop.peak(lambda: loop.seconds(2))
-        found |= {"parameters": numel, "plain_bytes": plain}
+        numbers |= {"parameters": numel, "plain_bytes": plain}
         for offload in _offloads(place):
-            row = with_engine(loop, every, turns, offload)
+            row = with_engine(loop, sync_every, turns, offload)
             rows[f"offload={offload}"] = _beside(plain, numel, row)
             row["goal_bytes_a_parameter"] = DDP_BYTES + 1 + row["in_flight_bytes"] / numel
-        rows["DDP"] = _beside(plain, numel, with_ddp(loop, every, turns))
+        rows["DDP"] = _beside(plain, numel, with_ddp(loop, sync_every, turns))
     except torch.cuda.OutOfMemoryError as error:
         reason = str(error).splitlines()[0]
         if "offload=True" not in rows:
             raise NotHere(f"the device has too little memory for {name}: {reason}") from None
-        found["no memory"] = reason
+        numbers["no memory"] = reason
     headline = {f"{name}, {key}: step time over plain": row["ratio"] for key, row in rows.items()}
     for key, row in rows.items():
         headline[f"{name}, {key}: extra bytes a parameter"] = row["extra_bytes_a_parameter"]
-    return {**found, **rows, "goal": GOAL, "headline": headline}
+    return {**numbers, **rows, "goal": GOAL, "headline": headline}
 
 
 def _offloads(place: Place) -> tuple[bool, ...]:
@@ -153,17 +153,19 @@ def _beside(plain: int, numel: int, row: Row) -> Row:
     return row
 
 
-def with_engine(loop: Loop, every: int, turns: int, offload: bool) -> Row:
+def with_engine(loop: Loop, sync_every: int, turns: int, offload: bool) -> Row:
     engine = StreamingDiLoCo(
-        loop.model, sync_every=every, overlap_steps=min(OVERLAP_STEPS, every - 1), fragments=cut(loop.size),
+        loop.model, sync_every=sync_every, overlap_steps=min(OVERLAP_STEPS, sync_every - 1), fragments=cut(loop.size),
         outer_optimizer=OuterOptimizer(offload=offload),
     )  # fmt: skip
     loop.engine = engine
-    loop.seconds(2 * every)  # every launch and landing has been there, and all that is compiled
-    peak = loop.peak(lambda: loop.seconds(every))
+    loop.seconds(
+        2 * sync_every
+    )  # every launch and landing has been there, and all that is compiled
+    peak = loop.peak(lambda: loop.seconds(sync_every))
     in_flight = len(engine.in_flight)
     before = engine.report()
-    times = in_turns(loop, "engine", engine, every, turns)
+    times = in_turns(loop, "engine", engine, sync_every, turns)
     after = engine.report()
     engine.close()
     landings = after["landings"] - before["landings"]
@@ -192,7 +194,7 @@ def in_turns(loop: Loop, name: str, addition: object, steps: int, turns: int) ->
     return {"ratio": median(ratios), "ratios": ratios, "plain_step_ms": 1e3 * median(times)}
 
 
-def with_ddp(loop: Loop, every: int, turns: int) -> Row:
+def with_ddp(loop: Loop, sync_every: int, turns: int) -> Row:
     """Measures DDP with one rank, which has nothing to send: its buckets, and what it does around
     a step.
     """
@@ -203,9 +205,9 @@ def with_ddp(loop: Loop, every: int, turns: int) -> Row:
         loop.optimizer.zero_grad()
         ddp = DistributedDataParallel(loop.model)
         loop.ddp = ddp
-        loop.seconds(every // 2)
+        loop.seconds(sync_every // 2)
         peak = loop.peak(lambda: loop.seconds(2))
-        return {"peak": peak, **in_turns(loop, "ddp", ddp, every, turns)}
+        return {"peak": peak, **in_turns(loop, "ddp", ddp, sync_every, turns)}
     finally:
         dist.destroy_process_group()
 
@@ -215,26 +217,27 @@ def end_to_end(name: str, place: Place, rank: int, world_size: int) -> Found:
     two of DDP.
     """
     size, batch = (TINY, 2) if place.quick else SIZES[name]
-    every, rounds = (6, 2) if place.quick else (SYNC_EVERY, 3)
-    steps = every * rounds + 1
+    sync_every, rounds = (6, 2) if place.quick else (SYNC_EVERY, 3)
+    steps = sync_every * rounds + 1
     common: dict[str, Any] = {
         "accelerator": "gpu" if place.is_cuda else "cpu",
         "precision": "bf16-mixed" if place.is_cuda else "32-true",
         "devices": 1,
     }
-    timed = partial(step_times, size, batch, rank, **common)
+    timed = partial(step_times, size, batch, rank)
     # Processes that know of nobody, side by side like the groups after them.
     groups = {key: os.environ.pop(key) for key in ("WORLD_SIZE", "NODE_RANK")}
-    plain = timed(steps, every)
+    plain = timed(steps, sync_every, **common)
     os.environ.update(groups)
     strategy = StreamingDiLoCoStrategy(
-        sync_every=every, overlap_steps=min(OVERLAP_STEPS, every - 1), process_group_backend="gloo",
+        sync_every=sync_every, overlap_steps=min(OVERLAP_STEPS, sync_every - 1), process_group_backend="gloo",
         fragments=[[f"net.{pattern}" if pattern[0] != "*" else pattern for pattern in part] for part in cut(size)],
     )  # fmt: skip
-    streaming = timed(steps, every, strategy=strategy, num_nodes=2)
+    streaming = timed(steps, sync_every, strategy=strategy, num_nodes=2, **common)
     totals = strategy.report()
     # DDP on the same way between the processes, in as few steps as show what one takes.
-    ddp = timed(8, 3, strategy=DDPStrategy(process_group_backend="gloo"), num_nodes=2)
+    ddp_strategy = DDPStrategy(process_group_backend="gloo")
+    ddp = timed(8, 3, strategy=ddp_strategy, num_nodes=2, **common)
     title = f"{name}, two groups on one device"
     return {
         "model": name,

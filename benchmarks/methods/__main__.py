@@ -67,7 +67,7 @@ COLUMNS = [
 ]
 
 
-def compared(kept: Runs, trainings: Sequence[NamedTraining]) -> list[Comparison]:
+def compared(finished: Runs, trainings: Sequence[NamedTraining]) -> list[Comparison]:
     """Returns the methods of which something was made beside what they are compared with, those of
     two groups first.
     """
@@ -75,7 +75,7 @@ def compared(kept: Runs, trainings: Sequence[NamedTraining]) -> list[Comparison]
     for method in trainings:
         name = f"M={method.groups}, {method.method}"
         settings.setdefault(name, []).append((method, _plain(method)))
-    return comparison.compared(kept, settings)
+    return comparison.compared(finished, settings)
 
 
 def _plain(method: NamedTraining) -> NamedTraining:
@@ -115,26 +115,26 @@ def main(arguments: list[str] | None = None) -> None:
     options = runs.parsed(parser, arguments)
     planned = rates() if options.rates else wanted()
     trainings = list(quick() if options.quick else planned)
-    kept = Runs("methods", options.json)
-    kept.make(trainings, options.workers, options.minutes)
+    finished = Runs("methods", options.json)
+    finished.make(trainings, options.workers, options.minutes)
     if options.rates:
-        _tell_rates(kept, trainings)
+        _tell_rates(finished, trainings)
         return
-    rows = compared(kept, trainings)
+    rows = compared(finished, trainings)
     title = "methods: 110,832 parameters, 16 tokens per parameter, H=20"
     caption = (
         "Loss in nats per byte; the difference is the mean over the seeds, with its 95 % interval."
     )
     report.show(title, COLUMNS, [cells(row) for row in rows], caption)
     headline = {f"{row.name}, %": mean(row.percent) for row in rows if not is_plain(row)}
-    kept.write(headline, options.quick)
+    finished.write(headline, options.quick)
     draw(rows, options)
 
 
-def _tell_rates(kept: Runs, trainings: Sequence[NamedTraining]) -> None:
+def _tell_rates(finished: Runs, trainings: Sequence[NamedTraining]) -> None:
     rows = []
     for method in trainings:
-        run = kept.get(method)
+        run = finished.get(method)
         if run is not None:
             rows.append([method.method, f"{method.lr:g}", f"{run['loss']:.3f}"])
     report.show("inner learning rates, 4 tokens per parameter", ["method", "rate", "loss"], rows)

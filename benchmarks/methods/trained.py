@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from typing_extensions import override
@@ -146,7 +147,7 @@ class _GlomoGroup(Group):
         self._previous: nn.Module | None = None
         self._now = LocalMomentum(self.model, next_byte_loss)
         self._before: LocalMomentum | None = None
-        self._batch: tuple[Tensor, ...] = ()
+        self._batch = (torch.empty(0), torch.empty(0))
 
     @override
     def backward(self, tokens: Tensor, targets: Tensor, trained: int | None = None) -> None:

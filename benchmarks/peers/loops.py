@@ -107,8 +107,8 @@ def post_local_sgd(rank: Rank) -> dict[str, Any]:
     state = PostLocalSGDState(None, alone_groups[dist.get_rank()], start_localSGD_iter=0)
     model = DistributedDataParallel(rank.net, init_sync=False)
     model.register_comm_hook(state, post_localSGD_hook)
-    every = rank.case.sync_every
-    averager = PeriodicModelAverager(period=every, warmup_steps=every)
+    period = rank.case.sync_every
+    averager = PeriodicModelAverager(period=period, warmup_steps=period)
     train(rank, model, PostLocalSGDOptimizer(rank.inner(), averager))
     return {}
 
@@ -121,9 +121,9 @@ def accelerate_local_sgd(rank: Rank) -> dict[str, Any]:
     _without_the_first_broadcast()
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(rank.net, rank.inner())
-    every = rank.case.sync_every
+    period = rank.case.sync_every
     with LocalSGD(
-        accelerator=accelerator, model=model, local_sgd_steps=every, enabled=True
+        accelerator=accelerator, model=model, local_sgd_steps=period, enabled=True
     ) as local_sgd:
         train(rank, model, optimizer, after=local_sgd.step, backward=accelerator.backward)
     return {}
