@@ -8,7 +8,6 @@ budget that the ranks chose.
 
 import time
 from contextlib import nullcontext
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +70,7 @@ def _rank(rank: int, world_size: int, case: Case) -> list[Timed]:
     for budget, first in ((float("inf"), warmup), ("auto", 0)):
         sleeps = table[first:].reshape(-1).tolist()
         loader = DropCompute(case.micro_batches, budget)(sleeps).follow(engine)  # type: ignore[arg-type]
-        trained = 0
+        trained = []
         ends = [time.perf_counter()]
         for seconds in loader:
             if seconds is not None:
@@ -83,16 +82,10 @@ def _rank(rank: int, world_size: int, case: Case) -> list[Timed]:
                 optimizer.zero_grad()
                 engine.step(trained=loader.trained)
                 ends.append(time.perf_counter())
-                trained += (
-                    loader.trained
-                    if len(ends) > len(sleeps) // case.micro_batches - case.steps + 1
-                    else 0
-                )
-        timed.append(
-            Timed(
-                trained, sum(b - a for a, b in list(pairwise(ends))[-case.steps :]), loader.budget
-            )
-        )
+                trained.append(loader.trained)
+        # The steps before these are those in which the ranks measure.
+        seconds_in_all = ends[-1] - ends[-1 - case.steps]
+        timed.append(Timed(sum(trained[-case.steps :]), seconds_in_all, loader.budget))
     engine.finish()
     return timed
 
@@ -100,15 +93,14 @@ def _rank(rank: int, world_size: int, case: Case) -> list[Timed]:
 def measure(case: Case) -> dict[str, Any]:
     """Makes the same steps without and with dropping, and returns what was gained."""
     ranks = run_ranks(_rank, case.ranks, case, timeout=600)
-    (without, plain), (trained, dropping) = (
-        (sum(rank[run].trained for rank in ranks), max(rank[run].seconds for rank in ranks))
-        for run in (0, 1)
-    )
+    trained = [sum(rank[run].trained for rank in ranks) for run in (0, 1)]
+    seconds = [max(rank[run].seconds for rank in ranks) for run in (0, 1)]
+    speeds = [trained[run] / seconds[run] for run in (0, 1)]
     return {
-        "gain": (trained / dropping) / (without / plain) - 1,
-        "dropped": 1 - trained / without,
-        "seconds_without": plain / case.steps,
-        "seconds_with": dropping / case.steps,
+        "gain": speeds[1] / speeds[0] - 1,
+        "dropped": 1 - trained[1] / trained[0],
+        "seconds_without": seconds[0] / case.steps,
+        "seconds_with": seconds[1] / case.steps,
         "budget": ranks[0][1].budget,
     }
 
@@ -118,22 +110,25 @@ def main(arguments: list[str] | None = None) -> None:
     case = Case(ranks=4, seconds=0.004, steps=20) if options.quick else Case()
     expected = closed_form(case)
     measured = measure(case)
-    row = [f"{measured[name]:.1%}" for name in ("gain", "dropped")]
-    row += [f"{measured[name]:.3f} s" for name in ("seconds_without", "seconds_with")]
+    gain = measured["gain"]
+    dropped = measured["dropped"]
+    steps = [f"{measured[name]:.3f} s" for name in ("seconds_without", "seconds_with")]
+    rows = [
+        ["closed form", f"{expected.gain:.1%}", f"{expected.dropped:.1%}", "", ""],
+        ["measured", f"{gain:.1%}", f"{dropped:.1%}", *steps],
+    ]
     columns = ["", "gain", "dropped", "step without", "step with"]
-    exact = [f"{expected.gain:.1%}", f"{expected.dropped:.1%}", "", ""]
     title = f"{case.ranks} ranks, {case.micro_batches} micro-batches, sigma {case.sigma}"
-    report.show(title, columns, [["closed form", *exact], ["measured", *row]])
+    report.show(title, columns, rows)
     headline = {
-        "measured gain": measured["gain"],
+        "measured gain": gain,
         "gain of the closed form": expected.gain,
-        "dropped": measured["dropped"],
+        "dropped": dropped,
     }
-    about = report.measured("drop_compute", options.quick)
     report.write(
         options.json,
         headline,
-        about,
+        report.measured("drop_compute", options.quick),
         case=case._asdict(),
         closed_form=expected._asdict(),
         found=measured,

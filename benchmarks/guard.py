@@ -25,7 +25,6 @@ CASES = [
 
 def landings(groups: int, sync_every: int, lr: float, budget: float) -> list[Landing]:
     """Trains, and returns all landings of the first group."""
-    landed: list[Landing] = []
     choices = {
         "sync_every": sync_every,
         "overlap_steps": 2,
@@ -36,6 +35,7 @@ def landings(groups: int, sync_every: int, lr: float, budget: float) -> list[Lan
     loop = Loop(training, training.text())
     streaming: Any = loop._streaming
     step = streaming.step
+    landed: list[Landing] = []
     streaming.step = lambda **how: landed.extend(step(**how)[0])
     loop.run()
     return landed
@@ -48,11 +48,10 @@ def lengths(landed: list[Landing]) -> list[float]:
     for landing in landed:
         past_norms = past[landing.fragment]
         norms = dict(enumerate(landing.group_norms))
-        longer += [
-            norm / usual_norm
-            for group, norm in norms.items()
-            if (usual_norm := usual(group, norms, past_norms))
-        ]
+        for group, norm in norms.items():
+            usual_norm = usual(group, norms, past_norms)
+            if usual_norm:
+                longer.append(norm / usual_norm)
         for group, norm in norms.items():
             past_norms[group] = [*past_norms[group], norm][-REMEMBERED:]
     return longer
@@ -60,26 +59,22 @@ def lengths(landed: list[Landing]) -> list[float]:
 
 def main(arguments: list[str] | None = None) -> None:
     options = report.options(__doc__, arguments)
+    budget = 0.5 if options.quick else 24.0
     rows = []
     longest = 0.0
     contributions = 0
     for groups, sync_every, lr in CASES[:1] if options.quick else CASES:
-        landed = landings(groups, sync_every, lr, budget=0.5 if options.quick else 24.0)
-        longest, contributions = (
-            max(longest, most := max(lengths(landed))),
-            contributions + groups * len(landed),
-        )
-        rows.append(
-            [str(groups), str(sync_every), f"{lr:g}", str(groups * len(landed)), f"{most:.2f}"]
-        )
-        report.said(" ".join(rows[-1]))
+        landed = landings(groups, sync_every, lr, budget)
+        count = groups * len(landed)
+        most = max(lengths(landed))
+        longest = max(longest, most)
+        contributions += count
+        row = [str(groups), str(sync_every), f"{lr:g}", str(count), f"{most:.2f}"]
+        rows.append(row)
+        report.said(" ".join(row))
     columns = ["groups", "sync_every", "learning rate", "contributions", "longest, times usual"]
-    report.show(
-        "Honest contributions",
-        columns,
-        rows,
-        f"The guard leaves out what is {GUARD:g} times as long as usual.",
-    )
+    caption = f"The guard leaves out what is {GUARD:g} times as long as usual."
+    report.show("Honest contributions", columns, rows, caption)
     headline = {"contributions": contributions, "longest, times usual": longest}
     report.write(options.json, headline, report.measured("guard", options.quick))
 

@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,8 +57,9 @@ def by_losses(groups: int, numel: float) -> float:
         >>> [round(by_losses(groups, 114_336), 1) for groups in LAWS]
         [1.6, 4.2, 7.7]
     """
-    (a, slope), (plain, plain_slope) = LAWS[groups], DATA_PARALLEL
-    return 100 * (a * numel**slope / (plain * numel**plain_slope) - 1)
+    factor, exponent = LAWS[groups]
+    plain_factor, plain_exponent = DATA_PARALLEL
+    return 100 * (factor * numel**exponent / (plain_factor * numel**plain_exponent) - 1)
 
 
 def by_gap(groups: int, numel: float) -> float:
@@ -80,41 +81,24 @@ def points(finished: Runs) -> list[Point]:
     groups with H=50.
     """
     points = []
-    alone = [(size, "alone") for size in ("0.1M", "0.5M", "2M")]
-    for size, stage in (*alone, ("0.2M", "verdict"), ("0.5M", "verdict")):
+    stages = [(size, "alone") for size in ("0.1M", "0.5M", "2M")]
+    for size, stage in (*stages, ("0.2M", "verdict"), ("0.5M", "verdict")):
         settings = quality.planned(quality.STAGES[stage], [size], None, "cpu")
-        pairs = {
-            name: training_pairs
-            for name, training_pairs in settings.items()
+        wanted = {
+            name: pairs
+            for name, pairs in settings.items()
             if ", rate " not in name and "H=100" not in name
         }
-        for compared in comparison.compared(finished, pairs):
-            groups = pairs[compared.name][0][0].groups
-            numel = parameters(pairs[compared.name][0][0].size)
-            points.append(Point(numel, groups, compared.percent))
+        for compared in comparison.compared(finished, wanted):
+            training, _ = wanted[compared.name][0]
+            points.append(Point(parameters(training.size), training.groups, compared.percent))
     return points
 
 
 def draw(measured: Sequence[Point], path: Path) -> None:
     picture, (axes,) = figure(height=4.0)
-    numel = np.geomspace(*SHOWN, 100)
-    small = numel[numel <= SIZES[0]]
     for groups, color in COLORS.items():
-        axes.plot(
-            SIZES, GAPS[groups], color=color, marker="o", markersize=3, label=f"{groups} groups"
-        )
-        laws = [[law(groups, size) for size in small] for law in (by_losses, by_gap)]
-        axes.fill_between(small, *laws, color=color, alpha=0.15, linewidth=0)
-        of_groups = [point for point in measured if point.groups == groups]
-        bars = {
-            "yerr": [half_width(point.percent) or 0.0 for point in of_groups],
-            "color": color,
-            "linestyle": "",
-            "marker": "D",
-            "capsize": 3,
-        }
-        shifted = [point.parameters * 1.15 ** (np.log2(groups) - 2) for point in of_groups]
-        axes.errorbar(shifted, [mean(point.percent) for point in of_groups], **bars)
+        _plot(axes, groups, color, [point for point in measured if point.groups == groups])
     axes.axhline(0, color=QUIET, linewidth=1)
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=1)
@@ -123,6 +107,22 @@ def draw(measured: Sequence[Point], path: Path) -> None:
     axes.minorticks_off()
     picture.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     save(picture, path)
+
+
+def _plot(axes: Any, groups: int, color: str, measured: Sequence[Point]) -> None:
+    """Draws the gap of a number of groups: published, by both laws, and as measured here."""
+    label = f"{groups} groups"
+    axes.plot(SIZES, GAPS[groups], color=color, marker="o", markersize=3, label=label)
+    numel = np.geomspace(*SHOWN, 100)
+    small = numel[numel <= SIZES[0]]
+    laws = [[law(groups, size) for size in small] for law in (by_losses, by_gap)]
+    axes.fill_between(small, *laws, color=color, alpha=0.15, linewidth=0)
+    # Beside each other, not on top of each other.
+    sizes = [point.parameters * 1.15 ** (np.log2(groups) - 2) for point in measured]
+    means = [mean(point.percent) for point in measured]
+    halves = [half_width(point.percent) or 0.0 for point in measured]
+    style = {"color": color, "linestyle": "", "marker": "D", "capsize": 3}
+    axes.errorbar(sizes, means, yerr=halves, **style)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -138,14 +138,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--picture", type=Path, help="a file to draw to, .svg or .png")
     options = parser.parse_args(arguments)
     measured = points(Runs("scaling", options.json))
-    rows = [
-        [f"{point.parameters:,}", str(point.groups), comparison.interval(point.percent, digits=1)]
-        + [f"{law(point.groups, point.parameters):+.1f}" for law in (by_losses, by_gap)]
-        for point in measured
-    ]
-    report.show(
-        "% above DDP", ["parameters", "groups", "here", "law of losses", "law of the gap"], rows
-    )
+    rows = []
+    for numel, groups, percent in measured:
+        laws = [f"{law(groups, numel):+.1f}" for law in (by_losses, by_gap)]
+        gap = comparison.interval(percent, digits=1)
+        rows.append([f"{numel:,}", str(groups), gap, *laws])
+    columns = ["parameters", "groups", "here", "law of losses", "law of the gap"]
+    report.show("% above DDP", columns, rows)
     if options.picture:
         draw(measured, options.picture)
 

@@ -106,14 +106,15 @@ def measure(seconds: float, steps: int) -> dict[str, list[float]]:
     ranks: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        init_keys(folder / "keys", RUN)
+        keys = folder / "keys"
+        init_keys(keys, RUN)
         for site_name in SITES:
-            add_keys(folder / "keys", site_name)
+            add_keys(keys, site_name)
         receiver, sender = multiprocessing.Pipe()
         hub = multiprocessing.get_context("spawn").Process(target=serve, args=(folder, sender))
         hub.start()
         address = f"127.0.0.1:{receiver.recv()}"
-        federation = partial(Federation, hub=address, run=RUN, keys=folder / "keys")
+        federation = partial(Federation, hub=address, run=RUN, keys=keys)
         ways = {
             "federation": partial(site, seconds, steps, federation),
             "fixed": partial(group, seconds, steps),
@@ -134,37 +135,22 @@ def measure(seconds: float, steps: int) -> dict[str, list[float]]:
 
 def main(arguments: list[str] | None = None) -> None:
     options = report.options(__doc__, arguments)
-    seconds, steps = (0.01, FIRST + SYNC_EVERY) if options.quick else (0.1, FIRST + 25 * SYNC_EVERY)
-    seconds_by_world = measure(seconds, steps)
-    ratios = [
-        ours / fixed
-        for ours, fixed in zip(
-            seconds_by_world["federation"], seconds_by_world["fixed"], strict=True
-        )
-    ]
-    headline = {"step time over that of the fixed world": median(ratios), "target": TARGET}
+    sleep = 0.01 if options.quick else 0.1
+    rounds = 1 if options.quick else 25
+    steps = measure(sleep, FIRST + rounds * SYNC_EVERY)
+    ratios = [ours / fixed for ours, fixed in zip(steps["federation"], steps["fixed"], strict=True)]
     rows = [
-        [
-            name,
-            f"{1e3 * median(seconds_by_world[name]):.2f}",
-            f"{1e3 * max(seconds_by_world[name]):.2f}",
-        ]
-        for name in seconds_by_world
+        [name, f"{1e3 * median(seconds):.2f}", f"{1e3 * max(seconds):.2f}"]
+        for name, seconds in steps.items()
     ]
     report.show("A step", ["world", "median of rounds, ms", "slowest round, ms"], rows)
-    middle = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    print(
-        f"ratio: {median(ratios):.4f} (middle half {middle[0]:.4f} to {middle[2]:.4f}),"
-        f" {len(ratios)} rounds"
-    )
-    about = {"sleep": seconds, "sync_every": SYNC_EVERY, "overlap_steps": 5, "sites": len(SITES)}
-    report.write(
-        options.json,
-        headline,
-        report.measured("site_steps", options.quick),
-        case=about,
-        rounds=seconds_by_world,
-    )
+    low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    middle = f"middle half {low:.4f} to {high:.4f}"
+    print(f"ratio: {median(ratios):.4f} ({middle}), {len(ratios)} rounds")
+    headline = {"step time over that of the fixed world": median(ratios), "target": TARGET}
+    about = report.measured("site_steps", options.quick)
+    case = {"sleep": sleep, "sync_every": SYNC_EVERY, "overlap_steps": 5, "sites": len(SITES)}
+    report.write(options.json, headline, about, case=case, rounds=steps)
 
 
 if __name__ == "__main__":
