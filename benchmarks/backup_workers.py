@@ -245,7 +245,7 @@ class Play:
         for site in self.sites:
             self._at(self.case.latency, lambda site=site: site.inbox.append(message))  # type: ignore[misc]
 
-    # What came of it
+    # The outcome
 
     def found(self) -> dict[str, float]:
         counted = sum(own.weight for record in self.records for own in record.counted)

@@ -15,7 +15,7 @@ from benchmarks.training import Run, Training
 from lightning_sdiloco.planning.units import half_width
 
 FEWEST_ROUNDS = 14
-"""What has fewer rounds tells nothing of a setting, and is left out."""
+"""A training with fewer rounds says nothing about a setting, and is left out."""
 
 Pairs = Sequence[tuple[Training, Training]]
 """Trainings, each with the one by DDP on the same data and from the same start."""
@@ -45,7 +45,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Whether it is worse or better; an interval that contains 0 shows no difference."""
+        """Says if it is worse or better; an interval that contains 0 shows no difference."""
         half = half_width(self.percent)
         if half is None:
             return ""

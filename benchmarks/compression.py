@@ -88,13 +88,13 @@ def heavy_tails(numel: int) -> dict[str, Replicas]:
 
 
 # -------------------------------------------------------------------------------------------------
-# What the package has, its errors and speeds
+# The compressions of the package, their errors and speeds
 # -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Errors:
-    """What a compression does to a vector ``x`` that comes back as ``q``."""
+    """The errors of a compression for a vector ``x`` that comes back as ``q``."""
 
     relative: float
     """|q - x| / |x|, of one replica."""
@@ -137,7 +137,7 @@ FAMILY: dict[str, Compression] = {
     "RandomBlock(32, FP4())": RandomBlock(32, FP4()),
     "ErrorFeedback(RandomBlock(32, FP4()))": ErrorFeedback(RandomBlock(32, FP4())),
 }
-"""What the package has, by name or as it is written in Python."""
+"""The compressions of the package, by name or as Python code."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def means(
     memories: list[Tensor | None],
     residuals: list[Tensor | None],
 ) -> Tensor:
-    """The mean of a round in one place. What is remembered is replaced."""
+    """Computes the mean of a round in one place, and replaces memories and residuals."""
     count = Count(dict.fromkeys(range(shots.groups), 1.0))
     mean = shots.reduce_locally(gradients, memories, residuals, count)
     encoded = list(map(shots.encode, gradients, memories))

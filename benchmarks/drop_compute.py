@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 
 
 class Case(NamedTuple):
-    """What is measured.
+    """A group, the times of its micro-batches, and the steps of a measurement.
 
     Attributes:
         ranks: Ranks of the group.
@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """What a rank found: micro-batches that it trained, seconds, and the budget."""
+    """The numbers of a rank: micro-batches that it trained, seconds, and the budget."""
 
     trained: int
     seconds: float
@@ -54,7 +54,7 @@ def times(case: Case, steps: int, seed: int) -> torch.Tensor:
 
 
 def closed_form(case: Case, steps: int = 4000) -> Drop:
-    """What the rule finds where every step costs nothing but its micro-batches."""
+    """Applies the rule to steps that cost nothing but their micro-batches."""
     return best_drop(times(case, steps, seed=1).tolist(), overhead=0.0, most_dropped=0.1)
 
 

@@ -84,16 +84,14 @@ class Site:
 
 
 def _flow(packet: bytes, inside: slice, outside: slice) -> bytes:
-    """What a NAT tells the packets of a connection by, whichever way they go: addresses and
-    ports.
-    """
+    """Identifies the connection of a packet for a NAT, in either direction: addresses and ports."""
     ports = 10 + 4 * (packet[10] & 15)
     port = {_FROM.start: packet[ports : ports + 2], _TO.start: packet[ports + 2 : ports + 4]}
     return packet[inside] + port[inside.start] + packet[outside] + port[outside.start]
 
 
 def _begins(packet: bytes) -> bool:
-    """Whether a packet begins a connection: the first of TCP, and any of others."""
+    """Tells whether a packet begins a connection: the first of TCP, and any other packet."""
     return (
         packet[19] != socket.IPPROTO_TCP or packet[10 + 4 * (packet[10] & 15) + 13] & 0x12 == 0x02
     )
@@ -101,7 +99,7 @@ def _begins(packet: bytes) -> bool:
 
 @dataclass(frozen=True)
 class Link:
-    """What all links have in common: seconds between two sites, seconds of data that wait."""
+    """The settings of all links: seconds between two sites, seconds of data that wait."""
 
     delay: float
     queue: float
@@ -222,7 +220,7 @@ class Star:
             if to.rate and not through:
                 if to.down - moment > self._link.queue:
                     continue
-                # What came through a link as fast as this one waits only behind others.
+                # A packet from a link as fast as this one waits only behind packets of other sites.
                 sent_by = moment - wire / site.sends if site.sends else moment
                 to.down = max(max(sent_by, to.down) + wire / to.rate, moment)
                 if to.down > moment:

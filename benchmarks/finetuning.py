@@ -57,7 +57,7 @@ RECOMMENDED: dict[str, dict[str, Any]] = {
     "all parameters": {"overlap_steps": 1},
     "LoRA": {"overlap_steps": 1},
 }
-"""What docs/choosing.md recommends beyond that for 500 steps."""
+"""The changes to it that docs/choosing.md recommends for 500 steps."""
 
 RATES = {"all parameters": (2e-3, 3e-3, 4e-3), "LoRA": (1e-2, 1.5e-2, 2e-2)}
 DDP_RATES = {"all parameters": (3e-3, 4e-3, 6e-3), "LoRA": (1e-2, 2e-2, 4e-2)}
@@ -206,7 +206,7 @@ def rates() -> Iterator[FineTuning]:
 
 
 def verdict() -> Iterator[FineTuning]:
-    """What is recommended, over seeds that the other stages did not see."""
+    """Fine-tunings as recommended, over seeds that the other stages did not see."""
     for seed, method in product(SEEDS, METHODS):
         yield from (ddp(method, seed), ours(method, seed, **RECOMMENDED[method]))
 

@@ -42,7 +42,7 @@ _PARTS = ("encode", "transfer", "decode", "relay", "outer_step")
 
 
 class Case(NamedTuple):
-    """What is measured.
+    """Sites, their links, and the flights between them.
 
     Attributes:
         sites: Worker groups, of one rank each.
@@ -89,7 +89,7 @@ Spans = Mapping[str, tuple[float, float]]
 
 
 class Ran(NamedTuple):
-    """What one rank measured: seconds in all, and the spans and bytes of every flight."""
+    """The numbers of one rank: seconds in all, and the spans and bytes of every flight."""
 
     seconds: float
     spans: list[Spans]
@@ -210,7 +210,7 @@ def cases(quick: bool) -> dict[str, Case]:
 
 
 def other_links() -> dict[str, Case]:
-    """What else to measure: other links than those of 30 Mbit/s, all with CUBIC."""
+    """Cases with other links than those of 30 Mbit/s, all with CUBIC."""
     # As long as a pace takes to find the speed of a link with a long round trip.
     before = 12
     return _both_ways(

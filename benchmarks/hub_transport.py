@@ -44,7 +44,7 @@ LINES = (
 
 
 def iperf3(links: Links, size: int, connections: int) -> float:
-    """What iperf3 carries from site 1 to site 0, in Mbit/s."""
+    """Measures with iperf3 how fast site 1 can send to site 0, in Mbit/s."""
     server = links.start(0, ["iperf3", "--server", "--one-off"], stdout=subprocess.DEVNULL)
     time.sleep(1.0)
     words = ["iperf3", "--client", links.address(0), "--bytes", str(size)]

@@ -22,7 +22,7 @@ _CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 
 
 def missing() -> str | None:
-    """What this machine lacks for slow links, as a sentence; None if it has all."""
+    """Says in a sentence which requirement of slow links this machine lacks; None if none."""
     if sys.platform != "linux":
         return "Slow links are made of Linux network namespaces, and this is not Linux."
     if os.geteuid() != 0:
@@ -133,8 +133,8 @@ class Links:
         return f"10.77.0.{site + 1}"
 
     def environment(self, site: int, port: int = 29500) -> dict[str, str]:
-        """What a process group of one rank per site needs; Lightning takes such ranks for launched
-        by hand.
+        """Returns the variables of a process group of one rank per site; Lightning takes such ranks
+        for launched by hand.
         """
         return {
             "GLOO_SOCKET_IFNAME": self.interface,

@@ -106,8 +106,8 @@ class Plan:
 
 
 def case(quick: bool, lr: float) -> LearningCase:
-    """What is trained. The cut and the mixing are those of torchft, which has no defaults for them
-    that suit.
+    """Makes the training. The cut and the mixing are chosen here, because torchft has no suitable
+    defaults for them.
     """
     size = TINY if quick else DEMONSTRATED
     tokens = TOKENS_PER_PARAMETER * parameters(size)
@@ -249,7 +249,7 @@ def outcome(row: Row) -> str:
 
 
 # -------------------------------------------------------------------------------------------------
-# What it means
+# The results
 # -------------------------------------------------------------------------------------------------
 
 

@@ -44,7 +44,7 @@ METHODS = {
     "streaming": ("Streaming DiLoCo, fp4", RED),
 }
 
-# What is read from the rows of methods: in rounds, and with what comes after the last inner step.
+# The peaks in the rows of methods: in rounds, and including the end after the last inner step.
 PEAKS = {"memory": "bytes per parameter", "memory_to_the_end": "bytes per parameter with the end"}
 
 PARTS = ("launch", "landing", "background")

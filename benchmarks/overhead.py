@@ -38,7 +38,7 @@ TARGETS = {"wall": 1.01, "cpu": 1.015}
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and how long."""
+    """The model, its settings, and how long it is trained."""
 
     size: Size
     batch: int

@@ -37,7 +37,7 @@ SEEDS = range(3)
 BASE: dict[str, Any] = {**TWO_GROUPS, "sync_every": 50, "fragments": "strided"}
 DDP_RATE = 6e-3
 ONE = Training(SIZE, BASE, batch=1, lr=4e-3)
-"""What all ablations change one thing of. No setting has an inner learning rate of its own."""
+"""The base, of which every ablation changes one setting. All share its inner learning rate."""
 
 QUICK = replace(ONE, size=TINY, budget=0.05)
 
@@ -48,8 +48,8 @@ ALIKE = 0.5
 
 
 class Claim(NamedTuple):
-    """What the paper says of two values of a factor: the first one is worse than the second one,
-    or as good.
+    """A claim of the paper about two values of a factor: the first one is worse than the second
+    one, or as good.
     """
 
     first: str

@@ -22,7 +22,7 @@ from typing_extensions import override
 from benchmarks import report
 from benchmarks.training import Run, Training, made
 
-# What runs had before there was a choice.
+# The values of runs from before there was a choice.
 _BEFORE = {"device": "cpu", "split": "shuffled"}
 
 

@@ -43,7 +43,7 @@ SHOWN = (8e4, 4e9)
 
 
 class Point(NamedTuple):
-    """What was measured here: parameters, groups, and percent above DDP with each seed."""
+    """A measurement of ours: parameters, groups, and percent above DDP with each seed."""
 
     parameters: int
     groups: int

@@ -31,7 +31,7 @@ _CLONE_NEWUTS = 0x04000000
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = Path(os.environ.get("PEERS_DIR", ROOT / ".peers")).resolve()
-"""Where benchmarks/peers/install.sh put the virtual environments of the peers."""
+"""The folder in which benchmarks/peers/install.sh put the virtual environments of the peers."""
 
 ENVIRONMENTS = {"accelerate": "accelerate", "torchft": "torchft"}
 """The methods that need a Python of their own."""

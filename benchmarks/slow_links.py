@@ -99,7 +99,7 @@ def jobs(quick: bool) -> Iterator[Job]:
 
 
 def measured_links(rows: list[Row], quick: bool) -> Iterator[Row]:
-    """What the doctor says of the links of ours, but for what the rows have."""
+    """Measures the links of our runs with the doctor, but for those that the rows have."""
     for job in jobs(quick):
         if job.method != "streaming" or job.mbit_s is None:
             continue
@@ -107,7 +107,7 @@ def measured_links(rows: list[Row], quick: bool) -> Iterator[Row]:
             continue
         with Links(job.sites, job.mbit_s * 1e6, ROUND_TRIP / 2) as links:
             measured = run_processes(_doctor, job.sites, links)[0]
-        # What a connection carries on the slowest link, while all sites send.
+        # The rate of a connection on the slowest link, while all sites send.
         rate = min(link.bits_per_second for link in measured)
         round_trip = median(link.round_trip for link in measured)
         yield {
@@ -160,7 +160,7 @@ def measure(quick: bool, path: Path | None) -> list[Row]:
 
 
 # -------------------------------------------------------------------------------------------------
-# What it means
+# The results
 # -------------------------------------------------------------------------------------------------
 
 
@@ -178,7 +178,7 @@ def relative(rows: list[Row], row: Row) -> float | None:
 
 
 def plan(case: Case, sites: int, step_time: float | None = None) -> Streaming:
-    """What `sdiloco plan` says of ours, by default with the step of the virtual accelerator."""
+    """Plans our run as `sdiloco plan` does, by default with the virtual accelerator's step."""
     settings = Settings(
         sync_every=case.sync_every,
         overlap_steps=case.overlap_steps,
@@ -192,7 +192,7 @@ def plan(case: Case, sites: int, step_time: float | None = None) -> Streaming:
 
 
 def fits(method: Streaming, case: Case, mbit_s: float) -> bool:
-    """Whether a fragment and one round trip fit in tau steps, and all fragments in H steps."""
+    """Tells whether a fragment and a round trip fit in tau steps, and all fragments in H."""
     span = case.overlap_steps * case.step_seconds
     fragment = method.peak_gbit_s * span * 1000 / mbit_s
     everything = method.bytes_per_step * 8 / case.step_seconds / 1e6

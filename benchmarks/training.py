@@ -36,7 +36,7 @@ CUT = "strided:3"
 its cut."""
 
 Run = dict[str, Any]
-"""What was trained, how, and how it ended; see `Training.key` and `made`."""
+"""A training that is over: its settings and numbers; see `Training.key` and `made`."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,13 @@ class Training:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another process can go on where its time was up."""
+        """True if another process can continue from the state of this training."""
         return True
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the steps are recorded: all groups train in each, and the optimizer asks the
-        device for nothing.
+        """True if the steps are recorded: all groups train in each of them, and the optimizer never
+        waits for the device.
         """
         return self.device == "cuda" and self.inner == "adamw"
 
@@ -420,7 +420,7 @@ class Loop:
 
     @property
     def traffic(self) -> Run:
-        """What a group has sent so far, in the mean of all: bytes and launches; nothing with
+        """The bytes and launches that a group has sent so far, in the mean of all; empty with
         DDP.
         """
         counted = [engine.report() for engine in self.engines]

@@ -45,7 +45,7 @@ OURS = {
 
 
 def jobs(quick: bool) -> dict[str, Job]:
-    """What is measured, by its name. Ours from just before the first launch, so that all launches
+    """Makes the jobs by name. Ours count from just before the first launch, so that all launches
     count.
     """
     case = QUICK if quick else CASE

@@ -64,7 +64,7 @@ def training(rank: Rank) -> list[tuple[float, float]]:
         if spans and step.span[0] - spans[-1][1] < PAUSE and step.done - step.span[0] < PAUSE:
             spans[-1] = spans[-1][0], step.done
         else:
-            # What came before a step that took so long was no training.
+            # The time before a step that took so long was no training.
             spans.append((max(step.span[0], step.done - PAUSE), step.done))
     return spans
 

@@ -57,7 +57,7 @@ QUICK = {
     "tests": ("codecs", "waits", "bf16-mixed"),
     "numbers": ("passes", "overhead 125M", "two groups"),
 }
-"""What is enough to show that everything runs: a piece of work of each kind."""
+"""A piece of work of each kind, which is enough to show that everything runs."""
 
 KEPT = ("done", "not here")
 
@@ -87,7 +87,7 @@ class Results:
         return dict(json.loads(path.read_text())) if path.exists() else None
 
     def is_kept(self, piece: Piece) -> bool:
-        """Whether a piece of work need not be done again: it was over on the same device."""
+        """Tells whether a piece of work is over, on the same device, and need not be repeated."""
         content = self.read(piece)
         if content is None or content["status"] not in KEPT:
             return False

@@ -20,7 +20,7 @@ from lightning_sdiloco import StreamingDiLoCo
 from tests.gpu.task import Found, NotHere, Place
 
 KINDS = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "kernels"}
-"""What a profiler calls what runs on a device, and what it is in the picture."""
+"""The kinds of work on a device: the profiler's name, and that in the picture."""
 
 TOGETHER = 0.03
 """Milliseconds between two spans of a stream that count as one."""

@@ -25,7 +25,7 @@ TIMEOUT = timedelta(minutes=10)
 
 
 class Rank(NamedTuple):
-    """What a rank trains: a network on batches, for some steps, of which it takes the times."""
+    """The training of a rank: a network, its batches and steps, and the stamps of their times."""
 
     case: Case
     net: nn.Module

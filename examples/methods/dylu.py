@@ -76,7 +76,7 @@ class Paced:
             yield batch
 
     def has_time(self) -> bool:
-        """Whether the group trains in the inner step that begins."""
+        """Tells whether the group trains in the inner step that begins."""
         if self.engine is not None and self.measures:
             self.measure(self.engine)
         self.credit += self.speed

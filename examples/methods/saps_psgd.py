@@ -134,7 +134,7 @@ def merged(parts: Sequence[set[int]], leg: Leg) -> list[set[int]]:
 
 
 def joins(link: Leg, parts: Sequence[set[int]], busy: set[int]) -> bool:
-    """Whether a link of free groups joins two parts, and leaves two groups free for other parts."""
+    """Tells whether a link of free groups joins two parts and leaves two groups free for others."""
     after = merged(parts, link)
     has_room = len(parts) == 2 or len(after[-1] - busy) > 3
     return len(after) < len(parts) and busy.isdisjoint(link) and has_room
