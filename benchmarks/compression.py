@@ -304,6 +304,18 @@ def every(rounds: list[Replicas], quartiles: Mapping[str, list[float]]) -> dict[
     return {"errors": table, "sums": sums}
 
 
+def show_speeds(quartiles: Mapping[str, list[float]], numel: int) -> dict[str, Any]:
+    """Shows the speeds, and returns their quartiles by name."""
+    rows = []
+    table = {}
+    for name, (low, median, high) in quartiles.items():
+        rows.append([f"`{name}`", f"{median:.2f}", f"{low:.2f} to {high:.2f}"])
+        table[name] = {"low": low, "median": median, "high": high}
+    title = f"Speeds of {numel} values; medians of several repeats"
+    report.show(title, ["work", "relative to a copy", "quartiles"], rows)
+    return table
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = report.parser(__doc__)
     parser.add_argument(
@@ -330,13 +342,7 @@ def main(arguments: list[str] | None = None) -> None:
         headline["fp4_bits_per_value"] = fp4["bits"]
         for name, error in fp4[f"outer, round {rounds}"].items():
             headline[f"fp4_outer_{name}"] = error
-    rows = []
-    speed_table = {}
-    for name, (low, median, high) in quartiles.items():
-        rows.append([f"`{name}`", f"{median:.2f}", f"{low:.2f} to {high:.2f}"])
-        speed_table[name] = {"low": low, "median": median, "high": high}
-    title = f"Speeds of {numel} values; medians of several repeats"
-    report.show(title, ["work", "relative to a copy", "quartiles"], rows)
+    speed_table = show_speeds(quartiles, numel)
     report.write(options.json, headline, about, speeds=speed_table, speed_values=numel, **details)
 
 

@@ -11,7 +11,7 @@ and variances are buffers, of which the groups take the mean.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from statistics import mean
 from typing import NamedTuple
@@ -38,6 +38,7 @@ RATES = (0.05, 0.1)
 STEPS = 800
 JUDGED_BY = 2000
 NOISE = 1.5
+WAYS = {"DDP": False, "worker groups": True}
 
 
 class Block(nn.Module):
@@ -129,35 +130,36 @@ def judged(model: nn.Module) -> Judged:
     return Judged(float(F.cross_entropy(logits, y)), 100 * float(wrong))
 
 
+def rate_losses(in_groups: bool, steps: int, seeds: Sequence[int]) -> dict[float, float]:
+    """Returns the mean loss over some seeds at each inner learning rate."""
+    return {lr: mean(trained(in_groups, lr, seed, steps).loss for seed in seeds) for lr in RATES}
+
+
+def cells(name: str, lr: float, runs: Sequence[Judged]) -> list[str]:
+    loss = mean(run.loss for run in runs)
+    error = mean(run.error for run in runs)
+    return [name, f"{lr:g}", f"{loss:.3f}", f"{error:.2f}"]
+
+
 def main(arguments: list[str] | None = None) -> None:
     options = report.options(__doc__, arguments)
     steps = 4 if options.quick else STEPS
     tuning = TUNING[:1] if options.quick else TUNING
     seeds = HELD_OUT[:1] if options.quick else HELD_OUT
-    ways = {"DDP": False, "worker groups": True}
-    tried = {
-        name: {
-            lr: mean(trained(in_groups, lr, seed, steps).loss for seed in tuning) for lr in RATES
-        }
-        for name, in_groups in ways.items()
-    }
-    best = {name: min(losses, key=losses.__getitem__) for name, losses in tried.items()}
-    judged_runs = {
-        name: [trained(in_groups, best[name], seed, steps) for seed in seeds]
-        for name, in_groups in ways.items()
-    }
+    tried = {name: rate_losses(in_groups, steps, tuning) for name, in_groups in WAYS.items()}
     rows = []
-    for name, runs in judged_runs.items():
-        loss = mean(run.loss for run in runs)
-        error = mean(run.error for run in runs)
-        rows.append([name, f"{best[name]:g}", f"{loss:.3f}", f"{error:.2f}"])
+    judged_runs = {}
+    for name, losses in tried.items():
+        best = min(losses, key=losses.__getitem__)
+        judged_runs[name] = [trained(WAYS[name], best, seed, steps) for seed in seeds]
+        rows.append(cells(name, best, judged_runs[name]))
     pairs = list(zip(judged_runs["worker groups"], judged_runs["DDP"], strict=True))
-    losses = [100 * (ours.loss / ddp.loss - 1) for ours, ddp in pairs]
-    errors = [ours.error - ddp.error for ours, ddp in pairs]
-    more = f"{interval(losses, digits=1)} % and {interval(errors, digits=2)} points of error"
-    caption = f"Over {len(seeds)} seeds groups lose {more} more than DDP."
+    loss_gaps = [100 * (ours.loss / ddp.loss - 1) for ours, ddp in pairs]
+    error_gaps = [ours.error - ddp.error for ours, ddp in pairs]
+    gaps = f"{interval(loss_gaps, digits=1)} % and {interval(error_gaps, digits=2)} points of error"
+    caption = f"Over {len(seeds)} seeds groups lose {gaps} more than DDP."
     report.show("A ResNet-8 with BatchNorm", ["", "inner rate", "loss", "error, %"], rows, caption)
-    headline = {"loss above DDP, %": mean(losses), "error above DDP, points": mean(errors)}
+    headline = {"loss above DDP, %": mean(loss_gaps), "error above DDP, points": mean(error_gaps)}
     about = report.measured("vision", options.quick)
     report.write(options.json, headline, about, tried=tried, found=judged_runs)
 
