@@ -163,11 +163,11 @@ class Play:
             follower.trained(1)
         inbox = site.inbox
         site.inbox = []
-        for said in inbox:
-            if isinstance(said, Record):
-                follower.learn(said)
+        for message in inbox:
+            if isinstance(message, Record):
+                follower.learn(message)
             else:
-                follower.hear(said)
+                follower.hear(message)
                 site.idles = False
         for call in follower.skips():
             self._sends(site, lambda call=call: self._skips(site, call))  # type: ignore[misc]
@@ -197,7 +197,10 @@ class Play:
         # values.
         after = (
             31 * site.outer
-            + sum(own.weight * int(own.payloads[0].key, 16) for own in record.counted)
+            + sum(
+                contribution.weight * int(contribution.payloads[0].key, 16)
+                for contribution in record.counted
+            )
         ) % (1 << 61)
         landing = site.follower.land(record, site.outer, after)
         assert landing in (MergeAction.MIX, MergeAction.CARRY), landing
@@ -210,8 +213,8 @@ class Play:
 
     # The hub
 
-    def _contributes(self, own: Contribution) -> None:
-        if self.ledger.contribute(own, own.incarnation, self.now) is Answer.OPEN:
+    def _contributes(self, contribution: Contribution) -> None:
+        if self.ledger.contribute(contribution, contribution.incarnation, self.now) is Answer.OPEN:
             (call,) = self.ledger.calls()
             self._tell(call)
         self._close()
@@ -238,11 +241,11 @@ class Play:
         if self.ledger.due(self.now):
             self._close()
 
-    def _tell(self, said: Call | Record) -> None:
+    def _tell(self, message: Call | Record) -> None:
         for site in self.sites:
-            self._at(self.case.latency, lambda site=site: site.inbox.append(said))  # type: ignore[misc]
+            self._at(self.case.latency, lambda site=site: site.inbox.append(message))  # type: ignore[misc]
 
-    # What came of it
+    # The outcome
 
     def found(self) -> dict[str, float]:
         counted = sum(own.weight for record in self.records for own in record.counted)
@@ -260,20 +263,22 @@ def wait_for_all(case: Case) -> dict[str, float]:
     """Plays worker groups that are launched together: a landing waits for the launches of all."""
     steps = [case.steps_of(site) for site in range(case.sites)]
     clocks = [0.0] * case.sites
-    made = 0
+    steps_made = 0
     landing = []
     while max(clocks) < case.seconds:
-        clocks = [clock + next(own) for clock, own in zip(clocks, steps, strict=True)]
-        made += 1
-        if made % case.sync_every == 0:
+        clocks = [
+            clock + next(steps_of_site) for clock, steps_of_site in zip(clocks, steps, strict=True)
+        ]
+        steps_made += 1
+        if steps_made % case.sync_every == 0:
             launched = clocks
-        if made > case.sync_every and made % case.sync_every == case.overlap_steps:
+        if steps_made > case.sync_every and steps_made % case.sync_every == case.overlap_steps:
             landing += [
                 max(*launched, clock) - began for clock, began in zip(clocks, launched, strict=True)
             ]
             clocks = [max(*launched, clock) for clock in clocks]
     return {
-        "goodput": made / max(clocks),
+        "goodput": steps_made / max(clocks),
         "counted": 1.0,
         "on_time": 1.0,
         "landing_seconds": mean(landing),
@@ -311,29 +316,31 @@ def cases(rounds: int) -> dict[str, Case]:
 def main(arguments: list[str] | None = None) -> None:
     options = report.options(__doc__, arguments)
     rounds = 8 if options.quick else Case.rounds
-    every = Case(rounds=rounds)
-    found: dict[str, dict[str, float]] = {"fixed world, waits for all": wait_for_all(every)}
-    found |= {name: Play(case).run().found() for name, case in cases(rounds).items()}
+    stalls = Case(rounds=rounds)
+    outcomes: dict[str, dict[str, float]] = {"fixed world, waits for all": wait_for_all(stalls)}
+    outcomes |= {name: Play(case).run().found() for name, case in cases(rounds).items()}
     rows = []
-    for name, own in found.items():
-        shares = [f"{own[key]:.1%}" for key in ("goodput", "counted", "on_time")]
-        rows.append([name, *shares, f"{own['landing_seconds']:.1f} s"])
+    for name, outcome in outcomes.items():
+        shares = [f"{outcome[key]:.1%}" for key in ("goodput", "counted", "on_time")]
+        rows.append([name, *shares, f"{outcome['landing_seconds']:.1f} s"])
     caption = (
-        f"{rounds} rounds. Closed forms: {100 * goodput_of_all(every):.1f} % where a fixed world"
-        f" waits for all, {100 * goodput_at_most(every):.1f} % where nobody waits."
+        f"{rounds} rounds. Closed forms: {100 * goodput_of_all(stalls):.1f} % where a fixed world"
+        f" waits for all, {100 * goodput_at_most(stalls):.1f} % where nobody waits."
     )
     report.show(
         "backup_workers", ["eight sites", "goodput", "counted", "on time", "landing"], rows, caption
     )
     headline = {
-        f"{name}, {key}": own[key] for name, own in found.items() for key in ("goodput", "counted")
+        f"{name}, {key}": outcome[key]
+        for name, outcome in outcomes.items()
+        for key in ("goodput", "counted")
     }
     about = report.measured("backup_workers", options.quick)
     closed: dict[str, Any] = {
-        "waits for all": goodput_of_all(every),
-        "nobody waits": goodput_at_most(every),
+        "waits for all": goodput_of_all(stalls),
+        "nobody waits": goodput_at_most(stalls),
     }
-    report.write(options.json, headline, about, rounds=rounds, closed_forms=closed, rows=found)
+    report.write(options.json, headline, about, rounds=rounds, closed_forms=closed, rows=outcomes)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from benchmarks.training import Run, Training
 from lightning_sdiloco.planning.units import half_width
 
 FEWEST_ROUNDS = 14
-"""What has fewer rounds tells nothing of a setting, and is left out."""
+"""A training with fewer rounds says nothing about a setting, and is left out."""
 
 Pairs = Sequence[tuple[Training, Training]]
 """Trainings, each with the one by DDP on the same data and from the same start."""
@@ -34,44 +34,37 @@ class Comparison:
     @property
     def nats(self) -> list[float]:
         """How much worse it is, in nats per byte."""
-        return [
-            one["loss"] - plain["loss"] for one, plain in zip(self.ours, self.plain, strict=True)
-        ]
+        runs = zip(self.ours, self.plain, strict=True)
+        return [ours["loss"] - plain["loss"] for ours, plain in runs]
 
     @property
     def percent(self) -> list[float]:
         """How much worse it is, in percent of the other's loss."""
-        return [
-            100 * (one["loss"] / plain["loss"] - 1)
-            for one, plain in zip(self.ours, self.plain, strict=True)
-        ]
+        runs = zip(self.ours, self.plain, strict=True)
+        return [100 * (ours["loss"] / plain["loss"] - 1) for ours, plain in runs]
 
     @property
     def verdict(self) -> str:
-        """What the interval says: nothing where it holds 0."""
+        """Says if it is worse or better; an interval that contains 0 shows no difference."""
         half = half_width(self.percent)
+        if half is None:
+            return ""
         more = mean(self.percent)
-        return (
-            ""
-            if half is None
-            else "no difference"
-            if abs(more) <= half
-            else "worse"
-            if more > 0
-            else "better"
-        )
+        if abs(more) <= half:
+            return "no difference"
+        return "worse" if more > 0 else "better"
 
     def cells(self) -> list[str]:
-        one = self.ours[0]
+        ours = self.ours[0]
         ddp = self.plain[0]
         return [
             self.name,
-            f"{one['rounds']}",
-            f"{one['budget']:g}",
-            f"{one['passes']:.2g}",
+            f"{ours['rounds']}",
+            f"{ours['budget']:g}",
+            f"{ours['passes']:.2g}",
             f"{len(self.ours)}",
             f"{ddp['lr']:g}",
-            f"{one['lr']:g}",
+            f"{ours['lr']:g}",
             f"{mean(run['loss'] for run in self.plain):.3f}",
             f"{mean(run['loss'] for run in self.ours):.3f}",
             interval(self.nats),
@@ -90,18 +83,25 @@ def interval(values: Sequence[float], digits: int = 3) -> str:
     '+0.020 ± 0.025'
     """
     half = half_width(values)
-    return f"{mean(values):+.{digits}f} ± {'?' if half is None else f'{half:.{digits}f}'}"
+    spread = "?" if half is None else f"{half:.{digits}f}"
+    return f"{mean(values):+.{digits}f} ± {spread}"
 
 
 def compared(runs: Runs, settings: Mapping[str, Pairs]) -> list[Comparison]:
     """Returns the settings of which something was made, with their DDP."""
-    found = []
+    comparisons = []
     for name, pairs in settings.items():
-        made = [(runs.get(one), runs.get(ddp)) for one, ddp in pairs]
-        both = [(one, ddp) for one, ddp in made if one is not None and ddp is not None]
-        if both:
-            found.append(Comparison(name, *zip(*both, strict=True)))
-    return found
+        ours: list[Run] = []
+        plain: list[Run] = []
+        for training, ddp in pairs:
+            run = runs.get(training)
+            ddp_run = runs.get(ddp)
+            if run is not None and ddp_run is not None:
+                ours.append(run)
+                plain.append(ddp_run)
+        if ours:
+            comparisons.append(Comparison(name, ours, plain))
+    return comparisons
 
 
 def tell(
@@ -117,15 +117,15 @@ def tell(
     explained = (
         "Loss in nats per byte; the difference is the mean over the seeds, with its 95 % interval."
     )
-    rows = [one.cells() for one in comparisons]
-    report.show(title, COLUMNS, rows, " ".join(filter(None, [explained, caption])))
+    rows = [comparison.cells() for comparison in comparisons]
+    report.show(title, COLUMNS, rows, f"{explained} {caption}".strip())
     runs.write(headline(comparisons), options.quick)
     draw(comparisons, options.picture)
 
 
 def headline(comparisons: Iterable[Comparison]) -> dict[str, float]:
     """Returns the mean difference from DDP, in nats, by setting."""
-    return {one.name: mean(one.nats) for one in comparisons}
+    return {comparison.name: mean(comparison.nats) for comparison in comparisons}
 
 
 def draw(comparisons: Sequence[Comparison], path: Path | None) -> None:
@@ -133,25 +133,29 @@ def draw(comparisons: Sequence[Comparison], path: Path | None) -> None:
     if path is None:
         return
     # Not at the head: a machine on which only numbers are measured may not have what draws.
-    from benchmarks.picture import GREY, figure, save
+    from benchmarks.picture import figure, save
 
     picture, (axes,) = figure(height=1.2 + 0.25 * len(comparisons))
-    for position, one in enumerate(comparisons):
-        plot(axes, position, one)
-    axes.axvline(0, color=GREY, linewidth=1)
-    axes.set_yticks(
-        [-position for position in range(len(comparisons))],
-        [one.name for one in comparisons],
-        fontsize=8,
-    )
+    plot_all(axes, comparisons)
     axes.set_xlabel("validation loss above that of DDP, in %, with its 95 % interval")
     save(picture, path)
 
 
-def plot(axes: Any, position: int, one: Comparison) -> None:
+def plot_all(axes: Any, comparisons: Sequence[Comparison]) -> None:
+    """Draws by how many percent each setting is worse, one below the other, and their names."""
+    from benchmarks.picture import GREY
+
+    places = [-number for number in range(len(comparisons))]
+    for place, comparison in zip(places, comparisons, strict=True):
+        _plot(axes, place, comparison)
+    axes.axvline(0, color=GREY, linewidth=1)
+    axes.set_yticks(places, [comparison.name for comparison in comparisons], fontsize=8)
+
+
+def _plot(axes: Any, place: int, comparison: Comparison) -> None:
     """Draws by how many percent a setting is worse, with its interval; grey where that holds 0."""
     from benchmarks.picture import BLUE, GREY, RED
 
-    color = {"worse": RED, "better": BLUE}.get(one.verdict, GREY)
-    half = half_width(one.percent)
-    axes.errorbar(mean(one.percent), -position, xerr=half, fmt="o", color=color, capsize=3)
+    color = {"worse": RED, "better": BLUE}.get(comparison.verdict, GREY)
+    half = half_width(comparison.percent)
+    axes.errorbar(mean(comparison.percent), place, xerr=half, fmt="o", color=color, capsize=3)

@@ -55,25 +55,25 @@ def outer_gradients(
     training = Training(size, groups=groups, lr=1e-3, warmup=0.0)
     replicas = [training.group() for _ in range(groups)]
     batches = training.text().batches(training.seed, groups * training.batch)
-    outer = nn.Parameter(parameters_to_vector(replicas[0].model.parameters()).detach())
+    outer = nn.Parameter(flat(replicas[0].model))
     optimizer = torch.optim.SGD([outer], lr=0.4, momentum=0.9, nesterov=True)
-    found = []
+    gradients = []
     for _ in range(rounds):
         for replica in replicas:
             vector_to_parameters(outer.detach().clone(), replica.model.parameters())
         for tokens, targets in islice(batches, sync_every):
-            for replica, *windows in zip(
-                replicas, tokens.chunk(groups), targets.chunk(groups), strict=True
-            ):
-                replica.backward(windows[0], windows[1])
+            shares = zip(tokens.chunk(groups), targets.chunk(groups), strict=True)
+            for replica, (own_tokens, own_targets) in zip(replicas, shares, strict=True):
+                replica.backward(own_tokens, own_targets)
                 replica.step()
-        locals_ = [
-            parameters_to_vector(replica.model.parameters()).detach() for replica in replicas
-        ]
-        found.append([outer.detach() - local for local in locals_])
-        outer.grad = torch.stack(found[-1]).mean(0)
+        gradients.append([outer.detach() - flat(replica.model) for replica in replicas])
+        outer.grad = torch.stack(gradients[-1]).mean(0)
         optimizer.step()
-    return found
+    return gradients
+
+
+def flat(model: nn.Module) -> Tensor:
+    return parameters_to_vector(model.parameters()).detach()
 
 
 def heavy_tails(numel: int) -> dict[str, Replicas]:
@@ -88,13 +88,13 @@ def heavy_tails(numel: int) -> dict[str, Replicas]:
 
 
 # -------------------------------------------------------------------------------------------------
-# What the package has, its errors and speeds
+# The compressions of the package, their errors and speeds
 # -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Errors:
-    """What a compression does to a vector ``x`` that comes back as ``q``."""
+    """The errors of a compression for a vector ``x`` that comes back as ``q``."""
 
     relative: float
     """|q - x| / |x|, of one replica."""
@@ -137,7 +137,7 @@ FAMILY: dict[str, Compression] = {
     "RandomBlock(32, FP4())": RandomBlock(32, FP4()),
     "ErrorFeedback(RandomBlock(32, FP4()))": ErrorFeedback(RandomBlock(32, FP4())),
 }
-"""What the package has, by name or as it is written in Python."""
+"""The compressions of the package, by name or as Python code."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,12 @@ def error_of_the_sum(rounds: list[Replicas], compression: Compression) -> float:
         decoded = torch.empty_like(gradient)
         payload, state = now.encode_launch(gradient, state, mixing=0.0)
         now.decode(payload, decoded)
-        sent = sent + decoded
-        true = true + gradient
+        sent += decoded
+        true += gradient
+    return relative_error(sent, true)
+
+
+def relative_error(sent: Tensor, true: Tensor) -> float:
     return float((sent - true).norm() / true.norm())
 
 
@@ -197,7 +201,7 @@ def speeds(family: Mapping[str, Compression], numel: int, repeats: int) -> dict[
         run("digest", lambda: digest(values))
         if repeat == 0:
             ratios.clear()  # to warm up
-    return {name: quantiles(found, n=4, method="inclusive") for name, found in ratios.items()}
+    return {name: quantiles(series, n=4, method="inclusive") for name, series in ratios.items()}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -213,15 +217,16 @@ def means(
     memories: list[Tensor | None],
     residuals: list[Tensor | None],
 ) -> Tensor:
-    """The mean of a round in one place. What is remembered is replaced."""
+    """Computes the mean of a round in one place, and replaces memories and residuals."""
     count = Count(dict.fromkeys(range(shots.groups), 1.0))
     mean = shots.reduce_locally(gradients, memories, residuals, count)
-    encoded = [shots.encode(*own) for own in zip(gradients, memories, strict=True)]
+    encoded = list(map(shots.encode, gradients, memories))
     for group, residual in enumerate(residuals):
-        part = shots.mean([one.payloads[group] for one in encoded], count, like=gradients[0])
+        payloads = [launch.payloads[group] for launch in encoded]
+        part = shots.mean(payloads, count, like=gradients[0])
         hop = shots.second_hop(part, residual)
         residuals[group] = None if hop is None else hop.residual
-    memories[:] = [one.memory for one in encoded]
+    memories[:] = [launch.memory for launch in encoded]
     return mean
 
 
@@ -238,7 +243,14 @@ def error_of_the_means(
         true += torch.stack(gradients[:groups]).double().mean(0)
         if forgets:
             residuals = [None] * groups
-    return float((sent - true).norm() / true.norm())
+    return relative_error(sent, true)
+
+
+WAYS: dict[str, tuple[type[AllReduce], bool]] = {
+    "gather": (AllReduce, False),
+    "two shots": (TwoShotAllReduce, False),
+    "two shots that forget": (TwoShotAllReduce, True),
+}
 
 
 def two_shots(rounds: list[Replicas]) -> dict[str, float]:
@@ -246,64 +258,62 @@ def two_shots(rounds: list[Replicas]) -> dict[str, float]:
     headline = dict[str, float]()
     rows = []
     numel = rounds[0][0].numel()
-    ways = {"gather": (AllReduce, False), "two shots": (TwoShotAllReduce, False)}
-    ways["two shots that forget"] = (TwoShotAllReduce, True)
     for (name, codec), groups in product(FAMILY.items(), GROUPS):
         gather = AllReduce(groups, codec, 0.0)
         two = TwoShotAllReduce(groups, codec, 0.0)
-        share = (two.payload_bytes(numel) + two.second_hop_bytes(numel)) / gather.payload_bytes(
-            numel
-        )
-        found = {
-            what: error_of_the_means(kind, codec, rounds, groups, own)
-            for what, (kind, own) in ways.items()
-        }
-        rows.append(
-            [
-                f"`{name}`",
-                f"{groups}",
-                f"{share:.2f}",
-                *(f"{error:.4f}" for error in found.values()),
-            ]
-        )
-        headline |= {f"{name}, {groups} groups: {what}": error for what, error in found.items()}
+        two_shot_bytes = two.payload_bytes(numel) + two.second_hop_bytes(numel)
+        share = two_shot_bytes / gather.payload_bytes(numel)
+        row = [f"`{name}`", f"{groups}", f"{share:.2f}"]
+        for way, (kind, forgets) in WAYS.items():
+            error = error_of_the_means(kind, codec, rounds, groups, forgets)
+            row.append(f"{error:.4f}")
+            headline[f"{name}, {groups} groups: {way}"] = error
+        rows.append(row)
     title = f"{numel:,} parameters, {len(rounds)} rounds"
-    report.show(title, ["compression", "M", "bytes of two shots, of a gather's", *ways], rows)
+    report.show(title, ["compression", "M", "bytes of two shots, of a gather's", *WAYS], rows)
     return headline
 
 
-def every(rounds: list[Replicas], found: Mapping[str, list[float]]) -> dict[str, Any]:
+def every(rounds: list[Replicas], quartiles: Mapping[str, list[float]]) -> dict[str, Any]:
     """Shows the errors and speeds of all compressions, and returns the errors by compression and
     data set.
     """
     outer = f"outer, round {len(rounds)}"
     numel = 1 << 20
-    data = {outer: rounds[-1], **heavy_tails(rounds[0][0].numel())}
+    tails = heavy_tails(rounds[0][0].numel())
+    vectors = {outer: rounds[-1], **tails}
     table = {}
     sums = {}
     rows = []
     for name, codec in FAMILY.items():
         bits = codec.wire_bytes(numel) * 8 / numel
-        of = {what: errors(vectors, round_trip(codec)) for what, vectors in data.items()}
-        e, *tails = of.values()
+        measured = {kind: errors(replicas, round_trip(codec)) for kind, replicas in vectors.items()}
         sums[name] = error_of_the_sum(rounds, codec)
-        table[name] = {"bits": bits, **{what: asdict(one) for what, one in of.items()}}
-        cells = [e.relative, e.cosine, e.mean, sums[name], *(one.relative for one in tails)]
-        speed = [f"{found[f'{name}_{what}'][1]:.2f}" for what in ("encode", "decode")]
-        rows.append([f"`{name}`", f"{bits:.3f}", *(f"{cell:.3f}" for cell in cells), *speed])
-    tails_of = [f"error of {what}" for what in list(data)[1:]]
-    columns = [
-        "bits",
-        "error",
-        "cosine",
-        "error of the mean",
-        "error of the sum",
-        *tails_of,
-        "encode",
-        "decode",
-    ]
-    report.show(outer, ["compression", *columns], rows)
+        table[name] = {
+            "bits": bits,
+            **{kind: asdict(numbers) for kind, numbers in measured.items()},
+        }
+        real = measured[outer]
+        cells = [bits, real.relative, real.cosine, real.mean, sums[name]]
+        cells += [measured[tail].relative for tail in tails]
+        speed = [f"{quartiles[f'{name}_{work}'][1]:.2f}" for work in ("encode", "decode")]
+        rows.append([f"`{name}`", *(f"{cell:.3f}" for cell in cells), *speed])
+    columns = ["compression", "bits", "error", "cosine", "error of the mean", "error of the sum"]
+    columns += [*(f"error of {tail}" for tail in tails), "encode", "decode"]
+    report.show(outer, columns, rows)
     return {"errors": table, "sums": sums}
+
+
+def show_speeds(quartiles: Mapping[str, list[float]], numel: int) -> dict[str, Any]:
+    """Shows the speeds, and returns their quartiles by name."""
+    rows = []
+    table = {}
+    for name, (low, median, high) in quartiles.items():
+        rows.append([f"`{name}`", f"{median:.2f}", f"{low:.2f} to {high:.2f}"])
+        table[name] = {"low": low, "median": median, "high": high}
+    title = f"Speeds of {numel} values; medians of several repeats"
+    report.show(title, ["work", "relative to a copy", "quartiles"], rows)
+    return table
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -314,36 +324,26 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--two-shots", action="store_true", help="measure only what two shots cost")
     options = parser.parse_args(arguments)
     about = report.measured("compression", options.quick)
-    written = dict[str, Any]()
     if options.two_shots:
-        rounds = outer_gradients(*((TINY, 3) if options.quick else (SMALL, 16)), groups=max(GROUPS))
-        report.write(options.json, two_shots(rounds), about)
+        size, rounds = (TINY, 3) if options.quick else (SMALL, 16)
+        headline = two_shots(outer_gradients(size, rounds, groups=max(GROUPS)))
+        report.write(options.json, headline, about)
         return
-    family: dict[str, Compression] = {
-        **(COMPRESSIONS if options.speed else FAMILY),
-        "fp4 by torch": FP4ByTorch(),
-    }
+    family = COMPRESSIONS if options.speed else FAMILY
     numel = options.speed or 1 << (18 if options.quick else 24)
-    found = speeds(family, numel, repeats=3 if options.quick else 7)
-    headline = {f"{name}_of_copy": median for name, (_, median, _) in found.items()}
+    repeats = 3 if options.quick else 7
+    quartiles = speeds({**family, "fp4 by torch": FP4ByTorch()}, numel, repeats)
+    headline = {f"{name}_of_copy": median for name, (_, median, _) in quartiles.items()}
+    details = dict[str, Any]()
     if not options.speed:
-        written = every(outer_gradients(*((TINY, 3) if options.quick else (DEMO, 24))), found)
-        fp4 = written["errors"]["fp4"]
-        _, outer, *_ = fp4.values()
-        headline |= {
-            "fp4_bits_per_value": fp4["bits"],
-            **{f"fp4_outer_{name}": one for name, one in outer.items()},
-        }
-    rows = [
-        [f"`{name}`", f"{median:.2f}", f"{low:.2f} to {high:.2f}"]
-        for name, (low, median, high) in found.items()
-    ]
-    title = f"Speeds of {numel} values; medians of several repeats"
-    report.show(title, ["work", "relative to a copy", "quartiles"], rows)
-    by_name = {
-        name: dict(zip(("low", "median", "high"), one, strict=True)) for name, one in found.items()
-    }
-    report.write(options.json, headline, about, speeds=by_name, speed_values=numel, **written)
+        size, rounds = (TINY, 3) if options.quick else (DEMO, 24)
+        details = every(outer_gradients(size, rounds), quartiles)
+        fp4 = details["errors"]["fp4"]
+        headline["fp4_bits_per_value"] = fp4["bits"]
+        for name, error in fp4[f"outer, round {rounds}"].items():
+            headline[f"fp4_outer_{name}"] = error
+    speed_table = show_speeds(quartiles, numel)
+    report.write(options.json, headline, about, speeds=speed_table, speed_values=numel, **details)
 
 
 if __name__ == "__main__":

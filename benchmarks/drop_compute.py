@@ -8,7 +8,6 @@ budget that the ranks chose.
 
 import time
 from contextlib import nullcontext
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from tests.ranks import run_ranks
 
 
 class Case(NamedTuple):
-    """What is measured.
+    """A group, the times of its micro-batches, and the steps of a measurement.
 
     Attributes:
         ranks: Ranks of the group.
@@ -40,7 +39,7 @@ class Case(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """What a rank found: micro-batches that it trained, seconds, and the budget."""
+    """The numbers of a rank: micro-batches that it trained, seconds, and the budget."""
 
     trained: int
     seconds: float
@@ -55,7 +54,7 @@ def times(case: Case, steps: int, seed: int) -> torch.Tensor:
 
 
 def closed_form(case: Case, steps: int = 4000) -> Drop:
-    """What the rule finds where every step costs nothing but its micro-batches."""
+    """Applies the rule to steps that cost nothing but their micro-batches."""
     return best_drop(times(case, steps, seed=1).tolist(), overhead=0.0, most_dropped=0.1)
 
 
@@ -67,11 +66,11 @@ def _rank(rank: int, world_size: int, case: Case) -> list[Timed]:
     engine = StreamingDiLoCo(wrapped, worker_groups=groups, compression="fp32", fragments=[["*"]])
     warmup = 51  # the ranks choose when the 51st inner step begins
     table = case.seconds * times(case, warmup + case.steps, seed=0)[rank]
-    found = []
+    timed = []
     for budget, first in ((float("inf"), warmup), ("auto", 0)):
         sleeps = table[first:].reshape(-1).tolist()
         loader = DropCompute(case.micro_batches, budget)(sleeps).follow(engine)  # type: ignore[arg-type]
-        trained = 0
+        trained = []
         ends = [time.perf_counter()]
         for seconds in loader:
             if seconds is not None:
@@ -83,32 +82,25 @@ def _rank(rank: int, world_size: int, case: Case) -> list[Timed]:
                 optimizer.zero_grad()
                 engine.step(trained=loader.trained)
                 ends.append(time.perf_counter())
-                trained += (
-                    loader.trained
-                    if len(ends) > len(sleeps) // case.micro_batches - case.steps + 1
-                    else 0
-                )
-        found.append(
-            Timed(
-                trained, sum(b - a for a, b in list(pairwise(ends))[-case.steps :]), loader.budget
-            )
-        )
+                trained.append(loader.trained)
+        # The steps before these are those in which the ranks measure.
+        seconds_in_all = ends[-1] - ends[-1 - case.steps]
+        timed.append(Timed(sum(trained[-case.steps :]), seconds_in_all, loader.budget))
     engine.finish()
-    return found
+    return timed
 
 
 def measure(case: Case) -> dict[str, Any]:
     """Makes the same steps without and with dropping, and returns what was gained."""
     ranks = run_ranks(_rank, case.ranks, case, timeout=600)
-    (without, plain), (kept, dropping) = (
-        (sum(rank[run].trained for rank in ranks), max(rank[run].seconds for rank in ranks))
-        for run in (0, 1)
-    )
+    trained = [sum(rank[run].trained for rank in ranks) for run in (0, 1)]
+    seconds = [max(rank[run].seconds for rank in ranks) for run in (0, 1)]
+    speeds = [trained[run] / seconds[run] for run in (0, 1)]
     return {
-        "gain": (kept / dropping) / (without / plain) - 1,
-        "dropped": 1 - kept / without,
-        "seconds_without": plain / case.steps,
-        "seconds_with": dropping / case.steps,
+        "gain": speeds[1] / speeds[0] - 1,
+        "dropped": 1 - trained[1] / trained[0],
+        "seconds_without": seconds[0] / case.steps,
+        "seconds_with": seconds[1] / case.steps,
         "budget": ranks[0][1].budget,
     }
 
@@ -117,26 +109,29 @@ def main(arguments: list[str] | None = None) -> None:
     options = report.options(__doc__, arguments)
     case = Case(ranks=4, seconds=0.004, steps=20) if options.quick else Case()
     expected = closed_form(case)
-    found = measure(case)
-    row = [f"{found[name]:.1%}" for name in ("gain", "dropped")]
-    row += [f"{found[name]:.3f} s" for name in ("seconds_without", "seconds_with")]
+    measured = measure(case)
+    gain = measured["gain"]
+    dropped = measured["dropped"]
+    steps = [f"{measured[name]:.3f} s" for name in ("seconds_without", "seconds_with")]
+    rows = [
+        ["closed form", f"{expected.gain:.1%}", f"{expected.dropped:.1%}", "", ""],
+        ["measured", f"{gain:.1%}", f"{dropped:.1%}", *steps],
+    ]
     columns = ["", "gain", "dropped", "step without", "step with"]
-    exact = [f"{expected.gain:.1%}", f"{expected.dropped:.1%}", "", ""]
     title = f"{case.ranks} ranks, {case.micro_batches} micro-batches, sigma {case.sigma}"
-    report.show(title, columns, [["closed form", *exact], ["measured", *row]])
+    report.show(title, columns, rows)
     headline = {
-        "measured gain": found["gain"],
+        "measured gain": gain,
         "gain of the closed form": expected.gain,
-        "dropped": found["dropped"],
+        "dropped": dropped,
     }
-    about = report.measured("drop_compute", options.quick)
     report.write(
         options.json,
         headline,
-        about,
+        report.measured("drop_compute", options.quick),
         case=case._asdict(),
         closed_form=expected._asdict(),
-        found=found,
+        found=measured,
     )
 
 

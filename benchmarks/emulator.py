@@ -84,16 +84,14 @@ class Site:
 
 
 def _flow(packet: bytes, inside: slice, outside: slice) -> bytes:
-    """What a NAT tells the packets of a connection by, whichever way they go: addresses and
-    ports.
-    """
+    """Identifies the connection of a packet for a NAT, in either direction: addresses and ports."""
     ports = 10 + 4 * (packet[10] & 15)
     port = {_FROM.start: packet[ports : ports + 2], _TO.start: packet[ports + 2 : ports + 4]}
     return packet[inside] + port[inside.start] + packet[outside] + port[outside.start]
 
 
 def _begins(packet: bytes) -> bool:
-    """Whether a packet begins a connection: the first of TCP, and any of others."""
+    """Tells whether a packet begins a connection: the first of TCP, and any other packet."""
     return (
         packet[19] != socket.IPPROTO_TCP or packet[10 + 4 * (packet[10] & 15) + 13] & 0x12 == 0x02
     )
@@ -101,7 +99,7 @@ def _begins(packet: bytes) -> bool:
 
 @dataclass(frozen=True)
 class Link:
-    """What all links have in common: seconds between two sites, seconds of data that wait."""
+    """The settings of all links: seconds between two sites, seconds of data that wait."""
 
     delay: float
     queue: float
@@ -111,10 +109,10 @@ def main() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     choices = json.loads(sys.argv[1])
-    own = {name: choices["link"].pop(name) for name in ("rate", "loss")}
+    site_link = {name: choices["link"].pop(name) for name in ("rate", "loss")}
     link = Link(**choices["link"])
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
-    sites = [Site(_device(libc, home, name, host), **own) for name, host in choices["sites"]]
+    sites = [Site(_device(libc, home, name, host), **site_link) for name, host in choices["sites"]]
     hosts = {
         socket.inet_aton(host): site
         for (_, host), site in zip(choices["sites"], sites, strict=True)
@@ -193,37 +191,39 @@ class Star:
         if segmented and size:
             count = -(-(length - header) // size)
             wire = length - header + count * (header + _ETHERNET)
-        at = time.monotonic()
+        moment = time.monotonic()
         link = self._link
         if site.sends:
-            if site.up - at > link.queue:
+            if site.up - moment > link.queue:
                 return
-            at = site.up = max(at, site.up) + wire / site.sends
+            moment = site.up = max(moment, site.up) + wire / site.sends
         loss = max(site.loss, to.loss)
         if loss and random.random() < 1 - (1 - loss) ** count:
             return
-        at = site.arrived[to.device] = max(at + link.delay, site.arrived.get(to.device, 0.0))
-        self._wait(at, False, site, to, wire, packet)
+        moment = site.arrived[to.device] = max(
+            moment + link.delay, site.arrived.get(to.device, 0.0)
+        )
+        self._wait(moment, False, site, to, wire, packet)
 
     def _wait(
-        self, at: float, through: bool, site: Site, to: Site, wire: int, packet: bytes
+        self, moment: float, through: bool, site: Site, to: Site, wire: int, packet: bytes
     ) -> None:
         self._number += 1
-        heapq.heappush(self._waiting, (at, self._number, through, site, to, wire, packet))
+        heapq.heappush(self._waiting, (moment, self._number, through, site, to, wire, packet))
 
     def _deliver(self) -> None:
         now = time.monotonic()
         while self._waiting and self._waiting[0][0] <= now:
-            at, _, through, site, to, wire, packet = heapq.heappop(self._waiting)
+            moment, _, through, site, to, wire, packet = heapq.heappop(self._waiting)
             if not through and not to.lets_in(packet):
                 continue
             if to.rate and not through:
-                if to.down - at > self._link.queue:
+                if to.down - moment > self._link.queue:
                     continue
-                # What came through a link as fast as this one waits only behind others.
-                came = at - wire / site.sends if site.sends else at
-                to.down = max(max(came, to.down) + wire / to.rate, at)
-                if to.down > at:
+                # A packet from a link as fast as this one waits only behind packets of other sites.
+                sent_by = moment - wire / site.sends if site.sends else moment
+                to.down = max(max(sent_by, to.down) + wire / to.rate, moment)
+                if to.down > moment:
                     self._wait(to.down, True, site, to, wire, packet)
                     continue
             try:

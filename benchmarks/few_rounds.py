@@ -55,8 +55,8 @@ def points(count: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def likelihood(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    told, spread = model(x).chunk(2, dim=1)
-    return F.gaussian_nll_loss(told, y, F.softplus(spread) + 1e-4)
+    predicted, spread = model(x).chunk(2, dim=1)
+    return F.gaussian_nll_loss(predicted, y, F.softplus(spread) + 1e-4)
 
 
 def regression(seed: int, steps: int, choices: dict[str, float] | None, batch: int = 32) -> float:
@@ -65,116 +65,114 @@ def regression(seed: int, steps: int, choices: dict[str, float] | None, batch: i
     """
     random = torch.Generator().manual_seed(seed)
     x, y = points(2048, random)
-    held_out = points(1000, random)
+    held_out_x, held_out_y = points(1000, random)
     models = []
     for _ in range(1 if choices is None else 2):
         torch.manual_seed(seed)
-        models.append(
-            nn.Sequential(
-                nn.Linear(1, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 2)
-            )
-        )
+        layers = [nn.Linear(1, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 2)]
+        models.append(nn.Sequential(*layers))
     optimizers = [Adam(model.parameters(), lr=1e-2) for model in models]
-    simulated = (
-        None
-        if choices is None
-        else SimulatedGroups(models, [[one] for one in optimizers], **choices)
-    )
+    simulated = None
+    if choices is not None:
+        inner = [[optimizer] for optimizer in optimizers]
+        simulated = SimulatedGroups(models, inner, **choices)
     for _ in range(steps):
-        drawn = torch.randint(len(x), (2 * batch,), generator=random)
-        for model, optimizer, own in zip(models, optimizers, drawn.chunk(len(models)), strict=True):
+        picked = torch.randint(len(x), (2 * batch,), generator=random).chunk(len(models))
+        for model, optimizer, indices in zip(models, optimizers, picked, strict=True):
             optimizer.zero_grad()
-            likelihood(model, x[own], y[own]).backward()
+            likelihood(model, x[indices], y[indices]).backward()
             optimizer.step()
         if simulated is not None:
             simulated.step()
     if simulated is not None:
         simulated.finish()
     with torch.no_grad():
-        return float((models[0](held_out[0])[:, :1] - held_out[1]).square().mean().sqrt())
+        predicted = models[0](held_out_x)[:, :1]
+    return float((predicted - held_out_y).square().mean().sqrt())
 
 
 def regressions(seeds: range) -> dict[str, list[float]]:
     """By how many percent the error is above that of DDP, by setting and seed."""
-    found = {}
+    percent_above = {}
     for steps in REGRESSIONS:
         plain = [regression(seed, steps, None) for seed in seeds]
         for rounds in ROUNDS:
-            every = steps // rounds
-            if every < 3:
+            sync_every = steps // rounds
+            if sync_every < 3:
                 continue
-            for momentum in momenta(every, rounds):
+            for momentum in momenta(sync_every, rounds):
                 choices = {
-                    "sync_every": every,
-                    "overlap_steps": min(5, every // 20),
+                    "sync_every": sync_every,
+                    "overlap_steps": min(5, sync_every // 20),
                     "outer_momentum": momentum,
                 }
                 losses = [regression(seed, steps, choices) for seed in seeds]
-                name = f"regression of {steps} steps, {rounds} rounds, H={every}, outer_momentum={momentum:g}"
-                found[name] = [
-                    100 * (own / ddp - 1) for own, ddp in zip(losses, plain, strict=True)
-                ]
-    return found
+                name = f"regression of {steps} steps, {rounds} rounds, H={sync_every}, outer_momentum={momentum:g}"
+                pairs = zip(losses, plain, strict=True)
+                percent_above[name] = [100 * (loss / ddp_loss - 1) for loss, ddp_loss in pairs]
+    return percent_above
 
 
 def fine_tuned(seed: int) -> Iterator[finetuning.FineTuning]:
     for method in METHODS:
         yield ddp(method, seed)
-        for every in (finetuning.STEPS // rounds for rounds in ROUNDS):
-            for momentum in momenta(every, finetuning.STEPS // every):
+        for sync_every in (finetuning.STEPS // rounds for rounds in ROUNDS):
+            for momentum in momenta(sync_every, finetuning.STEPS // sync_every):
                 yield ours(
                     method,
                     seed,
-                    sync_every=every,
-                    overlap_steps=min(5, every // 4),
+                    sync_every=sync_every,
+                    overlap_steps=min(5, sync_every // 4),
                     outer_momentum=momentum,
                 )
 
 
 def from_scratch(seed: int) -> Iterator[Training]:
-    yield (base := replace(FROM_SCRATCH, seed=seed))
-    for every in [base.steps // rounds for rounds in ROUNDS] + list(SHORT):
-        for momentum in momenta(every, base.steps // every):
-            own = {
-                "sync_every": every,
-                "overlap_steps": SHORT.get(every, 5),
+    base = replace(FROM_SCRATCH, seed=seed)
+    yield base
+    for sync_every in [base.steps // rounds for rounds in ROUNDS] + list(SHORT):
+        for momentum in momenta(sync_every, base.steps // sync_every):
+            changes = {
+                "sync_every": sync_every,
+                "overlap_steps": SHORT.get(sync_every, 5),
                 "outer_momentum": momentum,
             }
-            yield replace(base, lr=LR, choices={**TWO_GROUPS, **own})
+            yield replace(base, lr=LR, choices={**TWO_GROUPS, **changes})
 
 
 def pairs_of(seeds: Sequence[int]) -> dict[str, list[tuple[Training, Training]]]:
     """Each training of language beside its DDP, by setting."""
-    tuned = paired(one for seed in seeds for one in fine_tuned(seed))
-    found: dict[str, list[tuple[Training, Training]]] = {
+    tuned = paired(training for seed in seeds for training in fine_tuned(seed))
+    settings: dict[str, list[tuple[Training, Training]]] = {
         name: [*pairs] for name, pairs in tuned.items()
     }
     for seed in seeds[:2]:  # a minute and more each
-        plain, *others = from_scratch(seed)
-        for one in others:
-            assert one.choices is not None
-            every, tau, momentum = (
-                one.choices[name] for name in ("sync_every", "overlap_steps", "outer_momentum")
-            )
-            name = f"from scratch, H={every}, tau={tau}, outer_momentum={momentum:g}"
-            found.setdefault(name, []).append((one, plain))
-    return found
+        plain, *streaming = from_scratch(seed)
+        for training in streaming:
+            assert training.choices is not None
+            choices = training.choices
+            momentum = f"outer_momentum={choices['outer_momentum']:g}"
+            lengths = f"H={choices['sync_every']}, tau={choices['overlap_steps']}"
+            name = f"from scratch, {lengths}, {momentum}"
+            settings.setdefault(name, []).append((training, plain))
+    return settings
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = runs.parsed(runs.parser(__doc__), arguments)
     settings = {} if options.quick else pairs_of(SEEDS)
-    kept = Runs("few_rounds", options.json)
+    finished = Runs("few_rounds", options.json)
     if settings:
         # Once, before several processes want it.
         pretrained_weights(SMALL, 16.0)
-        wanted = [one for pairs in settings.values() for pair in pairs for one in pair]
-        kept.make(wanted, options.workers, options.minutes)
+        finished.make(runs.of_pairs(settings), options.workers, options.minutes)
     above = regressions(range(2) if options.quick else REGRESSION_SEEDS)
     rows = [[name, str(len(values)), interval(values, digits=1)] for name, values in above.items()]
     report.show("regression: % of the error above DDP's", ["setting", "seeds", "in %"], rows)
-    kept.write({name: mean(values) for name, values in above.items()})
-    comparison.tell("few rounds: two groups", comparison.compared(kept, settings), kept, options)
+    finished.write({name: mean(values) for name, values in above.items()})
+    comparison.tell(
+        "few rounds: two groups", comparison.compared(finished, settings), finished, options
+    )
 
 
 if __name__ == "__main__":

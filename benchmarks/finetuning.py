@@ -57,7 +57,7 @@ RECOMMENDED: dict[str, dict[str, Any]] = {
     "all parameters": {"overlap_steps": 1},
     "LoRA": {"overlap_steps": 1},
 }
-"""What docs/choosing.md recommends beyond that for 500 steps."""
+"""The changes to it that docs/choosing.md recommends for 500 steps."""
 
 RATES = {"all parameters": (2e-3, 3e-3, 4e-3), "LoRA": (1e-2, 1.5e-2, 2e-2)}
 DDP_RATES = {"all parameters": (3e-3, 4e-3, 6e-3), "LoRA": (1e-2, 2e-2, 4e-2)}
@@ -163,11 +163,11 @@ def pretrained_weights(size: Size, budget: float) -> Path:
     )
     if not path.exists():
         report.said(f"pretraining {parameters(size):,} parameters")
-        one = Training(
+        training = Training(
             size, None, groups=2, budget=budget, batch=PRETRAINED_BATCH, lr=PRETRAINED_LR
         )
         unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-        torch.save(trained(one, Sources(size)).state_dict(), unfinished)
+        torch.save(trained(training, Sources(size)).state_dict(), unfinished)
         unfinished.replace(path)
     return path
 
@@ -206,7 +206,7 @@ def rates() -> Iterator[FineTuning]:
 
 
 def verdict() -> Iterator[FineTuning]:
-    """What is recommended, over seeds that the other stages did not see."""
+    """Fine-tunings as recommended, over seeds that the other stages did not see."""
     for seed, method in product(SEEDS, METHODS):
         yield from (ddp(method, seed), ours(method, seed, **RECOMMENDED[method]))
 
@@ -219,33 +219,35 @@ STAGES: dict[str, Callable[[], Iterator[FineTuning]]] = {
 
 def quick_trainings() -> Iterator[FineTuning]:
     for method in METHODS:
-        for one in (ddp(method), ours(method, sync_every=10)):
-            yield replace(one, size=TINY, budget=0.05, validation_windows=32, pretrained=0.05)
+        for training in (ddp(method), ours(method, sync_every=10)):
+            yield replace(training, size=TINY, budget=0.05, validation_windows=32, pretrained=0.05)
 
 
 def paired(trainings: Iterable[FineTuning]) -> dict[str, list[tuple[FineTuning, FineTuning]]]:
     """Pairs each training with DDP at the rate that suits DDP, by setting."""
     pairs: dict[str, list[tuple[FineTuning, FineTuning]]] = {}
-    for one in trainings:
-        best = replace(one, choices=None, lr=DDP_LR[method_of(one)])
-        if one != best:
-            pairs.setdefault(name(one), []).append((one, best))
+    for training in trainings:
+        best = replace(training, choices=None, lr=DDP_LR[method_of(training)])
+        if training != best:
+            pairs.setdefault(name(training), []).append((training, best))
     return pairs
 
 
-def method_of(one: FineTuning) -> str:
-    return next(method for method, rank in METHODS.items() if rank == one.lora_rank)
+def method_of(training: FineTuning) -> str:
+    return next(method for method, rank in METHODS.items() if rank == training.lora_rank)
 
 
-def name(one: FineTuning) -> str:
+def name(training: FineTuning) -> str:
     """Names a setting by what is trained, and by what it changes of the base."""
-    parts = [method_of(one), f"lr={one.lr:g}"]
-    if one.choices is None:
+    parts = [method_of(training), f"lr={training.lr:g}"]
+    if training.choices is None:
         return ", ".join([*parts, "DDP"])
     shown = [
-        key for key, value in one.choices.items() if key == "sync_every" or BASE.get(key) != value
+        key
+        for key, value in training.choices.items()
+        if key == "sync_every" or BASE.get(key) != value
     ]
-    return ", ".join([*parts, *(f"{key}={one.choices[key]}" for key in shown)])
+    return ", ".join([*parts, *(f"{key}={training.choices[key]}" for key in shown)])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -260,10 +262,10 @@ def main(arguments: list[str] | None = None) -> None:
     wanted = list(trainings())
     # Once, before several processes want it.
     pretrained_weights(wanted[0].size, wanted[0].pretrained)
-    kept = Runs("finetuning", options.json)
-    kept.make(wanted, options.workers, options.minutes)
+    finished = Runs("finetuning", options.json)
+    finished.make(wanted, options.workers, options.minutes)
     title = f"{stage}: {wanted[0].steps} steps, {parameters(wanted[0].size):,} parameters"
-    comparison.tell(title, comparison.compared(kept, paired(wanted)), kept, options)
+    comparison.tell(title, comparison.compared(finished, paired(wanted)), finished, options)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ it holds, training never waits.
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import report
-from benchmarks.links import Links, missing
+from benchmarks.links import Links, require
 from benchmarks.picture import BLUE, ORANGE, QUIET, figure, save
 from lightning_sdiloco import Landing, StreamingDiLoCo
 from lightning_sdiloco.comm.pacing import Connection
@@ -42,7 +42,7 @@ _PARTS = ("encode", "transfer", "decode", "relay", "outer_step")
 
 
 class Case(NamedTuple):
-    """What is measured.
+    """Sites, their links, and the flights between them.
 
     Attributes:
         sites: Worker groups, of one rank each.
@@ -84,17 +84,21 @@ class Case(NamedTuple):
         return self.overlap_steps + 5
 
 
+Spans = Mapping[str, tuple[float, float]]
+"""When a flight and its parts began and ended in one rank."""
+
+
 class Ran(NamedTuple):
-    """What one rank saw."""
+    """The numbers of one rank: seconds in all, and the spans and bytes of every flight."""
 
     seconds: float
-    spans: list[Mapping[str, tuple[float, float]]]
+    spans: list[Spans]
     sent: list[int]
 
 
 class Found(NamedTuple):
-    """What was measured; of flights the medians, from the last launch until the last group has the
-    result.
+    """The numbers of a case; of flights the medians, from the last launch until the last group
+    has the result.
     """
 
     flight: float
@@ -112,44 +116,52 @@ def measure(case: Case) -> Found:
     """Trains over slow links, and over links that carry what they can."""
     shaped = _ranks(case, is_shaped=True)
     unshaped = _ranks(case._replace(before=1), is_shaped=False)
-    seconds = list[float]()
-    parts = list[dict[str, float]]()
-    for flights in zip(*(rank.spans for rank in shaped), strict=True):
-        launched, ended = (max(spans["flight"][end] for spans in flights) for end in (0, 1))
-        seconds.append(ended - launched)
-        lengths = [
-            {name: spans[name][1] - spans[name][0] for name in _PARTS if name in spans}
-            for spans in flights
-        ]
-        parts.append({name: max(one[name] for one in lengths) for name in lengths[0]})
+    # Of every flight the spans in all ranks.
+    flights = list(zip(*(rank.spans for rank in shaped), strict=True))
+    seconds = [_until_all_have_it(spans) for spans in flights]
+    parts = [_slowest_parts(spans) for spans in flights]
     flight = median(seconds)
     trips = 2 * case.round_trip
-    alone = case.on_link(median(sent for rank in shaped for sent in rank.sent))
-    step, free = (
-        max(rank.seconds for rank in ranks) / case.flights / case.sync_every
-        for ranks in (shaped, unshaped)
-    )
+    alone = case.on_link(median(nbytes for rank in shaped for nbytes in rank.sent))
+    step = _step_seconds(case, shaped)
+    unshaped_step = _step_seconds(case, unshaped)
     return Found(
         flight=flight,
         bytes_alone=alone,
         ratio=flight / (alone + trips),
         without_round_trips=(flight - trips) / alone,
-        parts={name: median(one[name] for one in parts) for name in parts[0]},
+        parts={name: median(flight_parts[name] for flight_parts in parts) for name in parts[0]},
         flights=seconds,
         step=step,
-        unshaped_step=free,
-        kept=free / step,
+        unshaped_step=unshaped_step,
+        kept=unshaped_step / step,
     )
 
 
+def _until_all_have_it(spans: Sequence[Spans]) -> float:
+    """Returns the seconds from the last launch of a flight until the last rank has its result."""
+    launched = max(rank["flight"][0] for rank in spans)
+    ended = max(rank["flight"][1] for rank in spans)
+    return ended - launched
+
+
+def _slowest_parts(spans: Sequence[Spans]) -> dict[str, float]:
+    """Returns how long each part of a flight took in the rank that was slowest in it."""
+    names = [name for name in _PARTS if name in spans[0]]
+    return {name: max(rank[name][1] - rank[name][0] for rank in spans) for name in names}
+
+
+def _step_seconds(case: Case, ranks: Sequence[Ran]) -> float:
+    return max(rank.seconds for rank in ranks) / case.flights / case.sync_every
+
+
 def _ranks(case: Case, is_shaped: bool) -> list[Ran]:
-    rate, delay = (case.mbit_s * 1e6, case.round_trip / 2) if is_shaped else (None, 0.0)
-    with Links(
-        case.sites, rate, delay, queue=case.queue, congestion_control=case.congestion_control
-    ) as links:
-        return list(
-            run_processes(partial(_rank, case, links), case.sites, ranks_per_node=1, timeout=300.0)
-        )
+    rate = case.mbit_s * 1e6 if is_shaped else None
+    delay = case.round_trip / 2 if is_shaped else 0.0
+    control = case.congestion_control
+    with Links(case.sites, rate, delay, queue=case.queue, congestion_control=control) as links:
+        work = partial(_rank, case, links)
+        return list(run_processes(work, case.sites, ranks_per_node=1, timeout=300.0))
 
 
 def _rank(case: Case, links: Links, rank: int, world_size: int) -> Ran:
@@ -181,7 +193,8 @@ def _rank(case: Case, links: Links, rank: int, world_size: int) -> Ran:
         landings += engine.step()
     seconds = time.perf_counter() - began
     engine.finish()
-    return Ran(seconds, [dict(one.spans) for one in landings], [one.bytes_sent for one in landings])
+    spans: list[Spans] = [dict(landing.spans) for landing in landings]
+    return Ran(seconds, spans, sent=[landing.bytes_sent for landing in landings])
 
 
 def cases(quick: bool) -> dict[str, Case]:
@@ -197,7 +210,7 @@ def cases(quick: bool) -> dict[str, Case]:
 
 
 def other_links() -> dict[str, Case]:
-    """What else to measure: other links than those of 30 Mbit/s, all with CUBIC."""
+    """Cases with other links than those of 30 Mbit/s, all with CUBIC."""
     # As long as a pace takes to find the speed of a link with a long round trip.
     before = 12
     return _both_ways(
@@ -219,8 +232,8 @@ def _both_ways(paced: Mapping[str, Case]) -> dict[str, Case]:
     }
 
 
-def show(found: Mapping[str, Found]) -> None:
-    numbers = [
+def show(measured: Mapping[str, Found]) -> None:
+    columns = [
         "flight, s",
         "bytes alone, s",
         "ratio",
@@ -232,21 +245,22 @@ def show(found: Mapping[str, Found]) -> None:
     rows = [
         [
             name,
-            *(
-                f"{value:.3f}"
-                for value in (one.flight, one.bytes_alone, one.ratio, one.without_round_trips)
-            ),
-            *(f"{1e3 * value:.1f}" for value in (one.step, one.unshaped_step)),
-            f"{one.kept:.3f}",
+            f"{numbers.flight:.3f}",
+            f"{numbers.bytes_alone:.3f}",
+            f"{numbers.ratio:.3f}",
+            f"{numbers.without_round_trips:.3f}",
+            f"{1e3 * numbers.step:.1f}",
+            f"{1e3 * numbers.unshaped_step:.1f}",
+            f"{numbers.kept:.3f}",
         ]
-        for name, one in found.items()
+        for name, numbers in measured.items()
     ]
-    report.show("Flights", ["", *numbers], rows)
-    parts = [
-        [name, *(f"{one.parts[p]:.3f}" if p in one.parts else "-" for p in _PARTS)]
-        for name, one in found.items()
-    ]
-    report.show("Parts of a flight in the slowest rank, s", ["", *_PARTS], parts)
+    report.show("Flights", ["", *columns], rows)
+    rows = []
+    for name, numbers in measured.items():
+        parts = numbers.parts
+        rows.append([name, *(f"{parts[p]:.3f}" if p in parts else "-" for p in _PARTS)])
+    report.show("Parts of a flight in the slowest rank, s", ["", *_PARTS], rows)
 
 
 def draw(measured: Mapping[str, Case], found: Mapping[str, Found], path: Path | None) -> None:
@@ -260,19 +274,11 @@ def draw(measured: Mapping[str, Case], found: Mapping[str, Found], path: Path | 
     picture, panels = figure(columns=len(controls), height=3.4)
     for axes, control in zip(panels, controls, strict=True):
         for name, case in measured.items():
-            if case.congestion_control != control:
-                continue
-            one = found[name]
-            color = BLUE if case.paced else ORANGE
-            times = [(seconds - 2 * case.round_trip) / one.bytes_alone for seconds in one.flights]
-            where = sites.index(case.sites) + (0.15 if case.paced else -0.15)
-            spread = [where + 0.1 * (at / max(1, len(times) - 1) - 0.5) for at in range(len(times))]
-            axes.scatter(
-                spread, times, s=18, color=color, label="paced" if case.paced else "not paced"
-            )
+            if case.congestion_control == control:
+                _scatter(axes, sites.index(case.sites), case, found[name])
         axes.axhline(BOUND, color=QUIET, linewidth=1, linestyle="--")
         axes.set(title=control.upper(), ylim=(1.0, None), xlim=(-0.5, len(sites) - 0.5))
-        axes.set_xticks(range(len(sites)), [f"{one} sites" for one in sites])
+        axes.set_xticks(range(len(sites)), [f"{number} sites" for number in sites])
     top = max(axes.get_ylim()[1] for axes in panels)
     for axes in panels:
         axes.set_ylim(1.0, top)
@@ -285,30 +291,39 @@ def draw(measured: Mapping[str, Case], found: Mapping[str, Found], path: Path | 
     save(picture, path)
 
 
+def _scatter(axes: Any, place: int, case: Case, numbers: Found) -> None:
+    """Draws the flights of a case beside each other, those that are paced to the right."""
+    times = [(flight - 2 * case.round_trip) / numbers.bytes_alone for flight in numbers.flights]
+    middle = place + (0.15 if case.paced else -0.15)
+    last = max(1, len(times) - 1)
+    places = [middle + 0.1 * (number / last - 0.5) for number in range(len(times))]
+    color = BLUE if case.paced else ORANGE
+    label = "paced" if case.paced else "not paced"
+    axes.scatter(places, times, s=18, color=color, label=label)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = report.parser(__doc__)
     parser.add_argument(
         "--links", action="store_true", help="measure other links than those of 30 Mbit/s"
     )
     options = parser.parse_args(arguments)
-    lacks = missing()
-    if lacks is not None:
-        raise SystemExit(lacks)
-    found = dict[str, Found]()
-    told = dict[str, dict[str, Any]]()
+    require()
+    outcomes = dict[str, Found]()
+    details = dict[str, dict[str, Any]]()
+    headline = dict[str, float]()
     measured = other_links() if options.links else cases(options.quick)
     for name, case in measured.items():
-        found[name] = measure(case)
+        numbers = measure(case)
         about = report.measured("flights", options.quick)
-        told[name] = {"case": case._asdict(), "load": about["load"], **found[name]._asdict()}
-        report.said(f"{name}: {found[name].flight:.2f} s, load {about['load'][0]}")
-    show(found)
-    draw(measured, found, options.picture)
-    named = ("ratio", "without_round_trips", "kept")
-    headline = {
-        f"{name}: {what}": getattr(one, what) for name, one in found.items() for what in named
-    }
-    report.write(options.json, headline, about, found=told)
+        outcomes[name] = numbers
+        details[name] = {"case": case._asdict(), "load": about["load"], **numbers._asdict()}
+        for field in ("ratio", "without_round_trips", "kept"):
+            headline[f"{name}: {field}"] = details[name][field]
+        report.said(f"{name}: {numbers.flight:.2f} s, load {about['load'][0]}")
+    show(outcomes)
+    draw(measured, outcomes, options.picture)
+    report.write(options.json, headline, about, found=details)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ CASES = [
 
 def landings(groups: int, sync_every: int, lr: float, budget: float) -> list[Landing]:
     """Trains, and returns all landings of the first group."""
-    found: list[Landing] = []
     choices = {
         "sync_every": sync_every,
         "overlap_steps": 2,
@@ -36,48 +35,46 @@ def landings(groups: int, sync_every: int, lr: float, budget: float) -> list[Lan
     loop = Loop(training, training.text())
     streaming: Any = loop._streaming
     step = streaming.step
-    streaming.step = lambda **how: found.extend(step(**how)[0])
+    landed: list[Landing] = []
+    streaming.step = lambda **how: landed.extend(step(**how)[0])
     loop.run()
-    return found
+    return landed
 
 
-def lengths(found: list[Landing]) -> list[float]:
+def lengths(landed: list[Landing]) -> list[float]:
     """Returns how many times as long as usual each contribution was, where that is known."""
     past = defaultdict[int, dict[int, list[float]]](lambda: defaultdict(list))
     longer = []
-    for landing in found:
-        own = past[landing.fragment]
+    for landing in landed:
+        past_norms = past[landing.fragment]
         norms = dict(enumerate(landing.group_norms))
-        longer += [
-            norm / known for group, norm in norms.items() if (known := usual(group, norms, own))
-        ]
         for group, norm in norms.items():
-            own[group] = [*own[group], norm][-REMEMBERED:]
+            usual_norm = usual(group, norms, past_norms)
+            if usual_norm:
+                longer.append(norm / usual_norm)
+        for group, norm in norms.items():
+            past_norms[group] = [*past_norms[group], norm][-REMEMBERED:]
     return longer
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = report.options(__doc__, arguments)
+    budget = 0.5 if options.quick else 24.0
     rows = []
     longest = 0.0
     contributions = 0
     for groups, sync_every, lr in CASES[:1] if options.quick else CASES:
-        found = landings(groups, sync_every, lr, budget=0.5 if options.quick else 24.0)
-        longest, contributions = (
-            max(longest, most := max(lengths(found))),
-            contributions + groups * len(found),
-        )
-        rows.append(
-            [str(groups), str(sync_every), f"{lr:g}", str(groups * len(found)), f"{most:.2f}"]
-        )
-        report.said(" ".join(rows[-1]))
+        landed = landings(groups, sync_every, lr, budget)
+        count = groups * len(landed)
+        most = max(lengths(landed))
+        longest = max(longest, most)
+        contributions += count
+        row = [str(groups), str(sync_every), f"{lr:g}", str(count), f"{most:.2f}"]
+        rows.append(row)
+        report.said(" ".join(row))
     columns = ["groups", "sync_every", "learning rate", "contributions", "longest, times usual"]
-    report.show(
-        "Honest contributions",
-        columns,
-        rows,
-        f"The guard leaves out what is {GUARD:g} times as long as usual.",
-    )
+    caption = f"The guard leaves out what is {GUARD:g} times as long as usual."
+    report.show("Honest contributions", columns, rows, caption)
     headline = {"contributions": contributions, "longest, times usual": longest}
     report.write(options.json, headline, report.measured("guard", options.quick))
 

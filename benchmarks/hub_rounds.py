@@ -12,9 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +48,8 @@ class LightSite(ScriptedSite):
     @override
     def encoded(self, gradient: np.ndarray, exact: bool) -> bytes:
         # The scale of the first block tells one payload from another.
-        return (
-            np.random.default_rng().integers(100, 16000, 1, np.uint16).tobytes() + self.payload[2:]
-        )
+        scale = np.random.default_rng().integers(100, 16000, 1, np.uint16)
+        return scale.tobytes() + self.payload[2:]
 
     @override
     def stepped(self, record: Record, old: Values, payloads: Sequence[Any]) -> Values:
@@ -72,38 +73,43 @@ def measure(sites: int, size: int, at_hub: bool) -> dict[str, Any]:
         command = [sys.executable, "-m", "benchmarks.hub_rounds", "--serve", folder, str(sites)]
         hub = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert hub.stdout is not None
-        terms = replace(TERMS, hub_mean="fp4" if at_hub else None)
-        values = size * 128 // 66 // 128 * 128
-        payload = encoded(
-            np.random.default_rng(0).standard_normal(values).astype(np.float32), "fp4"
-        )
-        own = replace(run_config(terms), fragments=((("weight", f"({values},)"),),))
         port = int(hub.stdout.readline())
-
-        def joins(name: str) -> LightSite:
-            client = HubClient(f"127.0.0.1:{port}", RUN, name, keys=keys, channels=1)
-            connection = HubConnection(client)
-            site = LightSite(connection, connection.agree(own), [first_values(0)])
-            site.payload = payload
-            connection.hello(site.follower)
-            return site
-
+        terms = replace(TERMS, hub_mean="fp4" if at_hub else None)
+        joins = partial(join, size, terms, f"127.0.0.1:{port}", keys)
         with ThreadPoolExecutor(8) as pool:
             joined = list(pool.map(joins, names))
-        began: tuple[float, float] = (0.0, 0.0)
-        for number in (1, 1 + ROUNDS):
-            began = processor_time(hub), time.monotonic()
-            while min(site.rounds[0] for site in joined) < number:
-                for site in joined:
-                    site.step()
-                time.sleep(0.01)
-        spent = processor_time(hub) - began[0]
-        seconds = time.monotonic() - began[1]
+        play(joined, until=1)
+        processor_before = processor_time(hub)
+        began = time.monotonic()
+        play(joined, until=1 + ROUNDS)
+        processor = processor_time(hub) - processor_before
+        seconds = time.monotonic() - began
         for site in joined:
             site.connection.close(0)
         hub.communicate(timeout=60)
-    about = {"bytes": size, "mean": "hub" if at_hub else "sites", "sites": sites}
-    return about | {"processor": spent / ROUNDS, "seconds": seconds / ROUNDS}
+    case = {"bytes": size, "mean": "hub" if at_hub else "sites", "sites": sites}
+    return case | {"processor": processor / ROUNDS, "seconds": seconds / ROUNDS}
+
+
+def join(size: int, terms: Terms, address: str, keys: Path, name: str) -> LightSite:
+    """Makes a site that contributes payloads of so many bytes, and lets it join the run."""
+    values = size * 128 // 66 // 128 * 128
+    config = replace(run_config(terms), fragments=((("weight", f"({values},)"),),))
+    client = HubClient(address, RUN, name, keys=keys, channels=1)
+    connection = HubConnection(client)
+    site = LightSite(connection, connection.agree(config), [first_values(0)])
+    gradient = np.random.default_rng(0).standard_normal(values).astype(np.float32)
+    site.payload = encoded(gradient, "fp4")
+    connection.hello(site.follower)
+    return site
+
+
+def play(sites: Sequence[LightSite], until: int) -> None:
+    """Lets sites step until all have so many rounds."""
+    while min(site.rounds[0] for site in sites) < until:
+        for site in sites:
+            site.step()
+        time.sleep(0.01)
 
 
 def serve(folder: str, sites: str) -> None:
@@ -119,29 +125,31 @@ def serve(folder: str, sites: str) -> None:
     hub.close()
 
 
+def cases() -> Iterator[tuple[int, int, bool]]:
+    """Yields sites, bytes of a payload, and whether the hub takes the mean, as far as one process
+    can hold the payloads.
+    """
+    for size, at_hub, sites in product(BYTES, (False, True), SITES):
+        if at_hub or sites**2 * size <= MOST:
+            yield sites, size, at_hub
+
+
 def main(arguments: list[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["--serve"]:
         serve(*words[1:])
         return
     options = report.options(__doc__, words)
-    places = [
-        (sites, size, at_hub) for size in BYTES for at_hub in (False, True) for sites in SITES
-    ]
-    places = [place for place in places if place[0] ** 2 * place[1] <= MOST or place[2]]
-    rows = [measure(*place) for place in (places[:1] if options.quick else places)]
-    named = [(f"{row['bytes'] >> 10} KiB, mean at {row['mean']}", row) for row in rows]
-    table = [
-        [name, f"{row['sites']}", f"{row['processor']:.3f}", f"{row['seconds']:.2f}"]
-        for name, row in named
-    ]
-    report.show(
-        "A round at the hub", ["payloads", "sites", "its processor, s", "a round takes, s"], table
-    )
-    headline = {
-        f"{name}, {row['sites']} sites: s of the hub's processor": row["processor"]
-        for name, row in named
-    }
+    rows = [measure(*case) for case in islice(cases(), 1 if options.quick else None)]
+    table = []
+    headline = {}
+    for row in rows:
+        name = f"{row['bytes'] >> 10} KiB, mean at {row['mean']}"
+        sites = f"{row['sites']}"
+        table.append([name, sites, f"{row['processor']:.3f}", f"{row['seconds']:.2f}"])
+        headline[f"{name}, {sites} sites: s of the hub's processor"] = row["processor"]
+    columns = ["payloads", "sites", "its processor, s", "a round takes, s"]
+    report.show("A round at the hub", columns, table)
     report.write(options.json, headline, report.measured("hub_rounds", options.quick), rows=rows)
 
 

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks import report
-from benchmarks.links import Links, missing
+from benchmarks.links import Links, require
 
 ROUND_TRIP = 0.05
 RUN = "transport"
@@ -44,24 +44,15 @@ LINES = (
 
 
 def iperf3(links: Links, size: int, connections: int) -> float:
-    """What iperf3 carries from site 1 to site 0, in Mbit/s."""
+    """Measures with iperf3 how fast site 1 can send to site 0, in Mbit/s."""
     server = links.start(0, ["iperf3", "--server", "--one-off"], stdout=subprocess.DEVNULL)
     time.sleep(1.0)
-    words = [
-        "iperf3",
-        "--client",
-        links.address(0),
-        "--bytes",
-        str(size),
-        "--parallel",
-        str(connections),
-        "--json",
-    ]
-    told = subprocess.run(
-        links.command(1, words), check=True, capture_output=True, text=True
-    ).stdout
+    words = ["iperf3", "--client", links.address(0), "--bytes", str(size)]
+    words += ["--parallel", str(connections), "--json"]
+    client = subprocess.run(links.command(1, words), check=True, capture_output=True, text=True)
     server.wait()
-    return float(json.loads(told)["end"]["sum_received"]["bits_per_second"]) / 1e6
+    totals = json.loads(client.stdout)["end"]["sum_received"]
+    return float(totals["bits_per_second"]) / 1e6
 
 
 def serve(folder: str) -> None:
@@ -102,11 +93,10 @@ def measure(line: Line, repeats: int) -> list[dict[str, Any]]:
     from lightning_sdiloco.federation.keys import add_keys, init_keys
 
     rows = []
+    rate = line.mbit * 1e6
     with (
         tempfile.TemporaryDirectory() as folder,
-        Links(
-            2, line.mbit * 1e6, ROUND_TRIP / 2, loss=line.loss, congestion_control="cubic"
-        ) as links,
+        Links(2, rate, ROUND_TRIP / 2, loss=line.loss, congestion_control="cubic") as links,
     ):
         init_keys(Path(folder, "keys"), RUN)
         add_keys(Path(folder, "keys"), "site", "site")
@@ -121,44 +111,37 @@ def measure(line: Line, repeats: int) -> list[dict[str, Any]]:
                 site.stdin.flush()
                 ours.append(float(site.stdout.readline()))
             rows.append(line._asdict() | {"size": size, "ours": ours, "iperf3": plain})
-            report.said(
-                f"{line.mbit} Mbit/s, {size // 10**6} MB: {median(ours):.0f} of {median(plain):.0f}"
-                " Mbit/s"
-            )
+            rates = f"{median(ours):.0f} of {median(plain):.0f} Mbit/s"
+            report.said(f"{line.mbit} Mbit/s, {size // 10**6} MB: {rates}")
         for process in (site, hub):
             process.communicate(timeout=30)
     return rows
 
 
-def inside(links: Links, site: int, what: str, *arguments: str) -> Any:
+def inside(links: Links, site: int, part: str, *arguments: str) -> Any:
     """Starts one of the two ends in its site, and waits until it is ready."""
-    words = [sys.executable, "-m", "benchmarks.hub_transport", "--inside", what, *arguments]
-    process = links.start(
-        site,
-        words,
-        {"OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    words = [sys.executable, "-m", "benchmarks.hub_transport", "--inside", part, *arguments]
+    pipe = subprocess.PIPE
+    process = links.start(site, words, {"OMP_NUM_THREADS": "1"}, stdin=pipe, stdout=pipe, text=True)
     if process.stdout is None or process.stdout.readline() != "ready\n":
-        raise RuntimeError(f"The part {what!r} did not start in site {site}; its error is above.")
+        raise RuntimeError(f"The part {part!r} did not start in site {site}; its error is above.")
     return process
 
 
 def main(arguments: list[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["--inside"]:
-        (serve if words[1] == "serve" else send)(*words[2:])
+        part = serve if words[1] == "serve" else send
+        part(*words[2:])
         return
     options = report.options(__doc__, words)
-    lacks = missing() or (
-        None if shutil.which("iperf3") else "iperf3 is not installed: apt-get install iperf3"
-    )
-    if lacks:
-        raise SystemExit(lacks)
-    chosen = [LINES[0]._replace(sizes=(2_000_000,))] if options.quick else LINES
-    rows = [row for line in chosen for row in measure(line, 1 if options.quick else 5)]
+    require()
+    if shutil.which("iperf3") is None:
+        raise SystemExit("iperf3 is not installed: apt-get install iperf3")
+    lines = [LINES[0]._replace(sizes=(2_000_000,))] if options.quick else LINES
+    rows = []
+    for line in lines:
+        rows += measure(line, 1 if options.quick else 5)
     headline = {
         f"{name_of(row)}: of iperf3": median(row["ours"]) / median(row["iperf3"]) for row in rows
     }

@@ -66,8 +66,8 @@ class LearningCase(Case):
     @override
     def batches(self, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
         for windows in torch.load(Path(self.folder, WINDOWS)):
-            own = windows[rank * self.batch : (rank + 1) * self.batch].long()
-            yield own[:, :-1], own[:, 1:]
+            rank_windows = windows[rank * self.batch : (rank + 1) * self.batch].long()
+            yield rank_windows[:, :-1], rank_windows[:, 1:]
 
     @override
     def stamps(self, net: nn.Module, rank: int) -> Stamps:
@@ -125,16 +125,16 @@ def snapshots(
     for step in case.snapshot_steps:
         paths = [Path(case.folder, f"{step}-{rank}.pt") for rank in range(ranks)]
         if all(path.exists() for path in paths):
-            found = [torch.load(path) for path in paths]
+            ranks_models = [torch.load(path) for path in paths]
             took = {
                 "step": step,
-                "seconds": max(one["seconds"] for one in found),
-                "bytes": sum(one["bytes"] for one in found) / ranks,
+                "seconds": max(model["seconds"] for model in ranks_models),
+                "bytes": sum(model["bytes"] for model in ranks_models) / ranks,
             }
             yield (
                 took,
                 {
-                    name: sum(one["model"][name] for one in found) / ranks
-                    for name in found[0]["model"]
+                    name: sum(model["model"][name] for model in ranks_models) / ranks
+                    for name in ranks_models[0]["model"]
                 },
             )

@@ -5,21 +5,17 @@ from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
-from torch import nn
 
-from benchmarks.case import Case
 from benchmarks.fits import Timed, fit
-from benchmarks.peers.loops import Batches, Loop
-from benchmarks.stamps import Stamps
+from benchmarks.peers.loops import Loop, Rank
 from lightning_sdiloco import StreamingDiLoCoStrategy
 
 TIMEOUT = timedelta(minutes=10)
 
 
-def streaming(
-    case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int
-) -> dict[str, Any]:
+def streaming(rank: Rank) -> dict[str, Any]:
     """Ours. One step more: the final exchange comes after what is counted."""
+    case = rank.case
     strategy = StreamingDiLoCoStrategy(
         sync_every=case.sync_every,
         overlap_steps=case.overlap_steps,
@@ -28,55 +24,43 @@ def streaming(
         compression=case.compression,
         timeout=TIMEOUT,
     )
-    _fit(case, net, batches, stamps, steps + 1, strategy)
-    return {
-        **strategy.report(),
-        "fragments": [fragment.nbytes // 4 for fragment in strategy.fragments],
-    }
+    _fit(rank, rank.steps + 1, strategy)
+    numels = [fragment.nbytes // 4 for fragment in strategy.fragments]
+    return {**strategy.report(), "fragments": numels}
 
 
-def streaming_defaults(
-    case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int
-) -> dict[str, Any]:
+def streaming_defaults(rank: Rank) -> dict[str, Any]:
     """Ours with H, and its defaults for the rest; the end is that of the final exchange."""
-    strategy = StreamingDiLoCoStrategy(sync_every=case.sync_every, timeout=TIMEOUT)
-    stamps.model = lambda: {
-        name.removeprefix("net."): it for name, it in strategy.outer_state_dict().items()
-    }
-    _fit(case, net, batches, stamps, steps, strategy)
-    stamps.model = net.state_dict
-    stamps.begin()
+    strategy = StreamingDiLoCoStrategy(sync_every=rank.case.sync_every, timeout=TIMEOUT)
+
+    def outer_model() -> dict[str, Any]:
+        outer = strategy.outer_state_dict()
+        return {name.removeprefix("net."): values for name, values in outer.items()}
+
+    rank.stamps.model = outer_model
+    _fit(rank, rank.steps, strategy)
+    rank.stamps.model = rank.net.state_dict
+    rank.stamps.begin()
     return strategy.report()
 
 
-def lightning_alone(
-    case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int
-) -> dict[str, Any]:
+def lightning_alone(rank: Rank) -> dict[str, Any]:
     """A Trainer in each rank that knows nothing of the others."""
-    fit(Timed(net, stamps, case.inner), batches, steps + 1, devices=1)
+    module = Timed(rank.net, rank.stamps, rank.case.inner)
+    fit(module, rank.batches, rank.steps + 1, devices=1)
     return {}
 
 
-def lightning_ddp(
-    case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int
-) -> dict[str, Any]:
+def lightning_ddp(rank: Rank) -> dict[str, Any]:
     """Lightning's DDP. Ranks start alike, so it need not send the weights around first."""
-    _fit(case, net, batches, stamps, steps + 1, DDPStrategy(init_sync=False, timeout=TIMEOUT))
+    _fit(rank, rank.steps + 1, DDPStrategy(init_sync=False, timeout=TIMEOUT))
     return {}
 
 
-def _fit(
-    case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int, strategy: Any
-) -> None:
+def _fit(rank: Rank, steps: int, strategy: Any) -> None:
+    module = Timed(rank.net, rank.stamps, rank.case.inner)
     nodes = int(os.environ["WORLD_SIZE"])
-    fit(
-        Timed(net, stamps, case.inner),
-        batches,
-        steps,
-        strategy=strategy,
-        devices=1,
-        num_nodes=nodes,
-    )
+    fit(module, rank.batches, steps, strategy=strategy, devices=1, num_nodes=nodes)
 
 
 LOOPS: dict[str, Loop] = {

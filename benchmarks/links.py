@@ -22,7 +22,7 @@ _CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 
 
 def missing() -> str | None:
-    """What this machine lacks for slow links, as a sentence; None if it has all."""
+    """Says in a sentence which requirement of slow links this machine lacks; None if none."""
     if sys.platform != "linux":
         return "Slow links are made of Linux network namespaces, and this is not Linux."
     if os.geteuid() != 0:
@@ -34,6 +34,13 @@ def missing() -> str | None:
     if not Path("/dev/net/tun").exists():
         return "Slow links need TUN devices, and there is no /dev/net/tun here."
     return None
+
+
+def require() -> None:
+    """Ends the command where this machine lacks something for slow links, and says what."""
+    lacks = missing()
+    if lacks is not None:
+        raise SystemExit(lacks)
 
 
 def enter(namespace: str) -> None:
@@ -126,8 +133,8 @@ class Links:
         return f"10.77.0.{site + 1}"
 
     def environment(self, site: int, port: int = 29500) -> dict[str, str]:
-        """What a process group of one rank per site needs; Lightning takes such ranks for launched
-        by hand.
+        """Returns the variables of a process group of one rank per site; Lightning takes such ranks
+        for launched by hand.
         """
         return {
             "GLOO_SOCKET_IFNAME": self.interface,

@@ -17,10 +17,10 @@ The peers need Pythons of their own: benchmarks/peers/install.sh. One that is no
 with the reason.
 """
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,7 +29,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.learning import WINDOWS, LearningCase, snapshots
-from benchmarks.links import missing
+from benchmarks.links import require
 from benchmarks.models import TINY, Size
 from benchmarks.picture import BLUE, GREY, PURPLE, RED, figure, save
 from benchmarks.sites import Found, Job, run, run_apart
@@ -61,7 +61,10 @@ METHODS = {
 }
 """Names and colors."""
 
-EVERY_STEP = ("ddp", "ddp_powersgd")
+IN_ROUNDS = ("streaming_defaults", "torchft")
+"""The methods that exchange now and then."""
+
+EVERY_STEP = ("ddp_powersgd", "ddp")
 """The methods that wait for the link in every step."""
 
 ALONE = ("alone", "lightning_alone")
@@ -80,7 +83,7 @@ class Plan:
         steps: Steps to train; fewer than the schedule has where the loss does not matter.
         mbit_s: Bandwidth of the links; None: this machine's loopback.
         beside: How many other runs share the machine.
-        case: What is trained; only its folder is open.
+        case: The training; only its folder is open.
     """
 
     method: str
@@ -91,7 +94,8 @@ class Plan:
     case: LearningCase
 
     def key(self) -> Row:
-        case = {name: value for name, value in asdict(self.case).items() if name != "folder"}
+        case = asdict(self.case)
+        del case["folder"]
         return {
             "method": self.method,
             "steps": self.steps,
@@ -102,15 +106,11 @@ class Plan:
 
 
 def case(quick: bool, lr: float) -> LearningCase:
-    """What is trained. The cut and the mixing are those of torchft, which has no defaults for them
-    that suit.
+    """Makes the training. The cut and the mixing are chosen here, because torchft has no suitable
+    defaults for them.
     """
     size = TINY if quick else DEMONSTRATED
-    steps = (
-        20
-        if quick
-        else round(TOKENS_PER_PARAMETER * parameters(size) / (SITES * BATCH * size.context))
-    )
+    tokens = TOKENS_PER_PARAMETER * parameters(size)
     return LearningCase(
         size,
         fragments=2,
@@ -119,34 +119,33 @@ def case(quick: bool, lr: float) -> LearningCase:
         sync_every=10 if quick else 20,
         overlap_steps=4 if quick else 5,
         mixing=0.2,
-        steps=steps,
+        steps=20 if quick else round(tokens / (SITES * BATCH * size.context)),
         points=4 if quick else 16,
         lr=lr,
     )
 
 
 def plans(quick: bool) -> Iterator[list[Plan]]:
+    """Yields the runs that are made at the same time."""
     rates = RATES[1:] if quick else RATES
-    methods = (
-        ["streaming_defaults", "ddp"] if quick else [name for name in METHODS if name not in ALONE]
-    )
-    few = max(1, case(quick, RATES[1]).steps // 30)
+    in_rounds = IN_ROUNDS[:1] if quick else IN_ROUNDS
+    every_step = EVERY_STEP[1:] if quick else EVERY_STEP
+    at_last_rate = case(quick, RATES[1])
+    steps = at_last_rate.steps
+    few = max(1, steps // 30)
     for method in ALONE[:1] if quick else ALONE:
-        yield [Plan(method, RATES[1], 10 * few, None, 0, case(quick, RATES[1]))]
-    for method in methods:
-        if method in EVERY_STEP and quick:
-            continue
-        if method in EVERY_STEP:
-            # How long a step takes where nothing else runs, to compare with the runs that share the
-            # machine.
-            yield [Plan(method, RATES[1], few, MBIT_S, 0, case(quick, RATES[1]))]
-        else:
-            for lr in rates:
-                yield [Plan(method, lr, case(quick, lr).steps, MBIT_S, 0, case(quick, lr))]
-    beside = [(method, lr) for method in methods if method in EVERY_STEP for lr in rates]
+        yield [Plan(method, RATES[1], 10 * few, None, 0, at_last_rate)]
+    for method, rate in product(in_rounds, rates):
+        yield [Plan(method, rate, steps, MBIT_S, 0, case(quick, rate))]
+    if not quick:
+        # How long a step takes where nothing else runs, to compare with the runs that share the
+        # machine.
+        for method in every_step:
+            yield [Plan(method, RATES[1], few, MBIT_S, 0, at_last_rate)]
+    beside = len(every_step) * len(rates) - 1
     yield [
-        Plan(m, lr, case(quick, lr).steps, MBIT_S, len(beside) - 1, case(quick, lr))
-        for m, lr in beside
+        Plan(method, rate, steps, MBIT_S, beside, case(quick, rate))
+        for method, rate in product(every_step, rates)
     ]
 
 
@@ -180,11 +179,8 @@ class Validation:
 
 
 def measure(quick: bool, path: Path | None) -> list[Row]:
-    lacks = missing()
-    if lacks is not None:
-        raise SystemExit(lacks)
-    kept = json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
-    rows: list[Row] = [row for row in kept if "reason" not in row]
+    require()
+    rows = [row for row in report.kept_rows(path) if "reason" not in row]
     validation = Validation(case(quick, RATES[0]).size)
     for together in plans(quick):
         wanted = [
@@ -192,66 +188,69 @@ def measure(quick: bool, path: Path | None) -> list[Row]:
         ]
         for row in measured(wanted, validation):
             rows.append(row)
-            report.write(path, headline(rows), report.measured("loss_over_time", quick), rows=rows)
-            report.said(
-                f"{row['method']}, rate {row['case']['lr']:g}: {row.get('reason') or told(row)}"
-            )
+            about = report.measured("loss_over_time", quick)
+            report.write(path, headline(rows), about, rows=rows)
+            report.said(f"{row['method']}, rate {row['case']['lr']:g}: {outcome(row)}")
     return rows
 
 
 def measured(together: list[Plan], validation: Validation) -> Iterator[Row]:
     """Runs all at the same time, and yields a row for each."""
     with TemporaryDirectory() as folder:
-        jobs = []
-        for index, plan in enumerate(together):
-            own = Path(folder, str(index))
-            own.mkdir()
-            validation.write_windows(own / WINDOWS, plan.case.steps)
-            placed = replace(plan.case, folder=str(own))
-            limit = LIMIT + 60
-            jobs.append(
-                Job(plan.method, placed, SITES, plan.mbit_s, 0, plan.steps, ROUND_TRIP / 2, limit)
-            )
+        jobs = [_job(plan, Path(folder, str(n)), validation) for n, plan in enumerate(together)]
         with ThreadPoolExecutor(max(1, len(jobs))) as pool:
             # A peer's Python, and several at a time, are processes of their own.
-            alone = len(jobs) == 1 and jobs[0].method != "torchft"
-            found = list(map(run, jobs) if alone else pool.map(run_apart, jobs))
-        for plan, job, one in zip(together, jobs, found, strict=True):
-            yield {**plan.key(), **judged(plan, job, one, validation)}
+            runs_here = len(jobs) == 1 and jobs[0].method != "torchft"
+            outcomes = list(map(run, jobs) if runs_here else pool.map(run_apart, jobs))
+        for plan, job, numbers in zip(together, jobs, outcomes, strict=True):
+            yield {**plan.key(), **judged(plan, job, numbers, validation)}
 
 
-def judged(plan: Plan, job: Job, found: Found, validation: Validation) -> Row:
-    """What is written down of a run: its points if it is one that learns, else how long a step
-    took.
+def _job(plan: Plan, folder: Path, validation: Validation) -> Job:
+    """Makes the job of a run, with its windows in a folder."""
+    folder.mkdir()
+    validation.write_windows(folder / WINDOWS, plan.case.steps)
+    placed = replace(plan.case, folder=str(folder))
+    return Job(
+        plan.method, placed, SITES, plan.mbit_s, 0, plan.steps, ROUND_TRIP / 2, seconds=LIMIT + 60
+    )
+
+
+def judged(plan: Plan, job: Job, numbers: Found, validation: Validation) -> Row:
+    """Returns what is written down of a run: its points if it is one that learns, else how long a
+    step took.
     """
-    if "seconds" not in found and "did not finish" not in found.get("reason", ""):
-        return {"reason": found["reason"]}
+    if "seconds" not in numbers and "did not finish" not in numbers.get("reason", ""):
+        return {"reason": numbers["reason"]}
     if plan.steps < plan.case.steps:
-        sent = {"bytes_per_step": found["bytes"]} if plan.mbit_s else {}
-        return {"step_seconds": found["seconds"], **sent}
+        row = {"step_seconds": numbers["seconds"]}
+        return {**row, "bytes_per_step": numbers["bytes"]} if plan.mbit_s else row
     assert isinstance(job.case, LearningCase)
     points = [
-        {**took, "loss": validation.loss(model)}
-        for took, model in snapshots(job.case, SITES)
-        if took["seconds"] <= LIMIT
+        {**spent, "loss": validation.loss(model)}
+        for spent, model in snapshots(job.case, SITES)
+        if spent["seconds"] <= LIMIT
     ]
     last = points[-1]
-    each = {
+    row = {
         "step_seconds": last["seconds"] / last["step"],
         "bytes_per_step": last["bytes"] / last["step"],
+        "finished": last["step"] == plan.steps,
+        "points": points,
     }
-    told = {"told": found["told"]} if "told" in found else {}
-    return {**each, "finished": last["step"] == plan.steps, "points": points, **told}
+    return {**row, "told": numbers["told"]} if "told" in numbers else row
 
 
-# -------------------------------------------------------------------------------------------------
-# What it means
-# -------------------------------------------------------------------------------------------------
-
-
-def told(row: Row) -> str:
+def outcome(row: Row) -> str:
+    if "reason" in row:
+        return str(row["reason"])
     step = f"{1000 * row['step_seconds']:.1f} ms a step"
-    return f"{step}, loss {row['points'][-1]['loss']:.4f}" if "points" in row else step
+    return f"{step}, loss {final(row):.4f}" if "points" in row else step
+
+
+# -------------------------------------------------------------------------------------------------
+# The results
+# -------------------------------------------------------------------------------------------------
 
 
 def curves(rows: list[Row]) -> list[Row]:
@@ -266,11 +265,13 @@ def final(row: Row) -> float:
 
 
 def best(rows: list[Row]) -> dict[str, Row]:
-    found: dict[str, Row] = {}
+    """The run of each method at its better rate."""
+    best_rows: dict[str, Row] = {}
     for row in curves(rows):
-        if row["method"] not in found or final(row) < final(found[row["method"]]):
-            found[row["method"]] = row
-    return found
+        method = row["method"]
+        if method not in best_rows or final(row) < final(best_rows[method]):
+            best_rows[method] = row
+    return best_rows
 
 
 def seconds_to(row: Row, loss: float) -> float | None:
@@ -282,32 +283,35 @@ def targets(rows: list[Row]) -> dict[str, float]:
     """The losses to reach: where DDP ends, what all whole runs reach, and what those reach too
     that were stopped.
     """
-    ends = {method: final(row) for method, row in best(rows).items()}
-    whole = [final(row) for row in best(rows).values() if row["finished"]]
-    found = {"DDP's last loss": ends["ddp"]} if "ddp" in ends else {}
-    if whole:
-        found["what all whole runs reach"] = max(whole)
-    if ends:
-        found["what all reach"] = max(ends.values())
-    return found
+    best_rows = best(rows)
+    finished = [final(row) for row in best_rows.values() if row["finished"]]
+    losses: dict[str, float] = {}
+    if "ddp" in best_rows:
+        losses["DDP's last loss"] = final(best_rows["ddp"])
+    if finished:
+        losses["what all whole runs reach"] = max(finished)
+    if best_rows:
+        losses["what all reach"] = max(map(final, best_rows.values()))
+    return losses
 
 
 def without_exchange(rows: list[Row], method: str = "alone") -> float | None:
-    return next(
-        (row["step_seconds"] for row in rows if row["method"] == method and "step_seconds" in row),
-        None,
-    )
+    for row in rows:
+        if row["method"] == method and "step_seconds" in row:
+            return float(row["step_seconds"])
+    return None
 
 
 def headline(rows: list[Row]) -> dict[str, float]:
     """The last loss of each method at its better rate, and the seconds that it took to a loss."""
     numbers = {}
     for method, row in best(rows).items():
-        numbers[f"{METHODS[method][0]}: last loss"] = final(row)
-        for name, loss in targets(rows).items():
+        name = METHODS[method][0]
+        numbers[f"{name}: last loss"] = final(row)
+        for target, loss in targets(rows).items():
             seconds = seconds_to(row, loss)
             if seconds is not None:
-                numbers[f"{METHODS[method][0]}: seconds to {name}"] = seconds
+                numbers[f"{name}: seconds to {target}"] = seconds
     for method in ALONE:
         bound = without_exchange(rows, method)
         if bound is not None:
@@ -316,24 +320,16 @@ def headline(rows: list[Row]) -> dict[str, float]:
 
 
 def show(rows: list[Row]) -> None:
-    """Prints all runs, how long steps take where nothing else runs, and the larger models."""
+    """Prints all runs, and how long steps take without any exchange."""
     goals = targets(rows)
-    table = []
-    for row in curves(rows):
-        last = row["points"][-1]
-        reached = [seconds_to(row, loss) for loss in goals.values()]
-        table.append(
-            [
-                METHODS[row["method"]][0],
-                f"{row['case']['lr']:g}",
-                f"{1000 * row['step_seconds']:.1f}",
-                f"{last['bytes'] / 1e6:,.1f}",
-                f"{last['seconds']:.0f}"
-                + ("" if row["finished"] else f" (stopped at step {last['step']:,})"),
-                f"{last['loss']:.3f}",
-                *("-" if seconds is None else f"{seconds:.0f}" for seconds in reached),
-            ]
-        )
+    schedule = rows[0]["case"]
+    table = [_cells(row, list(goals.values())) for row in curves(rows)]
+    for method in ALONE:
+        bound = without_exchange(rows, method)
+        if bound is not None:
+            step = f"{1000 * bound:.1f}"
+            in_all = f"{bound * schedule['steps']:.0f}"
+            table.append([METHODS[method][0], "", step, "0", in_all, *[""] * (1 + len(goals))])
     columns = [
         "method",
         "inner rate",
@@ -341,25 +337,30 @@ def show(rows: list[Row]) -> None:
         "MB sent per rank",
         "seconds in all",
         "last loss",
+        *(f"seconds to {loss:.3f}" for loss in goals.values()),
     ]
-    goal_columns = [f"seconds to {loss:.3f}" for loss in goals.values()]
-    size = next(iter(rows))["case"]
-    for method in ALONE:
-        bound = without_exchange(rows, method)
-        if bound is not None:
-            each = f"{1000 * bound:.1f}"
-            whole = f"{bound * size['steps']:.0f}"
-            table.append([METHODS[method][0], "", each, "0", whole, *[""] * (1 + len(goals))])
-    caption = (
-        "; ".join(f"{loss:.3f}: {name}" for name, loss in goals.items())
-        + ". At the first snapshot as good."
+    meanings = "; ".join(f"{loss:.3f}: {name}" for name, loss in goals.items())
+    numel = parameters(Size(**schedule["size"]))
+    title = f"{numel:,} parameters, {schedule['steps']:,} steps, {MBIT_S:g} Mbit/s"
+    report.show(title, columns, table, f"{meanings}. At the first snapshot as good.")
+    report.show_left_out(
+        f"{METHODS[row['method']][0]}: {row['reason']}" for row in rows if "reason" in row
     )
-    title = f"{parameters(Size(**size['size'])):,} parameters, {size['steps']:,} steps, {MBIT_S:g} Mbit/s"
-    report.show(title, columns + goal_columns, table, caption)
-    for reason in dict.fromkeys(
-        f"{METHODS[r['method']][0]}: {r['reason']}" for r in rows if "reason" in r
-    ):
-        print(f"\nLeft out: {reason}")
+
+
+def _cells(row: Row, goals: Sequence[float]) -> list[str]:
+    last = row["points"][-1]
+    stopped = "" if row["finished"] else f" (stopped at step {last['step']:,})"
+    reached = [seconds_to(row, loss) for loss in goals]
+    return [
+        METHODS[row["method"]][0],
+        f"{row['case']['lr']:g}",
+        f"{1000 * row['step_seconds']:.1f}",
+        f"{last['bytes'] / 1e6:,.1f}",
+        f"{last['seconds']:.0f}{stopped}",
+        f"{last['loss']:.3f}",
+        *("-" if seconds is None else f"{seconds:.0f}" for seconds in reached),
+    ]
 
 
 def draw(rows: list[Row], path: Path | None) -> None:
@@ -367,41 +368,34 @@ def draw(rows: list[Row], path: Path | None) -> None:
     if path is None:
         return
     picture, (axes,) = figure(height=4.2)
-    for method, row in best(rows).items():
-        name, color = METHODS[method]
-        last = row["points"][-1]
-        label = f"{name}: {last['loss']:.3f} after {last['seconds']:.0f} s" + (
-            "" if row["finished"] else ", stopped"
-        )
-        points = (
-            [point["seconds"] for point in row["points"]],
-            [point["loss"] for point in row["points"]],
-        )
-        axes.plot(
-            *points,
-            "o-",
-            color=color,
-            label=label,
-            markersize=4,
-            linewidth=2.5 if color == RED else 1.5,
-        )
+    for row in best(rows).values():
+        _plot(axes, row)
     bound = without_exchange(rows)
-    steps = rows[0]["case"]["steps"]
     if bound is not None:
-        label = f"without any exchange: {bound * steps:.0f} s"
-        axes.axvline(bound * steps, color=GREY, linestyle=":", label=label)
+        shortest = bound * rows[0]["case"]["steps"]
+        label = f"without any exchange: {shortest:.0f} s"
+        axes.axvline(shortest, color=GREY, linestyle=":", label=label)
     axes.set_xscale("log")
-    axes.set_xticks(
-        [5, 10, 30, 60, 120, 300, 600], ["5 s", "10 s", "30 s", "1 min", "2 min", "5 min", "10 min"]
-    )
+    marks = {5: "5 s", 10: "10 s", 30: "30 s", 60: "1 min", 120: "2 min", 300: "5 min"}
+    marks[600] = "10 min"
+    axes.set_xticks(list(marks), list(marks.values()))
     axes.minorticks_off()
-    axes.set_xlabel(
-        f"time on a link of {MBIT_S:g} Mbit/s with a round trip of {1000 * ROUND_TRIP:g} ms,"
-        " measured"
-    )
+    link = f"a link of {MBIT_S:g} Mbit/s with a round trip of {1000 * ROUND_TRIP:g} ms"
+    axes.set_xlabel(f"time on {link}, measured")
     axes.set_ylabel("validation loss, nats per byte")
     picture.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     save(picture, path)
+
+
+def _plot(axes: Any, row: Row) -> None:
+    name, color = METHODS[row["method"]]
+    points = row["points"]
+    seconds = [point["seconds"] for point in points]
+    losses = [point["loss"] for point in points]
+    stopped = "" if row["finished"] else ", stopped"
+    label = f"{name}: {losses[-1]:.3f} after {seconds[-1]:.0f} s{stopped}"
+    width = 2.5 if color == RED else 1.5
+    axes.plot(seconds, losses, "o-", color=color, label=label, markersize=4, linewidth=width)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -12,6 +12,7 @@ import gc
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,8 +45,11 @@ METHODS = {
     "streaming": ("Streaming DiLoCo, fp4", RED),
 }
 
-# What is read from the rows of methods: in rounds, and with what comes after the last inner step.
+# The peaks in the rows of methods: in rounds, and including the end after the last inner step.
 PEAKS = {"memory": "bytes per parameter", "memory_to_the_end": "bytes per parameter with the end"}
+
+PARTS = ("launch", "landing", "background")
+"""The parts of a flight whose processor time is measured."""
 
 Row = dict[str, Any]
 
@@ -56,24 +60,20 @@ Row = dict[str, Any]
 
 def memory(sizes: dict[str, Size], methods: list[str]) -> list[Row]:
     """How much a rank grows while it trains, with an inner optimizer that has no state."""
+    names = list(product(sizes, methods))
     # Several rounds, so that everything that is kept or in flight has been there at once.
-    wanted = {
-        (name, method): Job(
-            method, Case(size, 4, step_seconds=0.0, sync_every=8, overlap_steps=1), 2, None, 1, 22
-        )
-        for name, size in sizes.items()
-        for method in methods
-    }
+    jobs = []
+    for name, method in names:
+        case = Case(sizes[name], 4, step_seconds=0.0, sync_every=8, overlap_steps=1)
+        jobs.append(Job(method, case, sites=2, mbit_s=None, first=1, counted=22))
     rows = []
-    for ((name, method), job), (_, found) in zip(
-        wanted.items(), results(list(wanted.values())), strict=True
-    ):
+    for (name, method), (job, numbers) in zip(names, results(jobs), strict=True):
         numel = parameters(job.case.size)
-        rows.append({"size": name, "parameters": numel, "method": method, **found})
+        rows.append({"size": name, "parameters": numel, "method": method, **numbers})
         peaks = [
-            f"{found[peak] / numel:.1f} {unit}" for peak, unit in PEAKS.items() if peak in found
+            f"{numbers[peak] / numel:.1f} {unit}" for peak, unit in PEAKS.items() if peak in numbers
         ]
-        report.said(f"{name}, {method}: {', '.join(peaks) or found['reason']}")
+        report.said(f"{name}, {method}: {', '.join(peaks) or numbers['reason']}")
     return rows
 
 
@@ -141,13 +141,11 @@ def flown(flights: Flights, rank: int, world_size: int) -> Row:
 def costs(wanted: dict[str, Flights]) -> list[Row]:
     rows = []
     for name, flights in wanted.items():
-        found = run_ranks(partial(flown, flights), flights.groups, timeout=900)[0]
+        numbers = run_ranks(partial(flown, flights), flights.groups, timeout=900)[0]
         numel = parameters(flights.size)
-        rows.append({"name": name, **asdict(flights), "parameters": numel, **found})
-        report.said(
-            f"{name}: launch {1e3 * found['launch']:.2f} ms, landing {1e3 * found['landing']:.2f}"
-            " ms"
-        )
+        rows.append({"name": name, **asdict(flights), "parameters": numel, **numbers})
+        launch = f"launch {1e3 * numbers['launch']:.2f} ms"
+        report.said(f"{name}: {launch}, landing {1e3 * numbers['landing']:.2f} ms")
     return rows
 
 
@@ -177,54 +175,47 @@ def headline(memories: list[Row], flown: list[Row]) -> dict[str, float]:
             if peak in row:
                 numbers[f"{row['method']}, {row['size']}: {name}"] = row[peak] / row["parameters"]
     for row in flown:
-        values = row["parameters"] / row["fragments"]
-        for what in ("launch", "landing", "background"):
-            numbers[f"{row['name']}: {what}, ns per value"] = row[what] * 1e9 / values
+        for part in PARTS:
+            numbers[f"{row['name']}: {part}, ns per value"] = ns_per_value(row, part)
     return numbers
 
 
+def ns_per_value(row: Row, part: str) -> float:
+    """Returns the nanoseconds that a part of a flight costs for each value of a fragment."""
+    values = row["parameters"] / row["fragments"]
+    return float(row[part] * 1e9 / values)
+
+
 def show(memories: list[Row], flown: list[Row]) -> None:
-    for peak, caption in {
-        "memory": "until the last inner step",
-        "memory_to_the_end": "with the end",
-    }.items():
-        show_peaks(memories, peak, f"Peak memory of a rank over that before training, {caption}")
-    for reason in dict.fromkeys(
-        f"{METHODS[r['method']][0]}: {r['reason']}" for r in memories if "reason" in r
-    ):
-        print(f"\nLeft out: {reason}")
+    title = "Peak memory of a rank over that before training"
+    show_peaks(memories, "memory", f"{title}, until the last inner step")
+    show_peaks(memories, "memory_to_the_end", f"{title}, with the end")
+    report.show_left_out(
+        f"{METHODS[row['method']][0]}: {row['reason']}" for row in memories if "reason" in row
+    )
     table = []
     for row in flown:
         values = row["parameters"] / row["fragments"]
-        times = [f"{1e3 * row[what]:.2f}" for what in ("launch", "landing", "background")]
-        each = [f"{row[what] * 1e9 / values:.2f}" for what in ("launch", "landing", "background")]
-        shape = [
-            str(row["groups"]),
-            str(row["fragments"]),
-            f"{values:,.0f}",
-            f"{row['bytes']:,.0f}",
-        ]
-        table.append(
-            [row["name"], *shape, *(f"{a} ({b})" for a, b in zip(times, each, strict=True))]
-        )
+        shape = [str(row["groups"]), str(row["fragments"]), f"{values:,.0f}"]
+        times = [f"{1e3 * row[part]:.2f} ({ns_per_value(row, part):.2f})" for part in PARTS]
+        table.append([row["name"], *shape, f"{row['bytes']:,.0f}", *times])
     columns = ["", "M", "P", "values in a fragment", "bytes sent per flight"]
-    columns += [f"{what}, ms (ns per value)" for what in ("launch", "landing", "background")]
+    columns += [f"{part}, ms (ns per value)" for part in PARTS]
     caption = "Processor time of a flight: of the training thread at launch and landing, of all others between them."
     report.show("What a flight costs", columns, table, caption)
 
 
 def show_peaks(memories: list[Row], peak: str, caption: str) -> None:
-    sizes = list(dict.fromkeys((row["size"], row["parameters"]) for row in memories))
+    sizes = {row["size"]: row["parameters"] for row in memories}
+    by_name = {(row["method"], row["size"]): row for row in memories}
     table = []
     for method in dict.fromkeys(row["method"] for row in memories):
         cells = []
-        for size, numel in sizes:
-            row = next(row for row in memories if (row["method"], row["size"]) == (method, size))
-            cells.append(
-                f"{row[peak] / 1e6:,.0f} ({row[peak] / numel:.1f})" if peak in row else "-"
-            )
+        for size, numel in sizes.items():
+            nbytes = by_name[method, size].get(peak)
+            cells.append("-" if nbytes is None else f"{nbytes / 1e6:,.0f} ({nbytes / numel:.1f})")
         table.append([METHODS[method][0], *cells])
-    columns = ["method", *(f"{numel:,} parameters" for _, numel in sizes)]
+    columns = ["method", *(f"{numel:,} parameters" for numel in sizes.values())]
     report.show(f"{caption}, MB (bytes per parameter)", columns, table)
 
 
@@ -233,37 +224,38 @@ def draw(memories: list[Row], flown: list[Row], path: Path | None) -> None:
         return
     picture, (left, right) = figure(columns=2, height=3.4)
     for method, (label, color) in METHODS.items():
-        found = [row for row in memories if row["method"] == method and "memory" in row]
-        points = (
-            [row["parameters"] for row in found],
-            [row["memory"] / row["parameters"] for row in found],
-        )
-        left.plot(*points, "o-", color=color, label=label)
+        rows = [row for row in memories if row["method"] == method and "memory" in row]
+        peaks = [row["memory"] / row["parameters"] for row in rows]
+        _plot(left, rows, peaks, color, label)
     left.set_title("peak memory, bytes per parameter")
     left.set_ylim(bottom=0)
-    left.legend(frameon=False, fontsize=8)
-    found = [row for row in flown if row["groups"] == 2 and row["fragments"] == 4]
-    for what, color in (("launch", BLUE), ("landing", GREEN), ("background", RED)):
-        points = [row["parameters"] for row in found], [1e3 * row[what] for row in found]
-        right.plot(*points, "o-", color=color, label=what)
+    rows = [row for row in flown if row["groups"] == 2 and row["fragments"] == 4]
+    for part, color in zip(PARTS, (BLUE, GREEN, RED), strict=True):
+        _plot(right, rows, [1e3 * row[part] for row in rows], color, part)
     right.set_yscale("log")
     right.set_title("processor time of a flight, ms")
-    right.legend(frameon=False, fontsize=8)
     for axes in (left, right):
+        axes.legend(frameon=False, fontsize=8)
         axes.set_xscale("log")
         axes.set_xlabel("parameters")
     save(picture, path)
 
 
+def _plot(axes: Any, rows: list[Row], numbers: list[float], color: str, label: str) -> None:
+    """Draws numbers over the parameters of their rows."""
+    axes.plot([row["parameters"] for row in rows], numbers, "o-", color=color, label=label)
+
+
 def main(arguments: list[str] | None = None) -> None:
     options = report.options(__doc__, arguments)
-    flown_ = costs(flights(options.quick))
+    flown_rows = costs(flights(options.quick))
     methods = [method for method in METHODS if not options.quick or method != "torchft"]
     memories = memory(QUICK if options.quick else SIZES, methods)
+    numbers = headline(memories, flown_rows)
     about = report.measured("memory", options.quick)
-    report.write(options.json, headline(memories, flown_), about, memory=memories, flights=flown_)
-    show(memories, flown_)
-    draw(memories, flown_, options.picture)
+    report.write(options.json, numbers, about, memory=memories, flights=flown_rows)
+    show(memories, flown_rows)
+    draw(memories, flown_rows, options.picture)
 
 
 if __name__ == "__main__":

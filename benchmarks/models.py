@@ -62,9 +62,9 @@ def adamw(
     """The inner optimizer of all trainings whose loss is compared, or one like it; norms have no
     weight decay.
     """
-    every = list(parameters)
-    matrices = [p for p in every if p.dim() > 1]
-    vectors = [p for p in every if p.dim() <= 1]
+    all_parameters = list(parameters)
+    matrices = [p for p in all_parameters if p.dim() > 1]
+    vectors = [p for p in all_parameters if p.dim() <= 1]
     parts = [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},

@@ -14,9 +14,10 @@ lives. So all of it is done several times, in new processes.
 import multiprocessing
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from statistics import median, quantiles
@@ -37,7 +38,7 @@ TARGETS = {"wall": 1.01, "cpu": 1.015}
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and how long."""
+    """The model, its settings, and how long it is trained."""
 
     size: Size
     batch: int
@@ -80,22 +81,25 @@ class Turns:
     on.
     """
 
-    def __init__(self, case: Case, barrier: Barrier, mine: int) -> None:
+    def __init__(self, case: Case, barrier: Barrier, is_streaming: bool) -> None:
         self._case = case
         self._barrier = barrier
-        self._mine = mine
+        self._is_streaming = is_streaming
         self._began: tuple[float, float] | None = None
         self._turn = 0
-        self.found: list[Seconds] = []
+        self.seconds: list[Seconds] = []
 
     def meet(self, step: int) -> None:
         """Ends a turn and waits for the next one, where there is one."""
-        if step < self._case.first or (step - self._case.first) % self._case.sync_every:
+        sync_every = self._case.sync_every
+        if step < self._case.first or (step - self._case.first) % sync_every:
             return
         if self._began is not None:
             wall, cpu = self._now()
-            spans = wall - self._began[0], cpu - self._began[1]
-            self.found.append(Seconds(*(span / self._case.sync_every for span in spans)))
+            wall_began, cpu_began = self._began
+            self.seconds.append(
+                Seconds((wall - wall_began) / sync_every, (cpu - cpu_began) / sync_every)
+            )
         self._await_turn()
         self._began = self._now()
 
@@ -103,8 +107,8 @@ class Turns:
         while self._turn < 2 * self._case.repeats:
             self._barrier.wait(timeout=600)
             turn = self._turn
-            self._turn = self._turn + 1
-            if (turn % 4 in (1, 2)) == bool(self._mine):
+            self._turn += 1
+            if (turn % 4 in (1, 2)) == self._is_streaming:
                 return
 
     def _now(self) -> tuple[float, float]:
@@ -114,16 +118,19 @@ class Turns:
 Told = tuple[list[Seconds], dict[str, Any]]
 
 
+Pair = dict[str, Seconds]
+
+
 def trained(case: Case, barrier: Barrier, rank: int, world_size: int) -> Told:
     """One of four ranks: the first two are worker groups, the others know of nobody."""
-    turns = Turns(case, barrier, mine=int(rank < 2))
+    turns = Turns(case, barrier, is_streaming=rank < 2)
     module = Timed(case.size.make(), Stamps(), partial(torch.optim.AdamW, lr=1e-3), turns.meet)
     batches = random_batches(case.size, case.batch, seed=rank)
     if rank >= 2:
         for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
         fit(module, batches, case.steps, devices=1)
-        return turns.found, {}
+        return turns.seconds, {}
     os.environ["WORLD_SIZE"] = "2"
     strategy = StreamingDiLoCoStrategy(
         sync_every=case.sync_every,
@@ -132,75 +139,80 @@ def trained(case: Case, barrier: Barrier, rank: int, world_size: int) -> Told:
         compression=case.compression,
     )
     fit(module, batches, case.steps, strategy=strategy, devices=2)
-    return turns.found, {
-        **strategy.report(),
-        "fragments": [fragment.nbytes // 4 for fragment in strategy.fragments],
-    }
+    numels = [fragment.nbytes // 4 for fragment in strategy.fragments]
+    return turns.seconds, {**strategy.report(), "fragments": numels}
 
 
 def measure(case: Case) -> dict[str, Any]:
     """All turns of both pairs, in new processes for each run."""
-    runs = list[list[dict[str, Seconds]]]()
-    told = dict[str, Any]()
-    for number in range(case.runs):
-        pairs, told = run(case)
+    runs = list[list[Pair]]()
+    totals = dict[str, Any]()
+    for number in range(1, case.runs + 1):
+        pairs, totals = run(case)
         runs.append(pairs)
-        medians = ", ".join(
-            f"{what} {median(ratio(pair, what) for pair in pairs):.3f}" for what in TARGETS
-        )
-        report.said(f"run {number + 1} of {case.runs}: {medians}")
-    pairs = [pair for own in runs for pair in own]
+        medians = [f"{kind} {median(ratios(pairs, kind)):.3f}" for kind in TARGETS]
+        report.said(f"run {number} of {case.runs}: {', '.join(medians)}")
+    pairs = list(chain.from_iterable(runs))
     return {
         "case": asdict(case),
-        "runs": [
-            [{name: seconds._asdict() for name, seconds in pair.items()} for pair in own]
-            for own in runs
-        ],
+        "runs": [[_as_dicts(pair) for pair in pairs_of_run] for pairs_of_run in runs],
         "plain_step_s": median(pair["plain"].wall for pair in pairs),
-        "wall": [ratio(pair, "wall") for pair in pairs],
-        "cpu": [ratio(pair, "cpu") for pair in pairs],
-        "told": told,
+        "wall": ratios(pairs, "wall"),
+        "cpu": ratios(pairs, "cpu"),
+        "told": totals,
     }
 
 
-def run(case: Case) -> tuple[list[dict[str, Seconds]], dict[str, Any]]:
+def _as_dicts(pair: Pair) -> dict[str, Any]:
+    return {name: seconds._asdict() for name, seconds in pair.items()}
+
+
+def run(case: Case) -> tuple[list[Pair], dict[str, Any]]:
     """All turns of both pairs in four processes; returns each two that belong together, and what a
     rank told.
     """
     barrier = multiprocessing.get_context("fork").Barrier(4)
     ranks = run_processes(partial(trained, case, barrier), 4, timeout=3600)
-    streaming, plain = (
-        list(map(both, *(found for found, _ in pair))) for pair in (ranks[:2], ranks[2:])
-    )
+    seconds = [turns for turns, _ in ranks]
+    streaming = map(mean_of, seconds[0], seconds[1])
+    plain = map(mean_of, seconds[2], seconds[3])
+    names = ("streaming", "plain")
+    pairs = [dict(zip(names, turns, strict=True)) for turns in zip(streaming, plain, strict=True)]
+    return pairs, ranks[0][1]
+
+
+def mean_of(first: Seconds, second: Seconds) -> Seconds:
+    return Seconds((first.wall + second.wall) / 2, (first.cpu + second.cpu) / 2)
+
+
+def ratios(pairs: Iterable[Pair], kind: str) -> list[float]:
+    """Returns the time of ours over that of plain training, pair by pair."""
+    return [getattr(pair["streaming"], kind) / getattr(pair["plain"], kind) for pair in pairs]
+
+
+def row(name: str, numbers: dict[str, Any]) -> list[str]:
+    runs = numbers["runs"]
     return [
-        {"streaming": one, "plain": other} for one, other in zip(streaming, plain, strict=True)
-    ], ranks[0][1]
+        name,
+        str(len(numbers["told"]["fragments"])),
+        f"{len(runs)} x {len(runs[0])}",
+        f"{1000 * numbers['plain_step_s']:.1f}",
+        spread(numbers["wall"]),
+        spread(numbers["cpu"]),
+    ]
 
 
-def both(one: Seconds, other: Seconds) -> Seconds:
-    return Seconds(*((a + b) / 2 for a, b in zip(one, other, strict=True)))
-
-
-def ratio(pair: dict[str, Seconds], what: str) -> float:
-    return float(getattr(pair["streaming"], what) / getattr(pair["plain"], what))
-
-
-def row(name: str, found: dict[str, Any]) -> list[str]:
-
-    def spread(values: list[float]) -> str:
-        low, _, high = quantiles(values, n=4) if len(values) > 2 else (min(values), 0, max(values))
-        return f"{median(values):.3f} ({low:.3f} to {high:.3f})"
-
-    turns = f"{len(found['runs'])} x {len(found['runs'][0])}"
-    numbers = [str(len(found["told"]["fragments"])), turns, f"{1000 * found['plain_step_s']:.1f}"]
-    return [name, *numbers, spread(found["wall"]), spread(found["cpu"])]
+def spread(values: list[float]) -> str:
+    """Writes the median and the middle half of some values."""
+    low, _, high = quantiles(values, n=4) if len(values) > 2 else (min(values), 0, max(values))
+    return f"{median(values):.3f} ({low:.3f} to {high:.3f})"
 
 
 def headline(results: dict[str, dict[str, Any]]) -> dict[str, float]:
     return {
-        f"{name}: {what} ratio": median(found[what])
-        for name, found in results.items()
-        for what in ("wall", "cpu")
+        f"{name}: {kind} ratio": median(numbers[kind])
+        for name, numbers in results.items()
+        for kind in TARGETS
     }
 
 
@@ -209,34 +221,33 @@ def draw(results: dict[str, dict[str, Any]], path: Path | None) -> None:
     if path is None:
         return
     picture, (axes,) = figure(height=2.6)
-    labels = []
-    for place, (name, found) in enumerate(results.items()):
-        for offset, (what, color) in zip((0.15, -0.15), _COLORS.items(), strict=True):
-            values = by_run(found, what)
-            at = -place + offset
-            axes.plot(
-                values,
-                [at] * len(values),
-                "o",
-                color=color,
-                alpha=0.5,
-                label=_LEGEND[what] if not place else None,
-            )
-            axes.plot([median(found[what])] * 2, [at - 0.12, at + 0.12], color=color, linewidth=2.5)
-        labels.append(f"{name} parameters")
-    for what, color in _COLORS.items():
-        label = f"target of {_LEGEND[what]}: {TARGETS[what]}"
-        axes.axvline(TARGETS[what], color=color, linestyle=":", linewidth=1.5, label=label)
+    for place, numbers in enumerate(results.values()):
+        _plot(axes, numbers, "wall", 0.15 - place, is_first=not place)
+        _plot(axes, numbers, "cpu", -0.15 - place, is_first=not place)
+    for kind, target in TARGETS.items():
+        label = f"target of {_LEGEND[kind]}: {target}"
+        axes.axvline(target, color=_COLORS[kind], linestyle=":", linewidth=1.5, label=label)
     axes.axvline(1.0, color=QUIET, linewidth=1)
+    labels = [f"{name} parameters" for name in results]
     axes.set_yticks([-place for place in range(len(results))], labels)
     axes.set_xlabel("two worker groups over two plain Trainers")
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     save(picture, path)
 
 
-def by_run(found: dict[str, Any], what: str) -> list[float]:
-    left = iter(found[what])
-    return [median(islice(left, len(pairs))) for pairs in found["runs"]]
+def _plot(axes: Any, numbers: dict[str, Any], kind: str, height: float, is_first: bool) -> None:
+    color = _COLORS[kind]
+    label = _LEGEND[kind] if is_first else None
+    medians = by_run(numbers, kind)
+    axes.plot(medians, [height] * len(medians), "o", color=color, alpha=0.5, label=label)
+    middle = median(numbers[kind])
+    axes.plot([middle, middle], [height - 0.12, height + 0.12], color=color, linewidth=2.5)
+
+
+def by_run(numbers: dict[str, Any], kind: str) -> list[float]:
+    """Returns the median of each run."""
+    values = iter(numbers[kind])
+    return [median(islice(values, len(pairs))) for pairs in numbers["runs"]]
 
 
 _LEGEND = {"wall": "step time", "cpu": "processor time"}
@@ -249,26 +260,13 @@ def main(arguments: list[str] | None = None) -> None:
     for name, case in (QUICK if options.quick else CASES).items():
         report.said(f"{name} parameters")
         results[name] = measure(case)
-        report.write(
-            options.json,
-            headline(results),
-            report.measured("overhead", options.quick),
-            results=results,
-        )
-    columns = [
-        "parameters",
-        "fragments",
-        "runs x pairs of turns",
-        "plain step, ms",
-        "step time, ratio",
-        "processor time, ratio",
-    ]
-    report.show(
-        "Two worker groups over two plain Trainers on the same cores: median (middle half)",
-        columns,
-        [row(name, found) for name, found in results.items()],
-        "H=20, tau=5, fp4, loopback.",
-    )
+        about = report.measured("overhead", options.quick)
+        report.write(options.json, headline(results), about, results=results)
+    title = "Two worker groups over two plain Trainers on the same cores: median (middle half)"
+    columns = ["parameters", "fragments", "runs x pairs of turns", "plain step, ms"]
+    columns += ["step time, ratio", "processor time, ratio"]
+    rows = [row(name, numbers) for name, numbers in results.items()]
+    report.show(title, columns, rows, "H=20, tau=5, fp4, loopback.")
     draw(results, options.picture)
 
 

@@ -19,6 +19,7 @@ command goes on.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ SEEDS = range(3)
 BASE: dict[str, Any] = {**TWO_GROUPS, "sync_every": 50, "fragments": "strided"}
 DDP_RATE = 6e-3
 ONE = Training(SIZE, BASE, batch=1, lr=4e-3)
-"""What all ablations change one thing of. No setting has an inner learning rate of its own."""
+"""The base, of which every ablation changes one setting. All share its inner learning rate."""
 
 QUICK = replace(ONE, size=TINY, budget=0.05)
 
@@ -47,8 +48,8 @@ ALIKE = 0.5
 
 
 class Claim(NamedTuple):
-    """What the paper says of two values of a factor: the first one is worse than the second one,
-    or as good.
+    """A claim of the paper about two values of a factor: the first one is worse than the second
+    one, or as good.
     """
 
     first: str
@@ -66,14 +67,15 @@ class Ablation(NamedTuple):
     claims: Sequence[Claim]
 
 
-def of(name: str, values: Sequence[Any]) -> dict[str, dict[str, Any]]:
-    return {f"{value}": {name: value} for value in values}
+def varied(name: str, values: Sequence[Any]) -> dict[str, dict[str, Any]]:
+    """Returns what each value of a setting changes, by how the value is written."""
+    return {str(value): {name: value} for value in values}
 
 
 ABLATIONS = {
     "H": Ablation(
         "Figure 13",
-        of("sync_every", [10, 20, 50, 100, 200, 500]),
+        varied("sync_every", [10, 20, 50, 100, 200, 500]),
         [
             Claim("500", "50", True),
             Claim("200", "50", True),
@@ -84,12 +86,12 @@ ABLATIONS = {
     ),
     "bits": Ablation(
         "Figure 11",
-        of("compression", ["fp32", "bf16", "fp8", "fp4", "int2"]),
+        varied("compression", ["fp32", "bf16", "fp8", "fp4", "int2"]),
         [Claim("fp4", "fp32", False), Claim("fp8", "fp32", False), Claim("bf16", "fp32", False)],
     ),
     "tau": Ablation(
         "Figure 8",
-        of("overlap_steps", [1, 5, 10, 20, 40]),
+        varied("overlap_steps", [1, 5, 10, 20, 40]),
         [
             Claim("5", "1", False),
             Claim("10", "1", False),
@@ -99,21 +101,21 @@ ABLATIONS = {
     ),
     "alpha": Ablation(
         "Figure 8",
-        of("mixing", [0.0, 0.2, 0.5, 0.9]),
+        varied("mixing", [0.0, 0.2, 0.5, 0.9]),
         [Claim("0.5", "0.0", False), Claim("0.9", "0.0", True)],
     ),
     "groups": Ablation(
         "Figure 12, Table 6",
-        of("groups", [2, 4, 8]),
+        varied("groups", [2, 4, 8]),
         [Claim("4", "2", True), Claim("8", "4", True)],
     ),
     "cut": Ablation(
         "Figure 6",
-        of("fragments", ["strided:1", "strided:2", "sequential:2", "strided:4"]),
+        varied("fragments", ["strided:1", "strided:2", "sequential:2", "strided:4"]),
         [Claim("sequential:2", "strided:2", True)],
     ),
     "tokens for each parameter, beside DDP": Ablation(
-        "Tables 1 and 7", of("budget", [16.0, 64.0]), []
+        "Tables 1 and 7", varied("budget", [16.0, 64.0]), []
     ),
 }
 """The factors, the most telling first."""
@@ -133,21 +135,24 @@ class Model(NamedTuple):
         return [pair for seed in self.seeds if (pair := self.pair(factor, value, seed)) is not None]
 
 
-def small_pair(one: Training, factor: str, value: str, seed: int) -> Pair:
+def small_pair(base: Training, factor: str, value: str, seed: int) -> Pair:
     """Returns what one training becomes with a value of a factor, and DDP on the same batches."""
     changes = dict(ABLATIONS[factor].values[value])
-    about = {name: changes.pop(name) for name in ("groups", "budget") if name in changes}
-    ours = replace(one, choices={**BASE, **changes}, seed=seed, **about)
-    return ours, replace(ours, choices=None, lr=DDP_RATE)
+    fields = {name: changes.pop(name) for name in ("groups", "budget") if name in changes}
+    ours = replace(base, choices={**BASE, **changes}, seed=seed, **fields)
+    ddp = replace(ours, choices=None, lr=DDP_RATE)
+    return ours, ddp
 
 
 def larger_pair(factor: str, value: str, seed: int) -> Pair | None:
     """Returns what stage ``verdict`` of ``benchmarks.quality`` has trained: each number of groups
     at its best rates.
     """
+    if factor == "groups":
+        return quality.pair("0.1M", int(value), seed, sync_every=20)
     if factor == "H" and int(value) in quality.MODELS["0.1M"].every[2]:
         return quality.pair("0.1M", 2, seed, sync_every=int(value))
-    return quality.pair("0.1M", int(value), seed, sync_every=20) if factor == "groups" else None
+    return None
 
 
 def screened_pair(factor: str, value: str, seed: int) -> Pair | None:
@@ -159,17 +164,17 @@ def screened_pair(factor: str, value: str, seed: int) -> Pair | None:
     choices = {**BASE, **ABLATIONS[factor].values[value]}
     del choices["fragments"]
     ours = Training(quality.MODELS["0.1M"].size, choices, batch=quality.BATCH, seed=seed)
-    return ours, replace(ours, choices=None, lr=DDP_RATE)
+    ddp = replace(ours, choices=None, lr=DDP_RATE)
+    return ours, ddp
 
 
 def made_before() -> list[Model]:
     """Returns the models of which ``benchmarks.quality`` has kept the runs."""
-    quality_runs, screen = (
-        Runs("quality", RESULTS / f"{name}.json") for name in ("quality", "defaults")
-    )
+    verdict_runs = Runs("quality", RESULTS / "quality.json")
+    screen_runs = Runs("quality", RESULTS / "defaults.json")
     return [
-        Model("0.11 million, 5 seeds", quality_runs, quality.HELD_OUT, larger_pair),
-        Model("0.11 million, 2 seeds", screen, quality.TUNING, screened_pair),
+        Model("0.11 million, 5 seeds", verdict_runs, quality.HELD_OUT, larger_pair),
+        Model("0.11 million, 2 seeds", screen_runs, quality.TUNING, screened_pair),
     ]
 
 
@@ -187,25 +192,31 @@ def verdict(percent: Sequence[float], is_worse: bool) -> str:
         return "open"
     low = mean(percent) - half
     high = mean(percent) + half
-    inside, outside = (low > 0, high < 0) if is_worse else (high < ALIKE, low > ALIKE)
-    return "agrees" if inside else "disagrees" if outside else "open"
+    if is_worse:
+        agrees = low > 0
+        disagrees = high < 0
+    else:
+        agrees = high < ALIKE
+        disagrees = low > ALIKE
+    if agrees:
+        return "agrees"
+    return "disagrees" if disagrees else "open"
 
 
 def judged(factor: str, claim: Claim, model: Model) -> list[str] | None:
     """Returns a row: a claim, by how much the first value is worse, and whether that agrees; None
     without runs.
     """
-    both = [
-        [ours for ours, _ in model.pairs(factor, value)] for value in (claim.first, claim.second)
-    ]
-    found = compared(model.kept, {claim.first: list(zip(*both, strict=False))})
-    if not found:
+    first = [ours for ours, _ in model.pairs(factor, claim.first)]
+    second = [ours for ours, _ in model.pairs(factor, claim.second)]
+    pairs = list(zip(first, second, strict=False))
+    comparisons = compared(model.kept, {claim.first: pairs})
+    if not comparisons:
         return None
-    percent = found[0].percent
-    said = "worse than" if claim.is_worse else "as good as"
-    text = f"{factor}: {claim.first} is {said} {claim.second}"
+    percent = comparisons[0].percent
+    relation = "worse than" if claim.is_worse else "as good as"
     return [
-        text,
+        f"{factor}: {claim.first} is {relation} {claim.second}",
         model.name,
         str(len(percent)),
         interval(percent, digits=1),
@@ -213,105 +224,125 @@ def judged(factor: str, claim: Claim, model: Model) -> list[str] | None:
     ]
 
 
-def above_ddp(model: Model) -> dict[str, list[Comparison]]:
-    """Returns what was made, beside DDP on the same seeds, by factor; each value is the name of
-    its comparison.
-    """
-    every = {
-        factor: compared(
-            model.kept, {value: model.pairs(factor, value) for value in ablation.values}
-        )
-        for factor, ablation in ABLATIONS.items()
-    }
-    return {factor: found for factor, found in every.items() if found}
+Gaps = Mapping[str, Sequence[Comparison]]
+"""Comparisons with DDP on the same seeds, by factor; each is named after the value."""
 
 
-def draw(models: Mapping[str, Mapping[str, Sequence[Comparison]]], path: Path) -> None:
+def above_ddp(model: Model) -> Gaps:
+    """Returns the comparisons of a model with DDP of which both were made."""
+    gaps = {}
+    for factor, ablation in ABLATIONS.items():
+        pairs = {value: model.pairs(factor, value) for value in ablation.values}
+        comparisons = compared(model.kept, pairs)
+        if comparisons:
+            gaps[factor] = comparisons
+    return gaps
+
+
+def draw(models: Mapping[str, Gaps], path: Path) -> None:
     """Draws a small panel for each factor: percent above DDP by value, a dot for each seed, and
     their mean.
     """
     # Not at the head: a machine on which only numbers are measured may not have what draws.
-    from benchmarks.picture import BLUE, GREEN, ORANGE, QUIET, figure, save
+    from benchmarks.picture import BLUE, GREEN, ORANGE, figure, save
 
-    factors = [factor for factor in ABLATIONS if any(factor in found for found in models.values())]
-    values = {factor: list(ABLATIONS[factor].values) for factor in factors}
-    picture, panels = figure(
-        len(factors), height=3.2, widths=[2 + len(values[factor]) for factor in factors]
-    )
+    colors = dict(zip(models, (BLUE, ORANGE, GREEN), strict=True))
+    factors = [factor for factor in ABLATIONS if any(factor in gaps for gaps in models.values())]
+    widths = [2 + len(ABLATIONS[factor].values) for factor in factors]
+    picture, panels = figure(len(factors), height=3.2, widths=widths)
     for axes, factor in zip(panels, factors, strict=True):
-        for every, color in zip(models.values(), (BLUE, ORANGE, GREEN), strict=True):
-            found = every.get(factor, ())
-            places = [values[factor].index(one.name) for one in found]
-            for at, one in zip(places, found, strict=True):
-                axes.scatter(
-                    [at] * len(one.percent), one.percent, s=10, color=color, alpha=0.5, linewidth=0
-                )
-            axes.plot(
-                places,
-                [mean(one.percent) for one in found],
-                color=color,
-                marker="_",
-                markersize=9,
-                linewidth=1,
-            )
-        axes.axhline(0, color=QUIET, linewidth=1)
-        axes.set_title(factor.partition(" ")[0], fontsize=9)
-        axes.set_xticks(range(len(values[factor])), values[factor], rotation=60, fontsize=7)
-        axes.set_xlim(-0.5, len(values[factor]) - 0.5)
-        axes.tick_params(axis="y", labelsize=7)
+        for name, gaps in models.items():
+            _draw_gaps(axes, factor, gaps.get(factor, ()), colors[name])
+        _label(axes, factor)
     panels[0].set_ylabel("% above DDP", fontsize=8)
-    for (name, own), color in zip(models.items(), (BLUE, ORANGE, GREEN), strict=True):
-        if own:
-            panels[0].plot([], [], color=color, marker="o", markersize=3, label=name)
+    for name, gaps in models.items():
+        if gaps:
+            panels[0].plot([], [], color=colors[name], marker="o", markersize=3, label=name)
     picture.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     save(picture, path)
 
 
+def _draw_gaps(axes: Any, factor: str, comparisons: Sequence[Comparison], color: str) -> None:
+    values = list(ABLATIONS[factor].values)
+    places = [values.index(comparison.name) for comparison in comparisons]
+    for place, comparison in zip(places, comparisons, strict=True):
+        percent = comparison.percent
+        axes.scatter([place] * len(percent), percent, s=10, color=color, alpha=0.5, linewidth=0)
+    means = [mean(comparison.percent) for comparison in comparisons]
+    axes.plot(places, means, color=color, marker="_", markersize=9, linewidth=1)
+
+
+def _label(axes: Any, factor: str) -> None:
+    from benchmarks.picture import QUIET
+
+    values = list(ABLATIONS[factor].values)
+    axes.axhline(0, color=QUIET, linewidth=1)
+    axes.set_title(factor.partition(" ")[0], fontsize=9)
+    axes.set_xticks(range(len(values)), values, rotation=60, fontsize=7)
+    axes.set_xlim(-0.5, len(values) - 0.5)
+    axes.tick_params(axis="y", labelsize=7)
+
+
+def planned(model: Model, values: Mapping[str, Sequence[str]]) -> list[Training]:
+    """Returns the trainings of a model: all values on one seed before the next seed, so that the
+    picture has a shape early.
+    """
+    trainings: list[Training] = []
+    for factor in values:
+        for seed in model.seeds:
+            for value in values[factor]:
+                trainings += model.pair(factor, value, seed) or ()
+    return trainings
+
+
+def show_gaps(models: Mapping[str, Gaps]) -> None:
+    """Prints a table for each factor: how far every value is above DDP in every model."""
+    columns = ["value", "model", "seeds", "% above DDP"]
+    for factor, ablation in ABLATIONS.items():
+        rows = []
+        for name, gaps in models.items():
+            for comparison in gaps.get(factor, ()):
+                percent = comparison.percent
+                gap = interval(percent, digits=1)
+                rows.append([comparison.name, name, str(len(percent)), gap])
+        if rows:
+            report.show(f"{factor} ({ablation.where})", columns, rows)
+
+
+def show_claims(models: Sequence[Model]) -> None:
+    """Prints which claims of the paper agree, in every model that can tell."""
+    rows = []
+    for factor, ablation in ABLATIONS.items():
+        for claim, model in product(ablation.claims, models):
+            row = judged(factor, claim, model)
+            if row is not None:
+                rows.append(row)
+    columns = ["claim", "model", "seeds", "% worse here", ""]
+    report.show("What the paper says", columns, rows)
+
+
 def main(arguments: list[str] | None = None) -> None:
     options = runs.parsed(runs.parser(__doc__), arguments)
-    wanted = {factor: list(ablation.values) for factor, ablation in ABLATIONS.items()}
-    model = Model("44,000 parameters", Runs("paper", options.json), SEEDS, partial(small_pair, ONE))
+    finished = Runs("paper", options.json)
     if options.quick:
-        wanted = {"bits": ["fp32", "fp4"]}
-        model = model._replace(name="tiny", seeds=SEEDS[:1], pair=partial(small_pair, QUICK))
-    # All values on one seed before the next seed: so the picture has a shape early.
-    every = [
-        model.pair(factor, value, seed)
-        for factor in wanted
-        for seed in model.seeds
-        for value in wanted[factor]
-    ]
-    model.kept.make(
-        (one for pair in every if pair for one in pair), options.workers, options.minutes
-    )
+        values: Mapping[str, Sequence[str]] = {"bits": ["fp32", "fp4"]}
+        model = Model("tiny", finished, SEEDS[:1], partial(small_pair, QUICK))
+    else:
+        values = {factor: list(ablation.values) for factor, ablation in ABLATIONS.items()}
+        model = Model("44,000 parameters", finished, SEEDS, partial(small_pair, ONE))
+    finished.make(planned(model, values), options.workers, options.minutes)
     models = [model, *made_before()]
-    found = {one.name: above_ddp(one) for one in models}
-    for factor, ablation in ABLATIONS.items():
-        rows = [
-            [one.name, name, str(len(one.ours)), interval(one.percent, digits=1)]
-            for name, by_factor in found.items()
-            for one in by_factor.get(factor, ())
-        ]
-        if rows:
-            report.show(
-                f"{factor} ({ablation.where})", ["value", "model", "seeds", "% above DDP"], rows
-            )
-    claims = [
-        judged(factor, claim, one)
-        for factor, ablation in ABLATIONS.items()
-        for claim in ablation.claims
-        for one in models
-    ]
-    report.show(
-        "What the paper says",
-        ["claim", "model", "seeds", "% worse here", ""],
-        [row for row in claims if row],
-    )
-    own = found[model.name]
-    headline = {f"{factor} {one.name}": mean(one.percent) for factor in own for one in own[factor]}
-    model.kept.write(headline, options.quick)
+    gaps = {model.name: above_ddp(model) for model in models}
+    show_gaps(gaps)
+    show_claims(models)
+    headline = {
+        f"{factor} {comparison.name}": mean(comparison.percent)
+        for factor, comparisons in gaps[model.name].items()
+        for comparison in comparisons
+    }
+    finished.write(headline, options.quick)
     if options.picture:
-        draw(found, options.picture)
+        draw(gaps, options.picture)
 
 
 if __name__ == "__main__":

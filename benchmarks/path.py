@@ -117,13 +117,13 @@ class Plain:
         for work in (received, sent):
             assert work is not None, "this rank is in the group"
             work.wait()
-        heads = [one[:32].clone().view(torch.int64).tolist() for one in messages]
+        heads = [sent_by_rank[:32].clone().view(torch.int64).tolist() for sent_by_rank in messages]
         assert heads[0][:2] == heads[1][:2], "both launch the same"
         decoded = torch.empty_like(gradient)
         mean = torch.zeros_like(gradient)
         trained = heads[0][2] + heads[1][2]
-        for (_, _, weight, _), one in zip(heads, messages, strict=True):
-            self.codec.decode(one[32:], decoded)
+        for (_, _, weight, _), sent_by_rank in zip(heads, messages, strict=True):
+            self.codec.decode(sent_by_rank[32:], decoded)
             mean += decoded if 2 * weight == trained else decoded * (2 * weight / trained)
         self.outer.grad = mean.div_(2)
         self.optimizer.step()
@@ -148,7 +148,7 @@ def costs(
         "ours": (engine.step, engine.step),
         "plain": (plain.launch, plain.land),
     }
-    found: dict[str, list[float]] = defaultdict(list)
+    milliseconds: dict[str, list[float]] = defaultdict(list)
     for turn in range(turns + 1):
         for name, (launch, land) in ways.items():
             dist.barrier()
@@ -157,18 +157,18 @@ def costs(
                 launch()
                 land()
             if turn:  # in the first one memory is new
-                found[name].append(1000 * (time.process_time() - began) / flights)
+                milliseconds[name].append(1000 * (time.process_time() - began) / flights)
     engine.close()
     plain.thread.shutdown()
-    return dict(found)
+    return dict(milliseconds)
 
 
 def print_calls(calls: list[Call]) -> None:
     """Prints the calls, a line for every stay of a thread in a file."""
     for thread in dict.fromkeys(call.thread for call in calls):
         print(thread)
-        own = [call for call in calls if call.thread == thread]
-        for file, stay in groupby(own, key=lambda call: call.file):
+        thread_calls = [call for call in calls if call.thread == thread]
+        for file, stay in groupby(thread_calls, key=lambda call: call.file):
             print(f"  {file:34} {' '.join(call.function for call in stay)}")
 
 
@@ -196,9 +196,9 @@ def main(arguments: list[str] | None = None) -> None:
     rows = []
     flights, turns = (5, 1) if options.quick else (20, 15)
     for name, width in list(WIDTHS.items())[:1] if options.quick else WIDTHS.items():
-        found = run_ranks(partial(costs, width, flights, turns), 2, timeout=300.0)[0]
-        ours = median(found["ours"])
-        plain = median(found["plain"])
+        milliseconds = run_ranks(partial(costs, width, flights, turns), 2, timeout=300.0)[0]
+        ours = median(milliseconds["ours"])
+        plain = median(milliseconds["plain"])
         headline[f"{name}: ms beyond a plain loop"] = ours - plain
         rows.append([name, f"{plain:.2f}", f"{ours:.2f}", f"{ours - plain:.2f}"])
     report.show(

@@ -50,6 +50,6 @@ def for_dark_pages(path: Path) -> Path:
     """Writes the picture for a dark page beside an SVG for a light one, and returns its path."""
     dark = path.with_stem(f"{path.stem}-dark")
     drawn = re.sub("#[0-9a-f]{6}", lambda color: ON_DARK.get(color[0], color[0]), path.read_text())
-    # What has no colour of its own, as the text of a legend, is black.
+    # Elements without a colour, such as the text of a legend, are black.
     dark.write_text(drawn.replace("<svg ", f'<svg fill="{DARK.ink}" ', 1))
     return dark

@@ -28,6 +28,7 @@ With --json every run is kept at once, and runs that the file has are not made a
 too, a training whose time is up goes on with the next call, bit for bit.
 """
 
+import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -185,12 +186,9 @@ def chosen(choices: Mapping[str, Any], groups: int) -> dict[str, Any]:
 def verdict(size: str) -> Iterator[tuple[str, Pair]]:
     """Yields what decides whether worker groups learn as well as DDP."""
     for groups in MODELS[size].rates:
-        for sync_every in MODELS[size].every[groups]:
-            for seed in HELD_OUT:
-                yield (
-                    f"{size}, M={groups}, H={sync_every}",
-                    pair(size, groups, seed, sync_every=sync_every),
-                )
+        for sync_every, seed in product(MODELS[size].every[groups], HELD_OUT):
+            name = f"{size}, M={groups}, H={sync_every}"
+            yield name, pair(size, groups, seed, sync_every=sync_every)
 
 
 def alone(
@@ -258,12 +256,9 @@ def rates(size: str) -> Iterator[tuple[str, Pair]]:
     """Yields each rate for each number of groups, for both methods alike."""
     for groups in MODELS[size].rates:
         sync_every = MODELS[size].every[groups][0]
-        for rate in TRIED:
-            for seed in TUNING:
-                yield (
-                    at_rate(f"{size}, M={groups}, H={sync_every}", rate),
-                    pair(size, groups, seed, Rates(rate, rate), sync_every=sync_every),
-                )
+        for rate, seed in product(TRIED, TUNING):
+            name = at_rate(f"{size}, M={groups}, H={sync_every}", rate)
+            yield name, pair(size, groups, seed, Rates(rate, rate), sync_every=sync_every)
 
 
 def muon(size: str) -> Iterator[tuple[str, Pair]]:
@@ -278,10 +273,8 @@ def muon(size: str) -> Iterator[tuple[str, Pair]]:
             name = at_rate(f"{size}, M={groups}, H=20, by itself, Muon", rate)
             yield name, alone(size, groups, seed, rates, "muon")
     for (groups, best), seed in product(MUON_RATES.items(), HELD_OUT):
-        yield (
-            f"{size}, M={groups}, H=20, by itself, Muon, other seeds",
-            alone(size, groups, seed, best, "muon"),
-        )
+        name = f"{size}, M={groups}, H=20, by itself, Muon, other seeds"
+        yield name, alone(size, groups, seed, best, "muon")
 
 
 def unequal(size: str) -> Iterator[tuple[str, Pair]]:
@@ -289,32 +282,32 @@ def unequal(size: str) -> Iterator[tuple[str, Pair]]:
     batches.
     """
     for seed in HELD_OUT:
-        ours, ddp = (replace(one, split="by_file") for one in alone(size, 4, seed))
-        yield f"{size}, M=4, H=20, by itself, files of its own for each group", (ours, ddp)
+        ours, ddp = alone(size, 4, seed)
+        pair_by_file = (replace(ours, split="by_file"), replace(ddp, split="by_file"))
+        yield f"{size}, M=4, H=20, by itself, files of its own for each group", pair_by_file
 
 
 def sparse(size: str) -> Iterator[tuple[str, Pair]]:
     """Yields 1/64 of the values, beside fp4 with all else equal, by H."""
-    for sync_every in (50, 10, 5):
-        overlap_steps = 5 if sync_every == 50 else 1
-        for compression in ("fp4", "sparse"):
-            for seed in TUNING:
-                choices: dict[str, Any] = {
-                    "sync_every": sync_every,
-                    "overlap_steps": overlap_steps,
-                    "compression": compression,
-                }
-                yield f"{size}, M=2, H={sync_every}, {compression}", pair(size, 2, seed, **choices)
+    for sync_every, compression, seed in product((50, 10, 5), ("fp4", "sparse"), TUNING):
+        choices: dict[str, Any] = {
+            "sync_every": sync_every,
+            "overlap_steps": 5 if sync_every == 50 else 1,
+            "compression": compression,
+        }
+        yield f"{size}, M=2, H={sync_every}, {compression}", pair(size, 2, seed, **choices)
 
 
 def large(size: str) -> Iterator[tuple[str, Pair]]:
     """Yields one seed: two rates for both methods, or the one rate that is known where it would
     take too long.
     """
-    for rate in (None,) if size == "50M" else TRIED_LARGE:
-        name = f"{size}, M=2, H=50"
-        own = Rates(rate, rate) if rate else None
-        yield at_rate(name, rate) if rate else name, pair(size, 2, HELD_OUT[0], own)
+    name = f"{size}, M=2, H=50"
+    if size == "50M":
+        yield name, pair(size, 2, HELD_OUT[0])
+        return
+    for rate in TRIED_LARGE:
+        yield at_rate(name, rate), pair(size, 2, HELD_OUT[0], Rates(rate, rate))
 
 
 def quick(size: str) -> Iterator[tuple[str, Pair]]:
@@ -360,14 +353,16 @@ def planned(
     stage: Stage, sizes: Sequence[str], budget: float | None, device: str
 ) -> dict[str, list[Pair]]:
     """Returns the pairs of a stage by their setting, what is worth most first."""
-    found: dict[str, list[Pair]] = {}
+    settings: dict[str, list[Pair]] = {}
     for size in sizes:
+        usual = MODELS[size].budget
+        tokens = usual if budget is None else budget
+        suffix = "" if tokens == usual else f", {tokens:g} tokens per parameter"
         for name, (ours, ddp) in stage.pairs(size):
-            own = MODELS[size].budget if budget is None else budget
-            label = name if own == MODELS[size].budget else f"{name}, {own:g} tokens per parameter"
-            one = replace(ours, budget=own, device=device), replace(ddp, budget=own, device=device)
-            found.setdefault(label, []).append(one)
-    return found
+            pairs = settings.setdefault(f"{name}{suffix}", [])
+            ours = replace(ours, budget=tokens, device=device)
+            pairs.append((ours, replace(ddp, budget=tokens, device=device)))
+    return settings
 
 
 def has_enough_rounds(pairs: Sequence[Pair]) -> bool:
@@ -375,27 +370,31 @@ def has_enough_rounds(pairs: Sequence[Pair]) -> bool:
     return all(ours.rounds >= FEWEST_ROUNDS for ours, _ in pairs)
 
 
-def each_at_its_best(found: Sequence[Comparison]) -> list[Comparison]:
+def each_at_its_best(comparisons: Sequence[Comparison]) -> list[Comparison]:
     """Returns, for settings at several rates, the better runs of either method: where all rates
     have the same seeds.
     """
+    by_setting: dict[str, list[Comparison]] = {}
+    for compared in comparisons:
+        name, separator, _ = compared.name.partition(_AT)
+        if separator:
+            by_setting.setdefault(name, []).append(compared)
     best = []
-    for name in dict.fromkeys(one.name.partition(_AT)[0] for one in found if _AT in one.name):
-        tried = [one for one in found if one.name.partition(_AT)[0] == name]
-        if len({tuple(run["seed"] for run in one.ours) for one in tried}) == 1:
-            ours, ddp = (
-                min(of_one, key=loss)
-                for of_one in ([t.ours for t in tried], [t.plain for t in tried])
-            )
+    for name, rates in by_setting.items():
+        seeds = {tuple(run["seed"] for run in compared.ours) for compared in rates}
+        if len(seeds) == 1:
+            ours = min((compared.ours for compared in rates), key=loss)
+            ddp = min((compared.plain for compared in rates), key=loss)
             best.append(Comparison(f"{name}, each at its best", ours, ddp))
     return best
 
 
-def loss(made: Sequence[Mapping[str, Any]]) -> float:
-    return mean(run["loss"] for run in made)
+def loss(runs: Sequence[Mapping[str, Any]]) -> float:
+    return mean(run["loss"] for run in runs)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    """Reads the command line, and refuses a GPU that is not there."""
     parser = runs.parser(__doc__)
     parser.add_argument(
         "--stage", choices=STAGES, default="verdict", help="what to run (default: %(default)s)"
@@ -410,24 +409,31 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(
             "--device cuda needs a GPU that torch sees: torch.cuda.is_available() is False here."
         )
-    stage = QUICK if options.quick else STAGES[options.stage]
-    every = planned(
-        stage, (not options.quick and options.size) or stage.sizes, options.budget, options.device
-    )
-    wanted = {
-        name: pairs for name, pairs in every.items() if options.quick or has_enough_rounds(pairs)
-    }
-    kept = Runs("quality" if options.quick else f"quality --stage {options.stage}", options.json)
-    kept.make(
-        (one for pairs in wanted.values() for pair in pairs for one in pair),
-        options.workers,
-        options.minutes,
-    )
-    found = comparison.compared(kept, wanted)
-    found += each_at_its_best(found)
-    few = "; ".join(name for name in every if name not in wanted)
-    left_out = f"Left out, with fewer than {FEWEST_ROUNDS} rounds: {few}." if few else ""
-    comparison.tell(f"{options.stage}: {stage.about}", found, kept, options, left_out)
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parsed(arguments)
+    if options.quick:
+        command = "quality"
+        stage = QUICK
+        sizes = stage.sizes
+    else:
+        command = f"quality --stage {options.stage}"
+        stage = STAGES[options.stage]
+        sizes = options.size or stage.sizes
+    settings = planned(stage, sizes, options.budget, options.device)
+    short = [] if options.quick else [n for n, p in settings.items() if not has_enough_rounds(p)]
+    wanted = {name: pairs for name, pairs in settings.items() if name not in short}
+    finished = Runs(command, options.json)
+    finished.make(runs.of_pairs(wanted), options.workers, options.minutes)
+    comparisons = comparison.compared(finished, wanted)
+    comparisons += each_at_its_best(comparisons)
+    left_out = ""
+    if short:
+        left_out = f"Left out, with fewer than {FEWEST_ROUNDS} rounds: {'; '.join(short)}."
+    title = f"{options.stage}: {stage.about}"
+    comparison.tell(title, comparisons, finished, options, left_out)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ import argparse
 import json
 import os
 import platform
-import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,16 @@ import torch
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    command_line = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--quick", action="store_true", help="as little as shows that it runs")
-    made.add_argument("--json", type=Path, help="write the numbers to this file")
-    made.add_argument("--picture", type=Path, help="draw them into this .svg or .png file")
+    command_line.add_argument(
+        "--quick", action="store_true", help="as little as shows that it runs"
+    )
+    command_line.add_argument("--json", type=Path, help="write the numbers to this file")
+    command_line.add_argument("--picture", type=Path, help="draw them into this .svg or .png file")
     torch.set_num_threads(1)
-    return made
+    return command_line
 
 
 def options(description: str | None, arguments: list[str] | None) -> argparse.Namespace:
@@ -64,11 +65,11 @@ def versions(*names: str) -> dict[str, str]:
 
 
 def write(
-    path: Path | None, headline: Mapping[str, float], about: Mapping[str, Any], **found: Any
+    path: Path | None, headline: Mapping[str, float], about: Mapping[str, Any], **details: Any
 ) -> None:
     if path is not None:
         rounded = {name: float(f"{value:.6g}") for name, value in headline.items()}
-        content = {"headline": rounded, "measured": dict(about), **found}
+        content = {"headline": rounded, "measured": dict(about), **details}
         unfinished = path.with_name(f"{path.name}.{os.getpid()}")
         unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         unfinished.replace(path)
@@ -104,6 +105,15 @@ def said(message: str) -> None:
     print(f"{datetime.now():%H:%M:%S} {message}", file=sys.stderr, flush=True)
 
 
-def typed(*words: str) -> str:
-    """A command as it is typed."""
-    return shlex.join(words)
+def kept_rows(path: Path | None) -> list[dict[str, Any]]:
+    """Reads the rows of a file of results; there are none where there is no file yet."""
+    if path is None or not path.exists():
+        return []
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    return rows
+
+
+def show_left_out(reasons: Iterable[str]) -> None:
+    """Prints why something was left out, each reason once."""
+    for reason in dict.fromkeys(reasons):
+        print(f"\nLeft out: {reason}")

@@ -8,9 +8,11 @@ import json
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import suppress
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from typing_extensions import override
 from benchmarks import report
 from benchmarks.training import Run, Training, made
 
-# What runs had before there was a choice.
+# The values of runs from before there was a choice.
 _BEFORE = {"device": "cpu", "split": "shuffled"}
 
 
@@ -28,20 +30,20 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     """Makes the command line of a benchmark of many trainings: that of `report.parser`, and how to
     make them.
     """
-    made = report.parser(description)
-    made.add_argument(
+    command_line = report.parser(description)
+    command_line.add_argument(
         "--workers",
         type=int,
         default=os.cpu_count(),
         help="trainings at a time (default: all cores)",
     )
-    made.add_argument(
+    command_line.add_argument(
         "--minutes",
         type=float,
         default=math.inf,
         help="end in time; the next call goes on (with --json)",
     )
-    return made
+    return command_line
 
 
 def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
@@ -56,43 +58,50 @@ def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argp
     return options
 
 
+def of_pairs(settings: Mapping[str, Iterable[tuple[Training, Training]]]) -> list[Training]:
+    """Returns both trainings of every pair, setting by setting."""
+    return list(chain.from_iterable(chain.from_iterable(settings.values())))
+
+
 class Runs:
     """The runs of a file. Each is kept as soon as it is made, and none is made twice."""
 
     def __init__(self, command: str, path: Path | None) -> None:
         self._command = command
         self._path = path
-        found: dict[str, Any] = (
-            json.loads(path.read_text()) if path is not None and path.exists() else {"runs": []}
-        )
-        self._headline: dict[str, float] = found.get("headline", {})
-        self._done: list[Run] = [{**_BEFORE, **run} for run in found["runs"]]
+        content: dict[str, Any] = {"runs": []}
+        if path is not None and path.exists():
+            content = json.loads(path.read_text())
+        self._headline: dict[str, float] = content.get("headline", {})
+        self._done: list[Run] = [{**_BEFORE, **run} for run in content["runs"]]
 
     def __getitem__(self, training: Training) -> Run:
-        found = self.get(training)
-        if found is None:
+        run = self.get(training)
+        if run is None:
             raise KeyError(training)
-        return found
+        return run
 
     def get(self, training: Training) -> Run | None:
         key = training.key()
         return next((run for run in self._done if run.items() >= key.items()), None)
 
     def make(self, trainings: Iterable[Training], workers: int, minutes: float = math.inf) -> None:
-        wanted = {_name(one): one for one in trainings if self.get(one) is None}
-        left = sorted(wanted.values(), key=lambda one: not self._is_begun(one))
-        until = time.time() + 60 * minutes
+        """Makes the trainings that are not done, those first that were begun before."""
+        wanted = {_name(training): training for training in trainings if self.get(training) is None}
+        waiting = deque(sorted(wanted.values(), key=self._is_begun, reverse=True))
+        deadline = time.time() + 60 * minutes
         under_way: dict[Future[Run | None], Training] = {}
         with _executor(workers) as pool:
             while True:
-                while left and len(under_way) < workers and time.time() < until:
-                    one = left.pop(0)
-                    under_way[pool.submit(made, one, until, self._state(one))] = one
+                while waiting and len(under_way) < workers and time.time() < deadline:
+                    training = waiting.popleft()
+                    future = pool.submit(made, training, deadline, self._state(training))
+                    under_way[future] = training
                 if not under_way:
                     break
                 for future in wait(under_way, return_when=FIRST_COMPLETED).done:
                     self._keep(under_way.pop(future), future.result())
-        missing = sum(self.get(one) is None for one in wanted.values())
+        missing = sum(self.get(training) is None for training in wanted.values())
         if missing:
             report.said(
                 f"{missing} of {len(wanted)} trainings are left. The same command goes on with"
@@ -123,11 +132,10 @@ class Runs:
         return state is not None and state.exists()
 
     def write(self, headline: Mapping[str, float], quick: bool = False) -> None:
-        """Writes all runs, and what they say beside what earlier ones said."""
+        """Writes all runs, and the headline beside that of earlier calls."""
         self._headline.update(headline)
-        report.write(
-            self._path, self._headline, report.measured(self._command, quick), runs=self._done
-        )
+        about = report.measured(self._command, quick)
+        report.write(self._path, self._headline, about, runs=self._done)
 
 
 def _name(training: Training) -> str:
@@ -135,13 +143,13 @@ def _name(training: Training) -> str:
 
 
 def _executor(workers: int) -> Executor:
-    return (
-        _Here() if workers == 1 else ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-    )
+    if workers == 1:
+        return _InThisProcess()
+    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
 
 
-class _Here(Executor):
-    """Does what it is given at once, in this process."""
+class _InThisProcess(Executor):
+    """Calls each function at once, in this process."""
 
     @override
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -28,10 +28,10 @@ def peak(samples: Sequence[Sample], since: float = 0.0) -> float:
         1000.0
     """
     late = [sample for sample in samples if sample[0] >= since]
-    times = [at for at, _ in late]
+    times = [moment for moment, _ in late]
     most = 0.0
-    for first, (at, sent) in enumerate(late):
-        last = max(first, bisect_left(times, at + WINDOW) - 1)
+    for first, (moment, sent) in enumerate(late):
+        last = max(first, bisect_left(times, moment + WINDOW) - 1)
         most = max(most, late[last][1] - sent)
     return most / WINDOW
 
@@ -53,8 +53,8 @@ def sampled() -> Iterator[list[Sample]]:
             finally:
                 process.terminate()
         for line in file.read_text().splitlines():
-            at, _, sent = line.partition(" ")
-            samples.append((float(at), int(sent)))
+            moment, _, sent = line.partition(" ")
+            samples.append((float(moment), int(sent)))
 
 
 def _sample() -> None:

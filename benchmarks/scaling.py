@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,7 +43,7 @@ SHOWN = (8e4, 4e9)
 
 
 class Point(NamedTuple):
-    """What was measured here: parameters, groups, and percent above DDP with each seed."""
+    """A measurement of ours: parameters, groups, and percent above DDP with each seed."""
 
     parameters: int
     groups: int
@@ -57,8 +57,9 @@ def by_losses(groups: int, numel: float) -> float:
         >>> [round(by_losses(groups, 114_336), 1) for groups in LAWS]
         [1.6, 4.2, 7.7]
     """
-    (a, slope), (plain, plain_slope) = LAWS[groups], DATA_PARALLEL
-    return 100 * (a * numel**slope / (plain * numel**plain_slope) - 1)
+    factor, exponent = LAWS[groups]
+    plain_factor, plain_exponent = DATA_PARALLEL
+    return 100 * (factor * numel**exponent / (plain_factor * numel**plain_exponent) - 1)
 
 
 def by_gap(groups: int, numel: float) -> float:
@@ -69,52 +70,35 @@ def by_gap(groups: int, numel: float) -> float:
         >>> [round(by_gap(groups, 114_336)) for groups in LAWS]
         [7, 26, 23]
     """
-    there = [(size, gap) for size, gap in zip(SIZES, GAPS[groups], strict=True) if gap > 0]
-    sizes, gaps = np.log(there).T
+    positive = [(size, gap) for size, gap in zip(SIZES, GAPS[groups], strict=True) if gap > 0]
+    sizes, gaps = np.log(positive).T
     slope, start = np.polyfit(sizes, gaps, 1)
     return float(np.exp(start + slope * np.log(numel)))
 
 
-def points(kept: Runs) -> list[Point]:
+def points(finished: Runs) -> list[Point]:
     """Returns what the strategy does by itself on the seeds of the verdict; in two models two
     groups with H=50.
     """
-    found = []
-    alone = [(size, "alone") for size in ("0.1M", "0.5M", "2M")]
-    for size, stage in (*alone, ("0.2M", "verdict"), ("0.5M", "verdict")):
-        every = quality.planned(quality.STAGES[stage], [size], None, "cpu")
-        pairs = {
-            name: own
-            for name, own in every.items()
+    points = []
+    stages = [(size, "alone") for size in ("0.1M", "0.5M", "2M")]
+    for size, stage in (*stages, ("0.2M", "verdict"), ("0.5M", "verdict")):
+        settings = quality.planned(quality.STAGES[stage], [size], None, "cpu")
+        wanted = {
+            name: pairs
+            for name, pairs in settings.items()
             if ", rate " not in name and "H=100" not in name
         }
-        for one in comparison.compared(kept, pairs):
-            groups = pairs[one.name][0][0].groups
-            numel = parameters(pairs[one.name][0][0].size)
-            found.append(Point(numel, groups, one.percent))
-    return found
+        for compared in comparison.compared(finished, wanted):
+            training, _ = wanted[compared.name][0]
+            points.append(Point(parameters(training.size), training.groups, compared.percent))
+    return points
 
 
-def draw(found: Sequence[Point], path: Path) -> None:
+def draw(measured: Sequence[Point], path: Path) -> None:
     picture, (axes,) = figure(height=4.0)
-    numel = np.geomspace(*SHOWN, 100)
-    small = numel[numel <= SIZES[0]]
     for groups, color in COLORS.items():
-        axes.plot(
-            SIZES, GAPS[groups], color=color, marker="o", markersize=3, label=f"{groups} groups"
-        )
-        laws = [[law(groups, each) for each in small] for law in (by_losses, by_gap)]
-        axes.fill_between(small, *laws, color=color, alpha=0.15, linewidth=0)
-        own = [point for point in found if point.groups == groups]
-        bars = {
-            "yerr": [half_width(point.percent) or 0.0 for point in own],
-            "color": color,
-            "linestyle": "",
-            "marker": "D",
-            "capsize": 3,
-        }
-        shifted = [point.parameters * 1.15 ** (np.log2(groups) - 2) for point in own]
-        axes.errorbar(shifted, [mean(point.percent) for point in own], **bars)
+        _plot(axes, groups, color, [point for point in measured if point.groups == groups])
     axes.axhline(0, color=QUIET, linewidth=1)
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=1)
@@ -123,6 +107,22 @@ def draw(found: Sequence[Point], path: Path) -> None:
     axes.minorticks_off()
     picture.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     save(picture, path)
+
+
+def _plot(axes: Any, groups: int, color: str, measured: Sequence[Point]) -> None:
+    """Draws the gap of a number of groups: published, by both laws, and as measured here."""
+    label = f"{groups} groups"
+    axes.plot(SIZES, GAPS[groups], color=color, marker="o", markersize=3, label=label)
+    numel = np.geomspace(*SHOWN, 100)
+    small = numel[numel <= SIZES[0]]
+    laws = [[law(groups, size) for size in small] for law in (by_losses, by_gap)]
+    axes.fill_between(small, *laws, color=color, alpha=0.15, linewidth=0)
+    # Beside each other, not on top of each other.
+    sizes = [point.parameters * 1.15 ** (np.log2(groups) - 2) for point in measured]
+    means = [mean(point.percent) for point in measured]
+    halves = [half_width(point.percent) or 0.0 for point in measured]
+    style = {"color": color, "linestyle": "", "marker": "D", "capsize": 3}
+    axes.errorbar(sizes, means, yerr=halves, **style)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -137,17 +137,16 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--picture", type=Path, help="a file to draw to, .svg or .png")
     options = parser.parse_args(arguments)
-    found = points(Runs("scaling", options.json))
-    rows = [
-        [f"{one.parameters:,}", str(one.groups), comparison.interval(one.percent, digits=1)]
-        + [f"{law(one.groups, one.parameters):+.1f}" for law in (by_losses, by_gap)]
-        for one in found
-    ]
-    report.show(
-        "% above DDP", ["parameters", "groups", "here", "law of losses", "law of the gap"], rows
-    )
+    measured = points(Runs("scaling", options.json))
+    rows = []
+    for numel, groups, percent in measured:
+        laws = [f"{law(groups, numel):+.1f}" for law in (by_losses, by_gap)]
+        gap = comparison.interval(percent, digits=1)
+        rows.append([f"{numel:,}", str(groups), gap, *laws])
+    columns = ["parameters", "groups", "here", "law of losses", "law of the gap"]
+    report.show("% above DDP", columns, rows)
     if options.picture:
-        draw(found, options.picture)
+        draw(measured, options.picture)
 
 
 if __name__ == "__main__":

@@ -88,13 +88,13 @@ def group(seconds: float, steps: int, rank: int, world_size: int) -> list[float]
     return trained(seconds, steps, rank, None)
 
 
-def serve(folder: Path, told: Any) -> None:
+def serve(folder: Path, pipe: Any) -> None:
     """Is the hub, until it is killed."""
     service = HubService(
         RUN, folder / "hub.sqlite", sites=len(SITES), listen="127.0.0.1:0", keys=folder / "keys"
     )
     service.start()
-    told.send(service.port)
+    pipe.send(service.port)
     while True:
         time.sleep(1.0)
 
@@ -103,24 +103,25 @@ def measure(seconds: float, steps: int) -> dict[str, list[float]]:
     """Trains both at the same time, and returns the seconds of a step in every round, the mean of
     both ranks.
     """
-    found: dict[str, Any] = {}
+    ranks: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        init_keys(folder / "keys", RUN)
-        for one in SITES:
-            add_keys(folder / "keys", one)
-        here, there = multiprocessing.Pipe()
-        hub = multiprocessing.get_context("spawn").Process(target=serve, args=(folder, there))
+        keys = folder / "keys"
+        init_keys(keys, RUN)
+        for site_name in SITES:
+            add_keys(keys, site_name)
+        receiver, sender = multiprocessing.Pipe()
+        hub = multiprocessing.get_context("spawn").Process(target=serve, args=(folder, sender))
         hub.start()
-        address = f"127.0.0.1:{here.recv()}"
-        federation = partial(Federation, hub=address, run=RUN, keys=folder / "keys")
+        address = f"127.0.0.1:{receiver.recv()}"
+        federation = partial(Federation, hub=address, run=RUN, keys=keys)
         ways = {
             "federation": partial(site, seconds, steps, federation),
             "fixed": partial(group, seconds, steps),
         }
 
         def play(name: str) -> None:
-            found[name] = run_processes(ways[name], len(SITES), timeout=600)
+            ranks[name] = run_processes(ways[name], len(SITES), timeout=600)
 
         threads = [Thread(target=play, args=(name,)) for name in ways]
         for thread in threads:
@@ -129,33 +130,27 @@ def measure(seconds: float, steps: int) -> dict[str, list[float]]:
             thread.join()
         hub.kill()
         hub.join()
-    return {name: [mean(both) for both in zip(*found[name], strict=True)] for name in ways}
+    return {name: [mean(both) for both in zip(*ranks[name], strict=True)] for name in ways}
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = report.options(__doc__, arguments)
-    seconds, steps = (0.01, FIRST + SYNC_EVERY) if options.quick else (0.1, FIRST + 25 * SYNC_EVERY)
-    found = measure(seconds, steps)
-    ratios = [ours / fixed for ours, fixed in zip(found["federation"], found["fixed"], strict=True)]
-    headline = {"step time over that of the fixed world": median(ratios), "target": TARGET}
+    sleep = 0.01 if options.quick else 0.1
+    rounds = 1 if options.quick else 25
+    steps = measure(sleep, FIRST + rounds * SYNC_EVERY)
+    ratios = [ours / fixed for ours, fixed in zip(steps["federation"], steps["fixed"], strict=True)]
     rows = [
-        [name, f"{1e3 * median(found[name]):.2f}", f"{1e3 * max(found[name]):.2f}"]
-        for name in found
+        [name, f"{1e3 * median(seconds):.2f}", f"{1e3 * max(seconds):.2f}"]
+        for name, seconds in steps.items()
     ]
     report.show("A step", ["world", "median of rounds, ms", "slowest round, ms"], rows)
-    middle = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    print(
-        f"ratio: {median(ratios):.4f} (middle half {middle[0]:.4f} to {middle[2]:.4f}),"
-        f" {len(ratios)} rounds"
-    )
-    about = {"sleep": seconds, "sync_every": SYNC_EVERY, "overlap_steps": 5, "sites": len(SITES)}
-    report.write(
-        options.json,
-        headline,
-        report.measured("site_steps", options.quick),
-        case=about,
-        rounds=found,
-    )
+    low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    middle = f"middle half {low:.4f} to {high:.4f}"
+    print(f"ratio: {median(ratios):.4f} ({middle}), {len(ratios)} rounds")
+    headline = {"step time over that of the fixed world": median(ratios), "target": TARGET}
+    about = report.measured("site_steps", options.quick)
+    case = {"sleep": sleep, "sync_every": SYNC_EVERY, "overlap_steps": 5, "sites": len(SITES)}
+    report.write(options.json, headline, about, case=case, rounds=steps)
 
 
 if __name__ == "__main__":

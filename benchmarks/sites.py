@@ -22,7 +22,7 @@ from benchmarks.case import Case
 from benchmarks.learning import LearningCase
 from benchmarks.links import Links
 from benchmarks.models import Size
-from benchmarks.peers.loops import LOOPS, Loop
+from benchmarks.peers.loops import LOOPS, Loop, Rank
 from benchmarks.sampler import Sample, peak, sampled
 from benchmarks.stamps import forget_peak_memory, peak_memory, sent_so_far
 from tests.ranks import RankError, run_processes
@@ -31,7 +31,7 @@ _CLONE_NEWUTS = 0x04000000
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = Path(os.environ.get("PEERS_DIR", ROOT / ".peers")).resolve()
-"""Where benchmarks/peers/install.sh put the virtual environments of the peers."""
+"""The folder in which benchmarks/peers/install.sh put the virtual environments of the peers."""
 
 ENVIRONMENTS = {"accelerate": "accelerate", "torchft": "torchft"}
 """The methods that need a Python of their own."""
@@ -75,12 +75,9 @@ class Job:
 
 def run(job: Job) -> Found:
     loop = _loop(job.method)
-    slow = job.mbit_s is not None
-    links = (
-        Links(job.sites, job.mbit_s * 1e6 if job.mbit_s else None, job.one_way_delay)
-        if slow
-        else nullcontext()
-    )
+    is_slow = job.mbit_s is not None
+    rate = job.mbit_s * 1e6 if job.mbit_s else None
+    links = Links(job.sites, rate, job.one_way_delay) if is_slow else nullcontext()
     try:
         with links as entered:
             ranks = run_processes(
@@ -89,28 +86,26 @@ def run(job: Job) -> Found:
     except (RankError, TimeoutError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         return {"reason": lines[-1].strip()[:200]}
+    # On the loopback all ranks share one interface.
+    sharing = 1 if is_slow else job.sites
+    last = job.first + job.counted
 
     def per_step(name: str) -> float:
-        spans = [rank[name][job.first + job.counted] - rank[name][job.first] for rank in ranks]
+        spans = [rank[name][last] - rank[name][job.first] for rank in ranks]
         return float(sum(spans) / len(spans) / job.counted)
-
-    # On the loopback all ranks share one interface.
-    sharing = 1 if slow else job.sites
 
     def to_the_end(name: str) -> float:
         spans = [rank[f"{name}_in_all"] - rank[name][job.first] for rank in ranks]
         return float(sum(spans) / len(spans) / sharing)
 
+    bytes_per_second = peak(ranks[0]["samples"], since=ranks[0]["wall"][job.first])
     return {
         "seconds": per_step("wall"),
         "cpu_seconds": per_step("cpu"),
         "bytes": per_step("sent") / sharing,
         "bytes_to_the_end": to_the_end("sent"),
         "packets_to_the_end": to_the_end("packets"),
-        "peak_mbit_s": peak(ranks[0]["samples"], since=ranks[0]["wall"][job.first])
-        * 8
-        / 1e6
-        / sharing,
+        "peak_mbit_s": bytes_per_second * 8 / 1e6 / sharing,
         "memory": sum(rank["memory"] for rank in ranks) / len(ranks),
         "memory_to_the_end": sum(rank["memory_to_the_end"] for rank in ranks) / len(ranks),
         "told": ranks[0]["told"],
@@ -118,29 +113,34 @@ def run(job: Job) -> Found:
 
 
 def _rank(job: Job, loop: Loop, links: Links | None, rank: int, world_size: int) -> dict[str, Any]:
+    address = "127.0.0.1"
     if links is not None:
+        address = links.address(rank)
         links.enter(rank)
         os.environ.update(links.environment(rank))
-        _call_this_host(links.address(rank))
-    os.environ["OWN_ADDR"] = "127.0.0.1" if links is None else links.address(rank)
+        _call_this_host(address)
+    os.environ["OWN_ADDR"] = address
     # The model itself counts too.
-    before = forget_peak_memory()
+    memory_before = forget_peak_memory()
     net = job.case.net()
-    batches = job.case.batches(rank)
     stamps = job.case.stamps(net, rank)
-    with sampled() if rank == 0 and job.sampled else nullcontext[list[Sample]]([]) as samples:
-        told = loop(job.case, net, batches, stamps, job.first + job.counted)
+    training = Rank(job.case, net, job.case.batches(rank), stamps, job.first + job.counted)
+    samples: list[Sample] = []
+    with sampled() if rank == 0 and job.sampled else nullcontext(samples) as samples:
+        numbers = loop(training)
     in_all = sent_so_far()
-    times = {
+    return {
         "wall": stamps.wall,
         "cpu": stamps.cpu,
         "sent": stamps.sent,
         "packets": stamps.packets,
         "samples": samples,
+        "sent_in_all": in_all.bytes,
+        "packets_in_all": in_all.packets,
+        "memory": stamps.memory - memory_before,
+        "memory_to_the_end": peak_memory() - memory_before,
+        "told": numbers,
     }
-    ends = {"sent_in_all": in_all.bytes, "packets_in_all": in_all.packets}
-    memory = {"memory": stamps.memory - before, "memory_to_the_end": peak_memory() - before}
-    return {**times, **ends, **memory, "told": told}
 
 
 def _call_this_host(address: str) -> None:
@@ -176,27 +176,22 @@ def run_apart(job: Job) -> Found:
     """
     environment = ENVIRONMENTS.get(job.method)
     python = PEERS / environment / "bin" / "python" if environment else Path(sys.executable)
-    return (
-        _elsewhere(python, job)
-        if python.exists()
-        else {"reason": "not installed: benchmarks/peers/install.sh"}
-    )
+    if not python.exists():
+        return {"reason": "not installed: benchmarks/peers/install.sh"}
+    return _elsewhere(python, job)
 
 
 def _elsewhere(python: Path, job: Job) -> Found:
     words = [str(python), "-m", "benchmarks.sites", json.dumps(asdict(job))]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "RUST_LOG": "error",
-    }
+    changes = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
+    environment = {**os.environ, **changes}
     with Popen(words, stdout=PIPE, text=True, cwd=ROOT, env=environment) as process:
         assert process.stdout is not None
         lines = [line for line in process.stdout if line.startswith('{"')]
-    return (
-        json.loads(lines[-1]) if lines else {"reason": f"ended with exit code {process.returncode}"}
-    )
+    if not lines:
+        return {"reason": f"ended with exit code {process.returncode}"}
+    numbers: Found = json.loads(lines[-1])
+    return numbers
 
 
 if __name__ == "__main__":

@@ -12,18 +12,18 @@ The peers need Pythons of their own: benchmarks/peers/install.sh. One that is no
 with the reason.
 """
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks import report
 from benchmarks.case import Case
-from benchmarks.links import Links, missing
+from benchmarks.links import Links, require
 from benchmarks.models import Size
 from benchmarks.picture import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, TEAL, figure, save
 from benchmarks.sites import Job, results
@@ -60,61 +60,62 @@ METHODS = {
 
 _EVERY_STEP = ("lightning_ddp", "ddp_fp16", "ddp_bf16")
 
+_STEPS_ON_SLOW_LINKS: dict[float | None, int] = {100: 4, 30: 2}
+"""How many steps of these methods count there, by Mbit/s; on slower links it is one."""
+
 Row = dict[str, Any]
 
 
 def lengths(method: str, mbit_s: float | None, case: Case) -> tuple[int, int]:
     """Steps that do not count, and steps that do."""
     fast = mbit_s is None or mbit_s >= 1000
+    rounds = 2 if fast else 1
     if method in _EVERY_STEP:
-        return (3, 10) if fast else (1, {100.0: 4, 30.0: 2}.get(mbit_s or 0.0, 1))
+        return (3, 10) if fast else (1, _STEPS_ON_SLOW_LINKS.get(mbit_s, 1))
     if method == "ddp_powersgd":
         return 3, 10
     if method == "streaming":
         return 2 * case.sync_every, 2 * case.sync_every
     if method == "torchft":
-        return case.sync_every // 2, case.sync_every * (2 if fast else 1)
-    return 2, case.sync_every * (2 if fast else 1)
+        return case.sync_every // 2, rounds * case.sync_every
+    return 2, rounds * case.sync_every
 
 
 def jobs(quick: bool) -> Iterator[Job]:
+    """Yields what is measured: on each link and with each number of sites every method."""
     case = QUICK if quick else CASE
-    for mbit_s in (None, 10) if quick else RATES:
-        for sites in (2,) if quick else (2, 4):
-            if mbit_s is None:
-                yield Job("alone", case, sites, mbit_s, 2, case.sync_every)
-            for method in ("streaming", "lightning_ddp", "post_local_sgd") if quick else METHODS:
-                if method == "ddp_bf16" and (mbit_s is not None or sites != 2):
-                    continue
-                yield Job(
-                    method,
-                    case,
-                    sites,
-                    mbit_s,
-                    *lengths(method, mbit_s, case),
-                    one_way_delay=ROUND_TRIP / 2,
-                )
+    links = (None, 10) if quick else RATES
+    numbers_of_sites = (2,) if quick else (2, 4)
+    methods = ("streaming", "lightning_ddp", "post_local_sgd") if quick else METHODS
+    for mbit_s, sites in product(links, numbers_of_sites):
+        if mbit_s is None:
+            yield Job("alone", case, sites, mbit_s, 2, case.sync_every)
+        for method in methods:
+            if method == "ddp_bf16" and (mbit_s is not None or sites != 2):
+                continue
+            first, counted = lengths(method, mbit_s, case)
+            delay = ROUND_TRIP / 2
+            yield Job(method, case, sites, mbit_s, first, counted, one_way_delay=delay)
 
 
 def measured_links(rows: list[Row], quick: bool) -> Iterator[Row]:
-    """What the doctor says of the links of ours, but for what the rows have."""
+    """Measures the links of our runs with the doctor, but for those that the rows have."""
     for job in jobs(quick):
-        if (
-            job.method == "streaming"
-            and job.mbit_s is not None
-            and not row_of(rows, "doctor", job.sites, job.mbit_s)
-        ):
-            with Links(job.sites, job.mbit_s * 1e6, ROUND_TRIP / 2) as links:
-                found = run_processes(_doctor, job.sites, links)[0]
-            # What a connection carries on the slowest link, while all sites send.
-            rate = min(link.bits_per_second for link in found)
-            round_trip = median(link.round_trip for link in found)
-            yield {
-                **key(job),
-                "method": "doctor",
-                "bits_per_second": rate,
-                "round_trip": round_trip,
-            }
+        if job.method != "streaming" or job.mbit_s is None:
+            continue
+        if row_of(rows, "doctor", job.sites, job.mbit_s):
+            continue
+        with Links(job.sites, job.mbit_s * 1e6, ROUND_TRIP / 2) as links:
+            measured = run_processes(_doctor, job.sites, links)[0]
+        # The rate of a connection on the slowest link, while all sites send.
+        rate = min(link.bits_per_second for link in measured)
+        round_trip = median(link.round_trip for link in measured)
+        yield {
+            **key(job),
+            "method": "doctor",
+            "bits_per_second": rate,
+            "round_trip": round_trip,
+        }
 
 
 def _doctor(rank: int, world_size: int, links: Links) -> list[doctor.MeasuredLink]:
@@ -136,36 +137,38 @@ def key(job: Job) -> Row:
 
 
 def measure(quick: bool, path: Path | None) -> list[Row]:
-    kept = json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
-    rows: list[Row] = [row for row in kept if "reason" not in row]
+    rows = [row for row in report.kept_rows(path) if "reason" not in row]
     wanted = [
         job for job in jobs(quick) if not any(row.items() >= key(job).items() for row in rows)
     ]
-    if any(job.mbit_s is not None for job in wanted) and (lacks := missing()) is not None:
-        raise SystemExit(lacks)
-    for row in measured_links(rows, quick):
+    if any(job.mbit_s is not None for job in wanted):
+        require()
+
+    def keep(row: Row) -> None:
         rows.append(row)
         report.write(path, headline(rows), report.measured("slow_links", quick), rows=rows)
-        report.said(
-            f"doctor, {row['sites']} sites, {row['mbit_s']} Mbit/s:"
-            f" {row['bits_per_second'] / 1e6:.1f} Mbit/s"
-        )
-    for job, found in results(wanted):
-        rows.append({**key(job), "steps": job.counted, **found})
-        told = f"{1000 * found['seconds']:.0f} ms" if "seconds" in found else found["reason"]
-        report.said(f"{job.method}, {job.sites} sites, {job.mbit_s or 'no'} Mbit/s: {told}")
-        report.write(path, headline(rows), report.measured("slow_links", quick), rows=rows)
+
+    for row in measured_links(rows, quick):
+        keep(row)
+        link = f"{row['sites']} sites, {row['mbit_s']} Mbit/s"
+        report.said(f"doctor, {link}: {row['bits_per_second'] / 1e6:.1f} Mbit/s")
+    for job, numbers in results(wanted):
+        keep({**key(job), "steps": job.counted, **numbers})
+        outcome = numbers.get("reason") or f"{1000 * numbers['seconds']:.0f} ms"
+        report.said(f"{job.method}, {job.sites} sites, {job.mbit_s or 'no'} Mbit/s: {outcome}")
     return rows
 
 
 # -------------------------------------------------------------------------------------------------
-# What it means
+# The results
 # -------------------------------------------------------------------------------------------------
 
 
 def row_of(rows: list[Row], method: str, sites: int, mbit_s: float | None) -> Row:
-    same = [r for r in rows if (r["method"], r["sites"], r["mbit_s"]) == (method, sites, mbit_s)]
-    return same[0] if same else {}
+    for row in rows:
+        if (row["method"], row["sites"], row["mbit_s"]) == (method, sites, mbit_s):
+            return row
+    return {}
 
 
 def relative(rows: list[Row], row: Row) -> float | None:
@@ -174,8 +177,8 @@ def relative(rows: list[Row], row: Row) -> float | None:
     return base["seconds"] / row["seconds"] if "seconds" in row and "seconds" in base else None
 
 
-def plan(case: Case, sites: int) -> Streaming:
-    """What `sdiloco plan` says of ours, with the step of the virtual accelerator."""
+def plan(case: Case, sites: int, step_time: float | None = None) -> Streaming:
+    """Plans our run as `sdiloco plan` does, by default with the virtual accelerator's step."""
     settings = Settings(
         sync_every=case.sync_every,
         overlap_steps=case.overlap_steps,
@@ -183,12 +186,13 @@ def plan(case: Case, sites: int) -> Streaming:
         fragments=case.patterns(""),
         compression=case.compression,
     )
-    groups = Groups(step_time=case.step_seconds, groups=sites, memory_rate=10e9)
+    seconds = case.step_seconds if step_time is None else step_time
+    groups = Groups(step_time=seconds, groups=sites, memory_rate=10e9)
     return Streaming(Model.of_parameters(trainable(case.net())), settings, groups)
 
 
 def fits(method: Streaming, case: Case, mbit_s: float) -> bool:
-    """Whether a fragment and one round trip fit in tau steps, and all fragments in H steps."""
+    """Tells whether a fragment and a round trip fit in tau steps, and all fragments in H."""
     span = case.overlap_steps * case.step_seconds
     fragment = method.peak_gbit_s * span * 1000 / mbit_s
     everything = method.bytes_per_step * 8 / case.step_seconds / 1e6
@@ -197,36 +201,37 @@ def fits(method: Streaming, case: Case, mbit_s: float) -> bool:
 
 def predictions(rows: list[Row]) -> list[Row]:
     """Measured and predicted utilisation of ours, and whether the link suffices."""
-    found = []
-    for row in rows:
-        if row["method"] == "streaming" and row["mbit_s"] is not None and "seconds" in row:
-            case = Case(**{**row["case"], "size": Size(**row["case"]["size"])})
-            method = plan(case, row["sites"])
-            step = row_of(rows, "alone", row["sites"], None)["seconds"]
-            groups = Groups(step_time=step, groups=row["sites"], memory_rate=10e9)
-            predicted = Streaming(
-                Model.of_parameters(trainable(case.net())), method.settings, groups
-            )
-            seen = row_of(rows, "doctor", row["sites"], row["mbit_s"])
-            link = Link(gbit_s=seen["bits_per_second"] / 1e9, round_trip=seen["round_trip"])
-            skipped, counted = lengths("streaming", row["mbit_s"], case)
-            ends = play(predicted, link, skipped + counted + 1, [1.0] * row["sites"])[0].steps
-            found.append(
-                {
-                    "sites": row["sites"],
-                    "mbit_s": row["mbit_s"],
-                    "doctor_mbit_s": seen["bits_per_second"] / 1e6,
-                    "fits": fits(method, case, row["mbit_s"]),
-                    "relative": relative(rows, row),
-                    "utilisation": step / row["seconds"],
-                    "predicted": predicted.utilisation(link),
-                    "seconds": row["seconds"],
-                    "simulated": (ends[-2] - ends[skipped - 1]) / counted,
-                    "bytes_per_step": row["bytes"],
-                    "predicted_bytes_per_step": method.bytes_per_step,
-                }
-            )
-    return found
+    return [
+        _prediction(rows, row)
+        for row in rows
+        if row["method"] == "streaming" and row["mbit_s"] is not None and "seconds" in row
+    ]
+
+
+def _prediction(rows: list[Row], row: Row) -> Row:
+    sites = row["sites"]
+    mbit_s = row["mbit_s"]
+    case = Case(**{**row["case"], "size": Size(**row["case"]["size"])})
+    step_seconds = row_of(rows, "alone", sites, None)["seconds"]
+    planned = plan(case, sites)
+    predicted = plan(case, sites, step_seconds)
+    doctors = row_of(rows, "doctor", sites, mbit_s)
+    link = Link(gbit_s=doctors["bits_per_second"] / 1e9, round_trip=doctors["round_trip"])
+    skipped, counted = lengths("streaming", mbit_s, case)
+    step_ends = play(predicted, link, skipped + counted + 1, [1.0] * sites)[0].steps
+    return {
+        "sites": sites,
+        "mbit_s": mbit_s,
+        "doctor_mbit_s": doctors["bits_per_second"] / 1e6,
+        "fits": fits(planned, case, mbit_s),
+        "relative": relative(rows, row),
+        "utilisation": step_seconds / row["seconds"],
+        "predicted": predicted.utilisation(link),
+        "seconds": row["seconds"],
+        "simulated": (step_ends[-2] - step_ends[skipped - 1]) / counted,
+        "bytes_per_step": row["bytes"],
+        "predicted_bytes_per_step": planned.bytes_per_step,
+    }
 
 
 def headline(rows: list[Row]) -> dict[str, float]:
@@ -235,64 +240,59 @@ def headline(rows: list[Row]) -> dict[str, float]:
     for row in rows:
         share = relative(rows, row)
         if row["mbit_s"] is not None and share is not None:
-            numbers[
-                f"{row['method']}, {row['sites']} sites, {row['mbit_s']:g} Mbit/s: throughput kept"
-            ] = share
-    for sites in (2, 4):
-        for mbit_s in RATES[1:]:
-            own = row_of(rows, "streaming", sites, mbit_s)
-            others = [
-                row_of(rows, method, sites, mbit_s) for method in METHODS if method != "streaming"
-            ]
-            best = min((other["seconds"] for other in others if "seconds" in other), default=None)
-            if best is not None and "seconds" in own:
-                numbers[f"{sites} sites, {mbit_s:g} Mbit/s: best peer's step over ours"] = (
-                    best / own["seconds"]
-                )
+            link = f"{row['sites']} sites, {row['mbit_s']:g} Mbit/s"
+            numbers[f"{row['method']}, {link}: throughput kept"] = share
+    for sites, mbit_s in product((2, 4), RATES[1:]):
+        ours = row_of(rows, "streaming", sites, mbit_s)
+        peers = [row_of(rows, method, sites, mbit_s) for method in METHODS if method != "streaming"]
+        best = min((peer["seconds"] for peer in peers if "seconds" in peer), default=None)
+        if best is not None and "seconds" in ours:
+            name = f"{sites} sites, {mbit_s:g} Mbit/s: best peer's step over ours"
+            numbers[name] = best / ours["seconds"]
     return numbers
 
 
 def show(rows: list[Row]) -> None:
     """Prints a table for each number of sites, and the prediction."""
-    case = rows[0]["case"]
-    rates = list(dict.fromkeys(row["mbit_s"] for row in rows if row["method"] != "doctor"))
     for sites in dict.fromkeys(row["sites"] for row in rows):
-        table = []
-        for method in METHODS:
-            found = [row_of(rows, method, sites, mbit_s) for mbit_s in rates]
-            if any(found):
-                sent = next(
-                    (f"{row['bytes'] / 1e6:.3g}" for row in found[1:] if "bytes" in row), "-"
-                )
-                table.append([METHODS[method][0], *(cell(rows, row) for row in found), sent])
-        step = row_of(rows, "alone", sites, None)
-        title = f"{sites} sites: ms per step (throughput relative to the loopback)"
-        columns = [
-            "method",
-            *(f"{rate:g} Mbit/s" if rate else "loopback" for rate in rates),
-            "MB sent per step",
-        ]
-        caption = f"H={case['sync_every']}, tau={case['overlap_steps']}. Without any exchange: "
-        report.show(
-            title,
-            columns,
-            table,
-            f"{caption}{1000 * step['seconds']:.0f} ms." if "seconds" in step else "",
-        )
-    for reason in dict.fromkeys(
-        f"{METHODS[r['method']][0]}: {r['reason']}" for r in rows if "reason" in r
-    ):
-        print(f"\nLeft out: {reason}")
+        show_steps(rows, sites)
+    report.show_left_out(
+        f"{METHODS[row['method']][0]}: {row['reason']}" for row in rows if "reason" in row
+    )
     show_predictions(rows)
+
+
+def show_steps(rows: list[Row], sites: int) -> None:
+    """Prints how long a step takes with so many sites, by method and link."""
+    rates = list(dict.fromkeys(row["mbit_s"] for row in rows if row["method"] != "doctor"))
+    table = []
+    for method, (name, _) in METHODS.items():
+        over_links = [row_of(rows, method, sites, mbit_s) for mbit_s in rates]
+        if any(over_links):
+            sent = [f"{row['bytes'] / 1e6:.3g}" for row in over_links[1:] if "bytes" in row]
+            cells = [cell(rows, row) for row in over_links]
+            table.append([name, *cells, *(sent[:1] or ["-"])])
+    columns = [f"{rate:g} Mbit/s" if rate else "loopback" for rate in rates]
+    caption = ""
+    alone = row_of(rows, "alone", sites, None)
+    if "seconds" in alone:
+        case = rows[0]["case"]
+        settings = f"H={case['sync_every']}, tau={case['overlap_steps']}"
+        caption = f"{settings}. Without any exchange: {1000 * alone['seconds']:.0f} ms."
+    title = f"{sites} sites: ms per step (throughput relative to the loopback)"
+    report.show(title, ["method", *columns, "MB sent per step"], table, caption)
 
 
 def cell(rows: list[Row], row: Row) -> str:
     if "seconds" not in row:
         return "-"
+    text = f"{1000 * row['seconds']:.0f}"
     share = relative(rows, row)
-    kept = f" ({share:.2f})" if share is not None and row["mbit_s"] is not None else ""
-    few = f" [{row['steps']} steps]" if row["steps"] < 10 else ""
-    return f"{1000 * row['seconds']:.0f}{kept}{few}"
+    if share is not None and row["mbit_s"] is not None:
+        text += f" ({share:.2f})"
+    if row["steps"] < 10:
+        text += f" [{row['steps']} steps]"
+    return text
 
 
 def show_predictions(rows: list[Row]) -> None:
@@ -301,18 +301,18 @@ def show_predictions(rows: list[Row]) -> None:
     columns = ["link", "doctor", "suffices", "kept", *predicted]
     table = [
         [
-            f"{found['sites']} sites, {found['mbit_s']:g} Mbit/s",
-            f"{found['doctor_mbit_s']:.1f}",
-            "yes" if found["fits"] else "no",
-            f"{found['relative']:.3f}" if found["relative"] else "-",
-            f"{found['utilisation']:.3f}",
-            f"{found['predicted']:.3f}",
-            f"{1000 * found['seconds']:.0f}",
-            f"{1000 * found['simulated']:.0f}",
-            f"{found['bytes_per_step']:,.0f}",
-            f"{found['predicted_bytes_per_step']:,.0f}",
+            f"{row['sites']} sites, {row['mbit_s']:g} Mbit/s",
+            f"{row['doctor_mbit_s']:.1f}",
+            "yes" if row["fits"] else "no",
+            f"{row['relative']:.3f}" if row["relative"] else "-",
+            f"{row['utilisation']:.3f}",
+            f"{row['predicted']:.3f}",
+            f"{1000 * row['seconds']:.0f}",
+            f"{1000 * row['simulated']:.0f}",
+            f"{row['bytes_per_step']:,.0f}",
+            f"{row['predicted_bytes_per_step']:,.0f}",
         ]
-        for found in predictions(rows)
+        for row in predictions(rows)
     ]
     caption = (
         "doctor: Mbit/s that sdiloco doctor measures; planner and simulator predict from that and"
@@ -326,38 +326,37 @@ def show_predictions(rows: list[Row]) -> None:
 def draw(rows: list[Row], path: Path | None) -> None:
     if path is None:
         return
-    sites = list(dict.fromkeys(row["sites"] for row in rows))
-    picture, panels = figure(columns=len(sites), height=4.0)
-    for number, axes in zip(sites, panels, strict=True):
-        for method, (label, color) in METHODS.items():
-            found = [
-                r
-                for r in rows
-                if (r["method"], r["sites"]) == (method, number) and r["mbit_s"] and "seconds" in r
-            ]
-            found.sort(key=lambda row: row["mbit_s"])
-            if found:
-                points = (
-                    [row["mbit_s"] for row in found],
-                    [relative(rows, row) or 0 for row in found],
-                )
-                axes.plot(
-                    *points,
-                    "o-",
-                    color=color,
-                    label=label,
-                    linewidth=2.5 if method == "streaming" else 1.5,
-                )
+    numbers_of_sites = list(dict.fromkeys(row["sites"] for row in rows))
+    picture, panels = figure(columns=len(numbers_of_sites), height=4.0)
+    for sites, axes in zip(numbers_of_sites, panels, strict=True):
+        for method in METHODS:
+            _plot(axes, rows, method, sites)
         axes.set_xscale("log")
         axes.set_xticks([10, 30, 100, 1000], ["10", "30", "100", "1000"])
         axes.minorticks_off()
         axes.set_ylim(0, 1.08)
-        axes.set_title(f"{number} sites")
+        axes.set_title(f"{sites} sites")
         axes.set_xlabel("Mbit/s")
     panels[0].set_ylabel("throughput relative to the loopback")
     handles, labels = panels[0].get_legend_handles_labels()
     picture.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     save(picture, path)
+
+
+def _plot(axes: Any, rows: list[Row], method: str, sites: int) -> None:
+    on_links = [
+        row
+        for row in rows
+        if (row["method"], row["sites"]) == (method, sites) and row["mbit_s"] and "seconds" in row
+    ]
+    if not on_links:
+        return
+    on_links.sort(key=lambda row: row["mbit_s"])
+    rates = [row["mbit_s"] for row in on_links]
+    shares = [relative(rows, row) or 0 for row in on_links]
+    label, color = METHODS[method]
+    width = 2.5 if method == "streaming" else 1.5
+    axes.plot(rates, shares, "o-", color=color, label=label, linewidth=width)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -10,16 +10,14 @@ from typing import Any, NamedTuple
 
 
 class Sent(NamedTuple):
-    """What an interface has sent in all."""
+    """The traffic that an interface has sent in all."""
 
     bytes: int
     packets: int
 
 
 def sent_so_far() -> Sent:
-    """What the interface that gloo uses has sent, by the system's own counters; nothing where it
-    has none.
-    """
+    """Reads the counters of the interface that gloo uses; zero where the system has none."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     try:
         lines = Path("/proc/self/net/dev").read_text().splitlines()

@@ -23,7 +23,6 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
-from typing_extensions import override
 
 from benchmarks.models import Size, adamw, lr_factor, next_byte_loss
 from lightning_sdiloco import OuterOptimizer, SimulatedGroups, StreamingDiLoCo
@@ -37,7 +36,7 @@ CUT = "strided:3"
 its cut."""
 
 Run = dict[str, Any]
-"""What was trained, how, and how it ended; see `Training.key` and `made`."""
+"""A training that is over: its settings and numbers; see `Training.key` and `made`."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,8 @@ class Training:
 
     @property
     def steps(self) -> int:
-        return round(
-            self.budget * parameters(self.size) / (self.groups * self.batch * self.size.context)
-        )
+        windows = self.groups * self.batch
+        return round(self.budget * parameters(self.size) / (windows * self.size.context))
 
     @property
     def rounds(self) -> int:
@@ -95,7 +93,8 @@ class Training:
         if self.choices is None:
             return 0
         dense = self.choices.get("dense_beginning")
-        return (self.steps - (dense.steps if dense else 0)) // int(self.choices["sync_every"])
+        dense_steps = dense.steps if dense else 0
+        return (self.steps - dense_steps) // int(self.choices["sync_every"])
 
     def key(self) -> Run:
         """Returns what tells this training from all others, as it is read back from a file."""
@@ -103,26 +102,36 @@ class Training:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another process can go on where its time was up."""
+        """True if another process can continue from the state of this training."""
         return True
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the steps are recorded: all groups train in each, and the optimizer asks the
-        device for nothing.
+        """True if the steps are recorded: all groups train in each of them, and the optimizer never
+        waits for the device.
         """
         return self.device == "cuda" and self.inner == "adamw"
 
     def model(self) -> nn.Module:
         return self.size.make(self.seed)
 
+    def method_choices(self) -> Mapping[str, Any]:
+        """Returns arguments of the engine that are no part of the key, such as objects of a
+        method.
+        """
+        return {}
+
+    def engine_choices(self) -> dict[str, Any]:
+        """Returns all arguments of the engine. There is room for everything, so nothing is
+        offloaded.
+        """
+        return all_on_device({**(self.choices or {}), **self.method_choices()})
+
     def simulated(
         self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]
     ) -> "Simulated":
-        """Makes what joins the worker groups. There is room for everything, so nothing is
-        offloaded.
-        """
-        return SimulatedGroups(models, optimizers, **all_on_device(self.choices or {}))
+        """Makes what joins the worker groups."""
+        return SimulatedGroups(models, optimizers, **self.engine_choices())
 
     def group(self) -> "Group":
         """Makes a group of the training."""
@@ -143,14 +152,11 @@ class Training:
 
 
 def all_on_device(choices: Mapping[str, Any]) -> dict[str, Any]:
-    given = choices.get("outer_optimizer")
-    # A run is that of its numbers: those that say nothing of a direction are from before there were
-    # any.
-    outer = (
-        given
-        if isinstance(given, OuterOptimizer)
-        else OuterOptimizer(given, direction="elementwise")
-    )
+    outer = choices.get("outer_optimizer")
+    if not isinstance(outer, OuterOptimizer):
+        # A run is that of its numbers: those that say nothing of a direction are from before there
+        # were any.
+        outer = OuterOptimizer(outer, direction="elementwise")
     return {**choices, "outer_optimizer": replace(outer, offload=False)}
 
 
@@ -159,17 +165,6 @@ class NamedTraining(Training):
     """A training with a method that has a name, under which its runs are kept."""
 
     method: str = field(kw_only=True)
-
-    def given(self) -> Mapping[str, Any]:
-        return {}
-
-    @override
-    def simulated(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]
-    ) -> "Simulated":
-        return SimulatedGroups(
-            models, optimizers, **all_on_device({**(self.choices or {}), **self.given()})
-        )
 
 
 class Simulated(Protocol):
@@ -215,8 +210,8 @@ class Text:
         With several parts, as many groups have files of their own: windows stand in the order of
         these.
         """
-        for chosen in islice(self._order(seed, batch // parts, parts), first, None):
-            yield _stacked(self.training, chosen)
+        for indices in islice(self._order(seed, batch // parts, parts), first, None):
+            yield _stacked(self.training, indices)
 
     def _order(self, seed: int, batch: int, parts: int) -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -227,21 +222,17 @@ class Text:
             ]
             order = torch.stack(orders).to(self.training.text.device)
             # One after the other: to split all of them at once takes seconds.
-            yield from (
-                order[:, start : start + batch].flatten()
-                for start in range(0, numel // batch * batch, batch)
-            )
+            for start in range(0, numel // batch * batch, batch):
+                yield order[:, start : start + batch].flatten()
 
     @torch.no_grad()
     def loss(self, model: nn.Module) -> float:
         """Returns the loss on what was not trained on, in nats per byte."""
         losses = []
-        for indices in torch.arange(len(self.validation), device=self.validation.text.device).split(
-            16
-        ):
-            losses += [float(next_byte_loss(model, *_stacked(self.validation, indices)))] * len(
-                indices
-            )
+        windows = torch.arange(len(self.validation), device=self.validation.text.device)
+        for indices in windows.split(16):
+            loss = next_byte_loss(model, *_stacked(self.validation, indices))
+            losses += [float(loss)] * len(indices)
         return mean(losses)
 
 
@@ -269,7 +260,9 @@ class Group:
         """Makes the gradients of one inner step."""
         self.optimizer.zero_grad()
         loss = next_byte_loss(self.model, tokens[:trained], targets[:trained])
-        (loss if trained in (None, len(tokens)) else loss * (trained / len(tokens))).backward()
+        if trained is not None and trained != len(tokens):
+            loss = loss * (trained / len(tokens))
+        loss.backward()
 
     def step(self) -> None:
         for options in self.optimizer.param_groups:
@@ -303,19 +296,19 @@ class Recorded:
 
     def __init__(self, groups: Sequence[Group], batch: Sequence[Tensor]) -> None:
         self._groups = groups
-        self._batch = [one.clone() for one in batch]
+        self._batch = [windows.clone() for windows in batch]
         self._lr = torch.zeros((), device=batch[0].device)
         for options in chain.from_iterable(group.optimizer.param_groups for group in groups):
             options.update(lr=self._lr, capturable=True)
-        parts = zip(*(one.chunk(len(groups)) for one in self._batch), strict=True)
+        parts = _shared_out(self._batch, len(groups))
         self._backward = _recorded(
             [partial(group.backward, *part) for group, part in zip(groups, parts, strict=True)]
         )
         self._update = _recorded([group.update for group in groups])
 
     def backward(self, batch: Sequence[Tensor]) -> None:
-        for own, one in zip(self._batch, batch, strict=True):
-            own.copy_(one)
+        for recorded, windows in zip(self._batch, batch, strict=True):
+            recorded.copy_(windows)
         self._backward.replay()
 
     def step(self) -> None:
@@ -323,6 +316,12 @@ class Recorded:
         self._update.replay()
         for group in self._groups:
             group.steps += 1
+
+
+def _shared_out(batch: Sequence[Tensor], groups: int) -> list[tuple[Tensor, Tensor]]:
+    """Returns the tokens and targets of each group."""
+    tokens, targets = batch
+    return list(zip(tokens.chunk(groups), targets.chunk(groups), strict=True))
 
 
 def _recorded(works: Sequence[Callable[[], None]]) -> torch.cuda.CUDAGraph:
@@ -355,9 +354,8 @@ class Loop:
     def __init__(self, training: Training, text: Text) -> None:
         self._training = training
         self._text = text
-        self._groups = [
-            training.group() for _ in range(1 if training.choices is None else training.groups)
-        ]
+        groups = 1 if training.choices is None else training.groups
+        self._groups = [training.group() for _ in range(groups)]
         self._streaming: Simulated | None = None
         self._recorded: Recorded | None = None
         self.step = 0
@@ -368,10 +366,12 @@ class Loop:
 
     def run(self, until: float = math.inf, steps: int | None = None) -> bool:
         """Trains to the end, or until a moment of `time.time`; tells whether it got to the end."""
-        own = self._training
-        parts = self._training.groups if self._training.split == "by_file" else 1
-        batches = self._text.batches(own.seed, own.groups * own.batch, self.step, parts)
-        while self.step < (self._training.steps if steps is None else steps):
+        training = self._training
+        windows = training.groups * training.batch
+        parts = training.groups if training.split == "by_file" else 1
+        batches = self._text.batches(training.seed, windows, self.step, parts)
+        last = training.steps if steps is None else steps
+        while self.step < last:
             if time.time() >= until:
                 return False
             self.train(*next(batches))
@@ -379,28 +379,30 @@ class Loop:
         return True
 
     def train(self, *batch: Tensor) -> None:
-        groups = self._groups
-        streaming = self._streaming
         trained = [len(batch[0])]
-        if streaming is not None:
-            trained = [self._training.trained(group, self.step) for group in range(len(groups))]
-        parts = list(zip(*(whole.chunk(len(groups)) for whole in batch), strict=True))
-        busy = [one for one in zip(groups, parts, trained, strict=True) if one[-1]]
+        if self._streaming is not None:
+            numbers = range(len(self._groups))
+            trained = [self._training.trained(number, self.step) for number in numbers]
         if self._recorded is not None:
             self._recorded.backward(batch)
-        else:
-            for group, part, windows in busy:
-                group.backward(part[0], part[1], windows)
-        if self._recorded is not None:
             self._recorded.step()
         else:
-            for group, *_ in busy:
-                group.step()
-        if streaming is not None:
-            idle = [group for group, windows in enumerate(trained) if not windows]
-            streaming.step(trained=trained, idle=idle)
+            self._train_groups(batch, trained)
+        if self._streaming is not None:
+            idle = [number for number, windows in enumerate(trained) if not windows]
+            self._streaming.step(trained=trained, idle=idle)
         if self._recorded is None and self._training.is_recorded:
-            self._recorded = Recorded(groups, batch)
+            self._recorded = Recorded(self._groups, batch)
+
+    def _train_groups(self, batch: Sequence[Tensor], trained: Sequence[int]) -> None:
+        """Makes an inner step of every group that trains a part of its windows."""
+        parts = _shared_out(batch, len(self._groups))
+        for group, (tokens, targets), windows in zip(self._groups, parts, trained, strict=True):
+            if windows:
+                group.backward(tokens, targets, windows)
+        for group, windows in zip(self._groups, trained, strict=True):
+            if windows:
+                group.step()
 
     def finish(self) -> nn.Module:
         """Ends the training; returns the model that one would keep."""
@@ -418,7 +420,7 @@ class Loop:
 
     @property
     def traffic(self) -> Run:
-        """What a group has sent so far, in the mean of all: bytes and launches; nothing with
+        """The bytes and launches that a group has sent so far, in the mean of all; empty with
         DDP.
         """
         counted = [engine.report() for engine in self.engines]
@@ -440,6 +442,21 @@ class Loop:
             engine.load_state_dict(saved)
 
 
+class Clock:
+    """The processor time and the seconds that a training took, with those of earlier pieces."""
+
+    def __init__(self) -> None:
+        self._cpu_began = time.process_time()
+        self._began = time.time()
+        self.earlier = (0.0, 0.0)
+
+    def spent(self) -> tuple[float, float]:
+        cpu_earlier, earlier = self.earlier
+        ended = time.time()
+        cpu_seconds = cpu_earlier + time.process_time() - self._cpu_began
+        return cpu_seconds, earlier + ended - self._began
+
+
 def trained(training: Training, text: Text) -> nn.Module:
     loop = Loop(training, text)
     loop.run()
@@ -452,26 +469,24 @@ def _text(size: Size, validation_windows: int, device: str) -> Text:
 
 
 def made(training: Training, until: float = math.inf, state: Path | None = None) -> Run | None:
+    """Trains and judges, from a state if there is one; where the time is up, writes one and
+    returns None.
+    """
     torch.set_num_threads(1)
     text = training.text()
-    began = (time.process_time(), time.time())
+    clock = Clock()
     loop = Loop(training, text)
-    spent = (0.0, 0.0)
     if state is not None and state.exists():
         saved = torch.load(state, weights_only=True)
         loop.load_state_dict(saved["loop"])
-        spent = saved["spent"]
-    is_done = loop.run(until)
-    loss = text.loss(loop.finish()) if is_done else math.nan
-    ended = time.process_time(), time.time()
-    cpu_seconds, seconds = (
-        before + end - start for before, start, end in zip(spent, began, ended, strict=True)
-    )
-    if not is_done:
+        clock.earlier = saved["spent"]
+    if not loop.run(until):
         if state is not None and loop.step and training.can_go_on:
-            _save({"loop": loop.state_dict(), "spent": (cpu_seconds, seconds)}, state)
+            _save({"loop": loop.state_dict(), "spent": clock.spent()}, state)
         return None
-    return {
+    loss = text.loss(loop.finish())
+    cpu_seconds, seconds = clock.spent()
+    run: Run = {
         **training.key(),
         "loss": loss,
         "steps": training.steps,
@@ -481,8 +496,10 @@ def made(training: Training, until: float = math.inf, state: Path | None = None)
         "passes": round(training.tokens / (len(text.training) * training.size.context), 3),
         "cpu_seconds": round(cpu_seconds, 1),
         "seconds": round(seconds, 1),
-        **({"gpu": torch.cuda.get_device_name()} if training.device == "cuda" else {}),
     }
+    if training.device == "cuda":
+        run["gpu"] = torch.cuda.get_device_name()
+    return run
 
 
 def _save(state: dict[str, Any], path: Path) -> None:

@@ -12,13 +12,14 @@ and variances are buffers, of which the groups take the mean.
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from statistics import mean
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
@@ -37,6 +38,7 @@ RATES = (0.05, 0.1)
 STEPS = 800
 JUDGED_BY = 2000
 NOISE = 1.5
+WAYS = {"DDP": False, "worker groups": True}
 
 
 class Block(nn.Module):
@@ -72,12 +74,12 @@ def images(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     rows, columns = torch.meshgrid(torch.arange(SIDE), torch.arange(SIDE), indexing="ij")
     along = angle.cos().view(-1, 1, 1) * rows + angle.sin().view(-1, 1, 1) * columns
     colors = torch.rand(count, 3, 1, 1, generator=generator)
-    drawn = colors * torch.sin(waves.view(-1, 1, 1) * along + phase).unsqueeze(1)
-    return drawn + NOISE * torch.randn(drawn.shape, generator=generator), classes
+    gratings = colors * torch.sin(waves.view(-1, 1, 1) * along + phase).unsqueeze(1)
+    return gratings + NOISE * torch.randn(gratings.shape, generator=generator), classes
 
 
 class Judged(NamedTuple):
-    """What came of a training: cross-entropy in nats, and the share of the images in a wrong
+    """How good a trained model is: cross-entropy in nats, and the share of the images in a wrong
     class, in percent.
     """
 
@@ -90,21 +92,20 @@ def trained(in_groups: bool, lr: float, seed: int, steps: int) -> Judged:
     share.
     """
     models = [resnet8(seed) for _ in range(GROUPS if in_groups else 1)]
-    optimizers: list[Sequence[Optimizer]] = [
-        [SGD(model.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True)]
+    optimizers = [
+        SGD(model.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True)
         for model in models
     ]
-    schedules = [
-        LambdaLR(own[0], lambda step: lr_factor(step, steps, warmup=steps // 20))
-        for own in optimizers
-    ]
+    factor = partial(lr_factor, steps=steps, warmup=steps // 20)
+    schedules = [LambdaLR(optimizer, factor) for optimizer in optimizers]
     streaming = None
     if in_groups:
-        streaming = SimulatedGroups(models, optimizers, sync_every=EVERY)
+        inner = [[optimizer] for optimizer in optimizers]
+        streaming = SimulatedGroups(models, inner, sync_every=EVERY)
     for batches in batches_of(seed, steps):
         for model, (x, y) in zip(models * (GROUPS // len(models)), batches, strict=True):
             (F.cross_entropy(model(x), y) * len(models) / GROUPS).backward()
-        for (optimizer,), schedule in zip(optimizers, schedules, strict=True):
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
@@ -124,53 +125,43 @@ def batches_of(seed: int, steps: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
 @torch.no_grad()
 def judged(model: nn.Module) -> Judged:
     x, y = images(JUDGED_BY, torch.Generator().manual_seed(1000))
-    answer = model.eval()(x)
-    return Judged(
-        float(F.cross_entropy(answer, y)), 100 * float((answer.argmax(1) != y).float().mean())
-    )
+    logits = model.eval()(x)
+    wrong = (logits.argmax(1) != y).float().mean()
+    return Judged(float(F.cross_entropy(logits, y)), 100 * float(wrong))
+
+
+def rate_losses(in_groups: bool, steps: int, seeds: Sequence[int]) -> dict[float, float]:
+    """Returns the mean loss over some seeds at each inner learning rate."""
+    return {lr: mean(trained(in_groups, lr, seed, steps).loss for seed in seeds) for lr in RATES}
+
+
+def cells(name: str, lr: float, runs: Sequence[Judged]) -> list[str]:
+    loss = mean(run.loss for run in runs)
+    error = mean(run.error for run in runs)
+    return [name, f"{lr:g}", f"{loss:.3f}", f"{error:.2f}"]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = report.parser(__doc__).parse_args(arguments)
-    torch.set_num_threads(1)
-    steps, tuning, seeds = (
-        (4, TUNING[:1], HELD_OUT[:1]) if options.quick else (STEPS, TUNING, HELD_OUT)
-    )
-    ways = {"DDP": False, "worker groups": True}
-    best = dict[str, float]()
-    found = dict[str, list[Judged]]()
-    tried = {
-        name: {lr: mean(trained(way, lr, seed, steps).loss for seed in tuning) for lr in RATES}
-        for name, way in ways.items()
-    }
-    for name, way in ways.items():
-        best[name] = min(tried[name], key=tried[name].__getitem__)
-        found[name] = [trained(way, best[name], seed, steps) for seed in seeds]
-    ddp, ours = found.values()
-    more = [100 * (one.loss / plain.loss - 1) for one, plain in zip(ours, ddp, strict=True)]
-    errors = [one.error - plain.error for one, plain in zip(ours, ddp, strict=True)]
-    rows = [
-        [
-            name,
-            f"{best[name]:g}",
-            f"{mean(one.loss for one in own):.3f}",
-            f"{mean(one.error for one in own):.2f}",
-        ]
-        for name, own in found.items()
-    ]
-    more_said = interval(more, digits=1)
-    errors_said = interval(errors, digits=2)
-    caption = f"Over {len(seeds)} seeds groups lose {more_said} % and {errors_said} points of error more than DDP."
+    options = report.options(__doc__, arguments)
+    steps = 4 if options.quick else STEPS
+    tuning = TUNING[:1] if options.quick else TUNING
+    seeds = HELD_OUT[:1] if options.quick else HELD_OUT
+    tried = {name: rate_losses(in_groups, steps, tuning) for name, in_groups in WAYS.items()}
+    rows = []
+    judged_runs = {}
+    for name, losses in tried.items():
+        best = min(losses, key=losses.__getitem__)
+        judged_runs[name] = [trained(WAYS[name], best, seed, steps) for seed in seeds]
+        rows.append(cells(name, best, judged_runs[name]))
+    pairs = list(zip(judged_runs["worker groups"], judged_runs["DDP"], strict=True))
+    loss_gaps = [100 * (ours.loss / ddp.loss - 1) for ours, ddp in pairs]
+    error_gaps = [ours.error - ddp.error for ours, ddp in pairs]
+    gaps = f"{interval(loss_gaps, digits=1)} % and {interval(error_gaps, digits=2)} points of error"
+    caption = f"Over {len(seeds)} seeds groups lose {gaps} more than DDP."
     report.show("A ResNet-8 with BatchNorm", ["", "inner rate", "loss", "error, %"], rows, caption)
-    headline = {"loss above DDP, %": mean(more), "error above DDP, points": mean(errors)}
+    headline = {"loss above DDP, %": mean(loss_gaps), "error above DDP, points": mean(error_gaps)}
     about = report.measured("vision", options.quick)
-    report.write(
-        options.json,
-        headline,
-        about,
-        tried=tried,
-        found={name: [*own] for name, own in found.items()},
-    )
+    report.write(options.json, headline, about, tried=tried, found=judged_runs)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.case import Case
-from benchmarks.links import missing
+from benchmarks.links import require
 from benchmarks.picture import figure, save
 from benchmarks.sites import Found, Job, results
 from benchmarks.slow_links import CASE, METHODS, QUICK
@@ -25,6 +25,7 @@ from lightning_sdiloco.planning.workload import Groups, Model
 STEPS = 10_000
 """The length of a run for which the bytes are extrapolated."""
 
+SITES = 2
 MBIT_S = 1000
 
 HEADERS = 52
@@ -32,7 +33,9 @@ HEADERS = 52
 nothing else."""
 
 COUNTED = ("interface", "interface without headers", "report")
-"""What is set beside the arithmetic."""
+"""The counts that are compared with the arithmetic."""
+
+Row = dict[str, Any]
 
 OURS = {
     "Streaming DiLoCo, fp4": "fp4",
@@ -42,25 +45,32 @@ OURS = {
 
 
 def jobs(quick: bool) -> dict[str, Job]:
-    """What is measured, by its name. Ours from just before the first launch, so that all launches
+    """Makes the jobs by name. Ours count from just before the first launch, so that all launches
     count.
     """
     case = QUICK if quick else CASE
+    sync_every = case.sync_every
     rounds = 2 if quick else 4
-    found = {}
-    for name, compression in OURS.items():
-        own = replace(case, compression=compression)
-        steps = rounds * case.sync_every
-        found[name] = Job("streaming", own, 2, MBIT_S, case.sync_every - 1, steps + 1, sampled=True)
-    found["torchft DiLoCo, fp32"] = Job(
-        "torchft", case, 2, MBIT_S, case.sync_every // 2, 2 * case.sync_every
-    )
-    found["Lightning DDP"] = Job("lightning_ddp", case, 2, MBIT_S, 1, 10)
-    found["DDP, fp16"] = Job("ddp_fp16", case, 2, MBIT_S, 1, 10)
-    found["DDP, PowerSGD rank 2"] = Job("ddp_powersgd", case, 2, MBIT_S, 3, 10)
-    if quick:
-        found = {name: job for name, job in found.items() if name in (*OURS, "Lightning DDP")}
-    return {name: replace(job, sampled=True) for name, job in found.items()}
+    named = {
+        name: Job(
+            "streaming",
+            replace(case, compression=compression),
+            SITES,
+            MBIT_S,
+            sync_every - 1,
+            rounds * sync_every + 1,
+        )
+        for name, compression in OURS.items()
+    }
+    if not quick:
+        named["torchft DiLoCo, fp32"] = Job(
+            "torchft", case, SITES, MBIT_S, sync_every // 2, 2 * sync_every
+        )
+    named["Lightning DDP"] = Job("lightning_ddp", case, SITES, MBIT_S, 1, 10)
+    if not quick:
+        named["DDP, fp16"] = Job("ddp_fp16", case, SITES, MBIT_S, 1, 10)
+        named["DDP, PowerSGD rank 2"] = Job("ddp_powersgd", case, SITES, MBIT_S, 3, 10)
+    return {name: replace(job, sampled=True) for name, job in named.items()}
 
 
 def planned(case: Case) -> Streaming:
@@ -75,112 +85,114 @@ def planned(case: Case) -> Streaming:
     )
 
 
-def counted(job: Job, found: Found) -> dict[str, float]:
+def counted(job: Job, numbers: Found) -> dict[str, float]:
     """Of ours: what the counter, report() and arithmetic say of the whole run from the first
     launch on.
     """
+    nbytes = numbers["bytes_to_the_end"]
+    totals = numbers["told"]
     return {
-        "interface": found["bytes_to_the_end"],
-        "interface without headers": found["bytes_to_the_end"]
-        - HEADERS * found["packets_to_the_end"],
-        "report": found["told"]["bytes_sent"],
-        "arithmetic": planned(job.case).bytes_in(found["told"]["inner_steps"]),
+        "interface": nbytes,
+        "interface without headers": nbytes - HEADERS * numbers["packets_to_the_end"],
+        "report": totals["bytes_sent"],
+        "arithmetic": planned(job.case).bytes_in(totals["inner_steps"]),
     }
 
 
-def per_step(job: Job, found: Found) -> float:
+def per_step(job: Job, numbers: Found) -> float:
     """Bytes per step in the long run. Ours and torchft are measured over whole rounds."""
     if job.method != "streaming":
-        return float(found["bytes"])
+        return float(numbers["bytes"])
     # A run of some rounds begins with one in which nothing is launched yet.
-    return (
-        float(found["bytes_to_the_end"])
-        / found["told"]["launches"]
-        * job.case.fragments
-        / job.case.sync_every
-    )
+    per_launch = float(numbers["bytes_to_the_end"]) / numbers["told"]["launches"]
+    return per_launch * job.case.fragments / job.case.sync_every
 
 
-def headline(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
+def headline(rows: dict[str, Row]) -> dict[str, float]:
     """How far counter and report() are from the arithmetic, bytes per step, peaks."""
     numbers = {}
     for name, row in rows.items():
         if "bytes_per_step" in row:
             numbers[f"{name}: bytes per step"] = row["bytes_per_step"]
             numbers[f"{name}: peak Mbit/s over 100 ms"] = row["peak_mbit_s"]
-        for what in COUNTED if "counted" in row else ():
-            numbers[f"{name}: {what} over arithmetic"] = (
-                row["counted"][what] / row["counted"]["arithmetic"]
-            )
+        if "counted" in row:
+            for source, share in shares(row).items():
+                numbers[f"{name}: {source} over arithmetic"] = share
     return numbers
 
 
-def show(rows: dict[str, dict[str, Any]]) -> None:
-    table = []
-    for name, row in rows.items():
-        if "counted" in row:
-            counts = row["counted"]
-            shares = [f"{counts[what] / counts['arithmetic']:.4f}" for what in COUNTED]
-            table.append(
-                [name, *(f"{counts[what]:,.0f}" for what in (*COUNTED, "arithmetic")), *shares]
-            )
-    caption = "The last three as shares of the arithmetic. Headers: 52 bytes of every packet."
-    columns = ["", *COUNTED, "arithmetic", *COUNTED]
-    report.show(
-        "Bytes that one site sent in a run, from its first launch on", columns, table, caption
+def shares(row: Row) -> dict[str, float]:
+    """Returns what was counted as shares of the arithmetic."""
+    counts = row["counted"]
+    return {source: counts[source] / counts["arithmetic"] for source in COUNTED}
+
+
+def show(rows: dict[str, Row]) -> None:
+    show_counts({name: row for name, row in rows.items() if "counted" in row})
+    show_traffic({name: row for name, row in rows.items() if "bytes_per_step" in row})
+    report.show_left_out(
+        f"{name}: {row['reason']}" for name, row in rows.items() if "reason" in row
     )
-    base = rows["Lightning DDP"].get("bytes_per_step")
+
+
+def show_counts(rows: dict[str, Row]) -> None:
+    """Prints the bytes of whole runs of ours, by every way to count them."""
+    columns = ["", *COUNTED, "arithmetic", *COUNTED]
     table = []
     for name, row in rows.items():
-        if "bytes_per_step" in row:
-            total = f"{row['bytes_per_step'] * STEPS / 1e9:.3g}"
-            share = f"1/{base / row['bytes_per_step']:.0f}" if base else "-"
-            table.append(
-                [name, f"{row['bytes_per_step']:,.0f}", total, share, f"{row['peak_mbit_s']:.0f}"]
-            )
+        counts = [f"{row['counted'][source]:,.0f}" for source in (*COUNTED, "arithmetic")]
+        table.append([name, *counts, *(f"{share:.4f}" for share in shares(row).values())])
+    title = "Bytes that one site sent in a run, from its first launch on"
+    caption = "The last three as shares of the arithmetic. Headers: 52 bytes of every packet."
+    report.show(title, columns, table, caption)
+
+
+def show_traffic(rows: dict[str, Row]) -> None:
+    """Prints the bytes per step and the peaks of all methods."""
     columns = ["", "bytes per step", f"GB in {STEPS:,} steps", "of DDP", "peak Mbit/s over 100 ms"]
-    report.show(f"What one site sends, on a link of {MBIT_S} Mbit/s", columns, table)
+    base = rows.get("Lightning DDP", {}).get("bytes_per_step")
+    table = []
     for name, row in rows.items():
-        if "reason" in row:
-            print(f"\nLeft out: {name}: {row['reason']}")
+        nbytes = row["bytes_per_step"]
+        total = f"{nbytes * STEPS / 1e9:.3g}"
+        share = f"1/{base / nbytes:.0f}" if base else "-"
+        table.append([name, f"{nbytes:,.0f}", total, share, f"{row['peak_mbit_s']:.0f}"])
+    report.show(f"What one site sends, on a link of {MBIT_S} Mbit/s", columns, table)
 
 
-def draw(rows: dict[str, dict[str, Any]], path: Path | None) -> None:
+def draw(rows: dict[str, Row], path: Path | None) -> None:
     if path is None:
         return
-    found = {name: row for name, row in reversed(rows.items()) if "bytes_per_step" in row}
-    picture, panels = figure(columns=2, height=2.8)
-    for axes, what, title in zip(
-        panels,
-        ("bytes_per_step", "peak_mbit_s"),
-        ("bytes per step", "peak over any 100 ms, Mbit/s"),
-        strict=True,
-    ):
-        colors = [
-            next((c for label, c in METHODS.values() if label == name), METHODS["streaming"][1])
-            for name in found
-        ]
-        axes.barh(range(len(found)), [row[what] for row in found.values()], color=colors)
+    drawn = {name: row for name, row in reversed(rows.items()) if "bytes_per_step" in row}
+    by_label = dict(METHODS.values())
+    colors = [by_label.get(name, METHODS["streaming"][1]) for name in drawn]
+    places = range(len(drawn))
+    picture, (steps, peaks) = figure(columns=2, height=2.8)
+    steps.barh(places, [row["bytes_per_step"] for row in drawn.values()], color=colors)
+    peaks.barh(places, [row["peak_mbit_s"] for row in drawn.values()], color=colors)
+    for axes in (steps, peaks):
         axes.set_xscale("log")
-        axes.set_title(title)
-        axes.set_yticks(range(len(found)), list(found) if axes is panels[0] else [])
+    steps.set_title("bytes per step")
+    peaks.set_title("peak over any 100 ms, Mbit/s")
+    steps.set_yticks(places, list(drawn))
+    peaks.set_yticks(places, [])
     save(picture, path)
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = report.options(__doc__, arguments)
-    lacks = missing()
-    if lacks is not None:
-        raise SystemExit(lacks)
-    rows: dict[str, dict[str, Any]] = {}
+    require()
+    rows: dict[str, Row] = {}
     wanted = jobs(options.quick)
-    for (name, job), (_, found) in zip(wanted.items(), results(list(wanted.values())), strict=True):
-        rows[name] = {"job": asdict(job), **found}
-        if "seconds" in found:
-            rows[name]["bytes_per_step"] = per_step(job, found)
+    outcomes = results(list(wanted.values()))
+    for name, (job, numbers) in zip(wanted, outcomes, strict=True):
+        row = {"job": asdict(job), **numbers}
+        rows[name] = row
+        if "seconds" in numbers:
+            row["bytes_per_step"] = per_step(job, numbers)
             if job.method == "streaming":
-                rows[name]["counted"] = counted(job, found)
-        report.said(f"{name}: {found.get('reason') or round(rows[name]['bytes_per_step'])}")
+                row["counted"] = counted(job, numbers)
+        report.said(f"{name}: {numbers.get('reason') or round(row['bytes_per_step'])}")
         about = report.measured("wire_bytes", options.quick)
         report.write(options.json, headline(rows), about, rows=rows)
     show(rows)

@@ -36,12 +36,12 @@ def sentences(
     ``at`` says when the run was ``founded``, the site ``killed``, ``started`` again and ``back``,
     and how many rounds went by while the others were ``alone``.
     """
-    others = [run.heads[0] for name, run in runs.items() if name != killed]
-    before = max(slowest_step(rank, at["founded"], at["killed"]) for rank in others)
-    after = max(slowest_step(rank, at["killed"], at["started"]) for rank in others)
+    survivors = [run.heads[0] for name, run in runs.items() if name != killed]
+    before = max(slowest_step(rank, at["founded"], at["killed"]) for rank in survivors)
+    after = max(slowest_step(rank, at["killed"], at["started"]) for rank in survivors)
     first = runs[killed].heads[0].starts
-    losses = [result["val_loss"] for result in results.values()]
-    same = len({result["sha256"] for result in results.values()}) == 1
+    losses = [site_result["val_loss"] for site_result in results.values()]
+    same = len({site_result["sha256"] for site_result in results.values()}) == 1
     ends = (
         f"all {len(results)} sites ended with the same parameters, bit for bit, at {losses[0]:.3f}"
         " nats per byte"
@@ -64,7 +64,7 @@ def training(rank: Rank) -> list[tuple[float, float]]:
         if spans and step.span[0] - spans[-1][1] < PAUSE and step.done - step.span[0] < PAUSE:
             spans[-1] = spans[-1][0], step.done
         else:
-            # What came before a step that took so long was no training.
+            # The time before a step that took so long was no training.
             spans.append((max(step.span[0], step.done - PAUSE), step.done))
     return spans
 
@@ -73,33 +73,27 @@ def draw(folder: Path, runs: Mapping[str, Run], at: Mapping[str, float], killed:
     """Draws when each site trained and counted, and its loss, for light and for dark pages;
     returns the files.
     """
+    seconds = {moment: at[moment] - at["founded"] for moment in ("killed", "started", "back")}
+    survivor = next(run.heads[0] for name, run in runs.items() if name != killed)
 
     def drawn(figure: Any) -> None:
         rows, losses = figure.subplots(2, 1, sharex=True, height_ratios=(2, 3))
-        seen_by = next(run.heads[0] for name, run in runs.items() if name != killed)
         for row, (name, run) in enumerate(runs.items()):
             color = COLORS[row % len(COLORS)]
             rank = run.heads[0]
-            spans = [(began - at["founded"], ended - began) for began, ended in training(rank)]
-            rows.broken_barh(spans, (row - 0.3, 0.6), color="C9", alpha=0.4, linewidth=0)
-            moments = [
-                one.spans["land"][1] - at["founded"]
-                for one in seen_by.landings
-                if name in one.sites
-            ]
-            rows.plot(moments, [row] * len(moments), "|", color=color, markersize=13)
+            draw_row(rows, row, rank, at["founded"])
+            landed = landings(survivor, name, at["founded"])
+            rows.plot(landed, [row] * len(landed), "|", color=color, markersize=13)
             losses.plot(*smooth(rank, at["founded"]), color=color, linewidth=1.4, label=name)
         for axes in (rows, losses):
             axes.grid(visible=False, axis="y")
-            for moment in ("killed", "started", "back"):
-                axes.axvline(at[moment] - at["founded"], color="C1", linewidth=1, linestyle=":")
-        marks = {"killed": f"{killed}: kill -9", "started": "started again", "back": "counts again"}
-        for number, (moment, text) in enumerate(marks.items()):
-            place = at[moment] - at["founded"], len(runs) - 0.5 + 0.3 * (number == 2)
-            side = "left" if number else "right"
-            rows.annotate(
-                text, place, color="C1", ha=side, va="top", fontsize=8, annotation_clip=False
-            )
+            for second in seconds.values():
+                axes.axvline(second, color="C1", linewidth=1, linestyle=":")
+        bottom = len(runs) - 0.5
+        style = {"color": "C1", "va": "top", "fontsize": 8, "annotation_clip": False}
+        rows.annotate(f"{killed}: kill -9", (seconds["killed"], bottom), ha="right", **style)
+        rows.annotate("started again", (seconds["started"], bottom), ha="left", **style)
+        rows.annotate("counts again", (seconds["back"], bottom + 0.3), ha="left", **style)
         rows.set_yticks(range(len(runs)), list(runs))
         rows.set_ylim(len(runs) + 0.1, -0.5)
         rows.set_title("grey: trains; a mark: counts in a round", fontsize=9, loc="left")
@@ -108,6 +102,18 @@ def draw(folder: Path, runs: Mapping[str, Run], at: Mapping[str, float], killed:
         losses.legend(loc="upper right")
 
     return save_picture(str(folder / "federation.svg"), drawn, (8.4, 4.2))
+
+
+def draw_row(axes: Any, row: int, rank: Rank, zero: float) -> None:
+    """Draws when a site trained."""
+    bars = [(began - zero, ended - began) for began, ended in training(rank)]
+    axes.broken_barh(bars, (row - 0.3, 0.6), color="C9", alpha=0.4, linewidth=0)
+
+
+def landings(rank: Rank, site: str, zero: float) -> list[float]:
+    """Returns when a rank landed rounds in which a site counts."""
+    counting = [landing for landing in rank.landings if site in landing.sites]
+    return [landing.spans["land"][1] - zero for landing in counting]
 
 
 def smooth(rank: Rank, zero: float) -> tuple[list[float], list[float]]:
@@ -119,18 +125,17 @@ def smooth(rank: Rank, zero: float) -> tuple[list[float], list[float]]:
         (done[int(step)] - zero, loss) for step, loss in rank.losses if int(step) in done
     )
     width = max(1, len(points) // 40)
-    cuts = [
-        0,
-        *(at for at, (one, two) in enumerate(pairwise(points), 1) if two[0] - one[0] > 5 * PAUSE),
-        len(points),
-    ]
     moments = list[float]()
-    values = list[float]()
-    for begin, end in pairwise(cuts):
-        for first in range(begin, end, width):
-            part = points[first : min(first + width, end)]
-            moments.append(part[-1][0])
-            values.append(sum(loss for _, loss in part) / len(part))
-        moments.append(points[end - 1][0])
-        values.append(float("nan"))
-    return moments, values
+    means = list[float]()
+    part = list[float]()
+    for number, (moment, loss) in enumerate(points, 1):
+        part.append(loss)
+        is_end = number == len(points) or points[number][0] - moment > 5 * PAUSE
+        if len(part) == width or is_end:
+            moments.append(moment)
+            means.append(sum(part) / len(part))
+            part.clear()
+        if is_end:
+            moments.append(moment)
+            means.append(float("nan"))
+    return moments, means

@@ -21,9 +21,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,11 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+def made_of(class_path: str, **init_args: Any) -> dict[str, Any]:
+    """Returns how a YAML file says that an object is made."""
+    return {"class_path": class_path, "init_args": init_args}
+
+
 @dataclass
 class Site:
     """A site: its folder, its process, and what its monitor has written down so far."""
@@ -78,65 +84,56 @@ class Site:
         return self.folder / "last.ckpt"
 
     def configure(self, hub: str, keys: Path) -> None:
-        """Writes the file of the site: what is its own, beside ``configs/federated.yaml``."""
+        """Writes the file of the site, which adds its settings to ``configs/federated.yaml``."""
         self.folder.mkdir(parents=True)
-        federation = {"hub": hub, "run": RUN, "site": self.name, "keys": str(keys), "lease": 3.0}
-        monitor = {"folder": str(self.records), "diagnostics": False}
-        saved = {
-            "dirpath": str(self.folder),
-            "save_last": True,
-            "every_n_train_steps": 50,
-            "save_top_k": 0,
-        }
-        own = {
+        folder = str(self.folder)
+        federation = made_of(
+            "lightning_sdiloco.Federation",
+            hub=hub,
+            run=RUN,
+            site=self.name,
+            keys=str(keys),
+            lease=3.0,
+        )
+        strategy = made_of(
+            "lightning_sdiloco.StreamingDiLoCoStrategy",
+            sync_every=20,
+            fragments="strided:1",
+            federation=federation,
+        )
+        monitor = made_of(
+            "lightning_sdiloco.StreamingDiLoCoMonitor", folder=str(self.records), diagnostics=False
+        )
+        checkpoint = made_of(
+            "lightning.pytorch.callbacks.ModelCheckpoint",
+            dirpath=folder,
+            save_last=True,
+            every_n_train_steps=50,
+            save_top_k=0,
+        )
+        logger = made_of("lightning.pytorch.loggers.CSVLogger", save_dir=folder, name="logs")
+        settings = {
             # The run begins with the parameters of one of them.
             "seed_everything": SITES.index(self.name),
             "trainer": {
-                "strategy": {
-                    "class_path": "lightning_sdiloco.StreamingDiLoCoStrategy",
-                    "init_args": {
-                        "sync_every": 20,
-                        "fragments": "strided:1",
-                        "federation": {
-                            "class_path": "lightning_sdiloco.Federation",
-                            "init_args": federation,
-                        },
-                    },
-                },
-                "callbacks": [
-                    {
-                        "class_path": "lightning_sdiloco.StreamingDiLoCoMonitor",
-                        "init_args": monitor,
-                    },
-                    {
-                        "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-                        "init_args": saved,
-                    },
-                ],
-                "logger": {
-                    "class_path": "lightning.pytorch.loggers.CSVLogger",
-                    "init_args": {"save_dir": str(self.folder), "name": "logs"},
-                },
+                "strategy": strategy,
+                "callbacks": [monitor, checkpoint],
+                "logger": logger,
             },
         }
-        (self.folder / "site.yaml").write_text(
-            yaml.safe_dump(own, sort_keys=False), encoding="utf-8"
-        )
+        text = yaml.safe_dump(settings, sort_keys=False)
+        (self.folder / "site.yaml").write_text(text, encoding="utf-8")
 
     def command(self) -> list[str]:
         """Returns the command that starts it, from its checkpoint if it has one."""
         command = [sys.executable, str(EXAMPLES / "pretrain_text.py"), "fit"]
-        for path in (EXAMPLES / "configs" / "base.yaml", EXAMPLES / "configs" / "federated.yaml"):
+        configs = EXAMPLES / "configs"
+        for path in (configs / "base.yaml", configs / "federated.yaml", self.folder / "site.yaml"):
             command += ["--config", str(path)]
-        command += [
-            "--config",
-            str(self.folder / "site.yaml"),
-            "--result",
-            str(self.folder / "result.json"),
-        ]
-        return (
-            [*command, "--ckpt_path", str(self.checkpoint)] if self.checkpoint.exists() else command
-        )
+        command += ["--result", str(self.folder / "result.json")]
+        if self.checkpoint.exists():
+            command += ["--ckpt_path", str(self.checkpoint)]
+        return command
 
     def start(self) -> None:
         with (self.folder / "log.txt").open("ab") as log:
@@ -153,6 +150,12 @@ class Site:
     def look(self) -> None:
         with suppress(ValueError):  # there is no inner step yet
             self.seen = read_run(self.records).heads[0]
+
+    def progress(self) -> list[str]:
+        """Returns the last inner step and its loss, as cells."""
+        if not self.seen or not self.seen.losses:
+            return ["-", "-"]
+        return [f"{self.seen.steps[-1].step:,}", f"{self.seen.losses[-1][1]:.2f}"]
 
 
 class Demo:
@@ -179,18 +182,8 @@ class Demo:
         add_keys(self.keys, "operator", "operator")
 
     def start(self) -> None:
-        command = [
-            "hub",
-            "--run",
-            RUN,
-            "--keys",
-            str(self.keys),
-            "--sites",
-            str(len(SITES)),
-            "--listen",
-            self.hub,
-        ]
-        command += ["--ledger", str(self.folder / "hub.sqlite")]
+        command = ["hub", "--run", RUN, "--keys", str(self.keys), "--sites", str(len(SITES))]
+        command += ["--listen", self.hub, "--ledger", str(self.folder / "hub.sqlite")]
         self.show(["sdiloco", *command])
         with (self.folder / "hub.log").open("wb") as log:
             command = [sys.executable, "-m", "lightning_sdiloco.tools.cli", *command]
@@ -205,9 +198,9 @@ class Demo:
             f"$ {shlex.join(command)}", style="dim", soft_wrap=True, highlight=False, markup=False
         )
 
-    def note(self, what: str) -> float:
+    def note(self, event: str) -> float:
         now = time.time()
-        self.console.print(f"{now - self.began:5.0f} s  {what}", highlight=False, soft_wrap=True)
+        self.console.print(f"{now - self.began:5.0f} s  {event}", highlight=False, soft_wrap=True)
         return now
 
     # Watching
@@ -215,126 +208,95 @@ class Demo:
     def play(self) -> dict[str, float]:
         """Trains, kills a site, brings it back, and ends the run; returns when what happened."""
         with Live(self.table(), console=self.console, auto_refresh=False, transient=True) as live:
-            self.until("the hub answers", live, lambda: is_open(self.hub))
-            with closing(
-                HubOptions(self.hub, str(self.keys / "operator.bundle")).mailbox("operator")
-            ) as hub:
+            self.until("the hub answers", lambda: is_open(self.hub), live)
+            operator = HubOptions(self.hub, str(self.keys / "operator.bundle"))
+            with closing(operator.mailbox("operator")) as hub:
                 return self.parts(hub, live)
 
     def parts(self, hub: HubClient, live: Live) -> dict[str, float]:
         killed = self.sites[KILLED]
-        others = [site for site in self.sites.values() if site.name != KILLED]
+        wait_until = partial(self.until, live=live, hub=hub)
 
-        def counted_since(moment: float) -> bool:
-            landings = [landing for site in others if site.seen for landing in site.seen.landings]
-            return any(
-                landing.spans["land"][1] > moment and KILLED in landing.sites
-                for landing in landings
-            )
+        def time_passes(share: float) -> None:
+            end = moments["founded"] + share * self.seconds
+            wait_until("time has passed", lambda: time.time() > end)
 
-        def rounds() -> int:
-            return min((own["round"] for own in self.status.get("fragments", [])), default=0)
-
-        self.until("the run is founded", live, lambda: self.status.get("founded"), hub)
-        at = {"founded": self.note("all three are there: the run is founded, and trains")}
-        self.until(
-            "time has passed",
-            live,
-            lambda: time.time() > at["founded"] + KILL_AT * self.seconds,
-            hub,
-        )
-        self.until("it can go on from a checkpoint", live, killed.checkpoint.exists, hub)
-        self.until("rounds have landed", live, lambda: rounds() >= 2, hub)
+        wait_until("the run is founded", lambda: self.status.get("founded"))
+        moments = {"founded": self.note("all three are there: the run is founded, and trains")}
+        time_passes(KILL_AT)
+        wait_until("it can go on from a checkpoint", killed.checkpoint.exists)
+        wait_until("rounds have landed", lambda: self.rounds() >= 2)
         killed.kill()
-        at["killed"], before = self.note(f"{KILLED} is killed with -9"), rounds()
-        self.until(
-            "time has passed",
-            live,
-            lambda: time.time() > at["founded"] + RETURN_AT * self.seconds,
-            hub,
-        )
-        self.until("the others go on", live, lambda: rounds() >= before + 2, hub)
-        at["alone"] = float(rounds() - before)
-        at["started"] = self.note(
-            f"{KILLED} is started again, from its checkpoint; {rounds() - before} rounds went by"
+        moments["killed"] = self.note(f"{KILLED} is killed with -9")
+        before = self.rounds()
+        time_passes(RETURN_AT)
+        wait_until("the others go on", lambda: self.rounds() >= before + 2)
+        alone = self.rounds() - before
+        moments["alone"] = float(alone)
+        moments["started"] = self.note(
+            f"{KILLED} is started again, from its checkpoint; {alone} rounds went by"
         )
         killed.start()
-        self.until("it counts again", live, lambda: counted_since(at["started"]), hub)
-        at["back"] = self.note(f"{KILLED} counts again")
-        self.until("time has passed", live, lambda: time.time() > at["founded"] + self.seconds, hub)
+        wait_until("it counts again", lambda: self.counts_since(moments["started"]))
+        moments["back"] = self.note(f"{KILLED} counts again")
+        time_passes(1.0)
         asked(hub, "end")
-        at["ended"] = self.note("the operator ends the run: sdiloco hub end")
-        self.until(
-            "all have ended", live, lambda: not any(map(self.is_running, self.sites.values())), hub
-        )
-        return at
+        moments["ended"] = self.note("the operator ends the run: sdiloco hub end")
+        wait_until("all have ended", lambda: not any(map(is_running, self.sites.values())))
+        return moments
 
-    def is_running(self, site: Site) -> bool:
-        return site.process is not None and site.process.poll() is None
+    def rounds(self) -> int:
+        """Returns how many rounds of every fragment are over."""
+        return min((fragment["round"] for fragment in self.status.get("fragments", [])), default=0)
 
-    def until(self, what: str, live: Live, true: Any, hub: HubClient | None = None) -> None:
-        end = time.time() + PATIENCE + self.seconds
-        while not true():
-            for site in self.sites.values():
-                site.look()
-                if site.process is not None and site.process.poll():
-                    raise SystemExit(
-                        f"{site.name} ended with an error; see {site.folder / 'log.txt'}."
-                    )
-            if self.process is not None and self.process.poll() is not None:
-                raise SystemExit(f"The hub has ended; see {self.folder / 'hub.log'}.")
-            if time.time() > end:
-                raise SystemExit(
-                    f"It did not come true within {PATIENCE + self.seconds:.0f} s that {what}."
-                )
+    def counts_since(self, moment: float) -> bool:
+        """Tells whether the site that was killed counts in a landing of the others since then."""
+        for site in self.sites.values():
+            if site.name != KILLED and site.seen:
+                for landing in site.seen.landings:
+                    if landing.spans["land"][1] > moment and KILLED in landing.sites:
+                        return True
+        return False
+
+    def until(
+        self, claim: str, holds: Callable[[], Any], live: Live, hub: HubClient | None = None
+    ) -> None:
+        patience = PATIENCE + self.seconds
+        deadline = time.time() + patience
+        while not holds():
+            self.look_at_processes()
+            if time.time() > deadline:
+                raise SystemExit(f"It did not come true within {patience:.0f} s that {claim}.")
             if hub is not None:
-                with suppress(
-                    ValueError
-                ):  # on a busy machine it may take the hub too long to answer
+                # On a busy machine it may take the hub too long to answer.
+                with suppress(ValueError):
                     self.status = status_of(hub)
             live.update(self.table(), refresh=True)
             time.sleep(0.5)
 
+    def look_at_processes(self) -> None:
+        """Reads the records of the sites, and ends the demo where a process has failed."""
+        for site in self.sites.values():
+            site.look()
+            if site.process is not None and site.process.poll():
+                raise SystemExit(f"{site.name} ended with an error; see {site.folder / 'log.txt'}.")
+        if self.process is not None and self.process.poll() is not None:
+            raise SystemExit(f"The hub has ended; see {self.folder / 'hub.log'}.")
+
     def table(self) -> Table:
-        """Returns what is to be seen now: what the hub says, and what the sites' monitors wrote
-        down.
-        """
-        rounds = [own["round"] for own in self.status.get("fragments", [])]
-        table = Table(
-            title=f"rounds of the fragments: {', '.join(map(str, rounds)) or '-'}",
-            title_justify="left",
-        )
-        for name in (
-            "site",
-            "",
-            "inner steps",
-            "loss",
-            "last heartbeat",
-            "behind",
-            "share",
-            "late",
-            "starts",
-        ):
-            table.add_column(name, justify="left" if name in ("site", "") else "right")
+        """Shows the status of the hub, and the last records of the sites' monitors."""
+        rounds = [str(fragment["round"]) for fragment in self.status.get("fragments", [])]
+        title = f"rounds of the fragments: {', '.join(rounds) or '-'}"
+        table = Table(title=title, title_justify="left")
+        for name in ("site", ""):
+            table.add_column(name, justify="left")
+        for name in ("inner steps", "loss", "last heartbeat", "behind", "share", "late", "starts"):
+            table.add_column(name, justify="right")
         for name, site in self.sites.items():
-            own = self.status.get("sites", {}).get(name)
-            state = own["state"] if own else "starts"
-            told = ["-", "-"]
-            if site.seen and site.seen.losses:
-                told = [f"{site.seen.steps[-1].step:,}", f"{site.seen.losses[-1][1]:.2f}"]
-            if own:
-                behind = "-" if own["rounds_behind"] is None else str(own["rounds_behind"])
-                heartbeat = (
-                    "-" if own["last_heartbeat"] is None else f"{own['last_heartbeat']:.1f} s"
-                )
-                told += [
-                    heartbeat,
-                    behind,
-                    f"{own['share']:.0%}",
-                    str(own["late"]),
-                    str(own["incarnations"]),
-                ]
-            table.add_row(name, Text(state, style=STATES.get(state, "dim")), *told)
+            status = self.status.get("sites", {}).get(name)
+            state = status["state"] if status else "starts"
+            cells = [*site.progress(), *(cells_of(status) if status else ())]
+            table.add_row(name, Text(state, style=STATES.get(state, "dim")), *cells)
         return table
 
     def close(self) -> None:
@@ -345,21 +307,38 @@ class Demo:
             self.process.wait()
 
 
+def cells_of(status: dict[str, Any]) -> list[str]:
+    """Returns the cells of a site that the hub knows about."""
+    heartbeat = status["last_heartbeat"]
+    behind = status["rounds_behind"]
+    return [
+        "-" if heartbeat is None else f"{heartbeat:.1f} s",
+        "-" if behind is None else str(behind),
+        f"{status['share']:.0%}",
+        str(status["late"]),
+        str(status["incarnations"]),
+    ]
+
+
+def is_running(site: Site) -> bool:
+    return site.process is not None and site.process.poll() is None
+
+
 def is_open(address: str) -> bool:
     host, _, port = address.rpartition(":")
     return try_to_connect(host, int(port), 1.0) is None
 
 
-def tell(demo: Demo, at: dict[str, float], console: Console) -> None:
-    runs = {name: read_run(site.records) for name, site in demo.sites.items()}
-    results = {
-        name: json.loads((site.folder / "result.json").read_text())
-        for name, site in demo.sites.items()
-    }
-    for sentence in came_and_went.sentences(runs, results, at, KILLED):
+def tell(demo: Demo, moments: dict[str, float], console: Console) -> None:
+    runs = {}
+    results = {}
+    for name, site in demo.sites.items():
+        runs[name] = read_run(site.records)
+        results[name] = json.loads((site.folder / "result.json").read_text())
+    for sentence in came_and_went.sentences(runs, results, moments, KILLED):
         console.print(sentence, highlight=False)
-    pictures = came_and_went.draw(demo.folder, runs, at, KILLED) if find_spec("matplotlib") else []
-    if pictures:
+    if find_spec("matplotlib"):
+        pictures = came_and_went.draw(demo.folder, runs, moments, KILLED)
         console.print("Saved:", *map(str, pictures), highlight=False, soft_wrap=True)
     else:
         console.print(
@@ -381,16 +360,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=Path("runs/demo_federation"),
         help="folder for all that it writes",
     )
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     console = Console()
-    demo = Demo(given.out, given.seconds, console)
+    demo = Demo(options.out, options.seconds, console)
     try:
         demo.prepare()
         demo.start()
-        at = demo.play()
+        moments = demo.play()
     finally:
         demo.close()
-    tell(demo, at, console)
+    tell(demo, moments, console)
 
 
 if __name__ == "__main__":

@@ -73,16 +73,17 @@ class MoEGPT(ByteGPT):
         return loss + BALANCE * torch.stack(loads).sum()
 
 
-def distance(one: Tensor, other: Tensor) -> float:
+def distance(first: Tensor, second: Tensor) -> float:
     """Returns how far two routers are apart, over the mean of their norms."""
-    return float(2 * (one - other).norm() / (one.norm() + other.norm()))
+    return float(2 * (first - second).norm() / (first.norm() + second.norm()))
 
 
-def overlap(one: Tensor, other: Tensor) -> float:
+def overlap(first: Tensor, second: Tensor) -> float:
     """Returns the share of choices of shape ``(tokens, top_k)`` that both made; by chance it is
     1/4.
     """
-    return float((one.unsqueeze(-1) == other.unsqueeze(-2)).any(-1).float().mean())
+    is_shared = (first.unsqueeze(-1) == second.unsqueeze(-2)).any(-1)
+    return float(is_shared.float().mean())
 
 
 def use_of(chosen: Tensor) -> Tensor:
@@ -100,7 +101,9 @@ class RouterWatch(Callback):
 
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens
-        self.own: list[tuple[tuple[int, int], Tensor, Tensor]] = []
+        self.moments: list[tuple[int, int]] = []
+        self.routers: list[Tensor] = []
+        self.choices: list[Tensor] = []
         self.seen: dict[tuple[int, int], list[tuple[float, float, Tensor]]] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -121,16 +124,23 @@ class RouterWatch(Callback):
         for layer, block in enumerate(module.net.blocks):
             if f"net.blocks.{layer}.router.weight" in names:
                 module.net(self.tokens)
-                self.own.append(((step, layer), block.router.weight.clone(), block.chosen))
+                self.moments.append((step, layer))
+                self.routers.append(block.router.weight.clone())
+                self.choices.append(block.chosen)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if not self.own:
+        if not self.moments:
             return
-        moments, *own = zip(*self.own, strict=True)
-        weights, chosen = (pl_module.all_gather(torch.stack(each)).unbind(1) for each in own)
-        for moment, routers, choices in zip(moments, weights, chosen, strict=True):
-            now = distance(*routers), overlap(*choices), use_of(choices)
-            self.seen.setdefault(moment, []).append(now)
+        routers = pl_module.all_gather(torch.stack(self.routers)).unbind(1)
+        choices = pl_module.all_gather(torch.stack(self.choices)).unbind(1)
+        for moment, weights, chosen in zip(self.moments, routers, choices, strict=True):
+            look = (distance(*weights), overlap(*chosen), use_of(chosen))
+            self.seen.setdefault(moment, []).append(look)
+
+
+def experts_in_use(use: Tensor) -> float:
+    """Returns the perplexity of the use of experts."""
+    return float(torch.special.entr(use).sum().exp())
 
 
 @rank_zero_only
@@ -140,13 +150,12 @@ def tell(watch: RouterWatch) -> None:
     """
     print("inner step, layer    distance          overlap           experts in use  use moved")
     for (step, layer), (before, after) in watch.seen.items():
-        apart, alike = (
-            f"{old:.3f} -> {new:.3f}" for old, new in zip(before[:2], after[:2], strict=True)
-        )
-        used = " -> ".join(
-            f"{float(torch.special.entr(use).sum().exp()):.2f}" for *_, use in (before, after)
-        )
-        moved = float((before[2] - after[2]).abs().sum() / 2)
+        apart_before, alike_before, use_before = before
+        apart_after, alike_after, use_after = after
+        apart = f"{apart_before:.3f} -> {apart_after:.3f}"
+        alike = f"{alike_before:.3f} -> {alike_after:.3f}"
+        used = f"{experts_in_use(use_before):.2f} -> {experts_in_use(use_after):.2f}"
+        moved = float((use_before - use_after).abs().sum() / 2)
         print(f"{step:>10} {layer:>6}    {apart:<17} {alike:<17} {used:<15} {moved:.1%}")
 
 

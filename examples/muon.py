@@ -46,19 +46,27 @@ def muon_and_adamw(
     serves both unless ``muon_lr`` is another one. Matrices and embeddings decay, vectors do not.
     """
     require_muon()
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    matrices = [p for name, p in trainable.items() if is_matrix_of_a_block(name, p)]
-    others = [p for name, p in trainable.items() if not is_matrix_of_a_block(name, p)]
+    matrices: list[Tensor] = []
+    decaying: list[Tensor] = []
+    vectors: list[Tensor] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if is_matrix_of_a_block(name, parameter):
+            matrices.append(parameter)
+        elif parameter.dim() > 1:
+            decaying.append(parameter)
+        else:
+            vectors.append(parameter)
     if not matrices:
         raise ValueError(
             f"Muon trains the matrices of the blocks, and {type(model).__name__} has no trainable"
             " matrix in a list called 'blocks'. Call the list of layers so, or train with AdamW"
             " alone."
         )
-    decay_of = {True: weight_decay, False: 0.0}
-    groups = [
-        {"params": [p for p in others if (p.dim() > 1) == decays], "weight_decay": decay_of[decays]}
-        for decays in (True, False)
+    groups: list[dict[str, Any]] = [
+        {"params": decaying, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     muon = torch.optim.Muon(
         matrices,
@@ -66,9 +74,8 @@ def muon_and_adamw(
         weight_decay=weight_decay,
         adjust_lr_fn="match_rms_adamw",
     )
-    return MuonAndAdamW(
-        muon, AdamW([group for group in groups if group["params"]], lr=lr, betas=betas)
-    )
+    adamw = AdamW([group for group in groups if group["params"]], lr=lr, betas=betas)
+    return MuonAndAdamW(muon, adamw)
 
 
 class MuonAndAdamW(Optimizer):
@@ -86,11 +93,11 @@ class MuonAndAdamW(Optimizer):
         """Lets the parts work on the groups and the state of this optimizer, which may be new
         objects.
         """
-        first = len(self.parts[0].param_groups)
-        for part, groups in zip(
-            self.parts, (self.param_groups[:first], self.param_groups[first:]), strict=True
-        ):
-            part.param_groups = groups
+        muon, adamw = self.parts
+        first = len(muon.param_groups)
+        muon.param_groups = self.param_groups[:first]
+        adamw.param_groups = self.param_groups[first:]
+        for part in self.parts:
             part.state = self.state
 
     @override

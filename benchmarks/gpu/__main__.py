@@ -57,7 +57,7 @@ QUICK = {
     "tests": ("codecs", "waits", "bf16-mixed"),
     "numbers": ("passes", "overhead 125M", "two groups"),
 }
-"""What is enough to show that everything runs: a piece of work of each kind."""
+"""A piece of work of each kind, which is enough to show that everything runs."""
 
 KEPT = ("done", "not here")
 
@@ -78,9 +78,8 @@ class Results:
         self._about = about
 
     def path(self, piece: Piece) -> Path:
-        return (
-            self._folder / piece.stage / f"{piece.name.replace(', ', '-').replace(' ', '_')}.json"
-        )
+        file = piece.name.replace(", ", "-").replace(" ", "_")
+        return self._folder / piece.stage / f"{file}.json"
 
     def read(self, piece: Piece) -> dict[str, Any] | None:
         """Returns what is kept of a piece of work, or None if there is nothing."""
@@ -88,54 +87,71 @@ class Results:
         return dict(json.loads(path.read_text())) if path.exists() else None
 
     def is_kept(self, piece: Piece) -> bool:
-        """Whether a piece of work need not be done again: it was over on the same device."""
-        found = self.read(piece)
-        if found is None or found["status"] not in KEPT:
+        """Tells whether a piece of work is over, on the same device, and need not be repeated."""
+        content = self.read(piece)
+        if content is None or content["status"] not in KEPT:
             return False
-        return all(found["measured"][key] == self._about[key] for key in ("device", "command"))
+        return all(content["measured"][key] == self._about[key] for key in ("device", "command"))
 
     def write(self, piece: Piece, outcome: Outcome) -> None:
         path = self.path(piece)
-        found = dict(outcome.found)
         path.parent.mkdir(parents=True, exist_ok=True)
-        told = {key: getattr(outcome, key) for key in ("status", "seconds", "reason", "trace")}
-        report.write(
-            path,
-            found.pop("headline", {}),
-            self._about,
-            shows=piece.task.about,
-            **told,
-            found=found,
-        )
+        numbers = dict(outcome.found)
+        headline = numbers.pop("headline", {})
+        fields = ("status", "seconds", "reason", "trace")
+        ended = {field: getattr(outcome, field) for field in fields}
+        report.write(path, headline, self._about, shows=piece.task.about, **ended, found=numbers)
 
     def summarise(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Writes and returns how every piece of work ended, and all numbers."""
-        kept = {f"{piece.stage}: {piece.name}": self.read(piece) for piece in pieces}
-        found = {
-            name: each or {"status": "left", "headline": {}, "reason": ""}
-            for name, each in kept.items()
-        }
-        headline = {
-            key: value for each in found.values() for key, value in each["headline"].items()
-        }
-        ended = {
-            name: {key: each[key] for key in ("status", "reason")} for name, each in found.items()
-        }
-        numbers = {piece.name: self.read(piece) for piece in pieces if piece.stage == "numbers"}
-        told = {name: each["found"] for name, each in numbers.items() if each is not None}
-        report.write(
-            self._folder / "summary.json", headline, self._about, ended=ended, numbers=told
-        )
+        headline: dict[str, float] = {}
+        ended: dict[str, dict[str, str]] = {}
+        numbers: dict[str, Any] = {}
+        for piece in pieces:
+            content = self.read(piece)
+            name = f"{piece.stage}: {piece.name}"
+            if content is None:
+                ended[name] = {"status": "left", "reason": ""}
+                continue
+            ended[name] = {"status": content["status"], "reason": content["reason"]}
+            headline |= content["headline"]
+            if piece.stage == "numbers":
+                numbers[piece.name] = content["found"]
+        path = self._folder / "summary.json"
+        report.write(path, headline, self._about, ended=ended, numbers=numbers)
         return {"headline": headline, "ended": ended}
 
 
 def pieces(options: argparse.Namespace) -> Iterator[Piece]:
-    every = {"tests": CHECKS | FITS, "numbers": NUMBERS}
+    tasks = {"tests": CHECKS | FITS, "numbers": NUMBERS}
     for stage in options.stage:
-        names = options.only or (QUICK[stage] if options.quick else every[stage])
-        yield from (
-            Piece(stage, name, every[stage][name]) for name in names if name in every[stage]
-        )
+        names = options.only or (QUICK[stage] if options.quick else tasks[stage])
+        for name in names:
+            if name in tasks[stage]:
+                yield Piece(stage, name, tasks[stage][name])
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="how long it may take (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/gpu"), help="the folder (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--stage", nargs="+", choices=QUICK, default=list(QUICK), help="what to run (default: all)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="pieces of work by name (default: all)"
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu", "pretend"), default="cuda", help="default: %(default)s"
+    )
+    parser.add_argument("--quick", action="store_true", help="as little as shows that it runs")
+    return parser.parse_args(arguments)
 
 
 class Clock:
@@ -180,26 +196,7 @@ def work(wanted: Sequence[Piece], results: Results, place: Place, clock: Clock) 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs all that there is time for, and returns 1 if something failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=10.0, help="how long it may take (default: %(default)g)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/gpu"), help="the folder (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--stage", nargs="+", choices=QUICK, default=list(QUICK), help="what to run (default: all)"
-    )
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="pieces of work by name (default: all)"
-    )
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu", "pretend"), default="cuda", help="default: %(default)s"
-    )
-    parser.add_argument("--quick", action="store_true", help="as little as shows that it runs")
-    options = parser.parse_args(arguments)
+    options = parsed(arguments)
     clock = Clock(options.minutes)
     wanted = list(pieces(options))
     options.out.mkdir(parents=True, exist_ok=True)
@@ -218,20 +215,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def tell(summary: dict[str, Any]) -> int:
-    """Prints what was found; returns 1 if something failed."""
-    rows = [[name, each["status"], each["reason"]] for name, each in summary["ended"].items()]
+    """Prints how the work ended and its numbers; returns 1 if something failed."""
+    ended = summary["ended"]
+    rows = [[name, end["status"], end["reason"]] for name, end in ended.items()]
     report.show("What was run", ["", "ended", "because"], rows)
-    report.show(
-        "Numbers",
-        ["", "number"],
-        [[name, f"{value:.4g}"] for name, value in summary["headline"].items()],
-    )
-    failed = [
-        name for name, each in summary["ended"].items() if each["status"] in ("failed", "timed out")
-    ]
-    left = [name for name, each in summary["ended"].items() if each["status"] == "left"]
+    numbers = [[name, f"{value:.4g}"] for name, value in summary["headline"].items()]
+    report.show("Numbers", ["", "number"], numbers)
+    failed = [name for name, end in ended.items() if end["status"] in ("failed", "timed out")]
+    left = sum(end["status"] == "left" for end in ended.values())
     if left:
-        report.said(f"{len(left)} of {len(rows)} are left. The same command goes on with them.")
+        report.said(f"{left} of {len(rows)} are left. The same command goes on with them.")
     if failed:
         report.said(
             f"Failed: {'; '.join(failed)}. The .log and .json files beside each other say why."

@@ -8,6 +8,7 @@ The first is the ``summary.json`` of ``make gpu``; the last two say which millis
 
 import json
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from lightning_sdiloco import StreamingDiLoCo
 from tests.gpu.task import Found, NotHere, Place
 
 KINDS = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "kernels"}
-"""What a profiler calls what runs on a device, and what it is in the picture."""
+"""The kinds of work on a device: the profiler's name, and that in the picture."""
 
 TOGETHER = 0.03
 """Milliseconds between two spans of a stream that count as one."""
@@ -60,25 +61,21 @@ def overlapped(name: str, place: Place, rank: int, world_size: int) -> Found:
 
 def spans_of(events: list[dict[str, Any]]) -> list[Span]:
     """Returns what streams did, from the first of it on, in order for each stream."""
-    there = sorted(
-        [event for event in events if event.get("cat") in KINDS],
-        key=lambda event: float(event["ts"]),
-    )
-    first = there[0]["ts"]
+    on_device = [event for event in events if event.get("cat") in KINDS]
+    on_device.sort(key=lambda event: float(event["ts"]))
+    first = on_device[0]["ts"]
     spans = dict[tuple[int, str], list[Span]]()
-    for event in there:
+    for event in on_device:
+        stream = event["args"]["stream"]
+        kind = KINDS[event["cat"]]
         began = (event["ts"] - first) / 1e3
-        span = Span(
-            event["args"]["stream"],
-            KINDS[event["cat"]],
-            round(began, 3),
-            round(began + event["dur"] / 1e3, 3),
-        )
-        own = spans.setdefault(span[:2], [])
-        if own and span.began < own[-1].ended + TOGETHER:
-            own[-1] = own[-1]._replace(ended=max(span.ended, own[-1].ended))
+        ended = began + event["dur"] / 1e3
+        span = Span(stream, kind, round(began, 3), round(ended, 3))
+        alike = spans.setdefault((stream, kind), [])
+        if alike and span.began < alike[-1].ended + TOGETHER:
+            alike[-1] = alike[-1]._replace(ended=max(span.ended, alike[-1].ended))
         else:
-            own.append(span)
+            alike.append(span)
     return sum(spans.values(), [])
 
 
@@ -96,23 +93,18 @@ def shares(spans: list[Span]) -> Found:
     busy = busy_ms(spans)
     most = max(busy, key=lambda stream: busy[stream])
     training = [span for span in spans if span.stream == most]
-    beside = {
-        stream: sum(
-            max(0.0, min(own.ended, other.ended) - max(own.began, other.began))
-            for own in spans
-            if own.stream == stream
-            for other in training
-        )
-        for stream in busy
-        if stream != most
-    }
-    return {
-        "training": {"busy_ms": busy[most]},
-        **{
-            str(stream): {"busy_ms": busy[stream], "beside_training_ms": beside[stream]}
-            for stream in beside
-        },
-    }
+    milliseconds: Found = {"training": {"busy_ms": busy[most]}}
+    for stream in busy:
+        if stream != most:
+            side = [span for span in spans if span.stream == stream]
+            beside = sum(common_ms(*pair) for pair in product(side, training))
+            milliseconds[str(stream)] = {"busy_ms": busy[stream], "beside_training_ms": beside}
+    return milliseconds
+
+
+def common_ms(first: Span, second: Span) -> float:
+    """Returns for how long both spans last at the same time."""
+    return max(0.0, min(first.ended, second.ended) - max(first.began, second.began))
 
 
 def draw(spans: list[Span], path: Path, first: float, last: float) -> None:
@@ -120,23 +112,19 @@ def draw(spans: list[Span], path: Path, first: float, last: float) -> None:
     from benchmarks.picture import BLUE, GREY, ORANGE, figure, save
 
     busy = busy_ms(spans)
-    training = max(busy, key=lambda stream: busy[stream])
+    most = max(busy, key=lambda stream: busy[stream])
+    spans = [span for span in spans if span.ended > first]
+    side = [span for span in spans if span.stream != most]
+    rows = {
+        "training": (GREY, [span for span in spans if span.stream == most]),
+        "side stream: kernels": (BLUE, [span for span in side if span.kind == "kernels"]),
+        "copies": (ORANGE, [span for span in side if span.kind == "copies"]),
+    }
     picture, (axes,) = figure(height=1.9)
-    rows = (
-        (0, GREY, None, "training"),
-        (1, BLUE, "kernels", "side stream: kernels"),
-        (2, ORANGE, "copies", "copies"),
-    )
-    for row, color, kind, _ in rows:
-        shown = [
-            (span.began - first, span.ended - span.began)
-            for span in spans
-            if (span.stream == training) == (kind is None)
-            and kind in (None, span.kind)
-            and span.ended > first
-        ]
-        axes.broken_barh(shown, (row - 0.35, 0.7), color=color)
-    axes.set_yticks([row for row, *_ in rows], [label for *_, label in rows])
+    for row, (color, shown) in enumerate(rows.values()):
+        bars = [(span.began - first, span.ended - span.began) for span in shown]
+        axes.broken_barh(bars, (row - 0.35, 0.7), color=color)
+    axes.set_yticks(range(len(rows)), list(rows))
     axes.set(xlim=(0, last - first), xlabel="milliseconds")
     save(picture, path)
 

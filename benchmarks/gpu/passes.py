@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sdiloco import OuterOptimizer, StreamingDiLoCo
 from lightning_sdiloco.algorithm.merge import Mix
@@ -46,7 +46,7 @@ def seconds_of(place: Place, work: Callable[[], object], repeats: int) -> float:
     """Returns how long some work takes, all of its operations on the device included: the
     median.
     """
-    found = []
+    seconds = []
     for repeat in range(repeats + 2):
         place.module.synchronize()
         began = time.perf_counter()
@@ -54,15 +54,14 @@ def seconds_of(place: Place, work: Callable[[], object], repeats: int) -> float:
             work()
         place.module.synchronize()
         if repeat >= 2:  # to warm up, and to compile
-            found.append((time.perf_counter() - began) / TOGETHER)
-    return median(found)
+            seconds.append((time.perf_counter() - began) / TOGETHER)
+    return median(seconds)
 
 
 def passes(numel: int, place: Place) -> dict[str, tuple[float, Callable[[], object]]]:
     """Returns the passes by name: the bytes a value that each must read and write, and what does
     it.
     """
-    device = torch.device(place.device)
     model = Net(numel, place.device)
     fp4 = FP4()
     engine = StreamingDiLoCo(
@@ -70,10 +69,10 @@ def passes(numel: int, place: Place) -> dict[str, tuple[float, Callable[[], obje
     )
     (fragment,) = engine.rounds.fragments
     outer = fragment.outer.values
-    gradient = (torch.randn(numel, device="cpu") / 100).to(device)
+    gradient = (torch.randn(numel, device="cpu") / 100).to(place.device)
     payloads = [(fp4.encode(gradient), 1.0)] * GROUPS
     coded = fp4.wire_bytes(numel) / numel
-    into = torch.empty_like(gradient)
+    mean = torch.empty_like(gradient)
     step = partial(
         outer_step,
         fragment,
@@ -84,56 +83,48 @@ def passes(numel: int, place: Place) -> dict[str, tuple[float, Callable[[], obje
     )
     # With the momentum of an earlier step, as in every round but the first.
     before = fragment.outer._replace(state=step(before=fragment.outer).state)
-
-    return {
-        "launch: outer minus local": (12, no_grad(lambda: fragment.layout.outer_gradient(outer))),
-        "encode fp4": (4 + coded, no_grad(lambda: fp4.encode(gradient))),
-        "encode fp4, operations of torch": (
-            4 + coded,
-            no_grad(lambda: Blockwise.encode(fp4, gradient)),
-        ),
-        "mean of two fp4": (4 + GROUPS * coded, no_grad(lambda: fp4.mean(payloads, into))),
+    encode_bytes = 4 + coded
+    mean_bytes = 4 + GROUPS * coded
+    works: dict[str, tuple[float, Callable[[], object]]] = {
+        "launch: outer minus local": (12, partial(fragment.layout.outer_gradient, outer)),
+        "encode fp4": (encode_bytes, partial(fp4.encode, gradient)),
+        "encode fp4, operations of torch": (encode_bytes, partial(Blockwise.encode, fp4, gradient)),
+        "mean of two fp4": (mean_bytes, partial(fp4.mean, payloads, mean)),
         "mean of two fp4, operations of torch": (
-            4 + GROUPS * coded,
-            no_grad(lambda: Compression.mean(fp4, payloads, into)),
+            mean_bytes,
+            partial(Compression.mean, fp4, payloads, mean),
         ),
-        "outer step": (20, no_grad(lambda: step(before=before))),
-        "digest": (4, no_grad(lambda: digest(outer))),
-        "norm": (4, no_grad(lambda: norm_squared(gradient))),
-        "landing: merge": (12, no_grad(lambda: fragment.layout.land(Mix(0.5), [gradient], 5))),
+        "outer step": (20, partial(step, before=before)),
+        "digest": (4, partial(digest, outer)),
+        "norm": (4, partial(norm_squared, gradient)),
+        "landing: merge": (12, partial(fragment.layout.land, Mix(0.5), [gradient], 5)),
     }
-
-
-def no_grad(work: Callable[[], object]) -> Callable[[], object]:
-    """Returns what does the same without a graph, as the engine does."""
-    return torch.no_grad()(work)
+    # Without a graph, as the engine does it.
+    return {name: (nbytes, torch.no_grad()(work)) for name, (nbytes, work) in works.items()}
 
 
 def shares(place: Place, rank: int, world_size: int) -> Found:
-    numel, repeats = (1 << 14, 2) if place.quick else (1 << 26, 15)
+    numel = 1 << (14 if place.quick else 26)
+    repeats = 2 if place.quick else 15
     values = torch.randn(numel, device="cpu").to(place.device)
-    into = torch.empty_like(values)
-
-    def copied() -> Tensor:
-        return into.copy_(values)
-
-    bandwidth = 8 * numel / seconds_of(place, copied, repeats)
+    copy = torch.empty_like(values)
+    bandwidth = 8 * numel / seconds_of(place, partial(copy.copy_, values), repeats)
     rows: dict[str, dict[str, Any]] = {}
-    for name, (each, work) in passes(numel, place).items():
+    headline = {"copy, GB/s": bandwidth / 1e9}
+    for name, (nbytes, work) in passes(numel, place).items():
         seconds = seconds_of(place, work, repeats)
-        share = each * numel / seconds / bandwidth
-        rows[name] = {"milliseconds": 1e3 * seconds, "bytes_a_value": each, "share_of_copy": share}
+        share = nbytes * numel / seconds / bandwidth
+        headline[f"{name}, share of copy bandwidth"] = share
+        rows[name] = {
+            "milliseconds": 1e3 * seconds,
+            "bytes_a_value": nbytes,
+            "share_of_copy": share,
+        }
     return {
         "values": numel,
         "copy_gb_s": bandwidth / 1e9,
         "passes": rows,
         "goal": GOAL,
         "below the goal": [name for name, row in rows.items() if row["share_of_copy"] < GOAL],
-        "headline": {
-            "copy, GB/s": bandwidth / 1e9,
-            **{
-                f"{name}, share of copy bandwidth": row["share_of_copy"]
-                for name, row in rows.items()
-            },
-        },
+        "headline": headline,
     }

@@ -5,8 +5,10 @@ groups on one device.
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, islice
 from statistics import median
 from typing import Any
 
@@ -39,6 +41,8 @@ SYNC_EVERY = 20
 OVERLAP_STEPS = 5
 FRAGMENTS = 4
 
+Row = dict[str, Any]
+
 
 @dataclass
 class Loop:
@@ -50,14 +54,10 @@ class Loop:
 
     def __post_init__(self) -> None:
         device = self.place.device
-        if self.place.is_cuda:
-            with torch.device(device):
-                self.model: nn.Module = self.size.make()
-        else:
+        is_cuda = self.place.is_cuda
+        with torch.device(device) if is_cuda else nullcontext():
             self.model = self.size.make().to(device)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=1e-4, fused=self.place.is_cuda
-        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=is_cuda)
         self.engine: StreamingDiLoCo | None = None
         self.ddp: nn.Module | None = None
         self._batches = on_device(random_batches(self.size, self.batch), device)
@@ -95,17 +95,16 @@ def on_device(
     batches: Iterator[tuple[Tensor, Tensor]], device: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The same few batches, which lie on a device already."""
-    kept = [tuple(part.to(device) for part in next(batches)) for _ in range(8)]
-    while True:
-        yield from kept  # type: ignore[misc]
+    moved = []
+    for tokens, targets in islice(batches, 8):
+        moved.append((tokens.to(device), targets.to(device)))
+    return cycle(moved)
 
 
 def cut(size: Size) -> list[list[str]]:
-    parts = [
-        [f"blocks.{block}.*" for block in range(p, size.layers, FRAGMENTS)]
-        for p in range(FRAGMENTS)
-    ]
-    parts = [part for part in parts if part]
+    parts = []
+    for p in range(min(FRAGMENTS, size.layers)):
+        parts.append([f"blocks.{block}.*" for block in range(p, size.layers, FRAGMENTS)])
     parts[0] += ["*embedding*"]
     parts[-1] += ["norm.*", "head.*"]
     return parts
@@ -116,79 +115,86 @@ def overhead(name: str, place: Place, rank: int, world_size: int) -> Found:
     without it.
     """
     size, batch = (TINY, 2) if place.quick else SIZES[name]
-    every, turns = (4, 1) if place.quick else (SYNC_EVERY, 6)
-    found: dict[str, Any] = {"model": name}
+    sync_every, turns = (4, 1) if place.quick else (SYNC_EVERY, 6)
+    numbers: dict[str, Any] = {"model": name}
+    rows: dict[str, Row] = {}
     try:
         loop = Loop(place, size, batch)
         numel = sum(parameter.numel() for parameter in loop.model.parameters())
-        loop.seconds(every // 2)
+        loop.seconds(sync_every // 2)
         plain = loop.peak(lambda: loop.seconds(2))
-        found |= {"parameters": numel, "plain_bytes": plain}
-        for offload in (
-            (False,) if place.device == "cpu" else (True,) if place.quick else (True, False)
-        ):
-            row = with_engine(loop, every, turns, offload)
-            row["extra_bytes_a_parameter"] = (row.pop("peak") - plain) / numel
+        numbers |= {"parameters": numel, "plain_bytes": plain}
+        for offload in _offloads(place):
+            row = with_engine(loop, sync_every, turns, offload)
+            rows[f"offload={offload}"] = _beside(plain, numel, row)
             row["goal_bytes_a_parameter"] = DDP_BYTES + 1 + row["in_flight_bytes"] / numel
-            found[f"offload={offload}"] = row
-        row = with_ddp(loop, every, turns)
-        found["DDP"] = {**row, "extra_bytes_a_parameter": (row.pop("peak") - plain) / numel}
+        rows["DDP"] = _beside(plain, numel, with_ddp(loop, sync_every, turns))
     except torch.cuda.OutOfMemoryError as error:
-        if "offload=True" not in found:
-            raise NotHere(
-                f"the device has too little memory for {name}: {str(error).splitlines()[0]}"
-            ) from None
-        found["no memory"] = str(error).splitlines()[0]
-    rows = {key: row for key, row in found.items() if isinstance(row, dict)}
-    told = {f"{name}, {key}: step time over plain": row["ratio"] for key, row in rows.items()}
-    told |= {
-        f"{name}, {key}: extra bytes a parameter": row["extra_bytes_a_parameter"]
-        for key, row in rows.items()
-    }
-    return {**found, "goal": GOAL, "headline": told}
+        reason = str(error).splitlines()[0]
+        if "offload=True" not in rows:
+            raise NotHere(f"the device has too little memory for {name}: {reason}") from None
+        numbers["no memory"] = reason
+    headline = {f"{name}, {key}: step time over plain": row["ratio"] for key, row in rows.items()}
+    for key, row in rows.items():
+        headline[f"{name}, {key}: extra bytes a parameter"] = row["extra_bytes_a_parameter"]
+    return {**numbers, **rows, "goal": GOAL, "headline": headline}
 
 
-def with_engine(loop: Loop, every: int, turns: int, offload: bool) -> dict[str, Any]:
+def _offloads(place: Place) -> tuple[bool, ...]:
+    """Returns whether the outer state is offloaded, for each measurement of a place."""
+    if place.device == "cpu":
+        return (False,)
+    return (True,) if place.quick else (True, False)
+
+
+def _beside(plain: int, numel: int, row: Row) -> Row:
+    """Puts the bytes a parameter beyond those of plain training in place of the peak."""
+    row["extra_bytes_a_parameter"] = (row.pop("peak") - plain) / numel
+    return row
+
+
+def with_engine(loop: Loop, sync_every: int, turns: int, offload: bool) -> Row:
     engine = StreamingDiLoCo(
-        loop.model, sync_every=every, overlap_steps=min(OVERLAP_STEPS, every - 1), fragments=cut(loop.size),
+        loop.model, sync_every=sync_every, overlap_steps=min(OVERLAP_STEPS, sync_every - 1), fragments=cut(loop.size),
         outer_optimizer=OuterOptimizer(offload=offload),
     )  # fmt: skip
     loop.engine = engine
-    loop.seconds(2 * every)  # every launch and landing has been there, and all that is compiled
-    peak = loop.peak(lambda: loop.seconds(every))
+    loop.seconds(
+        2 * sync_every
+    )  # every launch and landing has been there, and all that is compiled
+    peak = loop.peak(lambda: loop.seconds(sync_every))
     in_flight = len(engine.in_flight)
     before = engine.report()
-    found = in_turns(loop, "engine", engine, every, turns)
-    told = {
-        name: engine.report()[name] - before[name]
-        for name in ("exposed_wait_s", "in_flight_s", "landings")
-    }
+    times = in_turns(loop, "engine", engine, sync_every, turns)
+    after = engine.report()
     engine.close()
+    landings = after["landings"] - before["landings"]
+    flown = after["in_flight_s"] - before["in_flight_s"]
     return {
         "peak": peak,
-        **found,
-        "exposed_wait_s": told["exposed_wait_s"],
-        "flight_s": told["in_flight_s"] / max(1, told["landings"]),
+        **times,
+        "exposed_wait_s": after["exposed_wait_s"] - before["exposed_wait_s"],
+        "flight_s": flown / max(1, landings),
         # One float32 copy of each fragment that can be in flight at once.
         "in_flight_bytes": max(1, in_flight)
         * max(fragment.nbytes for fragment in engine.fragments),
     }
 
 
-def in_turns(loop: Loop, name: str, own: object, steps: int, turns: int) -> dict[str, Any]:
+def in_turns(loop: Loop, name: str, addition: object, steps: int, turns: int) -> Row:
     """Measures some steps without and with an attribute of a loop, by turns."""
     ratios = []
     times = []
     for _ in range(turns):
         setattr(loop, name, None)
         times.append(loop.seconds(steps))
-        setattr(loop, name, own)
+        setattr(loop, name, addition)
         ratios.append(loop.seconds(steps) / times[-1])
     setattr(loop, name, None)
     return {"ratio": median(ratios), "ratios": ratios, "plain_step_ms": 1e3 * median(times)}
 
 
-def with_ddp(loop: Loop, every: int, turns: int) -> dict[str, Any]:
+def with_ddp(loop: Loop, sync_every: int, turns: int) -> Row:
     """Measures DDP with one rank, which has nothing to send: its buckets, and what it does around
     a step.
     """
@@ -197,10 +203,11 @@ def with_ddp(loop: Loop, every: int, turns: int) -> dict[str, Any]:
     try:
         # Without gradients that are there already, as in the first step of a fit.
         loop.optimizer.zero_grad()
-        loop.ddp = ddp = DistributedDataParallel(loop.model)
-        loop.seconds(every // 2)
+        ddp = DistributedDataParallel(loop.model)
+        loop.ddp = ddp
+        loop.seconds(sync_every // 2)
         peak = loop.peak(lambda: loop.seconds(2))
-        return {"peak": peak, **in_turns(loop, "ddp", ddp, every, turns)}
+        return {"peak": peak, **in_turns(loop, "ddp", ddp, sync_every, turns)}
     finally:
         dist.destroy_process_group()
 
@@ -210,37 +217,35 @@ def end_to_end(name: str, place: Place, rank: int, world_size: int) -> Found:
     two of DDP.
     """
     size, batch = (TINY, 2) if place.quick else SIZES[name]
-    every, rounds = (6, 2) if place.quick else (SYNC_EVERY, 3)
-    steps = every * rounds + 1
-    found = {}
+    sync_every, rounds = (6, 2) if place.quick else (SYNC_EVERY, 3)
+    steps = sync_every * rounds + 1
     common: dict[str, Any] = {
         "accelerator": "gpu" if place.is_cuda else "cpu",
         "precision": "bf16-mixed" if place.is_cuda else "32-true",
         "devices": 1,
     }
+    timed = partial(step_times, size, batch, rank)
     # Processes that know of nobody, side by side like the groups after them.
     groups = {key: os.environ.pop(key) for key in ("WORLD_SIZE", "NODE_RANK")}
-    found["plain"] = step_times(size, batch, rank, steps, every, **common)
+    plain = timed(steps, sync_every, **common)
     os.environ.update(groups)
     strategy = StreamingDiLoCoStrategy(
-        sync_every=every, overlap_steps=min(OVERLAP_STEPS, every - 1), process_group_backend="gloo",
+        sync_every=sync_every, overlap_steps=min(OVERLAP_STEPS, sync_every - 1), process_group_backend="gloo",
         fragments=[[f"net.{pattern}" if pattern[0] != "*" else pattern for pattern in part] for part in cut(size)],
     )  # fmt: skip
-    found["streaming"] = step_times(
-        size, batch, rank, steps, every, strategy=strategy, num_nodes=2, **common
-    )
-    told = strategy.report()
+    streaming = timed(steps, sync_every, strategy=strategy, num_nodes=2, **common)
+    totals = strategy.report()
     # DDP on the same way between the processes, in as few steps as show what one takes.
-    ddp = DDPStrategy(process_group_backend="gloo")
-    found["DDP"] = step_times(size, batch, rank, 8, 3, strategy=ddp, num_nodes=2, **common)
-    ratios = {key: found[key] / found["plain"] for key in ("streaming", "DDP")}
+    ddp_strategy = DDPStrategy(process_group_backend="gloo")
+    ddp = timed(8, 3, strategy=ddp_strategy, num_nodes=2, **common)
+    title = f"{name}, two groups on one device"
     return {
         "model": name,
-        "step_s": found,
-        "report": told,
+        "step_s": {"plain": plain, "streaming": streaming, "DDP": ddp},
+        "report": totals,
         "headline": {
-            f"{name}, two groups on one device, {key}: step over plain": ratios[key]
-            for key in ratios
+            f"{title}, streaming: step over plain": streaming / plain,
+            f"{title}, DDP: step over plain": ddp / plain,
         },
     }
 

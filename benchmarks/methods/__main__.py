@@ -20,29 +20,33 @@ from statistics import mean
 from benchmarks import comparison, report, runs
 from benchmarks.comparison import Comparison, interval
 from benchmarks.methods.named import METHODS, quick, rates, training, wanted
-from benchmarks.picture import BLUE, GREY, figure, save
+from benchmarks.picture import BLUE, figure, save
 from benchmarks.runs import Runs
-from benchmarks.training import NamedTraining, Run
+from benchmarks.training import NamedTraining
 
 
 def cells(row: Comparison) -> list[str]:
+    losses = [run["loss"] for run in row.ours]
+    sent = mean(run.get("bytes_sent", 0) for run in row.ours)
+    launches = mean(run.get("launches", 0) for run in row.ours)
+    share = bytes_sent(row)
     return [
         row.name,
-        f"{len(row.ours)}",
-        f"{mean(run['loss'] for run in row.ours):.3f}",
+        f"{len(losses)}",
+        f"{mean(losses):.3f}",
         "" if is_plain(row) else interval(row.percent, digits=1),
-        f"{mean(run.get('bytes_sent', 0) for run in row.ours) / 1e6:.2f}",
-        f"{100 * bytes_sent(row):.0f} %" if bytes_sent(row) else "",
-        f"{mean(run.get('launches', 0) for run in row.ours):.0f}",
+        f"{sent / 1e6:.2f}",
+        f"{100 * share:.0f} %" if share else "",
+        f"{launches:.0f}",
         "" if is_plain(row) else row.verdict,
     ]
 
 
 def bytes_sent(row: Comparison) -> float:
     """Returns the bytes that a method sent over those of the other; 0 if nobody sent any."""
-    both = zip(row.ours, row.plain, strict=True)
     return mean(
-        one.get("bytes_sent", 0) / max(1, plain.get("bytes_sent", 0)) for one, plain in both
+        ours.get("bytes_sent", 0) / max(1, plain.get("bytes_sent", 0))
+        for ours, plain in zip(row.ours, row.plain, strict=True)
     )
 
 
@@ -63,28 +67,26 @@ COLUMNS = [
 ]
 
 
-def compared(kept: Runs, trainings: Sequence[NamedTraining]) -> list[Comparison]:
+def compared(finished: Runs, trainings: Sequence[NamedTraining]) -> list[Comparison]:
     """Returns the methods of which something was made beside what they are compared with, those of
     two groups first.
     """
-    found: dict[str, tuple[list[Run], list[Run]]] = {}
-    for one in trainings:
-        own = kept.get(one)
-        plain = kept.get(_plain(one))
-        if own is not None and plain is not None:
-            for runs_of, run in zip(
-                found.setdefault(f"M={one.groups}, {one.method}", ([], [])),
-                (own, plain),
-                strict=True,
-            ):
-                runs_of.append(run)
-    return [Comparison(name, *both) for name, both in found.items()]
+    settings: dict[str, list[tuple[NamedTraining, NamedTraining]]] = {}
+    for method in trainings:
+        name = f"M={method.groups}, {method.method}"
+        settings.setdefault(name, []).append((method, _plain(method)))
+    return comparison.compared(finished, settings)
 
 
-def _plain(one: NamedTraining) -> NamedTraining:
-    like = training(METHODS[one.method].beside or one.method, one.groups, one.seed)
+def _plain(method: NamedTraining) -> NamedTraining:
+    """Makes the training that a method is compared with."""
+    name = METHODS[method.method].beside or method.method
+    plain = training(name, method.groups, method.seed)
     return replace(
-        like, size=one.size, budget=one.budget, validation_windows=one.validation_windows
+        plain,
+        size=method.size,
+        budget=method.budget,
+        validation_windows=method.validation_windows,
     )
 
 
@@ -94,18 +96,14 @@ def draw(rows: Sequence[Comparison], options: argparse.Namespace) -> None:
     if options.picture is None or not drawn:
         return
     picture, (axes, bytes_axes) = figure(columns=2, height=1.2 + 0.28 * len(drawn), widths=(3, 2))
-    for position, one in enumerate(drawn):
-        comparison.plot(axes, position, one)
-        bytes_axes.barh(-position, 100 * bytes_sent(one), height=0.6, color=BLUE)
-    axes.axvline(0, color=GREY, linewidth=1)
-    axes.set_yticks(
-        [-position for position in range(len(drawn))], [one.name for one in drawn], fontsize=8
-    )
+    comparison.plot_all(axes, drawn)
+    for number, row in enumerate(drawn):
+        bytes_axes.barh(-number, 100 * bytes_sent(row), height=0.6, color=BLUE)
     axes.set_xlabel("loss minus that of what it is compared with, %")
     bytes_axes.set_yticks([])
     bytes_axes.set_xlabel("bytes, % of the other's")
-    for one in (axes, bytes_axes):
-        one.set_ylim(0.6 - len(drawn), 0.6)
+    for panel in (axes, bytes_axes):
+        panel.set_ylim(0.6 - len(drawn), 0.6)
     save(picture, options.picture)
 
 
@@ -115,31 +113,30 @@ def main(arguments: list[str] | None = None) -> None:
         "--rates", action="store_true", help="inner learning rates of what has its own"
     )
     options = runs.parsed(parser, arguments)
-    trainings = list(quick() if options.quick else rates() if options.rates else wanted())
-    kept = Runs("methods", options.json)
-    kept.make(trainings, options.workers, options.minutes)
+    planned = rates() if options.rates else wanted()
+    trainings = list(quick() if options.quick else planned)
+    finished = Runs("methods", options.json)
+    finished.make(trainings, options.workers, options.minutes)
     if options.rates:
-        _tell_rates(kept, trainings)
+        _tell_rates(finished, trainings)
         return
-    rows = compared(kept, trainings)
+    rows = compared(finished, trainings)
+    title = "methods: 110,832 parameters, 16 tokens per parameter, H=20"
     caption = (
         "Loss in nats per byte; the difference is the mean over the seeds, with its 95 % interval."
     )
-    report.show(
-        "methods: 110,832 parameters, 16 tokens per parameter, H=20",
-        COLUMNS,
-        [cells(row) for row in rows],
-        caption,
-    )
-    kept.write(
-        {f"{row.name}, %": mean(row.percent) for row in rows if not is_plain(row)}, options.quick
-    )
+    report.show(title, COLUMNS, [cells(row) for row in rows], caption)
+    headline = {f"{row.name}, %": mean(row.percent) for row in rows if not is_plain(row)}
+    finished.write(headline, options.quick)
     draw(rows, options)
 
 
-def _tell_rates(kept: Runs, trainings: Sequence[NamedTraining]) -> None:
-    found = [(one, run["loss"]) for one in trainings if (run := kept.get(one)) is not None]
-    rows = [[one.method, f"{one.lr:g}", f"{loss:.3f}"] for one, loss in found]
+def _tell_rates(finished: Runs, trainings: Sequence[NamedTraining]) -> None:
+    rows = []
+    for method in trainings:
+        run = finished.get(method)
+        if run is not None:
+            rows.append([method.method, f"{method.lr:g}", f"{run['loss']:.3f}"])
     report.show("inner learning rates, 4 tokens per parameter", ["method", "rate", "loss"], rows)
 
 

@@ -129,61 +129,62 @@ def measured(rows: list[Row], name: str, quick: bool) -> Iterator[Row]:
 
 def together(rows: Sequence[Row], name: str) -> list[tuple[Row, list[Row]]]:
     """Returns the rows of a claim that differ in their seed alone, with what they share."""
-    found: dict[str, tuple[Row, list[Row]]] = {}
+    arguments = [key for key in CLAIMS[name].cases if key not in ("seed", "repeat")]
+    groups: dict[str, tuple[Row, list[Row]]] = {}
     for row in rows:
         if row["claim"] == name:
-            shared = {key: row[key] for key in CLAIMS[name].cases if key not in ("seed", "repeat")}
-            found.setdefault(json.dumps(shared), (shared, []))[1].append(row)
-    return list(found.values())
+            shared = {argument: row[argument] for argument in arguments}
+            _, seeds = groups.setdefault(json.dumps(shared), (shared, []))
+            seeds.append(row)
+    return list(groups.values())
 
 
 def summary(rows: Sequence[Row], name: str) -> list[Row]:
-    """Returns what rows that differ in their seed have in the mean, and how their losses differ
-    from the other's.
+    """Returns the means of the rows that differ in their seed, and how their losses differ from
+    those of the method that they are compared with.
     """
-    claim = CLAIMS[name]
     groups = together(rows, name)
-    found = list[Row]()
-    for shared, own in groups:
-        numbers = [key for key, value in own[0].items() if isinstance(value, float)]
-        each: Row = {
-            **shared,
-            **{key: mean(row[key] for row in own) for key in numbers if key not in shared},
-        }
-        plain = next(
-            (of for other, of in groups if other == {**shared, "method": claim.beside}), []
-        )
-        if plain and plain is not own:
-            both = list(zip(own, plain, strict=False))
-            percent = [100 * (one["loss"] / other["loss"] - 1) for one, other in both]
-            each |= {
-                "percent": mean(percent),
-                "half_width": half_width(percent),
-                "interval": interval(percent, 1),
-            }
-        found.append(each)
-    return found
+    means = []
+    for shared, seeds in groups:
+        row = dict(shared)
+        for key, value in seeds[0].items():
+            if isinstance(value, float) and key not in shared:
+                row[key] = mean(seed[key] for seed in seeds)
+        plain_case = {**shared, "method": CLAIMS[name].beside}
+        for case, plain_seeds in groups:
+            if case == plain_case and plain_seeds is not seeds:
+                row |= _difference(seeds, plain_seeds)
+        means.append(row)
+    return means
 
 
-def _headline(rows: Sequence[Row]) -> dict[str, float]:
-    named = ("percent", "gain", "goodput", "speed_up", "step")
+def _difference(rows: Sequence[Row], plain_rows: Sequence[Row]) -> Row:
+    """Returns by how many percent losses are above those of other rows, seed by seed."""
+    pairs = zip(rows, plain_rows, strict=False)
+    percent = [100 * (row["loss"] / plain["loss"] - 1) for row, plain in pairs]
     return {
-        ", ".join(
-            [name, *(f"{key}={each[key]}" for key in CLAIMS[name].cases if key in each), key]
-        ): each[key]
-        for name in CLAIMS
-        for each in summary(rows, name)
-        for key in named
-        if key in each
+        "percent": mean(percent),
+        "half_width": half_width(percent),
+        "interval": interval(percent, 1),
     }
 
 
+def _headline(rows: Sequence[Row]) -> dict[str, float]:
+    headline = {}
+    for name, claim in CLAIMS.items():
+        for row in summary(rows, name):
+            case = [name, *(f"{key}={row[key]}" for key in claim.cases if key in row)]
+            for number in ("percent", "gain", "goodput", "speed_up", "step"):
+                if number in row:
+                    headline[", ".join([*case, number])] = row[number]
+    return headline
+
+
 def _show(rows: Sequence[Row], name: str) -> None:
-    each = summary(rows, name)
-    columns = list(
-        dict.fromkeys(key for one in each for key in one if key not in ("percent", "half_width"))
-    )
-    cells = [[_cell(one.get(key, "")) for key in columns] for one in each]
+    means = summary(rows, name)
+    hidden = ("percent", "half_width")
+    columns = list(dict.fromkeys(key for row in means for key in row if key not in hidden))
+    cells = [[_cell(row.get(column, "")) for column in columns] for row in means]
     report.show(f"{name}: {CLAIMS[name].about}", columns, cells)
 
 
@@ -198,47 +199,37 @@ def draw(rows: Sequence[Row], path: Path | None) -> None:
     if path is None:
         return
     picture, (drops, goodput, speed) = figure(columns=3, height=3.0)
-    for axes, name, along, about, lines in (
-        (
-            drops,
-            "drop_compute",
-            "ranks",
-            "gain of DropCompute, %",
-            {"sigma": [(0.2, BLUE), (0.6, RED)]},
-        ),
-        (
-            goodput,
-            "backup_workers",
-            "sites",
-            "goodput, %",
-            {"quorum": [(False, GREY), (True, GREEN)]},
-        ),
-        (speed, "fusionllm", "ratio", "speed-up by ByLink", {"": [(None, BLUE)]}),
-    ):
-        ((key, values),) = lines.items()
-        number = {"drop_compute": "gain", "backup_workers": "goodput", "fusionllm": "speed_up"}[
-            name
-        ]
-        for value, color in values:
-            own = [each for each in summary(rows, name) if each.get(key) == value]
-            scale = 1 if name == "fusionllm" else 100
-            label = {
-                "sigma": f"σ {value}",
-                "quorum": "quorum of half" if value else "waits for all",
-            }.get(key)
-            points = [each[along] for each in own], [scale * each[number] for each in own]
-            axes.plot(*points, "o-", color=color, label=label, markersize=4)
-        axes.set_xscale("log")
-        axes.set_xlabel({"ratio": "others' uplinks over the slowest"}.get(along, along))
-        axes.set_title(about, fontsize=10)
-        if key:
-            axes.legend(frameon=False, fontsize=8)
+    gains = summary(rows, "drop_compute")
+    for sigma, color in ((0.2, BLUE), (0.6, RED)):
+        shown = [row for row in gains if row["sigma"] == sigma]
+        _plot(drops, shown, "ranks", "gain", 100, color=color, label=f"σ {sigma}")
+    drops.set_title("gain of DropCompute, %", fontsize=10)
+    goodputs = summary(rows, "backup_workers")
+    for quorum, color, label in ((False, GREY, "waits for all"), (True, GREEN, "quorum of half")):
+        shown = [row for row in goodputs if row["quorum"] == quorum]
+        _plot(goodput, shown, "sites", "goodput", 100, color=color, label=label)
+    goodput.set_title("goodput, %", fontsize=10)
+    _plot(speed, summary(rows, "fusionllm"), "ratio", "speed_up", 1, color=BLUE)
+    speed.set_title("speed-up by ByLink", fontsize=10)
+    speed.set_xlabel("others' uplinks over the slowest")
+    for axes in (drops, goodput):
+        axes.legend(frameon=False, fontsize=8)
     goodput.set_xticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])
     drops.set_xticks([8, 32, 128], ["8", "32", "128"])
-    for axes in (drops, goodput):
+    for axes, top in ((drops, None), (goodput, 100)):
         axes.minorticks_off()
-        axes.set_ylim(bottom=0, top=100 if axes is goodput else None)
+        axes.set_ylim(bottom=0, top=top)
     save(picture, path)
+
+
+def _plot(
+    axes: Any, rows: Sequence[Row], along: str, number: str, scale: float, **style: Any
+) -> None:
+    """Draws a number of rows over another one."""
+    numbers = [scale * row[number] for row in rows]
+    axes.plot([row[along] for row in rows], numbers, "o-", markersize=4, **style)
+    axes.set_xscale("log")
+    axes.set_xlabel(along)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -250,16 +241,12 @@ def main(arguments: list[str] | None = None) -> None:
     unknown = sorted({*options.names} - CLAIMS.keys())
     if unknown:
         parser.error(f"{unknown[0]!r} is no claim. Choose among {', '.join(CLAIMS)}.")
-    path = options.json
-    rows: list[Row] = (
-        json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
-    )
+    rows = report.kept_rows(options.json)
     for name in options.names or CLAIMS:
         for row in measured(rows, name, options.quick):
             rows.append(row)
-            report.write(
-                path, _headline(rows), report.measured("methods.claims", options.quick), rows=rows
-            )
+            about = report.measured("methods.claims", options.quick)
+            report.write(options.json, _headline(rows), about, rows=rows)
         _show(rows, name)
     draw(rows, options.picture)
 

@@ -24,12 +24,12 @@ def dropping(ranks: int, sigma: float, seed: int, steps: int = 500) -> Numbers:
     seen = drop_compute.times(case, 50, seed)
     budget = best_drop(seen.tolist(), overhead=0.0, most_dropped=0.1).budget
     table = drop_compute.times(case, steps, seed + 10_000).numpy()
-    kept = table.cumsum(-1) - table <= budget
-    kept[..., 0] = kept[..., -1] = True
-    longest, shorter = (each.sum(-1).max(0).mean() for each in (table, table * kept))
+    trained = table.cumsum(-1) - table <= budget
+    trained[..., 0] = trained[..., -1] = True
+    longest, shorter = (times.sum(-1).max(0).mean() for times in (table, table * trained))
     return {
-        "gain": float(kept.mean() * longest / shorter - 1),
-        "dropped": float(1 - kept.mean()),
+        "gain": float(trained.mean() * longest / shorter - 1),
+        "dropped": float(1 - trained.mean()),
         "waits": float(1 - table.sum(-1).mean() / longest),
     }
 
@@ -41,9 +41,9 @@ def backups(sites: int, quorum: bool, seed: int, rounds: int | None = None) -> N
     )
     if quorum:
         case = replace(case, quorum=max(1, sites // 2), grace=2.0)
-    found = Play(case).run().found()
+    outcome = Play(case).run().found()
     together = {} if quorum else {"launched_together": backup_workers.wait_for_all(case)["goodput"]}
-    return {"goodput": found["goodput"], "counted": found["counted"], **together}
+    return {"goodput": outcome["goodput"], "counted": outcome["counted"], **together}
 
 
 def slow_uplink(ratio: float, steps: int = 2000) -> Numbers:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 from typing_extensions import override
@@ -35,7 +36,7 @@ class MethodTraining(NamedTraining):
     """A training with a method that arguments of the engine make."""
 
     @override
-    def given(self) -> Mapping[str, Any]:
+    def method_choices(self) -> Mapping[str, Any]:
         return METHODS[self.method].sets()
 
 
@@ -126,59 +127,54 @@ TRIED: Mapping[str, Sequence[float]] = {
 
 def training(method: str, groups: int, seed: int) -> NamedTraining:
     """Makes a training with the rates and the settings of the verdict of `benchmarks.quality`."""
-    how = METHODS[method]
-    rate = how.changes.get("lr")
-    like, _ = pair(SIZE, groups, seed, None if rate is None else Rates(rate, rate))
-    one = how.training(**{**vars(like), **how.changes, "method": method})
-    if groups == 1 and how.beside is None:
-        return replace(one, choices=None)
-    given = one.given()
+    entry = METHODS[method]
+    rate = entry.changes.get("lr")
+    usual, _ = pair(SIZE, groups, seed, None if rate is None else Rates(rate, rate))
+    method_training = entry.training(**{**vars(usual), **entry.changes, "method": method})
+    if groups == 1 and entry.beside is None:
+        return replace(method_training, choices=None)
     base = {
         "sync_every": SYNC_EVERY,
         "overlap_steps": OVERLAP_STEPS,
         "outer_optimizer": ELEMENTWISE,
     }
-    settings = Settings(**{**base, **given}).chosen_for(groups)
-    numbers = {name: value for name, value in settings.numbers.items() if name not in given}
+    changes = method_training.method_choices()
+    settings = Settings(**{**base, **changes}).chosen_for(groups)
+    chosen = {name: value for name, value in settings.numbers.items() if name not in changes}
     choices = {
         "sync_every": settings.sync_every,
         "overlap_steps": settings.overlap_steps,
         "fragments": CUT,
-        **numbers,
+        **chosen,
     }
-    return replace(one, choices=choices)
+    return replace(method_training, choices=choices)
 
 
 def wanted() -> Iterator[NamedTraining]:
     """Yields all trainings: seed by seed, so that what is made is paired."""
-    for groups in (2, 4, 1):
-        for seed in HELD_OUT:
-            yield from (
-                training(name, groups, seed)
-                for name, how in METHODS.items()
-                if groups in how.groups
-            )
+    for groups, seed in product((2, 4, 1), HELD_OUT):
+        for name, method in METHODS.items():
+            if groups in method.groups:
+                yield training(name, groups, seed)
 
 
 def rates() -> Iterator[NamedTraining]:
     """Yields each rate of those that have their own, with a quarter of the tokens."""
     for name, tried in TRIED.items():
+        base = training(name, METHODS[name].groups[0], TUNING[0])
         for rate in tried:
-            one = replace(training(name, METHODS[name].groups[0], TUNING[0]), lr=rate)
-            yield one if one.inner == "gpa" else replace(one, budget=4.0)
+            at_rate = replace(base, lr=rate)
+            yield at_rate if base.inner == "gpa" else replace(at_rate, budget=4.0)
 
 
 def quick() -> Iterator[NamedTraining]:
     """Yields trainings that show that the benchmark runs: all that is trained in another way, and
     what is beside it.
     """
-    special = [
-        name
-        for name, how in METHODS.items()
-        if how.training is not MethodTraining or how.groups == (1,)
-    ]
-    for name in dict.fromkeys(
-        both for one in special for both in (METHODS[one].beside or one, one)
-    ):
+    names: list[str] = []
+    for name, method in METHODS.items():
+        if method.training is not MethodTraining or method.groups == (1,):
+            names += (method.beside or name, name)
+    for name in dict.fromkeys(names):
         groups = METHODS[name].groups[-1]
         yield replace(training(name, groups, 0), size=TINY, budget=0.05, validation_windows=32)

@@ -31,20 +31,20 @@ def parts(method: str, sites: int, repeat: int, rounds: int = 20) -> Numbers:
     return _measured(sites, slow, rounds, {"compression": "fp4", "exchange": exchange})
 
 
-def _measured(sites: int, slow: dict[str, float], rounds: int, given: dict[str, Any]) -> Numbers:
+def _measured(sites: int, slow: dict[str, float], rounds: int, choices: dict[str, Any]) -> Numbers:
     lacks = missing()
     if lacks is not None:
         raise SystemExit(lacks)
     with Links(sites, MBIT_S * 1e6, 0.005) as links:
         links.change(sites - 1, **slow)
-        found = run_processes(
-            partial(_rank, links, rounds, given), sites, ranks_per_node=1, timeout=600
+        measured = run_processes(
+            partial(_rank, links, rounds, choices), sites, ranks_per_node=1, timeout=600
         )
-    return {"step": max(seconds for seconds, _ in found), "bytes": found[0][1]}
+    return {"step": max(seconds for seconds, _ in measured), "bytes": measured[0][1]}
 
 
 def _rank(
-    links: Links, rounds: int, given: dict[str, Any], rank: int, world_size: int
+    links: Links, rounds: int, choices: dict[str, Any], rank: int, world_size: int
 ) -> tuple[float, float]:
     links.enter(rank)
     os.environ.update(links.environment(rank))
@@ -58,7 +58,7 @@ def _rank(
         sync_every=SYNC_EVERY,
         overlap_steps=8,
         fragments=4,
-        **given,
+        **choices,
     )
     warm = 4 * SYNC_EVERY
     for step in range(warm + rounds * SYNC_EVERY):

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from benchmarks.methods.computed import Numbers
 from benchmarks.models import SMALL, TINY, Size
+from benchmarks.quality import DILOCO
 from benchmarks.training import CUT, Loop, Text, Training
 from lightning_sdiloco import Ring, Selective, SimulatedGroups
 from lightning_sdiloco.algorithm.config import Settings
@@ -31,12 +32,6 @@ from local_momentum import LocalMomentum  # isort: skip
 from saps_psgd import FastestPairs  # isort: skip
 
 MEAN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
-AT_ONCE: dict[str, Any] = {
-    "overlap_steps": 0,
-    "mixing": 0.0,
-    "fragments": [["*"]],
-    "compression": "fp32",
-}
 
 CLASSES = 10
 FEATURES = 32
@@ -96,12 +91,11 @@ def forward(x: Tensor, into: Tensor, bias: Tensor, out: Tensor, end: Tensor) -> 
 
 def nets(count: int, seed: int) -> tuple[list[Tensor], list[Net]]:
     random = torch.Generator().manual_seed(seed)
-    shapes = (FEATURES, HIDDEN), (1, HIDDEN), (HIDDEN, CLASSES), (1, CLASSES)
-    first = [
-        torch.randn(shape, generator=random) * (shape[0] > 1) / shape[0] ** 0.5 for shape in shapes
-    ]
-    together = [part.repeat(count, 1, 1) for part in first]
-    return together, [Net([part[number] for part in together]) for number in range(count)]
+    parts = []
+    for height, width in ((FEATURES, HIDDEN), (1, HIDDEN), (HIDDEN, CLASSES), (1, CLASSES)):
+        part = torch.randn((height, width), generator=random) * (height > 1) / height**0.5
+        parts.append(part.repeat(count, 1, 1))
+    return parts, [Net([part[number] for part in parts]) for number in range(count)]
 
 
 def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -124,28 +118,74 @@ def gossip(
     classes alike.
     """
     points = Points(groups, seed)
-    x, y = (
-        torch.stack(part)
-        for part in zip(*(points.draw(own, 2000) for own in points.shares), strict=True)
-    )
-    together, models = nets(groups, seed)
-    simulated = SimulatedGroups(models, **{**AT_ONCE, **ROUTES[method]}, sync_every=sync_every)
+    x, y = _stacked([points.draw(shares, 2000) for shares in points.shares])
+    parts, models = nets(groups, seed)
+    simulated = SimulatedGroups(models, **{**DILOCO, **ROUTES[method]}, sync_every=sync_every)
     random = torch.Generator().manual_seed(seed)
     for _ in range(sync_every * rounds):
-        chosen = torch.randint(x.shape[1], (16,), generator=random)
-        leaves = [part.detach().requires_grad_() for part in together]
-        logits = forward(x[:, chosen], *leaves)
-        loss = F.cross_entropy(logits.flatten(0, 1), y[:, chosen].flatten(), reduction="sum") / len(
-            chosen
-        )
-        with torch.no_grad():
-            for part, gradient in zip(together, torch.autograd.grad(loss, leaves), strict=True):
-                part.sub_(gradient, alpha=lr)
+        picked = torch.randint(x.shape[1], (16,), generator=random)
+        _train_at_once(parts, x[:, picked], y[:, picked], lr)
         simulated.step()
     sent = simulated.engines[0].report()["bytes_sent"]
-    own = sum(points.loss(model) for model in models) / groups
+    loss = sum(points.loss(model) for model in models) / groups
     simulated.finish()
-    return {"loss": own, "loss_of_mean": points.loss(models[0]), "bytes": sent / rounds}
+    return {"loss": loss, "loss_of_mean": points.loss(models[0]), "bytes": sent / rounds}
+
+
+def _stacked(points: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    return torch.stack([x for x, _ in points]), torch.stack([y for _, y in points])
+
+
+def _train_at_once(parts: Sequence[Tensor], x: Tensor, y: Tensor, lr: float) -> None:
+    """Makes a step of SGD with the nets of all groups, each on its own batch."""
+    leaves = [part.detach().requires_grad_() for part in parts]
+    logits = forward(x, *leaves).flatten(0, 1)
+    loss = F.cross_entropy(logits, y.flatten(), reduction="sum") / y.shape[1]
+    with torch.no_grad():
+        for part, gradient in zip(parts, torch.autograd.grad(loss, leaves), strict=True):
+            part.sub_(gradient, alpha=lr)
+
+
+class Client:
+    """Trains a model on the points of a client in one round, as FedAvg does: with SGD."""
+
+    def __init__(self, points: tuple[Tensor, Tensor], model: Net) -> None:
+        self.points = points
+        self.model = model
+
+    def batch(self, picked: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = self.points
+        return x[picked], y[picked]
+
+    def step(self, picked: Tensor, is_first: bool, lr: float) -> None:
+        _sgd(self.model, *self.batch(picked), lr)
+
+    def end_round(self) -> None:
+        """FedAvg adds nothing."""
+
+
+class GlomoClient(Client):
+    """Trains as FedGLOMO does: on the same batches also from the model of the round before."""
+
+    def __init__(
+        self, points: tuple[Tensor, Tensor], model: Net, previous: Net | None, beta: float
+    ) -> None:
+        super().__init__(points, model)
+        self.now = LocalMomentum(model, cross_entropy)
+        self.before = None if previous is None else LocalMomentum(previous, cross_entropy)
+        self.beta = beta
+
+    @override
+    def step(self, picked: Tensor, is_first: bool, lr: float) -> None:
+        batch = self.points if is_first else self.batch(picked)
+        self.now.step(*batch, lr)
+        if self.before is not None:
+            self.before.step(*batch, lr)
+
+    @override
+    def end_round(self) -> None:
+        if self.before is not None:
+            self.before.add_to(self.model, 1 - self.beta)
 
 
 def glomo(
@@ -157,46 +197,42 @@ def glomo(
     With FedGLOMO the first gradient of a client in a round is that of all its points, as its
     authors have it.
     """
-    points = Points(clients, seed)
-    sizes = (
-        80 * torch.exp(torch.randn(clients, generator=torch.Generator().manual_seed(seed)))
-    ).clamp(20, 1000)
-    data = [
-        points.draw(shares, int(size)) for shares, size in zip(points.shares, sizes, strict=True)
-    ]
-    all_points = [torch.cat(part) for part in zip(*data, strict=True)]
+    points = _points_of_clients(clients, seed)
     random = torch.Generator().manual_seed(seed)
     _, models = nets(5, seed)
     beta = float(method.partition("=")[2] or 1)
     outer = partial(SGD, lr=1.0, momentum=1 - beta)
     simulated = SimulatedGroups(models, **FEDGLOMO, sync_every=steps, outer_optimizer=outer)
-    previous: list[Net] = []
+    previous: list[Net | None] = [None] * len(models)
     for _ in range(rounds):
-        starts = [deepcopy(model) for model in models]
-        sampled = torch.randperm(clients, generator=random)[:5].tolist()
-        pairs = [(LocalMomentum(model, cross_entropy), None) for model in models]
-        if previous:
-            pairs = [
-                (now, LocalMomentum(old, cross_entropy))  # type: ignore[misc]
-                for (now, _), old in zip(pairs, previous, strict=True)
-            ]
+        starts: list[Net | None] = [deepcopy(model) for model in models]
+        numbers = torch.randperm(clients, generator=random)[:5].tolist()
+        sampled = [
+            Client(points[number], model)
+            if method == "FedAvg"
+            else GlomoClient(points[number], model, before, beta)
+            for number, model, before in zip(numbers, models, previous, strict=True)
+        ]
         for step in range(steps):
-            for client, model, (now, before) in zip(sampled, models, pairs, strict=True):
-                x, y = data[client]
-                chosen = torch.randint(len(y), (16,), generator=random)
-                if method == "FedAvg":
-                    _sgd(model, x[chosen], y[chosen], lr)
-                    continue
-                batch = (x, y) if step == 0 else (x[chosen], y[chosen])
-                now.step(*batch, lr)
-                if before is not None:
-                    before.step(*batch, lr)
-                    if step == steps - 1:
-                        before.add_to(model, 1 - beta)
+            for client in sampled:
+                count = len(client.points[1])
+                client.step(torch.randint(count, (16,), generator=random), step == 0, lr)
+                if step == steps - 1:
+                    client.end_round()
             simulated.step()
         previous = starts
     simulated.finish()
-    return {"loss": float(cross_entropy(models[0], *all_points).detach())}
+    x = torch.cat([x for x, _ in points])
+    y = torch.cat([y for _, y in points])
+    return {"loss": float(cross_entropy(models[0], x, y).detach())}
+
+
+def _points_of_clients(clients: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Returns the points of each client with their classes."""
+    points = Points(clients, seed)
+    normal = torch.randn(clients, generator=torch.Generator().manual_seed(seed))
+    sizes = (80 * torch.exp(normal)).clamp(20, 1000)
+    return [points.draw(shares, int(n)) for shares, n in zip(points.shares, sizes, strict=True)]
 
 
 def _sgd(model: nn.Module, x: Tensor, y: Tensor, lr: float) -> None:
@@ -227,10 +263,9 @@ class Tables(nn.Module):
 
     @override
     def forward(self, context: Tensor) -> Tensor:
-        made: Tensor = self.head(
-            torch.cat([self.last(context[:, -1]), self.all(hashed(context))], dim=1)
-        )
-        return made
+        embedded = [self.last(context[:, -1]), self.all(hashed(context))]
+        logits: Tensor = self.head(torch.cat(embedded, dim=1))
+        return logits
 
 
 def hashed(context: Tensor) -> Tensor:
@@ -256,13 +291,7 @@ def tables(method: str, groups: int, seed: int, sync_every: int = 10, rounds: in
     text = _text().training.text
     random = torch.Generator().manual_seed(seed)
     split = int(0.95 * len(text))
-
-    def batch(count: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-        at = torch.randint(first, last - 4, (count, 1), generator=random)
-        windows = text[at + torch.arange(4)].long()
-        return windows[:, :3], windows[:, 3]
-
-    held_out = batch(20_000, split, len(text))
+    held_out = _contexts(text[split:], 20_000, random)
     torch.manual_seed(seed)
     models = [Tables() for _ in range(groups)]
     optimizers = [Adagrad(model.parameters(), lr=0.05) for model in models]
@@ -273,7 +302,7 @@ def tables(method: str, groups: int, seed: int, sync_every: int = 10, rounds: in
     for step in range(sync_every * rounds):
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()
-            context, target = batch(256, 0, split)
+            context, target = _contexts(text[:split], 256, random)
             cross_entropy(model, context, target).backward()
             optimizer.step()
             if step < sync_every and model is models[0]:
@@ -288,6 +317,13 @@ def tables(method: str, groups: int, seed: int, sync_every: int = 10, rounds: in
         "bytes": sent / rounds,
         "rows_with_a_gradient": float(touched.float().mean()),
     }
+
+
+def _contexts(text: Tensor, count: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draws places of a text: the three bytes there, and the byte after them."""
+    starts = torch.randint(len(text) - 4, (count, 1), generator=random)
+    windows = text[starts + torch.arange(4)].long()
+    return windows[:, :3], windows[:, 3]
 
 
 SCHEDULES: dict[str, dict[str, Any] | None] = {
@@ -305,38 +341,39 @@ def over_time(method: str, seed: int, budget: float = 4.0, size: Size = SMALL) -
     H=20 sends.
     """
     choices = SCHEDULES[method]
-    given = None if choices is None else {"overlap_steps": 5, "fragments": CUT, **choices}
-    training = Training(size, given, 2, budget, seed=seed, validation_windows=128)
+    if choices is not None:
+        choices = {"overlap_steps": 5, "fragments": CUT, **choices}
+    training = Training(size, choices, 2, budget, seed=seed, validation_windows=128)
     text = training.text()
     loop = Loop(training, text)
-    found = list[tuple[int, float]]()
+    losses = dict[int, float]()
     launches = dict[int, tuple[int, ...]]()
-    for step, batch in enumerate(islice(text.batches(seed, 2 * training.batch), training.steps), 1):
-        if loop.engines and (due := loop.engines[0].launches_next):
+    batches = text.batches(seed, 2 * training.batch)
+    for step, batch in enumerate(islice(batches, training.steps), 1):
+        due = loop.engines[0].launches_next if loop.engines else ()
+        if due:
             launches[step] = due
         loop.train(*batch)
         if step % (training.steps // POINTS) == 0:
             with loop.engines[0].evaluate() if loop.engines else nullcontext():
-                found.append((step, text.loss(loop.model)))
-    ends = _ends(size, given, training.steps, launches)
-    return {
-        "loss": found[-1][1],
-        "seconds": ends[found[-1][0] - 1],
-        "points": [(ends[step - 1], loss) for step, loss in found],
-    }
+                losses[step] = text.loss(loop.model)
+    step_ends = _step_ends(size, choices, training.steps, launches)
+    points = [(step_ends[step - 1], loss) for step, loss in losses.items()]
+    seconds, loss = points[-1]
+    return {"loss": loss, "seconds": seconds, "points": points}
 
 
-def _ends(
-    size: Size, given: dict[str, Any] | None, steps: int, launches: dict[int, tuple[int, ...]]
+def _step_ends(
+    size: Size, choices: dict[str, Any] | None, steps: int, launches: dict[int, tuple[int, ...]]
 ) -> list[float]:
     """Returns when each inner step ends on the link."""
     model = Model.of_parameters(trainable(size.make()))
     groups = Groups(STEP_SECONDS, groups=2)
     plain = Settings(sync_every=20, overlap_steps=5, fragments=CUT)
-    needs = Streaming(model, plain, groups).bytes_per_step * 8 / STEP_SECONDS / 1e9
-    link = Link(gbit_s=needs / 2, round_trip=0.05)
-    if given is None:
-        each = STEP_SECONDS / DataParallel(model, groups).utilisation(link)
-        return [each * step for step in range(1, steps + 1)]
-    method = Streaming(model, Settings(**given), groups)
+    gbit_s = Streaming(model, plain, groups).bytes_per_step * 8 / STEP_SECONDS / 1e9
+    link = Link(gbit_s=gbit_s / 2, round_trip=0.05)
+    if choices is None:
+        seconds = STEP_SECONDS / DataParallel(model, groups).utilisation(link)
+        return [seconds * step for step in range(1, steps + 1)]
+    method = Streaming(model, Settings(**choices), groups)
     return play(method, link, steps, [1.0] * 2, launches=launches)[0].steps

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from typing_extensions import override
@@ -15,7 +16,7 @@ from typing_extensions import override
 from benchmarks.drop_compute import Case, times
 from benchmarks.models import next_byte_loss
 from benchmarks.quality import DILOCO
-from benchmarks.training import Group, NamedTraining, Run, Simulated, all_on_device
+from benchmarks.training import Group, NamedTraining, Run, Simulated
 from lightning_sdiloco.compression import ByLink
 from lightning_sdiloco.engine.drop_compute import best_drop
 from lightning_sdiloco.engine.measure import StepClock
@@ -43,7 +44,7 @@ class Eager(NamedTraining):
         return False  # the state of the own outer steps is not kept
 
     @override
-    def given(self) -> Mapping[str, Any]:
+    def method_choices(self) -> Mapping[str, Any]:
         return {"overlap_steps": 19, "mixing": Stay(), "outer_momentum": 0.5}
 
     @override
@@ -55,9 +56,7 @@ class Eager(NamedTraining):
     def simulated(
         self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]
     ) -> Simulated:
-        return EagerGroups(
-            models, optimizers, **all_on_device({**(self.choices or {}), **self.given()})
-        )
+        return EagerGroups(models, optimizers, **self.engine_choices())
 
 
 RANKS = 2
@@ -96,7 +95,7 @@ class SlowUplink(NamedTraining):
     """
 
     @override
-    def given(self) -> Mapping[str, Any]:
+    def method_choices(self) -> Mapping[str, Any]:
         return {"compression": ByLink(("fp4", "int2", "sparse"))}
 
     @override
@@ -126,7 +125,7 @@ class FedGLOMO(NamedTraining):
         return False  # the models of the round before are not kept
 
     @override
-    def given(self) -> Mapping[str, Any]:
+    def method_choices(self) -> Mapping[str, Any]:
         return {**DILOCO, "outer_optimizer": partial(SGD, lr=1.0, momentum=1 - self.beta)}
 
     @override
@@ -146,16 +145,17 @@ class _GlomoGroup(Group):
         assert training.choices is not None
         self._every = int(training.choices["sync_every"])
         self._previous: nn.Module | None = None
+        self._now = LocalMomentum(self.model, next_byte_loss)
         self._before: LocalMomentum | None = None
+        self._batch = (torch.empty(0), torch.empty(0))
 
     @override
     def backward(self, tokens: Tensor, targets: Tensor, trained: int | None = None) -> None:
         if self.steps % self._every == 0:
             start = deepcopy(self.model)
             self._now = LocalMomentum(self.model, next_byte_loss)
-            self._before = (
-                None if self._previous is None else LocalMomentum(self._previous, next_byte_loss)
-            )
+            if self._previous is not None:
+                self._before = LocalMomentum(self._previous, next_byte_loss)
             self._previous = start
         self._batch = tokens, targets
 

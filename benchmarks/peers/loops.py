@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,35 +21,44 @@ from benchmarks.case import Case
 from benchmarks.models import next_byte_loss
 from benchmarks.stamps import Stamps
 
-Batches = Iterator[tuple[Tensor, Tensor]]
-Loop = Callable[[Case, nn.Module, Batches, Stamps, int], dict[str, Any]]
 TIMEOUT = timedelta(minutes=10)
 
 
-def alone(
-    case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int
-) -> dict[str, Any]:
+class Rank(NamedTuple):
+    """The training of a rank: a network, its batches and steps, and the stamps of their times."""
+
+    case: Case
+    net: nn.Module
+    batches: Iterator[tuple[Tensor, Tensor]]
+    stamps: Stamps
+    steps: int
+
+    def inner(self) -> torch.optim.Optimizer:
+        return self.case.inner(self.net.parameters())
+
+
+Loop = Callable[[Rank], dict[str, Any]]
+
+
+def alone(rank: Rank) -> dict[str, Any]:
     """Nothing between the ranks: what the others are to be compared with."""
-    train(net, net, case.inner(net.parameters()), batches, stamps, steps)
+    train(rank, rank.net, rank.inner())
     return {}
 
 
 def train(
-    net: nn.Module,
+    rank: Rank,
     model: nn.Module,
     optimizer: Any,
-    batches: Batches,
-    stamps: Stamps,
-    steps: int,
     after: Callable[[], object] = lambda: None,
     backward: Callable[[Tensor], object] = Tensor.backward,
 ) -> None:
     """The loop itself; one more step begins than is counted, so that the last one has an end."""
-    for _ in range(steps + 1):
-        stamps.begin()
+    for _ in range(rank.steps + 1):
+        rank.stamps.begin()
         optimizer.zero_grad()
-        backward(next_byte_loss(model, *next(batches)))
-        stamps.pad()
+        backward(next_byte_loss(model, *next(rank.batches)))
+        rank.stamps.pad()
         optimizer.step()
         after()
 
@@ -57,13 +66,11 @@ def train(
 def ddp(hook: str | None = None) -> Loop:
     """DistributedDataParallel, with a communication hook of torch."""
 
-    def loop(
-        case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int
-    ) -> dict[str, Any]:
+    def loop(rank: Rank) -> dict[str, Any]:
         dist.init_process_group("gloo", timeout=TIMEOUT)
         # With several buckets two ranks abort in PowerSGD: "3328 vs 3072 ... collective mismatch".
         bucket = 1000 if hook == "powersgd" else 25
-        model = DistributedDataParallel(net, init_sync=False, bucket_cap_mb=bucket)
+        model = DistributedDataParallel(rank.net, init_sync=False, bucket_cap_mb=bucket)
         if hook in ("fp16", "bf16"):
             from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -75,20 +82,18 @@ def ddp(hook: str | None = None) -> Loop:
 
             # From a tenth of the steps on, as its documentation suggests; two is the least that it
             # takes.
-            begin = max(2, steps // 10)
+            begin = max(2, rank.steps // 10)
             state = powerSGD_hook.PowerSGDState(
                 dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=begin
             )
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        train(net, model, case.inner(net.parameters()), batches, stamps, steps)
+        train(rank, model, rank.inner())
         return {}
 
     return loop
 
 
-def post_local_sgd(
-    case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int
-) -> dict[str, Any]:
+def post_local_sgd(rank: Rank) -> dict[str, Any]:
     """torch's PostLocalSGDOptimizer with its hook: every rank is a node of its own, no warm-up."""
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
         PostLocalSGDState,
@@ -98,46 +103,29 @@ def post_local_sgd(
     from torch.distributed.optim import PostLocalSGDOptimizer
 
     dist.init_process_group("gloo", timeout=TIMEOUT)
-    own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    model = DistributedDataParallel(net, init_sync=False)
-    model.register_comm_hook(
-        PostLocalSGDState(None, own, start_localSGD_iter=0), post_localSGD_hook
-    )
-    averager = PeriodicModelAverager(period=case.sync_every, warmup_steps=case.sync_every)
-    train(
-        net,
-        model,
-        PostLocalSGDOptimizer(case.inner(net.parameters()), averager),
-        batches,
-        stamps,
-        steps,
-    )
+    alone_groups = [dist.new_group([number]) for number in range(dist.get_world_size())]
+    state = PostLocalSGDState(None, alone_groups[dist.get_rank()], start_localSGD_iter=0)
+    model = DistributedDataParallel(rank.net, init_sync=False)
+    model.register_comm_hook(state, post_localSGD_hook)
+    period = rank.case.sync_every
+    averager = PeriodicModelAverager(period=period, warmup_steps=period)
+    train(rank, model, PostLocalSGDOptimizer(rank.inner(), averager))
     return {}
 
 
-def accelerate_local_sgd(
-    case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int
-) -> dict[str, Any]:
+def accelerate_local_sgd(rank: Rank) -> dict[str, Any]:
     os.environ["ACCELERATE_USE_CPU"] = "true"
     from accelerate import Accelerator
     from accelerate.local_sgd import LocalSGD
 
     _without_the_first_broadcast()
     accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(net, case.inner(net.parameters()))
+    model, optimizer = accelerator.prepare(rank.net, rank.inner())
+    period = rank.case.sync_every
     with LocalSGD(
-        accelerator=accelerator, model=model, local_sgd_steps=case.sync_every, enabled=True
+        accelerator=accelerator, model=model, local_sgd_steps=period, enabled=True
     ) as local_sgd:
-        train(
-            net,
-            model,
-            optimizer,
-            batches,
-            stamps,
-            steps,
-            after=local_sgd.step,
-            backward=accelerator.backward,
-        )
+        train(rank, model, optimizer, after=local_sgd.step, backward=accelerator.backward)
     return {}
 
 
@@ -153,31 +141,29 @@ def _without_the_first_broadcast() -> None:
     DistributedDataParallel.__init__ = without  # type: ignore[method-assign]
 
 
-def torchft_diloco(
-    case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int
-) -> dict[str, Any]:
+def torchft_diloco(rank: Rank) -> dict[str, Any]:
     """Streaming DiLoCo of torchft with the same fragments, H, tau and mixing. Uncompressed: on a
     CPU it cannot.
     """
     from torchft._torchft import LighthouseServer
     from torchft.local_sgd import DiLoCo
 
-    rank = int(os.environ["RANK"])
-    world = int(os.environ["WORLD_SIZE"])
+    case = rank.case
     door = int(os.environ["MASTER_PORT"]) + 1
     lighthouse = None
-    if rank == 0:
+    if os.environ["RANK"] == "0":
+        world = int(os.environ["WORLD_SIZE"])
         lighthouse = LighthouseServer(
             bind=f"0.0.0.0:{door}", min_replicas=world, join_timeout_ms=10_000
         )
     store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    inner = case.inner(net.parameters())
-    fragments = [nn.ModuleList(modules) for modules in case.modules(net)]
+    inner = rank.inner()
+    fragments = [nn.ModuleList(modules) for modules in case.modules(rank.net)]
     outers = [
         torch.optim.SGD(part.parameters(), lr=case.outer_lr, momentum=0.9, nesterov=True)
         for part in fragments
     ]
-    manager = _torchft_manager(rank, world, door, store.port)
+    manager = _torchft_manager(door, store.port)
     choices = {
         "sync_every": case.sync_every,
         "fragment_sync_delay": case.overlap_steps,
@@ -185,38 +171,38 @@ def torchft_diloco(
         "use_bucketization": True,
     }
     with DiLoCo(manager, fragments, inner, outers, **choices):
-        train(net, net, inner, batches, stamps, steps)
-    told = {"outer_steps": manager.current_step(), "participants": manager.num_participants()}
+        train(rank, rank.net, inner)
+    numbers = {"outer_steps": manager.current_step(), "participants": manager.num_participants()}
     time.sleep(1)  # the others may still be in their last step
     manager.shutdown(wait=False)
     if lighthouse is not None:
         time.sleep(2)
         lighthouse.shutdown()
-    return told
+    return numbers
 
 
-def _torchft_manager(rank: int, world: int, door: int, store_port: int) -> Any:
+def _torchft_manager(door: int, store_port: int) -> Any:
     """torchft's manager of a group of one rank, which meets the others at the door of rank 0."""
     from torchft.manager import Manager
     from torchft.process_group import ProcessGroupGloo
 
-    own = os.environ["OWN_ADDR"]
+    address = os.environ["OWN_ADDR"]
     return Manager(
         pg=ProcessGroupGloo(timeout=TIMEOUT),
         load_state_dict=lambda state: None,
         state_dict=dict,
-        min_replica_size=world,
+        min_replica_size=int(os.environ["WORLD_SIZE"]),
         use_async_quorum=False,
         timeout=TIMEOUT,
         quorum_timeout=TIMEOUT,
         init_sync=False,
         rank=0,
         world_size=1,
-        store_addr=own,
+        store_addr=address,
         store_port=store_port,
         lighthouse_addr=f"http://{os.environ['MASTER_ADDR']}:{door}",
-        replica_id=f"group{rank}_",
-        hostname=own,
+        replica_id=f"group{os.environ['RANK']}_",
+        hostname=address,
     )
 
 

@@ -99,13 +99,13 @@ def main(callbacks: list[Any] | None = None) -> L.Trainer:
     steps = 10 * options.steps if options.hub else options.steps
     if options.hub:
         # The run ends for all sites in the same round; until then a faster one makes more steps.
-        known = {
+        names = {
             "hub": options.hub,
             "run": options.run,
             "site": options.site,
             "rounds": options.steps // 20,
         }
-        federation = Federation(**known, keys=options.keys, insecure=options.keys is None)
+        federation = Federation(**names, keys=options.keys, insecure=options.keys is None)
         strategy = StreamingDiLoCoStrategy(federation=federation, sync_every=20, overlap_steps=5)
     else:
         groups = (

@@ -1,5 +1,4 @@
-"""Unequal speeds (DyLU, arXiv 2401.09135): a group that is half as fast trains half of the inner
-steps.
+"""Unequal speeds (DyLU, arXiv 2401.09135): a group at half speed trains half of the inner steps.
 
     python examples/methods/dylu.py
 
@@ -22,11 +21,11 @@ from lightning_sdiloco.planning.methods import Streaming, play
 from lightning_sdiloco.planning.workload import Groups, Model
 
 ALIKE = 0.05  # who is less than this behind the fastest is as fast: shares are measured
+END = object()
 
 
 class Paced:
-    """Yields a batch in as many inner steps as the group has time for, and None in the others, in
-    which it is idle.
+    """Yields a batch in inner steps that the group has time for, and None in the others.
 
     In `t` inner steps `floor(speed * t)` are trained; 1 is the speed of the fastest. With "auto" it
     is found from the seconds of an inner step that all groups tell each other with their launches,
@@ -43,23 +42,18 @@ class Paced:
         self.micro_batches = micro_batches
         self.speed = 1.0 if speed == "auto" else float(speed)
         self.engine: StreamingDiLoCo | None = None
-        self.heard: Any = None
-        # What was yielded of this epoch, whether the group trains in this inner step, and what it
-        # has time for.
-        self.yielded = 0
-        self.trains = False
-        self.credit = 0.0
+        self.landing: Any = None  # the last one whose step times are known
+        self.yielded = 0  # batches of this epoch, None included
+        self.trains = False  # in this inner step
+        self.credit = 0.0  # inner steps that the group has time for
         self.resumed = False
-        # A Trainer tells the sampler the epoch.
-        self.sampler = getattr(loader, "sampler", None)
+        self.sampler = getattr(loader, "sampler", None)  # a Trainer tells it the epoch
         self.batch_sampler = getattr(loader, "batch_sampler", None)
 
     def follow(self, engine: StreamingDiLoCo) -> Paced:
         if engine.site is not None:
-            raise ValueError(
-                "Paced does not work with a federation: a site goes at its own speed, and nobody"
-                " waits."
-            )
+            reason = "a site goes at its own speed, and nobody waits."
+            raise ValueError(f"Paced does not work with a federation: {reason}")
         self.engine = engine
         return self
 
@@ -67,51 +61,53 @@ class Paced:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        self.yielded = self.yielded if self.resumed else 0
+        if not self.resumed:
+            self.yielded = 0
         self.resumed = False
         batches = iter(self.loader)
         length = len(self) if hasattr(self.loader, "__len__") else float("inf")
         while self.yielded < length:
             if self.yielded % self.micro_batches == 0:
                 self.trains = self.has_time()
-            batch = next(batches, self) if self.trains else None
-            if batch is self:
+            batch = next(batches, END) if self.trains else None
+            if batch is END:
                 return
             self.yielded += 1
             yield batch
 
     def has_time(self) -> bool:
-        """Whether the group trains in the inner step that begins."""
-        landing = self.engine.last_landing if self.engine is not None and self.measures else None
-        if landing is not None and landing is not self.heard:
-            # From what travelled alone: the ranks of a group find the same.
-            assert self.engine is not None
-            self.heard = landing
-            own = landing.step_times[self.engine.topology.group_index]
-            share = (
-                min(seconds for seconds in landing.step_times if seconds > 0) / own
-                if own > 0
-                else self.speed
-            )
-            self.speed = share if share < 1 - ALIKE else 1.0
+        """Tells whether the group trains in the inner step that begins."""
+        if self.engine is not None and self.measures:
+            self.measure(self.engine)
         self.credit += self.speed
         trains = self.credit > 1 - 1e-6
         self.credit -= trains
         return trains
 
+    def measure(self, engine: StreamingDiLoCo) -> None:
+        """Finds the speed from what travelled alone, so that all ranks of a group find the same."""
+        landing = engine.last_landing
+        if landing is None or landing is self.landing:
+            return
+        self.landing = landing
+        seconds = landing.step_times[engine.topology.group_index]
+        if seconds > 0:
+            self.speed = min(time for time in landing.step_times if time > 0) / seconds
+        if self.speed >= 1 - ALIKE:
+            self.speed = 1.0
+
     def state_dict(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("yielded", "trains", "credit", "speed")}
-        return {
-            **own,
-            "loader": self.loader.state_dict() if hasattr(self.loader, "state_dict") else None,
-        }
+        state = {name: getattr(self, name) for name in ("yielded", "trains", "credit", "speed")}
+        loader_state = getattr(self.loader, "state_dict", lambda: None)
+        return {**state, "loader": loader_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.yielded = state["yielded"]
         self.trains = state["trains"]
         self.credit = state["credit"]
         self.resumed = True
-        self.speed = state["speed"] if self.measures else self.speed
+        if self.measures:
+            self.speed = state["speed"]
         if state["loader"] is not None:
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
 
@@ -125,41 +121,32 @@ def train() -> None:
     torch.manual_seed(0)
     truth = nn.Linear(16, 1)
     models = [nn.Linear(16, 1) for _ in SPEEDS]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+    optimizer = torch.optim.SGD(nn.ModuleList(models).parameters(), lr=0.05)
     groups = SimulatedGroups(models, sync_every=10, overlap_steps=2, fragments=[["*"]])
     loaders = [Paced([torch.randn(8, 16) for _ in range(STEPS)], speed=speed) for speed in SPEEDS]
     for batches in zip(*loaders, strict=True):
-        for model, optimizer, x in zip(models, optimizers, batches, strict=True):
+        optimizer.zero_grad()
+        for model, x in zip(models, batches, strict=True):
             if x is not None:
-                optimizer.zero_grad()
                 nn.functional.mse_loss(model(x), truth(x).detach()).backward()
-                optimizer.step()
+        optimizer.step()
         groups.step(idle=[group for group, x in enumerate(batches) if x is None])
     groups.finish()
     x = torch.randn(256, 16)
-    print(
-        "loss of the outer model:"
-        f" {float(nn.functional.mse_loss(models[0](x), truth(x)).detach()):.6f}"
-    )
+    loss = float(nn.functional.mse_loss(models[0](x), truth(x)).detach())
+    print(f"loss of the outer model: {loss:.6f}")
 
 
 def seconds(speeds: Sequence[float]) -> float:
-    """How long the run takes in virtual time, at a second per inner step of a fast group; idle
-    steps take none.
-    """
-    idle = [
-        [step for step, x in enumerate(Paced([0] * STEPS, speed), 1) if x is None]
-        for speed in speeds
-    ]
-    method = Streaming(
-        Model.of_size(10**6, layers=3), Settings(sync_every=10, overlap_steps=2), Groups(1.0, 4)
-    )
+    """How long the run takes, at a second per inner step of a fast group; idle steps take none."""
+    loaders = [Paced([0] * STEPS, speed) for speed in speeds]
+    idle = [[step for step, x in enumerate(loader, 1) if x is None] for loader in loaders]
+    settings = Settings(sync_every=10, overlap_steps=2)
+    method = Streaming(Model.of_size(10**6, layers=3), settings, Groups(1.0, 4))
     return max(times.end for times in play(method, Link(gbit_s=1.0), STEPS, SPEEDS, idle=idle))
 
 
 if __name__ == "__main__":
     train()
-    print(
-        f"{STEPS} steps: {seconds([1.0] * 4):.0f} s where all wait, {seconds(SPEEDS):.0f} s where"
-        " nobody does"
-    )
+    waiting = f"{seconds([1.0] * 4):.0f} s where all wait"
+    print(f"{STEPS} steps: {waiting}, {seconds(SPEEDS):.0f} s where nobody does")

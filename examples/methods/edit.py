@@ -65,12 +65,10 @@ class ByMedian(Weighing):
         weights = by_training(controls, candidates(controls))
         middle = median([controls[group].norm for group in weights]) if weights else 0.0
         norms = {group: controls[group].norm for group in weights}
-        return Count(
-            {
-                group: weight * (1.0 if norms[group] <= middle else middle / norms[group])
-                for group, weight in weights.items()
-            }
-        )
+        for group, norm in norms.items():
+            if norm > middle:
+                weights[group] *= middle / norm
+        return Count(weights)
 
 
 @dataclass(frozen=True)

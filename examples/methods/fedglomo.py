@@ -42,12 +42,13 @@ def train(
         before = [None if old is None else LocalMomentum(old) for old in previous]
         now = [LocalMomentum(model) for model in models]
         for step in range(first, first + steps):
-            for group, (own, old) in enumerate(zip(now, before, strict=True)):
-                own.step(*batch(group, step), lr)
+            is_last = step == first + steps - 1
+            for group, (new, old) in enumerate(zip(now, before, strict=True)):
+                new.step(*batch(group, step), lr)
                 if old is not None:
                     old.step(*batch(group, step), lr)
-                    if step == first + steps - 1:
-                        old.add_to(own.model, 1 - beta)
+                    if is_last:
+                        old.add_to(new.model, 1 - beta)
             groups.step()
         previous = starts
 

@@ -9,6 +9,7 @@ that is the model.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,14 +37,15 @@ class GPA(AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Steps z, and moves y by what that makes of it."""
-        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        y = [p.clone() for p in every]
-        z = [self.state[p].get("z", own) for p, own in zip(every, y, strict=True)]
-        torch._foreach_copy_(every, z)
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        trained = [p for p in parameters if p.grad is not None]
+        y = [p.clone() for p in trained]
+        z = [self.state[p].get("z", p_y) for p, p_y in zip(trained, y, strict=True)]
+        torch._foreach_copy_(trained, z)
         super().step(closure)
-        for p, own, old in zip(every, y, z, strict=True):
+        for p, p_y, p_z in zip(trained, y, z, strict=True):
             self.state[p]["z"] = p.clone()
-            p.copy_(own.lerp(old, 1 - self.mx) + (1 - self.mx * self.my) * (p - old))
+            p.copy_(p_y.lerp(p_z, 1 - self.mx) + (1 - self.mx * self.my) * (p - p_z))
 
     @torch.no_grad()
     def eval(self) -> None:

@@ -31,12 +31,12 @@ class LocalMomentum:
     def step(self, x: Tensor, y: Tensor, lr: float) -> None:
         now = self._gradient(self.model, x, y)
         before = self._gradient(self._before, x, y)
-        momentum = zip(now, self._momentum or before, before, strict=True)
-        self._momentum = tuple(new + kept - old for new, kept, old in momentum)
+        changes = zip(now, self._momentum or before, before, strict=True)
+        self._momentum = tuple(new + momentum - old for new, momentum, old in changes)
         self._before.load_state_dict(self.model.state_dict())
         with torch.no_grad():
-            for parameter, by in zip(self.model.parameters(), self._momentum, strict=True):
-                parameter.sub_(by, alpha=lr)
+            for parameter, step in zip(self.model.parameters(), self._momentum, strict=True):
+                parameter.sub_(step, alpha=lr)
 
     @torch.no_grad()
     def add_to(self, model: nn.Module, share: float) -> None:

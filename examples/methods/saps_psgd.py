@@ -9,7 +9,7 @@ outer_momentum=0, compression="int8")`, with this file beside your script.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations
+from itertools import chain, combinations
 from random import Random
 
 from side_by_side import compare
@@ -61,9 +61,10 @@ class FastestPairs(Route):
 
     def pairs(self, links: Sequence[Leg], used: set[Leg]) -> list[Leg]:
         """The fastest pairs: greed, then exchanges of partners, since greed leaves slow ones."""
-        pairs = disjoint(links, [])
-        while improved := self.exchanged(pairs, used):
+        improved: list[Leg] | None = disjoint(links, [])
+        while improved:
             pairs = improved
+            improved = self.exchanged(pairs, used)
         return pairs
 
     def exchanged(self, pairs: Sequence[Leg], used: set[Leg]) -> list[Leg] | None:
@@ -82,21 +83,27 @@ class FastestPairs(Route):
 def planned(route: FastestPairs, block: int, groups: int) -> list[list[Leg]]:
     """The legs of the rounds that are planned together."""
     rounds: list[list[Leg]] = []
-    for number in range(block * route.window, (block + 1) * route.window):
+    first = block * route.window
+    for number in range(first, first + route.window):
         order = list(range(groups))
         Random(f"{route.seed}, {number}").shuffle(order)  # a text is hashed alike everywhere
-        legs = [leg for legs in rounds for leg in legs]
+        legs = list(chain.from_iterable(rounds))
         used: set[Leg] = {pair for leg in legs for pair in combinations(leg, 2)}
         links = [(min(pair), max(pair)) for pair in combinations(order, 2)]
         links.sort(key=lambda pair: (pair not in used, route.speed(pair)), reverse=True)
-        pairs = joined(legs, groups, links) if len(rounds) == route.window - 1 else []
-        pairs = disjoint(links, pairs) if pairs else route.pairs(links, used)
+        joining = joined(legs, groups, links) if number == first + route.window - 1 else []
+        pairs = disjoint(links, joining) if joining else route.pairs(links, used)
         for third in set(order).difference(*pairs):
-            speeds = {pair: min(route.speed((group, third)) for group in pair) for pair in pairs}
-            fastest: Leg = max(pairs, key=lambda pair: speeds[pair], default=())
-            pairs = [(*fastest, third), *(pair for pair in pairs if pair != fastest)]
+            pairs = with_third(route, pairs, third)
         rounds.append(sorted(tuple(sorted(pair)) for pair in pairs))
     return rounds
+
+
+def with_third(route: FastestPairs, pairs: Sequence[Leg], third: int) -> list[Leg]:
+    """The pairs, of which the one with the fastest links to a group without partner takes it in."""
+    speeds = {pair: min(route.speed((group, third)) for group in pair) for pair in pairs}
+    fastest: Leg = max(speeds, key=speeds.__getitem__, default=())
+    return [(*fastest, third), *(pair for pair in pairs if pair != fastest)]
 
 
 def disjoint(links: Sequence[Leg], pairs: list[Leg]) -> list[Leg]:
@@ -111,20 +118,26 @@ def joined(legs: Sequence[Leg], groups: int, links: Sequence[Leg]) -> list[Leg]:
     """The first links, without a common group, that join the parts that legs have not connected."""
     parts = [{group} for group in range(groups)]
     for leg in legs:
-        both = set[int]().union(*(part for part in parts if not part.isdisjoint(leg)))
-        parts = [part for part in parts if part.isdisjoint(leg)] + [both]
+        parts = merged(parts, leg)
     pairs: list[Leg] = []
     while len(parts) > 1:
-        busy = set[int]().union(*pairs)
-        for link in links:
-            ends = [part for part in parts if not part.isdisjoint(link)]
-            both = set[int]().union(*ends)
-            has_room = len(parts) == 2 or len(both - busy) > 3  # two stay free for other parts
-            if len(ends) == 2 and busy.isdisjoint(link) and has_room:
-                break
-        pairs.append(link)
-        parts = [part for part in parts if part not in ends] + [both]
+        pair = next(link for link in links if joins(link, parts, set[int]().union(*pairs)))
+        pairs.append(pair)
+        parts = merged(parts, pair)
     return pairs
+
+
+def merged(parts: Sequence[set[int]], leg: Leg) -> list[set[int]]:
+    """The parts, of which those that a leg connects are one: the last."""
+    apart = [part for part in parts if part.isdisjoint(leg)]
+    return [*apart, set[int]().union(*(part for part in parts if part not in apart))]
+
+
+def joins(link: Leg, parts: Sequence[set[int]], busy: set[int]) -> bool:
+    """Tells whether a link of free groups joins two parts and leaves two groups free for others."""
+    after = merged(parts, link)
+    has_room = len(parts) == 2 or len(after[-1] - busy) > 3
+    return len(after) < len(parts) and busy.isdisjoint(link) and has_room
 
 
 MEAN = {"outer_lr": 1.0, "outer_momentum": 0.0}

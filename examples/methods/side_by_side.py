@@ -29,8 +29,9 @@ BATCH = 2
 
 
 def loss_of(model: nn.Module, windows: list[tuple[Tensor, Tensor]]) -> Tensor:
-    x, y = (torch.stack(part) for part in zip(*windows, strict=True))
-    return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    tokens = torch.stack([x for x, _ in windows])
+    targets = torch.stack([y for _, y in windows])
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
 @cache
@@ -54,8 +55,9 @@ def train(
     held_out = [windows[order.pop()] for _ in range(128)]
     models = [GPT(layers=2, width=32, heads=2, context=CONTEXT) for _ in range(groups)]
     optimizers = [optimizer(model, lr=6e-3) for model in models]
-    made = {"simulated": SimulatedGroups, **choices}
-    simulated = made.pop("simulated")(models, [[inner] for inner in optimizers], **made)
+    settings = dict(choices)
+    make_groups = settings.pop("simulated", SimulatedGroups)
+    simulated = make_groups(models, [[inner] for inner in optimizers], **settings)
     for _ in range(steps):
         for model, inner in zip(models, optimizers, strict=True):
             inner.zero_grad()
@@ -65,11 +67,8 @@ def train(
     simulated.finish()
     report = simulated.engines[0].report()
     with torch.no_grad():
-        return (
-            float(loss_of(models[0], held_out)),
-            report["bytes_sent"] / 1e6,
-            int(report["launches"]),
-        )
+        loss = float(loss_of(models[0], held_out))
+    return loss, report["bytes_sent"] / 1e6, int(report["launches"])
 
 
 def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:

@@ -87,9 +87,9 @@ def tuned(options: argparse.Namespace, settings: dict[str, Any]) -> tune.ResultG
     search = tune.TuneConfig(metric="val_loss", mode="min", max_concurrent_trials=1)
     space = {"sync_every": tune.grid_search(options.tune)}
     # A trial waits for its workers, which compute.
-    found = tune.RunConfig(storage_path=str(Path(options.storage).resolve()))
+    run_config = tune.RunConfig(storage_path=str(Path(options.storage).resolve()))
     few = tune.with_resources(trial, {"CPU": 0.1})
-    return tune.Tuner(few, param_space=space, tune_config=search, run_config=found).fit()
+    return tune.Tuner(few, param_space=space, tune_config=search, run_config=run_config).fit()
 
 
 def main() -> None:
