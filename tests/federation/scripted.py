@@ -174,7 +174,7 @@ class ScriptedSite:
                 if event.blobs is not None:
                     self.blobs[event.record.key] = event.blobs
             case StateWanted() if event.founding or self.can_give():
-                applied = tuple(Position(0, self.run_config.key) for _ in self.parts)
+                applied = tuple(Position.start(self.run_config.key) for _ in self.parts)
                 header = (
                     StateHeader(applied, tuple(self.digests()))
                     if event.founding
