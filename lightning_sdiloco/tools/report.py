@@ -689,12 +689,14 @@ def _draw_rates(axes: "Axes", run: Run, theme: Theme, unit: float) -> list[float
         if curve:
             seconds = [moment for moment, _ in curve]
             group_rates = [unit * gbit_s for _, gbit_s in curve]
-            style: dict[str, StyleValue] = {
-                "color": color_of(head.group, theme),
-                "linewidth": 1.5,
-                "label": head.name,
-            }
-            axes.step(seconds, group_rates, where="post", **style)
+            axes.step(
+                seconds,
+                group_rates,
+                where="post",
+                color=color_of(head.group, theme),
+                linewidth=1.5,
+                label=head.name,
+            )
             rates += group_rates
     return rates
 
