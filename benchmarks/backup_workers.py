@@ -134,7 +134,9 @@ class Play:
         delay = self.case.delays[number] if self.case.delays else 0.0
         site = Site(follower.site, follower, self.case.steps_of(number), delay)
         self.ledger.hello(
-            Hello("play", site.name, follower.incarnation, RUN_CONFIG, (Position(0, RUN_CONFIG),)),
+            Hello(
+                "play", site.name, follower.incarnation, RUN_CONFIG, (Position.start(RUN_CONFIG),)
+            ),
             0.0,
         )
         follower.reachable = True

@@ -9,12 +9,25 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from numbers import Number
-from typing import Any
+from typing import Any, TypedDict, TypeGuard
 
 from lightning_sdiloco.compression import Compression
 
+Data = Any
+"""A setting as JSON can hold it."""
 
-def as_data(value: Any) -> Any:
+Fields = dict[str, Data]
+"""Arguments of a class by name. The class checks their types itself."""
+
+
+class SavedObject(TypedDict):
+    """A policy or a compression as a checkpoint holds it."""
+
+    kind: str
+    fields: Fields
+
+
+def as_data(value: object) -> Data:
     """Returns a setting as data that JSON can hold.
 
     Examples:
@@ -34,12 +47,14 @@ def as_data(value: Any) -> Any:
     if isinstance(value, Sequence):
         return [as_data(part) for part in value]
     if _has_fields(value):
-        chosen = {name: part for name, part, default in _fields_of(value) if part != default}
-        return _object(type(value).__qualname__, as_data(chosen))
+        chosen = {
+            name: as_data(part) for name, part, default in _fields_of(value) if part != default
+        }
+        return _object(type(value).__qualname__, chosen)
     return repr(value)
 
 
-def describes(data: Any, value: Any) -> bool:
+def describes(data: object, value: object) -> bool:
     """Returns whether data are those of a setting; fields that they lack have their default.
 
     Examples:
@@ -48,8 +63,9 @@ def describes(data: Any, value: Any) -> bool:
         (True, False)
     """
     if isinstance(value, Sequence) and not isinstance(value, str):
-        is_as_long = isinstance(data, list) and len(data) == len(value)
-        return is_as_long and all(map(describes, data, value))
+        if not isinstance(data, list) or len(data) != len(value):
+            return False
+        return all(map(describes, data, value))
     if not _has_fields(value):
         return bool(data == as_data(value))
     if not _is_object(data):
@@ -64,7 +80,7 @@ def describes(data: Any, value: Any) -> bool:
     return data["kind"] == type(value).__qualname__ and not saved
 
 
-def as_text(data: Any) -> str:
+def as_text(data: object) -> str:
     """Returns data as a user would write them in Python.
 
     Examples:
@@ -79,7 +95,7 @@ def as_text(data: Any) -> str:
     return repr(data)
 
 
-def read_text(text: str) -> Any:
+def read_text(text: str) -> Data:
     """Returns the data of a setting from its ``repr``, as older checkpoints have it.
 
     Examples:
@@ -94,7 +110,7 @@ def read_text(text: str) -> Any:
         return text
 
 
-def _read(node: ast.expr) -> Any:
+def _read(node: ast.expr) -> object:
     if isinstance(node, ast.Call):
         arguments = {str(argument.arg): _read(argument.value) for argument in node.keywords}
         return _object(ast.unparse(node.func), arguments)
@@ -105,19 +121,19 @@ def _read(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-def _object(kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def _object(kind: str, arguments: Fields) -> SavedObject:
     return {"kind": kind, "fields": arguments}
 
 
-def _is_object(data: Any) -> bool:
+def _is_object(data: object) -> TypeGuard[SavedObject]:
     return isinstance(data, dict) and data.keys() == {"kind", "fields"}
 
 
-def _has_fields(value: Any) -> bool:
+def _has_fields(value: object) -> bool:
     return is_dataclass(value) or isinstance(value, Compression)
 
 
-def _fields_of(value: Any) -> Iterator[tuple[str, Any, Any]]:
+def _fields_of(value: object) -> Iterator[tuple[str, object, object]]:
     """Yields the name, the value and the default of each field that a ``repr`` shows."""
     if not is_dataclass(value):
         for name, part in vars(value).items():
@@ -128,7 +144,7 @@ def _fields_of(value: Any) -> Iterator[tuple[str, Any, Any]]:
             yield field.name, getattr(value, field.name), _default(field)
 
 
-def _default(field: Field[Any]) -> Any:
+def _default(field: Field[object]) -> object:
     if field.default_factory is not MISSING:
         return field.default_factory()
     return field.default

@@ -10,12 +10,13 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from difflib import get_close_matches
 from numbers import Integral, Number
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_sdiloco.algorithm.as_data import as_data, as_text, describes, read_text
+from lightning_sdiloco.algorithm.as_data import Data, Fields, as_data, as_text, describes, read_text
 from lightning_sdiloco.algorithm.direction import ELEMENTWISE, EQUALISED, Direction, direction_for
 from lightning_sdiloco.algorithm.gossip import Everyone, Route, check_compression
 from lightning_sdiloco.algorithm.merge import LandingRule, Mix
@@ -82,7 +83,7 @@ def recommended(
     is_sparse: bool = False,
     over_senders: bool = False,
     least: float = math.inf,
-    direction: Any = EQUALISED,
+    direction: str | Direction = EQUALISED,
 ) -> OuterStep:
     """Returns what suits compression and direction; see docs/choosing.md for what was measured.
 
@@ -231,7 +232,7 @@ class OuterOptimizer:
         >>> outer = OuterOptimizer(lr_schedule=partial(CosineAnnealingLR, T_max=200), clip_norm=1.0)
     """
 
-    make: Callable[[Iterable[Any]], Optimizer] | None = None
+    make: Callable[[Iterable[Tensor]], Optimizer] | None = None
     lr_schedule: Callable[[Optimizer], LRScheduler] | None = None
     clip_norm: float | None = None
     outlier_guard: float | Literal["auto"] | None = AUTO
@@ -303,7 +304,7 @@ class OuterOptimizer:
         if self.matrices is None:
             return
 
-        def is_count(parts: Any) -> bool:
+        def is_count(parts: object) -> bool:
             return is_whole(parts) and parts >= 0
 
         rule = (
@@ -331,7 +332,7 @@ class OuterOptimizer:
             return GUARD
         return self.outlier_guard
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, object]:
         """Returns the choices by the names of settings; results of the callables are compared once
         the shards are known.
         """
@@ -346,7 +347,7 @@ class OuterOptimizer:
         }
 
 
-def _name(choice: Callable[..., Any] | str | None) -> str | None:
+def _name(choice: Callable[..., object] | str | None) -> str | None:
     """Returns a choice, or the name of a callable, whose repr may hold an address."""
     if callable(choice):
         return str(getattr(choice, "__qualname__", type(choice).__name__))
@@ -366,7 +367,7 @@ class Settings:
     compression: str | Compression = "fp4"
     outer_lr: float | Literal["auto"] = AUTO
     outer_momentum: float | Literal["auto"] = AUTO
-    outer_optimizer: OuterOptimizer | Callable[[Iterable[Any]], Optimizer] | None = None
+    outer_optimizer: OuterOptimizer | Callable[[Iterable[Tensor]], Optimizer] | None = None
     exchange: str | TwoShot = "auto"
     dense_beginning: DenseBeginning | None = None
     schedule: LaunchSchedule | None = None
@@ -529,7 +530,7 @@ class Settings:
             )
         check_compression(self.compression)
 
-    def _value_of(self, name: str) -> Any:
+    def _value_of(self, name: str) -> object:
         """Returns the value of a setting, which may be one of `OuterOptimizer`."""
         if hasattr(self, name):
             return getattr(self, name)
@@ -561,10 +562,10 @@ class Settings:
         return Mix(float(self.mixing))
 
     @staticmethod
-    def among(arguments: Mapping[str, Any]) -> "Settings":
+    def among(arguments: Mapping[str, object]) -> "Settings":
         """Makes the settings from those that are among some arguments, by name."""
         names = [field.name for field in fields(Settings)]
-        chosen = {name: arguments[name] for name in names if name in arguments}
+        chosen: Fields = {name: arguments[name] for name in names if name in arguments}
         sync_every = chosen.get("sync_every", Settings.sync_every)
         chosen["overlap_steps"] = overlap_for(sync_every, chosen.get("overlap_steps"))
         return Settings(**chosen)
@@ -652,24 +653,24 @@ class Settings:
             chosen = replace(chosen, mixing=recommended().mixing)
         return chosen._directed(ELEMENTWISE)
 
-    def _directed(self, direction: Any) -> "Settings":
+    def _directed(self, direction: Literal["equalised", "elementwise"] | Direction) -> "Settings":
         """Returns the settings with this direction in place of ``"auto"``."""
         if self.outer.direction != AUTO:
             return self
         return replace(self, outer_optimizer=replace(self.outer, direction=direction))
 
-    def taken_from(self, saved: Mapping[str, Any]) -> "Settings":
+    def taken_from(self, saved: Mapping[str, object]) -> "Settings":
         """Returns the settings with the numbers of a checkpoint in place of ``"auto"``."""
-        saved = read_settings(saved)
-        numbers = dict[str, Any]()
+        settings_before = read_settings(saved)
+        numbers = Fields()
         for name in self._left_open:
-            value = saved.get(name, AUTO)
+            value = settings_before.get(name, AUTO)
             # A landing rule is not taken: the comparison afterwards shows whether it is another
             # one.
             if is_real(value):
                 numbers[name] = value
         settings = replace(self, **numbers)
-        direction = _saved_as("outer_optimizer.direction", saved)
+        direction = _saved_as("outer_optimizer.direction", settings_before)
         if direction == AUTO:
             return settings
         return settings._directed(direction)
@@ -706,7 +707,7 @@ class Settings:
             return SENDERS_GAINS
         return SPARSE_GAINS
 
-    def saved(self, is_open: Collection[str] = ()) -> dict[str, Any]:
+    def saved(self, is_open: Collection[str] = ()) -> dict[str, object]:
         """Returns, as data, the settings without which a checkpoint cannot be resumed exactly.
 
         Args:
@@ -714,7 +715,7 @@ class Settings:
         """
         return {name: as_data(value) for name, value in self._fixed(is_open).items()}
 
-    def differences(self, saved: Mapping[str, Any], is_open: Collection[str] = ()) -> list[str]:
+    def differences(self, saved: Mapping[str, object], is_open: Collection[str] = ()) -> list[str]:
         """Returns a sentence for each setting in which a checkpoint differs from these.
 
         Args:
@@ -752,14 +753,14 @@ class Settings:
         """The weighing as text, the same before and after a field with a default was added."""
         return as_text(as_data(self.weighing))
 
-    def _fixed(self, is_open: Collection[str] = ()) -> dict[str, Any]:
+    def _fixed(self, is_open: Collection[str] = ()) -> dict[str, object]:
         free = set(_MAY_CHANGE)
         if self.outer.make is not None:
             free.update(_OF_SGD)
         fixed = {name: value for name, value in self._values().items() if name not in free}
         return {**fixed, **dict.fromkeys(is_open, AUTO)}
 
-    def _values(self) -> dict[str, Any]:
+    def _values(self) -> dict[str, object]:
         """Returns every setting by name, those of the outer optimizer and the backend one by
         one.
         """
@@ -768,14 +769,15 @@ class Settings:
         return {**values, **self.outer.described(), "exchange": kind, "exchange.backend": backend}
 
 
-def read_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+def read_settings(saved: Mapping[str, object]) -> Fields:
     """Returns the settings of a checkpoint as data: older ones have them as texts."""
-    if not all(isinstance(text, str) for text in saved.values()):
+    texts = {name: text for name, text in saved.items() if isinstance(text, str)}
+    if len(texts) < len(saved):
         return dict(saved)
-    return {name: read_text(text) for name, text in saved.items()}
+    return {name: read_text(text) for name, text in texts.items()}
 
 
-def _saved_as(name: str, saved: Mapping[str, Any]) -> Any:
+def _saved_as(name: str, saved: Mapping[str, object]) -> Data:
     """Returns a setting of a checkpoint, which may be older than the setting."""
     return saved.get(name, _FORMERLY.get(name))
 
@@ -785,7 +787,7 @@ def _is_plain(name: str) -> bool:
     return name == "exchange.backend" or name.startswith("outer_optimizer")
 
 
-def _shown(name: str, data: Any) -> str:
+def _shown(name: str, data: object) -> str:
     if _is_plain(name):
         return str(data)
     return as_text(data)
@@ -829,7 +831,7 @@ _SAME = {
 OTHER_NAMES = (*_INSTEAD, *_SAME)
 
 
-def refuse_unknown(owner: str, names: Collection[str], arguments: Mapping[str, Any]) -> None:
+def refuse_unknown(owner: str, names: Collection[str], arguments: Mapping[str, object]) -> None:
     """Refuses arguments that a class (``owner``) does not have, and says what to write.
 
     Raises:
@@ -858,7 +860,7 @@ def refuse_unknown(owner: str, names: Collection[str], arguments: Mapping[str, A
 # Values
 
 
-def _make_plain(settings: Any) -> None:
+def _make_plain(settings: "OuterOptimizer | Settings") -> None:
     """Turns scalars of numpy into plain numbers, which are compared between ranks, and saved."""
     for field in fields(settings):
         value = getattr(settings, field.name)
@@ -867,7 +869,7 @@ def _make_plain(settings: Any) -> None:
 
 
 def _require(
-    settings: Any,
+    settings: object,
     name: str,
     holds: bool,
     rule: str,
@@ -897,7 +899,9 @@ def _require(
     raise ValueError(f"{name}={value!r} is {fault}: {rule}. Choose another {name}; {advice}.")
 
 
-def _require_map(settings: Any, name: str, is_right: Callable[[Any], bool], rule: str) -> None:
+def _require_map(
+    settings: object, name: str, is_right: Callable[[object], bool], rule: str
+) -> None:
     """Refuses a setting that does not map patterns to right values; makes it a plain dict."""
     patterns = getattr(settings, name)
     if not isinstance(patterns, Mapping):
@@ -913,19 +917,19 @@ def _require_map(settings: Any, name: str, is_right: Callable[[Any], bool], rule
             )
 
 
-def is_real(value: Any) -> bool:
+def is_real(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     return is_real(value) and math.isfinite(value)
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def fault_of(value: Any, must_be_whole: bool) -> str:
+def fault_of(value: object, must_be_whole: bool) -> str:
     """Returns the fault of a value that is no number of the wanted kind, or out of its range."""
     if not is_real(value):
         return f"of type {type(value).__name__}, not a number"

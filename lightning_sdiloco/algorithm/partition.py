@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # The most repeated blocks in a fragment if their number is not given: the paper's choice.
 _MOST_BLOCKS = 3
@@ -164,13 +164,19 @@ def fewest_blocks(blocks: int) -> int:
     return max(1, math.ceil(blocks / _MOST_FRAGMENTS))
 
 
-def checked_fragments(fragments: Any) -> int | str | Sequence[Sequence[str]]:
+def checked_fragments(
+    fragments: int | str | Sequence[Sequence[str]],
+) -> int | str | Sequence[Sequence[str]]:
     """Returns a choice of fragments, or refuses it."""
     if isinstance(fragments, str):
         is_right = bool(re.fullmatch(r"balanced|(strided|sequential)(:[1-9]\d*)?", fragments))
     elif type(fragments) is int:
         is_right = fragments > 0
-    elif _is_list(fragments) and all(map(_are_patterns, fragments)):
+    elif (
+        isinstance(fragments, Sequence)
+        and len(fragments) > 0
+        and all(map(_are_patterns, fragments))
+    ):
         is_right = True
     else:
         raise ValueError(
@@ -188,12 +194,10 @@ def checked_fragments(fragments: Any) -> int | str | Sequence[Sequence[str]]:
     )
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-
-
-def _are_patterns(patterns: Any) -> bool:
-    return _is_list(patterns) and all(isinstance(pattern, str) for pattern in patterns)
+def _are_patterns(patterns: object) -> bool:
+    if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+        return False
+    return len(patterns) > 0 and all(isinstance(pattern, str) for pattern in patterns)
 
 
 def find_blocks(parameters: Sequence[Parameter]) -> list[list[str]]:

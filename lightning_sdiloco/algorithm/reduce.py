@@ -10,14 +10,16 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import fsum, isfinite
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_sdiloco.algorithm.as_data import SavedObject
 from lightning_sdiloco.algorithm.weighting import Count
 from lightning_sdiloco.compression import Compression, ErrorFeedback, State
+from lightning_sdiloco.compression.base import is_number
 from lightning_sdiloco.memory import new_vector
 
 
@@ -375,11 +377,11 @@ class TwoShot:
         return shares
 
     @staticmethod
-    def read(data: Any, backend: Any) -> "TwoShot | str":
+    def read(data: SavedObject | str, backend: str) -> "TwoShot | str":
         """Returns the exchange of these data, as checkpoints hold it: a name, or one like this."""
         if isinstance(data, str):
             return f"{data}:{backend}"
-        return TwoShot(**data["fields"], backend=backend)
+        return TwoShot(**dict(data["fields"], backend=backend))
 
 
 def _numbers(name: str, numbers: Sequence[float], may_be_zero: bool) -> tuple[float, ...]:
@@ -410,15 +412,14 @@ def _check_sum(parts: Sequence[float]) -> None:
         )
 
 
-def _is_number(number: Any) -> bool:
-    is_real = isinstance(number, (int, float)) and not isinstance(number, bool)
-    return is_real and isfinite(number)
+def _is_number(number: object) -> bool:
+    return is_number(number) and isfinite(number)
 
 
 BACKENDS = ("gloo", "nccl")
 
 
-def kind_and_backend(exchange: Any) -> tuple[Any, str]:
+def kind_and_backend(exchange: str | TwoShot) -> tuple[str | TwoShot, str]:
     """Returns an exchange without its backend, and that: ``"two_shot:nccl"`` is ``"two_shot"``
     over ``"nccl"``.
     """
@@ -428,7 +429,7 @@ def kind_and_backend(exchange: Any) -> tuple[Any, str]:
     return exchange, getattr(exchange, "backend", BACKENDS[0])
 
 
-def check_exchange(exchange: Any, compression: Compression) -> None:
+def check_exchange(exchange: str | TwoShot, compression: Compression) -> None:
     """Refuses an exchange that is unknown, or does not suit a compression."""
     kind, backend = kind_and_backend(exchange)
     is_two_shot = kind == "two_shot" or isinstance(kind, TwoShot)

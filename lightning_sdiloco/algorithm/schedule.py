@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+ScheduleState = Mapping[str, Any]
+"""The state of a `LaunchSchedule`, as JSON. Only the schedule knows its content."""
+
 
 @dataclass(frozen=True)
 class DenseBeginning:
@@ -54,7 +57,7 @@ class DenseBeginning:
             )
 
     @staticmethod
-    def _require(name: str, value: Any, least: int) -> None:
+    def _require(name: str, value: object, least: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(
                 f"dense_beginning.{name}={value!r} is not possible: it must be a whole number of at"
@@ -85,7 +88,7 @@ class DenseBeginning:
         return replace(self, rounds=rounds)
 
     @staticmethod
-    def read(data: Any) -> "DenseBeginning | None":
+    def read(data: Mapping[str, Any] | None) -> "DenseBeginning | None":
         """Returns the dense beginning of these data, as checkpoints hold it."""
         if data is None:
             return None
@@ -378,7 +381,7 @@ class LaunchSchedule(ABC):
     """
 
     @abstractmethod
-    def start(self, schedule: Schedule) -> Mapping[str, Any]:
+    def start(self, schedule: Schedule) -> ScheduleState:
         """Returns the state before the first inner step, as JSON.
 
         Args:
@@ -387,7 +390,7 @@ class LaunchSchedule(ABC):
         """
 
     @abstractmethod
-    def due(self, state: Mapping[str, Any], step: int) -> tuple[int, ...]:
+    def due(self, state: ScheduleState, step: int) -> tuple[int, ...]:
         """Returns the fragments that launch after an inner step, in order.
 
         Args:
@@ -396,7 +399,7 @@ class LaunchSchedule(ABC):
         """
 
     @abstractmethod
-    def heard(self, state: Mapping[str, Any], landing: Heard) -> Mapping[str, Any]:
+    def heard(self, state: ScheduleState, landing: Heard) -> ScheduleState:
         """Returns the state after a landing."""
 
     def longest_wait(self, schedule: Schedule, since: int = 0) -> int:
@@ -413,13 +416,13 @@ class LaunchSchedule(ABC):
 class Every(LaunchSchedule):
     """Launches every fragment every ``sync_every`` inner steps: the schedule itself."""
 
-    def start(self, schedule: Schedule) -> Mapping[str, Any]:
+    def start(self, schedule: Schedule) -> ScheduleState:
         return {"sync_every": schedule.sync_every, "fragments": schedule.fragments}
 
-    def due(self, state: Mapping[str, Any], step: int) -> tuple[int, ...]:
+    def due(self, state: ScheduleState, step: int) -> tuple[int, ...]:
         return Schedule(overlap_steps=0, **state).launches(step)
 
-    def heard(self, state: Mapping[str, Any], landing: Heard) -> Mapping[str, Any]:
+    def heard(self, state: ScheduleState, landing: Heard) -> ScheduleState:
         return state
 
 
@@ -463,8 +466,8 @@ class Selective(LaunchSchedule):
         self._require("threshold", (int, float), "number", 0)
         self._require("most", (int,), "whole number", 1)
 
-    def _require(self, name: str, kinds: Any, kind: str, least: int) -> None:
-        value: Any = getattr(self, name)
+    def _require(self, name: str, kinds: tuple[type[float], ...], kind: str, least: int) -> None:
+        value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, kinds):
             raise ValueError(f"{name}={value!r} is not a {kind}.")
         if not value >= least:
@@ -473,7 +476,7 @@ class Selective(LaunchSchedule):
                 " one."
             )
 
-    def start(self, schedule: Schedule) -> Mapping[str, Any]:
+    def start(self, schedule: Schedule) -> ScheduleState:
         fragments = range(schedule.fragments)
         return {
             "sync_every": schedule.sync_every,
@@ -482,10 +485,10 @@ class Selective(LaunchSchedule):
             "rates": [[] for _ in fragments],
         }
 
-    def due(self, state: Mapping[str, Any], step: int) -> tuple[int, ...]:
+    def due(self, state: ScheduleState, step: int) -> tuple[int, ...]:
         return tuple(fragment for fragment, launch in enumerate(state["next"]) if launch == step)
 
-    def heard(self, state: Mapping[str, Any], landing: Heard) -> Mapping[str, Any]:
+    def heard(self, state: ScheduleState, landing: Heard) -> ScheduleState:
         rates = [
             norm / max(1, steps) for norm, steps in zip(landing.norms, landing.trained, strict=True)
         ]

@@ -152,6 +152,10 @@ def by_training(controls: Sequence[Control], counted: Sequence[int]) -> dict[int
     return {group: len(counted) * controls[group].weight / total for group in counted}
 
 
+WeighingState = Any
+"""The state of a `Weighing` for one fragment, as JSON. Only the weighing knows its content."""
+
+
 class Weighing(ABC):
     """Decides how much each group counts in the mean of a fragment.
 
@@ -171,7 +175,7 @@ class Weighing(ABC):
         {0: 1.0, 2: 1.0}
     """
 
-    def start(self, groups: int) -> Any:
+    def start(self, groups: int) -> WeighingState:
         """Returns the state of a fragment before its first launch; by default there is none.
 
         Args:
@@ -180,7 +184,7 @@ class Weighing(ABC):
         return None
 
     @abstractmethod
-    def count(self, controls: Sequence[Control], state: Any) -> Count:
+    def count(self, controls: Sequence[Control], state: WeighingState) -> Count:
         """Decides how much each group counts.
 
         Args:
@@ -189,13 +193,13 @@ class Weighing(ABC):
             state: The state of the fragment.
         """
 
-    def heard(self, controls: Sequence[Control], state: Any) -> Any:
+    def heard(self, controls: Sequence[Control], state: WeighingState) -> WeighingState:
         """Returns the state once the flight has landed; by default the state before it; see
         `count`.
         """
         return state
 
-    def joined(self, states: Sequence[Any], groups: int) -> Any:
+    def joined(self, states: Sequence[WeighingState], groups: int) -> WeighingState:
         """Returns the state of a fragment whose parameters come from other fragments; by default it
         starts anew.
 
@@ -360,9 +364,11 @@ class Weighed(NamedTuple):
 
     weighing: str
     groups: int
-    states: dict[tuple[str, ...], Any]
+    states: dict[tuple[str, ...], WeighingState]
 
-    def state_for(self, names: Sequence[str], weighing: Weighing, text: str, groups: int) -> Any:
+    def state_for(
+        self, names: Sequence[str], weighing: Weighing, text: str, groups: int
+    ) -> WeighingState:
         """Returns the state of a fragment of these parameters, for a weighing, its text and a
         number of groups.
         """
@@ -434,9 +440,9 @@ class Absences:
                 " gradient clipping."
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, list[int]]:
         return {"left_out_in_a_row": list(self._in_a_row), "recovered_at": list(self._recovered_at)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
         self._in_a_row = list(state["left_out_in_a_row"])
         self._recovered_at = list(state["recovered_at"])

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from typing_extensions import override
 
 from lightning_sdiloco.memory import new_vector
@@ -24,8 +25,14 @@ SHARED = "sdiloco_gloo"
 """How torch names the process groups of gloo that share a thread; see `topology.SharedGloo`."""
 
 
+PlainValue = Any
+"""A value that travels between ranks, as above."""
+
+Value = TypeVar("Value")
+
+
 class Outcome(NamedTuple):
-    value: Any
+    value: PlainValue
     failure: tuple[str, ...] = ()
     text: str = ""
     raised: Exception | None = None
@@ -99,7 +106,7 @@ class Communicator:
         )
         return [to_device(part, parts[0].device) for part in received.split(list(sizes))]
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Value) -> list[Value]:
         """Returns the plain values of all ranks, in the order of the ranks; see `encode`."""
         if self.size == 1:
             return [value]
@@ -111,7 +118,7 @@ class Communicator:
         received = zip(self.all_gather(padded), sizes, strict=True)
         return [decode(part[:size].cpu().numpy().tobytes()) for part, size in received]
 
-    def attempt(self, act: Callable[[], Any]) -> list[Outcome]:
+    def attempt(self, act: Callable[[], PlainValue]) -> list[Outcome]:
         """Calls a function on all ranks that returns a plain value; returns the outcomes, in
         order.
 
@@ -162,7 +169,7 @@ class MessageCommunicator(Communicator):
     copies the result.
     """
 
-    def __init__(self, process_group: Any, engine: int) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, engine: int) -> None:
         super().__init__(process_group)
         self._process_group = process_group
         self._tag = _FIRST_TAG + engine
@@ -209,21 +216,25 @@ class MessageCommunicator(Communicator):
         if staged is not tensor:
             tensor.copy_(staged)
 
-    def _send(self, tensor: Tensor, rank: int) -> Any:
+    def _send(self, tensor: Tensor, rank: int) -> dist.Work:
         return self._process_group.send([tensor], rank, self._tag)
 
-    def _receive(self, tensor: Tensor, rank: int) -> Any:
+    def _receive(self, tensor: Tensor, rank: int) -> dist.Work:
         return self._process_group.recv([tensor], rank, self._tag)
+
+
+class _Context(FunctionCtx):
+    communicator: Communicator
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, communicator: Communicator) -> Tensor:
+    def forward(ctx: _Context, tensor: Tensor, communicator: Communicator) -> Tensor:
         ctx.communicator = communicator
         return torch.stack(communicator.all_gather(tensor))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None]:
         parts: Tensor = _AllToAll.apply(gradient, ctx.communicator)
         return parts.sum(dim=0), None
 
@@ -232,12 +243,12 @@ class _AllToAll(torch.autograd.Function):
     """`Communicator.all_to_all` with a gradient, for gradients of gradients."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, communicator: Communicator) -> Tensor:
+    def forward(ctx: _Context, tensor: Tensor, communicator: Communicator) -> Tensor:
         ctx.communicator = communicator
         return communicator.all_to_all(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None]:
         parts: Tensor = _AllToAll.apply(gradient, ctx.communicator)
         return parts, None
 
@@ -248,7 +259,7 @@ _HEAD = 8  # bytes with the length of the JSON
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-def encode(value: Any) -> bytes:
+def encode(value: PlainValue) -> bytes:
     """Returns a plain value as bytes.
 
     Raises:
@@ -263,7 +274,7 @@ def encode(value: Any) -> bytes:
     return b"".join((len(text).to_bytes(_HEAD, "little"), text, *buffers))
 
 
-def decode(encoded: bytes) -> Any:
+def decode(encoded: bytes) -> PlainValue:
     """Returns the value that `encode` turned into bytes; tensors are on the host."""
     end = _HEAD + int.from_bytes(encoded[:_HEAD], "little")
     try:
@@ -273,7 +284,7 @@ def decode(encoded: bytes) -> Any:
         raise ValueError(f"What came from another rank is not a plain value: {error!r}.") from error
 
 
-def _described(value: Any, buffers: list[bytes]) -> Any:
+def _described(value: object, buffers: list[bytes]) -> object:
     """Returns a value as JSON, in which a list begins with its kind; appends bytes to buffers."""
     match value:
         case None | bool() | str():
@@ -314,7 +325,7 @@ class _Buffers:
         self._remaining = self._remaining[size:]
         return taken
 
-    def value(self, described: Any) -> Any:
+    def value(self, described: object) -> object:
         """Returns the value that `_described` has described."""
         if isinstance(described, dict):
             raise ValueError("an object stands where a value belongs")

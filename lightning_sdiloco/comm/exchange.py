@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ class Exchange(ABC, Generic[Posted]):
     """
 
     learns_sizes = True
-    open_channels: "weakref.WeakSet[Any] | None" = None
+    open_channels: "weakref.WeakSet[DeviceExchange] | None" = None
 
     def __init__(self, groups: int) -> None:
         self.num_groups = groups
@@ -100,6 +100,10 @@ class Exchange(ABC, Generic[Posted]):
                 self.bytes_received += received[group].numel()
 
 
+AnyExchange: TypeAlias = Exchange[Any]
+"""An exchange of which only `collect` knows the results of `post`."""
+
+
 # Over gloo
 
 
@@ -111,8 +115,8 @@ class _Travelling:
 
     messages: Sequence[Tensor]
     received: list[Tensor]
-    sending: dict[int, Any]
-    receiving: dict[int, Any] = field(default_factory=dict)
+    sending: dict[int, dist.Work]
+    receiving: dict[int, dist.Work] = field(default_factory=dict)
     failure: Unanswered | None = None
 
 
@@ -241,7 +245,7 @@ class DirectExchange(Exchange[_Travelling]):
             began = now
         self.arrived = arrived
 
-    def _wait(self, work: Any, group: int, deadline: float) -> None:
+    def _wait(self, work: dist.Work, group: int, deadline: float) -> None:
         # gloo counts whole milliseconds and takes zero for no timeout. Rounded down, the wait would
         # end before the deadline, and a group that is late would look like one that went away.
         left = math.ceil(max(deadline - time.monotonic(), 0) * 1000) + 1
@@ -271,12 +275,12 @@ _RATE_BITS = 23
 _UNIT = 1000.0
 
 
-class VaryingExchange(Exchange[tuple[Any, Any]]):
+class VaryingExchange(Exchange[tuple[object, object]]):
     """Carries messages whose sizes differ between groups: another exchange carries their
     lengths.
     """
 
-    def __init__(self, lengths: Exchange[Any], messages: Exchange[Any]) -> None:
+    def __init__(self, lengths: AnyExchange, messages: AnyExchange) -> None:
         super().__init__(messages.num_groups)
         if not messages.learns_sizes:
             raise ValueError(
@@ -300,7 +304,7 @@ class VaryingExchange(Exchange[tuple[Any, Any]]):
     @override
     def post(
         self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None
-    ) -> tuple[Any, Any]:
+    ) -> tuple[object, object]:
         heads = [
             _packed(message.numel(), rate)
             for message, rate in zip(messages, self._received, strict=True)
@@ -309,7 +313,7 @@ class VaryingExchange(Exchange[tuple[Any, Any]]):
 
     @override
     def collect(
-        self, posted: tuple[Any, Any], deadline: float, sizes: Sequence[int] | None = None
+        self, posted: tuple[object, object], deadline: float, sizes: Sequence[int] | None = None
     ) -> list[Tensor]:
         posted_lengths, posted_messages = posted
         heads = [_unpacked(head) for head in self._lengths.collect(posted_lengths, deadline)]

@@ -11,21 +11,24 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from numbers import Integral
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_sdiloco.comm.communicator import SHARED, Communicator
 from lightning_sdiloco.comm.exchange import (
+    AnyExchange,
     DeviceBackend,
     DeviceExchange,
     DirectExchange,
-    Exchange,
     InProcessExchange,
 )
 from lightning_sdiloco.comm.pacing import Connection, Pacing
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store, _DistributedBackendOptions
 
 STAGES = 3
 """Stages of a flight. Each has its own communicator among the ranks of the group."""
@@ -82,22 +85,21 @@ class GroupLayout:
         ]
 
 
-def checked_worker_groups(worker_groups: Any) -> int | Literal["auto"]:
+def checked_worker_groups(worker_groups: object) -> int | Literal["auto"]:
     """Returns its argument, if it is a possible number of worker groups or ``"auto"``."""
     if isinstance(worker_groups, str) and worker_groups == "auto":
         return "auto"
-    is_whole = isinstance(worker_groups, Integral) and not isinstance(worker_groups, bool)
-    if not is_whole or worker_groups < 1:
-        fault = "out of range"
-        if isinstance(worker_groups, float):
-            fault = "of type float, not a whole number"
-        elif not is_whole:
-            fault = f"of type {type(worker_groups).__name__}, not a number"
-        raise ValueError(
-            f"worker_groups={worker_groups!r} is {fault}: it must be a whole number of at least 1,"
-            " or 'auto' for one group per node (per device on a single node). Choose one of them."
-        )
-    return int(worker_groups)
+    fault = "out of range"
+    if isinstance(worker_groups, float):
+        fault = "of type float, not a whole number"
+    elif isinstance(worker_groups, bool) or not isinstance(worker_groups, Integral):
+        fault = f"of type {type(worker_groups).__name__}, not a number"
+    elif int(worker_groups) >= 1:
+        return int(worker_groups)
+    raise ValueError(
+        f"worker_groups={worker_groups!r} is {fault}: it must be a whole number of at least 1,"
+        " or 'auto' for one group per node (per device on a single node). Choose one of them."
+    )
 
 
 def require_backend(backend: str | None) -> None:
@@ -134,7 +136,7 @@ class SharedGloo:
     """
 
     def __init__(self, like: dist.ProcessGroup | None = None) -> None:
-        self._devices: list[Any] = []
+        self._devices: list[object] = []
         if like is not None:
             with suppress(RuntimeError):  # there is no gloo in it
                 self._devices = devices_of(like._get_backend(torch.device("cpu")))
@@ -144,14 +146,14 @@ class SharedGloo:
                 SHARED, SharedGloo._make, extended_api=True, devices=["cpu", "cuda"]
             )
 
-    def process_group(self, ranks: Sequence[int], timeout: timedelta) -> Any:
+    def process_group(self, ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
         """Makes a process group, as all ranks of the world must at the same time; see
         ``dist.new_group``.
         """
         return dist.new_group(list(ranks), timeout=timeout, backend=SHARED, pg_options=self)
 
     @staticmethod
-    def _make(place: Any, shared: "SharedGloo") -> Any:
+    def _make(place: "_DistributedBackendOptions", shared: "SharedGloo") -> "dist.ProcessGroupGloo":
         """Makes a backend, as torch asks of a registered one, for a place among ranks."""
         gloo: Any = dist.ProcessGroupGloo
         if not shared._devices:
@@ -164,7 +166,7 @@ class SharedGloo:
         return gloo(place.store, place.group_rank, place.group_size, options)
 
 
-def devices_of(backend: Any) -> list[Any]:
+def devices_of(backend: object) -> list[object]:
     """Returns the devices of a process group; none if torch does not report them: then each group
     has its own.
     """
@@ -209,10 +211,10 @@ class Topology:
     in_group: Communicator = field(default_factory=Communicator)
     in_site: Communicator = field(default_factory=Communicator)
     stages: tuple[Communicator, ...] = field(default_factory=lambda: (Communicator(),) * STAGES)
-    control: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
-    progress: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
-    exchange: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
-    second_hop: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
+    control: AnyExchange = field(default_factory=lambda: InProcessExchange.connect(1)[0])
+    progress: AnyExchange = field(default_factory=lambda: InProcessExchange.connect(1)[0])
+    exchange: AnyExchange = field(default_factory=lambda: InProcessExchange.connect(1)[0])
+    second_hop: AnyExchange = field(default_factory=lambda: InProcessExchange.connect(1)[0])
     background: Callable[[torch.device], Any] | None = None
     engine: int = 0
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -359,10 +361,10 @@ class _Between(NamedTuple):
     """The communicator and the exchanges between groups; see `Topology`."""
 
     peers: Communicator
-    control: Exchange[Any]
-    progress: Exchange[Any]
-    exchange: Exchange[Any]
-    second_hop: Exchange[Any]
+    control: AnyExchange
+    progress: AnyExchange
+    exchange: AnyExchange
+    second_hop: AnyExchange
 
     @staticmethod
     def make(
@@ -400,12 +402,13 @@ def _settle_at_exit() -> None:
 
 def mesh_of(
     layout: GroupLayout, device: str, data_parallel: int, tensor_parallel: int, timeout: timedelta
-) -> Any:
+) -> DeviceMesh:
     """Makes a mesh of the ranks of this group, once for each shape. All ranks must call it."""
     shape = (layout.worker_groups, data_parallel, tensor_parallel)
-    world_of_mesh, mesh = _meshes.get((shape, device, timeout), (None, None))
-    if world_of_mesh is dist.group.WORLD:
-        return mesh
+    if (shape, device, timeout) in _meshes:
+        world_of_mesh, mesh = _meshes[shape, device, timeout]
+        if world_of_mesh is dist.group.WORLD:
+            return mesh
     names = ("worker_group", "data_parallel", "tensor_parallel")
     with _unbound(world().is_on_host):
         mesh_of_world = init_device_mesh(device, shape, mesh_dim_names=names)
@@ -416,7 +419,9 @@ def mesh_of(
     return mesh
 
 
-_meshes: dict[Any, tuple[Any, Any]] = {}
+_meshes: dict[
+    tuple[tuple[int, int, int], str, timedelta], tuple[dist.ProcessGroup | None, DeviceMesh]
+] = {}
 
 
 def is_connected() -> bool:
@@ -432,7 +437,7 @@ def ranks_in(process_group: dist.ProcessGroup) -> list[int]:
     return list(dist.get_process_group_ranks(process_group))
 
 
-def store() -> Any:
+def store() -> "Store | None":
     """Returns the store of the default process group, in which a rank that fails leaves a message;
     None if there is no process group.
     """
@@ -446,7 +451,7 @@ def _exchanges(
     gloo: SharedGloo,
     timeout: timedelta,
     on_device: DeviceBackend | None,
-) -> list[Exchange[Any]]:
+) -> list[AnyExchange]:
     """Returns exchanges for control vectors, progress, the first and the second hop."""
     if layout.worker_groups == 1:
         return [InProcessExchange.connect(1)[0] for _ in range(4)]
@@ -484,7 +489,7 @@ def _process_group(
     is_gloo = backend == "gloo" or isinstance(backend, SharedGloo)
     if backend is None:
         is_gloo = world().is_on_host
-    group_of_rank: Any = None
+    group_of_rank: dist.ProcessGroup | None = None
     with _unbound(is_gloo):
         for ranks in all_ranks:
             if isinstance(backend, SharedGloo):
@@ -493,6 +498,7 @@ def _process_group(
                 group = dist.new_group(ranks, timeout=timeout, backend=backend)
             if dist.get_rank() in ranks:
                 group_of_rank = group
+    assert group_of_rank is not None, "every rank is in one of the lists"
     return group_of_rank
 
 

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -238,11 +238,11 @@ def chunk_length(device: torch.device) -> int:
     return 1 << 23
 
 
-def is_number(number: Any) -> bool:
+def is_number(number: object) -> TypeGuard[float]:
     return isinstance(number, (int, float)) and not isinstance(number, bool)
 
 
-def is_positive_int(number: Any) -> bool:
+def is_positive_int(number: object) -> TypeGuard[int]:
     return isinstance(number, int) and not isinstance(number, bool) and number > 0
 
 

@@ -146,7 +146,7 @@ class _Folder:
             raise
 
 
-def write_rank(path: str, save: str, rank: int, state: Mapping[str, Any]) -> Entry:
+def write_rank(path: str, save: str, rank: int, state: Mapping[str, object]) -> Entry:
     """Writes the file of a rank, either all of it or nothing."""
     content = _serialised(state)
     name = f"rank_{rank:05d}.pt"
@@ -260,7 +260,7 @@ def random_state() -> State:
     return state
 
 
-def set_random_state(state: Mapping[str, Any]) -> None:
+def set_random_state(state: State) -> None:
     torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -270,7 +270,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
 
 
-def _serialised(state: Mapping[str, Any]) -> bytes:
+def _serialised(state: Mapping[str, object]) -> bytes:
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
     return buffer.getvalue()
@@ -302,7 +302,7 @@ def _read(path: str, save: str, name: str) -> bytes:
 # The part of a rank's file beside the engine: see [Note: entries of a rank]
 
 
-def with_entries(state: State, tree: Mapping[str, Any], topology: Topology) -> State:
+def with_entries(state: State, tree: State, topology: Topology) -> State:
     """Adds to the state that a rank saves the entries in which it differs from rank 0, and extra
     state. All ranks must call it.
     """
@@ -358,9 +358,9 @@ def take_up_entries(
 def write_ranks(
     path: str,
     topology: Topology,
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     layout: Mapping[str, int],
-    settings: Mapping[str, str],
+    settings: Mapping[str, object],
     advice: str = _ADVICE,
 ) -> Saved:
     """Writes the files of all ranks; see [Note: the order of a save]. All ranks must call it."""
@@ -447,8 +447,8 @@ def write_own(
     settings: Settings,
     state: State,
     inner_optimizers: Sequence[Optimizer],
-    tree: Mapping[str, Any],
-    **others: Any,
+    tree: State,
+    **others: object,
 ) -> Saved:
     """Writes the files of all ranks, with the inner optimizers and whatever else the caller saves.
     All ranks must call it.
@@ -598,7 +598,7 @@ def place_of(topology: Topology) -> dict[str, int]:
     }
 
 
-def require_own_state(state: Mapping[str, Any], topology: Topology) -> None:
+def require_own_state(state: State, topology: Topology) -> None:
     """Refuses the state of another rank: every worker group would go on from the values of one."""
     place = place_of(topology)
     saved_place = state.get("rank")
@@ -631,8 +631,8 @@ def _in_words(place: Mapping[str, int]) -> str:
 def own_state(optimizer: Optimizer) -> State:
     """Returns the state of an optimizer; of sharded tensors, the part that this rank holds."""
     state = optimizer.state_dict()
-    held = dict[Any, Any]()
-    divided = dict[Any, list[str]]()
+    held = dict[int, State]()
+    divided = dict[int, list[str]]()
     for index, entry in state["state"].items():
         held[index] = dict(entry)
         divided[index] = []

@@ -464,7 +464,7 @@ def _tried(
     return [parameter.detach() for parameter in parameters]
 
 
-def is_elementwise(entry: Any, values: Tensor) -> bool:
+def is_elementwise(entry: object, values: Tensor) -> bool:
     """Returns whether an entry of an optimizer's state has a value for every value of the shard, as
     a momentum does.
     """
@@ -575,7 +575,7 @@ class _Carrier(Optimizer):
         groups = [{**group, "params": [Parameter(torch.empty(0))]} for group in _copied(optimizer)]
         super().__init__(groups, dict(optimizer.defaults))
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         ...
 
 
@@ -602,7 +602,7 @@ def _described(scheduler: LRScheduler, rounds: Sequence[Groups]) -> str:
     return f"{type(scheduler).__name__} ({shown}, ...; {len(numbers)} rounds: {seal})"
 
 
-def _scheduled_numbers(group: Hyperparameters) -> list[Any]:
+def _scheduled_numbers(group: Hyperparameters) -> list[object]:
     return [_number(group.get(key)) for key in ("lr", "momentum", "betas")]
 
 
@@ -630,7 +630,7 @@ def _scheduler_from(make: MakeSchedule, carrier: _Carrier) -> LRScheduler:
     return scheduler
 
 
-def _unusable(scheduler: Any, reason: str) -> ValueError:
+def _unusable(scheduler: object, reason: str) -> ValueError:
     return ValueError(
         f"outer_optimizer.lr_schedule made a {type(scheduler).__name__}, which {reason}. Give a"
         " callable from an optimizer to a scheduler that counts rounds:"

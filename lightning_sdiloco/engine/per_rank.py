@@ -16,7 +16,7 @@ import io
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,13 @@ from lightning_sdiloco.engine.shards import clean_name
 Place = tuple[str | int, ...]
 """The keys that lead to an entry, from the outermost dictionary inwards."""
 
-Read = Callable[[io.BytesIO], Any]
+Leaf = Any
+"""An object of a user or of torch, of any type."""
+
+Tree = dict[Any, Leaf]
+"""Nested dictionaries whose leaves are entries."""
+
+Read = Callable[[io.BytesIO], object]
 """Turns the bytes of a packed object into the object, or raises."""
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -39,7 +45,7 @@ _DEEPEST = 8
 class Entries(NamedTuple):
     """The entries of a rank; see [Note: entries of a rank]."""
 
-    plain: list[tuple[Place, Any]]
+    plain: list[tuple[Place, object]]
     packed: list[tuple[Place, Tensor]]
     missing: list[Place]
     """The entries of rank 0 that this rank lacks."""
@@ -47,7 +53,7 @@ class Entries(NamedTuple):
     """The entries that could not be pickled, with the reasons."""
 
 
-def differing_from_first(tree: Mapping[Any, Any], world: Communicator) -> Entries:
+def differing_from_first(tree: Tree, world: Communicator) -> Entries:
     """Returns the entries in which this rank differs from rank 0; none on rank 0. All ranks must
     call it.
     """
@@ -56,11 +62,12 @@ def differing_from_first(tree: Mapping[Any, Any], world: Communicator) -> Entrie
     first_digests = world.all_gather_object(digests if world.rank == 0 else None)[0]
     entries = Entries([], [], [], [])
     if world.rank:
+        assert first_digests is not None, "rank 0 sends its digests"
         _collect(tree, digests, first_digests, (), entries)
     return entries
 
 
-def entries_of(tree: Mapping[Any, Any]) -> Entries:
+def entries_of(tree: Tree) -> Entries:
     """Returns all entries of a dictionary."""
     entries = Entries([], [], [], [])
     for key, value in tree.items():
@@ -69,7 +76,7 @@ def entries_of(tree: Mapping[Any, Any]) -> Entries:
 
 
 def put(
-    entries: Mapping[str, Any], tree: dict[Any, Any], read: Read, without: Collection[Any] = ()
+    entries: Mapping[str, Leaf], tree: Tree, read: Read, without: Collection[str] = ()
 ) -> list[str]:
     """Puts the entries of a rank into the state of rank 0, except those under some of the outermost
     keys.
@@ -95,37 +102,37 @@ def put(
     return failures
 
 
-def read_safely(packed: io.BytesIO) -> Any:
+def read_safely(packed: io.BytesIO) -> object:
     return torch.load(packed, map_location="cpu", weights_only=True)
 
 
 # Extra state of modules
 
 
-def extra_state(model: nn.Module) -> dict[str, Any]:
+def extra_state(model: nn.Module) -> Tree:
     """Returns the entries of a model's ``state_dict`` that are no parameters or buffers, such as
     extra state.
     """
-    state: dict[str, Any] = nn.Module.state_dict(model, keep_vars=True)
+    state: Tree = nn.Module.state_dict(model, keep_vars=True)
     names = set[str]()
     tensors = set[int]()
     for name, tensor in _tensors(model):
         names.add(name)
         tensors.add(id(tensor))
-    extra = dict[str, Any]()
+    extra = Tree()
     for name, value in state.items():
         if name not in names and id(value) not in tensors:
             extra[clean_name(name)] = _copied(value)
     return extra
 
 
-def load_extra_state(model: nn.Module, extra: Mapping[str, Any]) -> None:
+def load_extra_state(model: nn.Module, extra: Mapping[str, object]) -> None:
     """Restores the entries that `extra_state` returned, and nothing else."""
     if not extra:
         return
-    current: dict[str, Any] = nn.Module.state_dict(model, keep_vars=True)
-    names = {clean_name(name): name for name in current}
-    state = OrderedDict[str, Any]()
+    current: Tree = nn.Module.state_dict(model, keep_vars=True)
+    names: dict[str, str] = {clean_name(name): name for name in current}
+    state = OrderedDict[str, object]()
     for clean, value in extra.items():
         name = names.get(clean, clean)
         present = current.get(name)
@@ -142,7 +149,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> object:
     if isinstance(value, Tensor):
         return value.detach().clone()
     try:
@@ -155,11 +162,11 @@ def _copied(value: Any) -> Any:
 # Entries
 
 
-def _is_tree(value: Any) -> bool:
+def _is_tree(value: object) -> TypeGuard[Tree]:
     return isinstance(value, dict) and all(type(key) in (str, int) for key in value)
 
 
-def _digests(value: Any, depth: int) -> Any:
+def _digests(value: object, depth: int) -> Leaf:
     """Returns nested dictionaries with the digest of each entry."""
     if depth and _is_tree(value):
         return {key: _digests(entry, depth - 1) for key, entry in value.items()}
@@ -167,9 +174,9 @@ def _digests(value: Any, depth: int) -> Any:
 
 
 def _collect(
-    tree: Any,
-    digests: Mapping[Any, Any],
-    first_digests: Mapping[Any, Any],
+    tree: Tree,
+    digests: Tree,
+    first_digests: Tree,
     root: Place,
     entries: Entries,
 ) -> None:
@@ -192,7 +199,7 @@ def _collect(
             _store(place, tree[key], entries)
 
 
-def _store(place: Place, value: Any, entries: Entries) -> None:
+def _store(place: Place, value: object, entries: Entries) -> None:
     try:
         if _is_plain(value):
             entries.plain.append((place, value))
@@ -202,7 +209,7 @@ def _store(place: Place, value: Any, entries: Entries) -> None:
         entries.failures.append(_failure(place, error))
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Leaf) -> bool:
     """Returns whether an object can always be read with ``weights_only=True``."""
     kind = type(value)
     if kind in (dict, OrderedDict):
@@ -212,7 +219,7 @@ def _is_plain(value: Any) -> bool:
     return kind in _PLAIN or _is_ordinary(value)
 
 
-def _is_ordinary(value: Any) -> bool:
+def _is_ordinary(value: Leaf) -> bool:
     """Returns whether an object is a tensor of the most common kind."""
     is_tensor = type(value) in (Tensor, nn.Parameter)
     return (
@@ -223,7 +230,7 @@ def _is_ordinary(value: Any) -> bool:
     )
 
 
-def _digest(value: Any) -> bytes | None:
+def _digest(value: object) -> bytes | None:
     """Returns a digest of an object, the same for equal objects of the usual kinds; None if it
     cannot be pickled.
     """
@@ -235,7 +242,7 @@ def _digest(value: Any) -> bytes | None:
     return seal.digest()
 
 
-def _add_to(seal: Any, value: Any) -> None:
+def _add_to(seal: Leaf, value: Leaf) -> None:
     kind = type(value)
     seal.update(kind.__qualname__.encode())
     if _is_ordinary(value):
@@ -257,13 +264,13 @@ def _add_to(seal: Any, value: Any) -> None:
         seal.update(_packed(value).numpy())
 
 
-def _packed(value: Any) -> Tensor:
+def _packed(value: object) -> Tensor:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def _dictionary_of(place: Place, tree: dict[Any, Any]) -> dict[Any, Any]:
+def _dictionary_of(place: Place, tree: Tree) -> Tree:
     """Returns the dictionary that holds an entry, inside a tree."""
     for key in place[:-1]:
         if not isinstance(tree.get(key), dict):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from itertools import chain
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.outer import OptimizerState, OuterState, is_elementwise
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.memory import new_vector
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -282,7 +285,7 @@ class ShardSpec(NamedTuple):
         return tuple(indices)
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Returns whether a tensor is a DTensor, so that this rank holds only a part."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
@@ -291,8 +294,8 @@ def local(tensor: Tensor) -> Tensor:
     """Returns the part of a tensor that this rank holds, without autograd. Writing to it writes to
     the tensor.
     """
-    sharded: Any = tensor.detach()
-    return sharded.to_local() if is_sharded(sharded) else sharded
+    detached = tensor.detach()
+    return detached.to_local() if is_sharded(detached) else detached
 
 
 def like(tensor: Tensor, values: Tensor) -> Tensor:
@@ -303,10 +306,9 @@ def like(tensor: Tensor, values: Tensor) -> Tensor:
 
 
 def described_sharding(tensor: Tensor) -> str:
-    sharded: Any = tensor
-    if not is_sharded(sharded):
+    if not is_sharded(tensor):
         return ""
-    return f" as {sharded.placements} on {tuple(sharded.device_mesh.shape)} ranks"
+    return f" as {tensor.placements} on {tuple(tensor.device_mesh.shape)} ranks"
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
@@ -342,13 +344,13 @@ def held_runs(tensor: Tensor) -> list[Runs]:
     return [_joined(along) for along in positions]
 
 
-def _held_positions(sharded: Any, positions: list[list[int]]) -> list[list[int]]:
+def _held_positions(sharded: "DTensor", positions: list[list[int]]) -> list[list[int]]:
     """Returns those of the positions that this rank holds of a DTensor, for each dimension."""
     mesh = sharded.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "a mesh of other ranks shards nothing here"
     held = list(positions)
-    for placement, ranks, rank in zip(
-        sharded.placements, mesh.shape, mesh.get_coordinate(), strict=True
-    ):
+    for placement, ranks, rank in zip(sharded.placements, mesh.shape, coordinate, strict=True):
         if placement.is_replicate():
             continue
         if not hasattr(placement, "dim"):
@@ -418,10 +420,12 @@ def shard_specs(
     specs = {}
     for name, parameter in parameters.items():
         try:
-            runs = [rank[name] for rank in ranks]
-            for refusal in runs:
-                if isinstance(refusal, str):
-                    raise ValueError(refusal)
+            runs = list[list[Runs]]()
+            for rank in ranks:
+                runs_or_refusal = rank[name]
+                if isinstance(runs_or_refusal, str):
+                    raise ValueError(runs_or_refusal)
+                runs.append(runs_or_refusal)
             specs[name] = divided(parameter.shape, runs)
         except ValueError as error:
             raise ValueError(
@@ -431,7 +435,7 @@ def shard_specs(
     return specs
 
 
-def _runs_or_refusal(parameter: Any, members: range) -> list[Runs] | str:
+def _runs_or_refusal(parameter: Tensor, members: range) -> list[Runs] | str:
     """Returns the positions that this rank holds, or the reason why the parameter cannot be
     exchanged.
     """
@@ -453,10 +457,9 @@ def ranks_of(tensor: Tensor) -> list[int]:
     """Returns the ranks, as the world counts them, over which a tensor is sharded; none if it is
     not.
     """
-    sharded: Any = tensor
     if not is_sharded(tensor):
         return []
-    return list(map(int, sharded.device_mesh.mesh.flatten()))
+    return list(map(int, tensor.device_mesh.mesh.flatten()))
 
 
 def _numel(runs: list[Runs]) -> int:
@@ -501,7 +504,7 @@ def to_parameters(
     values = _split(fragment, [shard.values for shard in shards])
     states: dict[str, OptimizerState] = {name: {} for name in values}
     for key, entry in first.state.items():
-        vectors: dict[str, Any] = dict.fromkeys(values, entry)
+        vectors: OptimizerState = dict.fromkeys(values, entry)
         if is_elementwise(entry, first.values):
             vectors = _split(fragment, [shard.state[key] for shard in shards])
         for name, state in states.items():

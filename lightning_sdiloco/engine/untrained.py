@@ -926,7 +926,7 @@ def _differing(places: Sequence[Place], topology: Topology) -> list[Place]:
     """Returns the places where ranks hold other values, of the same shape and dtype. All ranks must
     call it.
     """
-    digests = list[Any]()
+    digests = list[tuple[int, list[int | str]]]()
     for place in places:
         form = [*place.values.shape, str(place.values.dtype)]
         digests.append((digest(place.values), form))

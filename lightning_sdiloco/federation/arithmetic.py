@@ -52,7 +52,7 @@ from lightning_sdiloco.engine.untrained import (
     new_outer,
 )
 from lightning_sdiloco.engine.untrained import to_bytes as untrained_bytes
-from lightning_sdiloco.federation.codec import Bytes, key_of
+from lightning_sdiloco.federation.codec import Bytes, RoundNumber, key_of
 from lightning_sdiloco.federation.messages import Contribution, Payload, Record
 from lightning_sdiloco.federation.remote import places_of
 from lightning_sdiloco.federation.untrained import Sizes, packed, unpacked
@@ -248,7 +248,7 @@ class SiteArithmetic:
         norm = whole_norm(torch.linalg.vector_norm(mean), self._site)
         return _Average(values, mean, norm, controls, count, sources, span)
 
-    def _rounding(self, fragment: int, round: int, choice: int | None = None) -> AllReduce:
+    def _rounding(self, fragment: int, round: RoundNumber, choice: int | None = None) -> AllReduce:
         return self._all_reduce.at(self._schedule.launch_of(fragment, round), choice)
 
     def _received(self, record: Record, blobs: Mapping[str, Bytes]) -> list[_Source]:

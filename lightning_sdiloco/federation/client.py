@@ -14,14 +14,16 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from typing_extensions import override
 
 from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation.codec import Bytes, key_of, read
+from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.keys import Identity, Peer, Role, bundle_of, host_of
 from lightning_sdiloco.federation.messages import Event, Payload, Recorded, StateOffered, read_event
+from lightning_sdiloco.federation.store import InMemoryStore
 from lightning_sdiloco.federation.wire import (
     AWAY,
     CHUNK,
@@ -32,6 +34,8 @@ from lightning_sdiloco.federation.wire import (
     SERVICE,
     Altered,
     Busy,
+    Channel,
+    Extra,
     Failure,
     Header,
     HubError,
@@ -64,6 +68,31 @@ Answer = TypeVar("Answer")
 _Parts = list[list[int]]
 
 
+Link = Any
+"""A `VirtualLink` of `federation.memory`, which imports this module, or None."""
+
+
+class Listener(Protocol):
+    """The connection that a site's events are for, with what it says to the hub."""
+
+    hello_header: Header
+    heartbeat_header: Header
+    lease: float
+
+    def hear(self, event: Event) -> None: ...
+
+    def fail(self, error: Exception) -> None: ...
+
+
+class HubInMemory(Protocol):
+    run: str
+    clock: Callable[[], float]
+    sleep: Callable[[float], None]
+    store: InMemoryStore
+    clients: "dict[str, InProcessClient]"
+    coordinator: Coordinator
+
+
 class _Attempt:
     """One attempt to move a blob, in parts that several threads move.
 
@@ -75,7 +104,7 @@ class _Attempt:
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
-        self.calls: list[Any] = []
+        self.calls: list[Extra] = []
         self.progress = 0
 
 
@@ -272,7 +301,7 @@ class HubClient:
         message = self._ping(size if up else 0, 0 if up else size)
         moments = list[float]()
 
-        def ping(channel: Any) -> None:
+        def ping(channel: Channel) -> None:
             while True:
                 self._answer(message, channel)
                 moments.append(time.perf_counter())
@@ -298,7 +327,7 @@ class HubClient:
     sends_bytes_per_s = 0.0  # a connection measures it
     now = staticmethod(time.monotonic)
 
-    def listen(self, connection: Any) -> None:
+    def listen(self, connection: Listener) -> None:
         """Passes the hub's events and errors to a connection, and the connection's hello and
         heartbeats to the hub, in a thread.
         """
@@ -347,7 +376,7 @@ class HubClient:
     def _sent(self, header: Header, blob: memoryview) -> Header:
         answers: list[Header] = []
 
-        def send(attempt: _Attempt, channel: Any, part: list[int]) -> None:
+        def send(attempt: _Attempt, channel: Channel, part: list[int]) -> None:
             messages = self._messages(header, blob[: part[1]], part[0], attempt)
             put = self._method("stream_unary", "put", channel)
             call = put.future(messages, attempt.timeout)
@@ -382,7 +411,7 @@ class HubClient:
         header = self._header() | {"key": key}
         blob = bytearray(size)
 
-        def fetch(attempt: _Attempt, channel: Any, part: list[int]) -> None:
+        def fetch(attempt: _Attempt, channel: Channel, part: list[int]) -> None:
             message = pack(header | {"start": part[0], "end": part[1]})
             call = self._method("unary_stream", "get", channel)(message, timeout=attempt.timeout)
             attempt.calls.append(call)
@@ -409,14 +438,14 @@ class HubClient:
             raise Altered(f"the hub sent other bytes than those with digest {key}.")
         return blob
 
-    def _size_of(self, call: Any) -> int:
+    def _size_of(self, call: Extra) -> int:
         return checked_size(unpack(next(iter(call), b""))[0].get("size"), self.max_blob, "blob")
 
     def _move(
         self,
         missing: _Parts | None,
         size: int,
-        move: Callable[[_Attempt, Any, list[int]], None],
+        move: Callable[[_Attempt, Channel, list[int]], None],
         remaining: Callable[[_Parts], _Parts | None],
     ) -> None:
         """Moves the parts of a blob over all connections, and tries again with those that are
@@ -463,7 +492,7 @@ class HubClient:
         self,
         attempt: _Attempt,
         parts: _Parts,
-        move: Callable[[_Attempt, Any, list[int]], None],
+        move: Callable[[_Attempt, Channel, list[int]], None],
     ) -> list[Failure]:
         channels = itertools.cycle(self._channels[1:])
         tasks = [partial(move, attempt, next(channels), part) for part in parts]
@@ -517,7 +546,7 @@ class HubClient:
                 self._look_elsewhere()
         return ask()
 
-    def _answer(self, message: bytes, channel: Any = None) -> bytes:
+    def _answer(self, message: bytes, channel: Channel = None) -> bytes:
         self.require()
         try:
             call = self._method("unary_unary", "call", channel)
@@ -525,7 +554,7 @@ class HubClient:
         except Exception as error:
             raise self._error(error) from error
 
-    def _method(self, kind: str, name: str, channel: Any = None) -> Any:
+    def _method(self, kind: str, name: str, channel: Channel = None) -> Extra:
         return getattr(channel or self._channels[0], kind)(f"/{SERVICE}/{name}")
 
     def require(self) -> None:
@@ -543,7 +572,7 @@ class HubClient:
         for channel in before:
             channel.close()
 
-    def _channel(self) -> Any:
+    def _channel(self) -> Channel:
         bundle = self._bundle
         if bundle is None:
             return self._grpc.insecure_channel(self._hub, CLIENT_OPTIONS)
@@ -566,7 +595,7 @@ class HubClient:
             )
         raise error
 
-    def _rpc_error(self, error: Any) -> Failure:
+    def _rpc_error(self, error: Extra) -> Failure:
         code = error.code().name
         details = error.details() or ""
         if code not in AWAY and not details.startswith("Concurrent RPC limit"):
@@ -632,12 +661,12 @@ class _Way:
     once.
     """
 
-    def __init__(self, link: Any, delay: float = 0.0) -> None:
+    def __init__(self, link: Link, delay: float = 0.0) -> None:
         self._link = link
         self._delay = delay
         self._free_at = 0.0
 
-    def carry(self, nbytes: int, arrive: Callable[[], Any]) -> Any:
+    def carry(self, nbytes: int, arrive: Callable[[], Answer]) -> Answer | None:
         """Calls ``arrive`` when so many bytes have arrived; returns its result if that is now."""
         if self._link is None:
             return arrive()
@@ -654,8 +683,10 @@ class _Way:
 
 class _Inline(Executor):
     @override
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        future: Future[Any] = Future()
+    def submit(
+        self, fn: Callable[..., Answer], /, *args: object, **kwargs: object
+    ) -> Future[Answer]:
+        future = Future[Answer]()
         try:
             future.set_result(fn(*args, **kwargs))
         except Exception as error:
@@ -668,7 +699,9 @@ class InProcessClient:
     a link carries.
     """
 
-    def __init__(self, hub: Any, site: str, link: Any = None, incarnation: str = "") -> None:
+    def __init__(
+        self, hub: HubInMemory, site: str, link: Link = None, incarnation: str = ""
+    ) -> None:
         self.identity = Identity(hub.run, "site", site)
         self.incarnation = incarnation or secrets.token_hex(8)
         self.now = hub.clock
@@ -680,7 +713,8 @@ class InProcessClient:
         self._peer = Peer("site", site, self.incarnation)
         self._up = _Way(link, link.delay if link else 0.0)
         self._down = _Way(link)
-        self._connection: Any = None
+        # `listen` sets it, before anything is said.
+        self._connection: Listener
         self._is_over = False
 
     def call(
@@ -727,7 +761,7 @@ class InProcessClient:
         """Waits for nothing: what could not be sent now is sent after the next hello."""
         return False
 
-    def listen(self, connection: Any) -> None:
+    def listen(self, connection: Listener) -> None:
         self._connection = connection
         self._connect()
         if self._link:
@@ -746,7 +780,7 @@ class InProcessClient:
             self._ends(Refused(str(error)))
         self.turn()
 
-    def _live(self, link: Any, interval: float) -> None:
+    def _live(self, link: Link, interval: float) -> None:
         """Sends heartbeats at intervals, as the network threads of a site do while it trains."""
         if self._is_over:
             return
@@ -817,7 +851,7 @@ class InProcessClient:
 Transport = HubClient | InProcessClient
 
 
-def _checked_parts(missing: Any, size: int) -> _Parts:
+def _checked_parts(missing: object, size: int) -> _Parts:
     parts = read(tuple[tuple[int, int], ...], missing, "missing")
     before = 0
     for start, end in parts:

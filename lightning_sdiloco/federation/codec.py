@@ -24,6 +24,9 @@ from typing import (
     Any,
     ClassVar,
     Literal,
+    NewType,
+    NoReturn,
+    TypeAlias,
     TypeVar,
     Union,
     get_args,
@@ -48,9 +51,21 @@ Incarnation = Annotated[str, INCARNATION]
 Key = Annotated[str, KEY]
 Index = Annotated[int, range(MOST_FRAGMENTS)]
 Positive = Annotated[int, range(1, 2**63)]
+
+RoundNumber = NewType("RoundNumber", int)
+"""A round of a fragment, from 1; 0 is before the first. No fragment or step stands for it."""
+
+Round = Annotated[RoundNumber, range(1, 2**63)]
 Digest = Annotated[int, range(-(2**63), 2**63)]
 
 AnyMessage = TypeVar("AnyMessage", bound="Message")
+Default = TypeVar("Default")
+
+Json = Any
+"""A value of JSON of any form."""
+
+Hint: TypeAlias = Any
+"""A type hint, for which `typing` has no type."""
 
 
 class Message:
@@ -83,7 +98,7 @@ class Message:
         return message
 
 
-def absent_if_empty(default: Any) -> Any:
+def absent_if_empty(default: Default) -> Default:
     """A field that a text lacks if it is empty: it is newer than some ledgers."""
     return field(default=default, metadata={"absent_if_empty": True})
 
@@ -95,17 +110,17 @@ def key_of(blob: Bytes) -> str:
 # Writing
 
 
-def encoded(value: Any) -> bytes:
+def encoded(value: object) -> bytes:
     """Returns the one text of a value of JSON: equal values have equal bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Json:
     if isinstance(value, tuple | list):
         return [plain(element) for element in value]
     if isinstance(value, Mapping):
         return {name: plain(element) for name, element in value.items()}
-    kind = value.__class__
+    kind: Hint = value.__class__
     if hasattr(kind, "__dataclass_fields__"):
         fields_by_name = {}
         for name in _hints(kind):
@@ -117,7 +132,7 @@ def plain(value: Any) -> Any:
 
 
 @cache
-def _hints(kind: Any) -> dict[str, Any]:
+def _hints(kind: Hint) -> dict[str, Hint]:
     """Returns the type hints of a dataclass or named tuple, by argument."""
     hints = get_type_hints(kind, include_extras=True)
     if not is_dataclass(kind):
@@ -126,7 +141,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 @cache
-def _may_lack(kind: Any) -> frozenset[str]:
+def _may_lack(kind: Hint) -> frozenset[str]:
     return frozenset(
         argument.name for argument in fields(kind) if argument.metadata.get("absent_if_empty")
     )
@@ -134,8 +149,10 @@ def _may_lack(kind: Any) -> frozenset[str]:
 
 # Reading
 
+_Hints = tuple[Hint, ...]
 
-def decoded(text: bytes, most: int) -> Any:
+
+def decoded(text: bytes, most: int) -> Json:
     if len(text) > most:
         raise Malformed(f"{len(text):,} bytes are more than the {most:,} that are read")
     try:
@@ -146,8 +163,8 @@ def decoded(text: bytes, most: int) -> Any:
         raise Malformed(f"this is not JSON: {error}") from None
 
 
-def _without_twins(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
+def _without_twins(pairs: Iterable[tuple[str, Json]]) -> dict[str, Json]:
+    values: dict[str, Json] = {}
     for key, value in pairs:
         if key in values:
             raise Malformed(f"{key[:64]!r} is given twice")
@@ -155,16 +172,17 @@ def _without_twins(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _no_number(constant: str) -> Any:
+def _no_number(constant: str) -> NoReturn:
     raise Malformed(f"{constant} is not a number")
 
 
-def read(hint: Any, value: Any, name: str) -> Any:
+def read(hint: Hint, value: object, name: str) -> Any:
     """Returns a value of JSON as the type that a hint names; see [Note: read strictly]."""
-    limit: Any = None
-    if get_origin(hint) is Annotated:
+    limit = None
+    form: Hint = get_origin(hint)
+    if form is Annotated:
         hint, limit = get_args(hint)
-    kind = get_origin(hint) or hint
+    kind: Hint = get_origin(hint) or hint
     arguments = get_args(hint)
     if kind in (Union, UnionType):
         return _read_union(arguments, value, name)
@@ -175,17 +193,17 @@ def read(hint: Any, value: Any, name: str) -> Any:
     return _read_dataclass(kind, value, name)
 
 
-def _read_any(arguments: Any, limit: Any, value: Any, name: str) -> Any:
+def _read_any(arguments: _Hints, limit: object, value: object, name: str) -> object:
     return value
 
 
-def _read_bool(arguments: Any, limit: Any, value: Any, name: str) -> bool:
+def _read_bool(arguments: _Hints, limit: object, value: object, name: str) -> bool:
     if not isinstance(value, bool):
         raise Malformed(f"{name} is neither true nor false")
     return value
 
 
-def _read_int(arguments: Any, limit: range | None, value: Any, name: str) -> int:
+def _read_int(arguments: _Hints, limit: range | None, value: object, name: str) -> int:
     bounds = limit or range(2**63)
     # A bool is an int to Python.
     if type(value) is not int or value not in bounds:
@@ -193,13 +211,15 @@ def _read_int(arguments: Any, limit: range | None, value: Any, name: str) -> int
     return value
 
 
-def _read_float(arguments: Any, limit: Any, value: Any, name: str) -> float:
+def _read_float(arguments: _Hints, limit: object, value: Json, name: str) -> float:
     if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
         raise Malformed(f"{name} is not a finite number of at least 0")
     return float(value)
 
 
-def _read_str(arguments: Any, limit: "re.Pattern[str] | int | None", value: Any, name: str) -> str:
+def _read_str(
+    arguments: _Hints, limit: "re.Pattern[str] | int | None", value: object, name: str
+) -> str:
     if isinstance(limit, re.Pattern):
         if not isinstance(value, str) or not limit.fullmatch(value):
             raise Malformed(f"{name} is not a text like {limit.pattern}")
@@ -210,19 +230,21 @@ def _read_str(arguments: Any, limit: "re.Pattern[str] | int | None", value: Any,
     return value
 
 
-def _read_bytes(arguments: Any, limit: Any, value: Any, name: str) -> Bytes:
+def _read_bytes(arguments: _Hints, limit: object, value: object, name: str) -> Bytes:
     if not isinstance(value, bytes | bytearray | memoryview):
         raise Malformed(f"{name} is of type {type(value).__name__}, not bytes")
     return value
 
 
-def _read_literal(arguments: Any, limit: Any, value: Any, name: str) -> Any:
+def _read_literal(arguments: _Hints, limit: object, value: object, name: str) -> object:
     if value not in arguments:
         raise Malformed(f"{name} is not one of {', '.join(arguments)}")
     return value
 
 
-def _read_mapping(arguments: Any, limit: Any, value: Any, name: str) -> dict[Any, Any]:
+def _read_mapping(
+    arguments: _Hints, limit: object, value: object, name: str
+) -> dict[object, object]:
     if not isinstance(value, dict):
         raise Malformed(f"{name} is not an object")
     key_hint, value_hint = arguments
@@ -232,10 +254,11 @@ def _read_mapping(arguments: Any, limit: Any, value: Any, name: str) -> dict[Any
     }
 
 
-_READERS: dict[Any, Callable[[Any, Any, Any, str], Any]] = {
+_READERS: dict[Hint, Callable[..., object]] = {
     Any: _read_any,
     bool: _read_bool,
     int: _read_int,
+    RoundNumber: _read_int,
     float: _read_float,
     str: _read_str,
     bytes: _read_bytes,
@@ -244,7 +267,7 @@ _READERS: dict[Any, Callable[[Any, Any, Any, str], Any]] = {
 }
 
 
-def _read_union(arguments: Any, value: Any, name: str) -> Any:
+def _read_union(arguments: _Hints, value: object, name: str) -> object:
     if value is None and NoneType in arguments:
         return None
     kinds = [kind for kind in arguments if kind is not NoneType]
@@ -255,7 +278,9 @@ def _read_union(arguments: Any, value: Any, name: str) -> Any:
     return read(kinds[0], value, name)
 
 
-def _read_tuple(kind: Any, arguments: Any, limit: int | range | None, value: Any, name: str) -> Any:
+def _read_tuple(
+    kind: Hint, arguments: _Hints, limit: int | range | None, value: object, name: str
+) -> object:
     if arguments and arguments[-1] is ...:
         sizes = limit if isinstance(limit, range) else range((limit or MOST_FRAGMENTS) + 1)
         if not isinstance(value, list) or len(value) not in sizes:
@@ -272,7 +297,7 @@ def _read_tuple(kind: Any, arguments: Any, limit: int | range | None, value: Any
     return tuple(parts) if arguments else kind(*parts)
 
 
-def _read_dataclass(kind: Any, value: Any, name: str) -> Any:
+def _read_dataclass(kind: Hint, value: object, name: str) -> object:
     hints = _hints(kind)
     may_lack = _may_lack(kind)
     if not isinstance(value, dict):

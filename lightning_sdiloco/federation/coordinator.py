@@ -22,10 +22,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from lightning_sdiloco.errors import AgreementError, Malformed, Refused
-from lightning_sdiloco.federation.codec import decoded, encoded, plain, read
+from lightning_sdiloco.federation.codec import Json, RoundNumber, decoded, encoded, plain, read
 from lightning_sdiloco.federation.keys import Peer
 from lightning_sdiloco.federation.ledger import Answer, Founding, Ledger, Member
 from lightning_sdiloco.federation.messages import (
@@ -48,7 +48,7 @@ from lightning_sdiloco.federation.messages import (
     Welcomed,
     event_of,
 )
-from lightning_sdiloco.federation.quorum import built_in, quorum_of
+from lightning_sdiloco.federation.quorum import Quorum, built_in, quorum_of
 from lightning_sdiloco.federation.run_config import (
     AMENDABLE,
     RETENTION,
@@ -72,7 +72,7 @@ _TERMS = {
     if name in AMENDABLE
 }
 
-Status = dict[str, Any]
+Status = dict[str, Json]
 
 
 @dataclass
@@ -125,7 +125,7 @@ class RecordIndex:
     def records(self) -> int:
         return sum(map(len, self._numbers))
 
-    def next_number(self, fragment: int, round: int) -> int | None:
+    def next_number(self, fragment: int, round: RoundNumber) -> int | None:
         """Returns the number of the first record after a round; None if there is none."""
         position = max(0, round - self._base[fragment])
         numbers = self._numbers[fragment]
@@ -159,7 +159,7 @@ class Coordinator:
         store: BlobStore | InMemoryStore,
         sites: int | None = None,
         clock: Callable[[], float] = time.monotonic,
-        find_quorum: Callable[[str], type[Any]] = built_in,
+        find_quorum: Callable[[str], type[Quorum]] = built_in,
         refound: bool = False,
     ) -> None:
         self.run_config = _founded_run_config(run, journal, sites, refound)
@@ -242,7 +242,8 @@ class Coordinator:
         # By fragment: the number of the first record that the site lacks.
         numbers = {}
         for fragment, position in enumerate(applied):
-            number = self._index.next_number(fragment, position.round or kept_from[fragment] - 1)
+            known_round = position.round or RoundNumber(kept_from[fragment] - 1)
+            number = self._index.next_number(fragment, known_round)
             if number is not None:
                 numbers[fragment] = number
         if not numbers:
@@ -627,7 +628,7 @@ class Coordinator:
             if not len(header.applied) == len(header.digests) == fragments:
                 raise Refused(f"a state of this run has {fragments} fragments")
             if request.founding and any(
-                position != Position(0, run_config.key) for position in header.applied
+                position != Position.start(run_config.key) for position in header.applied
             ):
                 raise Refused("a run is founded on a state at round 0")
             request.state = Snapshot(header, tuple(parts))
@@ -701,7 +702,7 @@ class Coordinator:
             self._call()
         self._wake()
 
-    def amend(self, changes: Any) -> Terms:
+    def amend(self, changes: Json) -> Terms:
         """Amends the terms of the run, durably, and informs all sites."""
         with self._lock:
             ledger = self.ledger
@@ -726,7 +727,7 @@ class Coordinator:
         self._wake()
         return terms
 
-    def _roll_back(self, round: int) -> int:
+    def _roll_back(self, round: RoundNumber) -> int:
         """Drops the first record of a later round and all records after it, in the ledger, too."""
         with self._lock:
             fragments = range(len(self.ledger.closed))

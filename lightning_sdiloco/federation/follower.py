@@ -23,10 +23,10 @@ other launch of the site for that round, so the site makes none.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
-from lightning_sdiloco.federation.codec import Digest, plain, read
+from lightning_sdiloco.federation.codec import Digest, Json, RoundNumber, plain, read
 from lightning_sdiloco.federation.messages import (
     Call,
     Contribution,
@@ -114,8 +114,8 @@ class Progress:
     standing: LaunchId | None = None
 
     @property
-    def next_round(self) -> int:
-        return self.applied.round + 1
+    def next_round(self) -> RoundNumber:
+        return self.applied.next_round
 
     @property
     def has_joined(self) -> bool:
@@ -251,7 +251,7 @@ class Progress:
             return record.previous == self.applied.key
         return before is None or record.previous == before.key
 
-    def parted(self, round: int) -> AgreementError:
+    def parted(self, round: RoundNumber) -> AgreementError:
         """Returns the error for a round whose record at the hub is not the one here."""
         return AgreementError(
             f"Round {round} of fragment {self.fragment} differs between the hub and this site:"
@@ -302,7 +302,7 @@ class Progress:
             round: later for round, later in self.records.items() if round > applied.round
         }
 
-    def passed(self, round: int, site: str) -> MergeAction:
+    def passed(self, round: RoundNumber, site: str) -> MergeAction:
         """Returns what the records up to a round, none landed yet, amount to together."""
         actions = set()
         for number in range(self.next_round, round + 1):
@@ -356,7 +356,7 @@ class Follower:
         self.incarnation = incarnation
         self.reachable = False
         self._run_config = run_config
-        self._start = Position(0, run_config)
+        self._start = Position.start(run_config)
         self._patience = patience
         self._late = late
         self._alone_since: float | None = None
@@ -406,7 +406,7 @@ class Follower:
         for progress, closed in zip(self.fragments, welcome.closed, strict=True):
             standing = None
             if progress.fragment in incarnations:
-                standing = LaunchId(closed.round + 1, incarnations[progress.fragment])
+                standing = LaunchId(closed.next_round, incarnations[progress.fragment])
             if progress.meet(standing):
                 beginning_again.append(progress.fragment)
         return beginning_again
@@ -605,7 +605,7 @@ class Follower:
             flight = progress.flight
             if flight is None:
                 continue
-            steps = self.terms.steps_before(progress.fragment, flight.own.round + 1)
+            steps = self.terms.steps_before(progress.fragment, RoundNumber(flight.own.round + 1))
             if step >= flight.launched_at + steps - 1:
                 if flight.waits_since is None:
                     flight.waits_since = now
@@ -681,10 +681,10 @@ class Follower:
 
     # Checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Json]:
         return {"fragments": [_saved(progress) for progress in self.fragments]}
 
-    def load_state_dict(self, state: Mapping[str, Any], digests: Sequence[int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Json], digests: Sequence[int]) -> None:
         """Restores what `state_dict` returned. This incarnation continues where that one was."""
         hints = get_type_hints(Progress, include_extras=True)
         loaded = list[Progress]()
@@ -702,7 +702,7 @@ class Follower:
         self.fragments = loaded
 
 
-def _saved(progress: Progress) -> dict[str, Any]:
+def _saved(progress: Progress) -> dict[str, Json]:
     return {name: plain(getattr(progress, name)) for name in _SAVED}
 
 

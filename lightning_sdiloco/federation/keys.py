@@ -14,12 +14,20 @@ import warnings
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation.codec import NAME
 from lightning_sdiloco.federation.store import sync_folder, write_synced
-from lightning_sdiloco.federation.wire import OLDEST, PROTOCOL, Denied, Header, extra
+from lightning_sdiloco.federation.wire import (
+    OLDEST,
+    PROTOCOL,
+    Context,
+    Denied,
+    Extra,
+    Header,
+    extra,
+)
 
 Role = Literal["hub", "site", "operator", "reader"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -168,7 +176,7 @@ def add_keys(folder: str | Path, name: str, role: Role = "site", days: int = 365
     return path
 
 
-def _extensions(identity: Identity) -> dict[Any, bool]:
+def _extensions(identity: Identity) -> dict[Extra, bool]:
     """Returns the extensions of a holder's certificate, and which of them are critical."""
     x509 = extra("cryptography.x509")
     names = [x509.UniformResourceIdentifier(identity.uri)]
@@ -188,7 +196,7 @@ def _extensions(identity: Identity) -> dict[Any, bool]:
 def _key_pair(
     name: str,
     days: int,
-    extensions: Mapping[Any, bool],
+    extensions: Mapping[Extra, bool],
     authority_key: bytes | None = None,
     authority: bytes | None = None,
 ) -> tuple[bytes, bytes]:
@@ -205,7 +213,7 @@ def _key_pair(
     return bytes(private), bytes(certificate.public_bytes(forms.Encoding.PEM))
 
 
-def _unsigned(name: str, days: int, authority: bytes | None) -> Any:
+def _unsigned(name: str, days: int, authority: bytes | None) -> Extra:
     """Returns a certificate that is not signed yet, and lacks its key."""
     x509 = extra("cryptography.x509")
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
@@ -344,7 +352,7 @@ class Peer(NamedTuple):
     incarnation: str
 
 
-def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context: Any) -> Peer:
+def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context: Context) -> Peer:
     """Returns the caller of the hub of a run, if the call is allowed; without a bundle, the hub
     believes the header.
     """
@@ -377,7 +385,7 @@ def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context:
     return Peer(claimed.role, claimed.name, caller["incarnation"])
 
 
-def holder_of(context: Any) -> Identity:
+def holder_of(context: Context) -> Identity:
     """Returns the holder of the certificate of a connection."""
     holders = []
     for name in context.auth_context().get("x509_subject_alternative_name", []):
@@ -389,7 +397,7 @@ def holder_of(context: Any) -> Identity:
     return holders[0]
 
 
-def require_valid(bundle: Bundle, context: Any) -> None:
+def require_valid(bundle: Bundle, context: Context) -> None:
     """Refuses a certificate that was revoked or has expired since its connection was made."""
     (pem,) = context.auth_context()["x509_pem_cert"]
     revoked = bundle.revoked()
@@ -417,7 +425,7 @@ def _ends(certificate: bytes) -> datetime.datetime:
     return ends
 
 
-def _require_certified(run: str, bundle: Bundle, claimed: Identity, context: Any) -> None:
+def _require_certified(run: str, bundle: Bundle, claimed: Identity, context: Context) -> None:
     holder = holder_of(context)
     # An authority that was not bound to a run when it signed has since been bound to this hub's.
     if holder.run not in (run, UNBOUND):
@@ -427,7 +435,7 @@ def _require_certified(run: str, bundle: Bundle, claimed: Identity, context: Any
     require_valid(bundle, context)
 
 
-def speaks_for_itself(role: str, name: str, about: Any) -> Header:
+def speaks_for_itself(role: str, name: str, about: object) -> Header:
     """Returns the part of a header for the call. A site that calls must not name another site."""
     if not isinstance(about, dict):
         raise Malformed("a call is about a JSON object.")

@@ -19,7 +19,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from lightning_sdiloco.algorithm.weighting import outlying
 from lightning_sdiloco.errors import AgreementError, Refused
@@ -46,7 +45,7 @@ class Founding:
     """
 
     def __init__(
-        self, sites: int, find: Callable[[str], type[Any]] = built_in, again: bool = False
+        self, sites: int, find: Callable[[str], type[Quorum]] = built_in, again: bool = False
     ) -> None:
         self._sites = sites
         self._find = find
@@ -167,7 +166,7 @@ class Ledger:
     ) -> None:
         self.terms = terms
         self.seq = 0
-        self.base = list(base) or [Position(0, run_config)] * terms.fragments
+        self.base = list(base) or [Position.start(run_config)] * terms.fragments
         self.closed = list(self.base)
         self.members: dict[str, Member] = {}
         self.open: dict[int, OpenRound] = {}
@@ -361,7 +360,7 @@ class Ledger:
         return [self._call(fragment) for fragment in fragments]
 
     def _call(self, fragment: int) -> Call:
-        number = self.closed[fragment].round + 1
+        number = self.closed[fragment].next_round
         contributions = self.open.get(fragment, OpenRound()).contributions.values()
         is_exact = all(launched.exact for launched in contributions if not launched.reason)
         return Call(fragment, number, is_exact and (self._ending or self.terms.is_last(number)))

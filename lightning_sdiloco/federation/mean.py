@@ -5,7 +5,7 @@ residual that rounding leaves out of a mean, and adds it to the next mean of the
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from lightning_sdiloco.federation.messages import Contribution, Record
 from lightning_sdiloco.federation.untrained import Sizes, packed, unpacked
 
 Vector = npt.NDArray[np.float32]
+Numbers = TypeVar("Numbers", bound=npt.NDArray[Any])
 
 # The numbers that may be NaN, except those that numpy does not know.
 _NUMBERS = {
@@ -160,7 +161,7 @@ def has_nan(values: bytes, number: str) -> bool:
     return dtype is not None and bool(np.isnan(np.frombuffer(values, dtype)).any())
 
 
-def elementwise_mean(rows: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+def elementwise_mean(rows: Sequence[Numbers]) -> Numbers:
     """Returns the plain mean over the sites. A value that all sites share keeps its bits; a site
     with any other value that is not finite is left out.
 

@@ -17,7 +17,7 @@ follower knows how to handle that.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 from lightning_sdiloco.errors import Malformed
 from lightning_sdiloco.federation.codec import (
@@ -27,10 +27,13 @@ from lightning_sdiloco.federation.codec import (
     Digest,
     Incarnation,
     Index,
+    Json,
     Key,
     Message,
     Name,
     Positive,
+    Round,
+    RoundNumber,
     absent_if_empty,
     decoded,
     encoded,
@@ -53,21 +56,30 @@ class LaunchId(NamedTuple):
     round.
     """
 
-    round: Positive
+    round: Round
     incarnation: Incarnation
 
 
 class Position(NamedTuple):
     """How far the records of a fragment go: one entry of an applied vector."""
 
-    round: int
+    round: RoundNumber
     key: Key
+
+    @staticmethod
+    def start(run_config: str) -> "Position":
+        """Returns the position before the first round of a run."""
+        return Position(RoundNumber(0), run_config)
+
+    @property
+    def next_round(self) -> RoundNumber:
+        return RoundNumber(self.round + 1)
 
 
 @dataclass(frozen=True)
 class Contribution(Message):
     fragment: Index
-    round: Positive
+    round: Round
     site: Name
     incarnation: Incarnation
     previous: Key
@@ -86,7 +98,7 @@ class Contribution(Message):
 
     def builds_on(self, closed: Position) -> bool:
         """Returns whether it is for the round after a position."""
-        return Position(self.round - 1, self.previous) == closed
+        return (closed.next_round, closed.key) == (self.round, self.previous)
 
     @property
     def reason(self) -> Literal["", "not finite", "no samples"]:
@@ -113,7 +125,7 @@ class Timing(NamedTuple):
     """
 
     site: Name
-    round: Positive
+    round: Round
     late: float
     step: float | None = None
 
@@ -124,7 +136,7 @@ class Record(Message):
 
     seq: int
     fragment: Index
-    round: Positive
+    round: Round
     previous: Key
     counted: Annotated[tuple[Contribution, ...], MOST_SITES]
     left_out: Annotated[tuple[LeftOut, ...], MOST_SITES] = ()
@@ -206,7 +218,7 @@ class Call(Message):
     """Calls a round: a site has launched for it, or it is the last."""
 
     fragment: Index
-    round: Positive
+    round: Round
     final: bool = False
 
 
@@ -356,7 +368,7 @@ class Snapshot(NamedTuple):
 
 class Event(NamedTuple):
     kind: str
-    header: dict[str, Any]
+    header: dict[str, Json]
     body: bytes = b""
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from math import ceil, inf
 from statistics import median
-from typing import Any
 
 from lightning_sdiloco.errors import Malformed
 from lightning_sdiloco.federation.codec import CLASS_PATH, LONGEST_TEXT, decoded, encoded
@@ -226,7 +225,7 @@ def imported(path: str) -> type[Quorum]:
     return kind
 
 
-def built_in(path: str, named: str | None = None) -> type[Any]:
+def built_in(path: str, named: str | None = None) -> type[Quorum]:
     """Finds the class of a quorum: one of this package, or the one that the hub's operator has
     named.
     """
@@ -241,7 +240,7 @@ def built_in(path: str, named: str | None = None) -> type[Any]:
 
 
 def quorum_of(
-    terms_quorum: int | ChosenQuorum, find: Callable[[str], type[Any]] = built_in
+    terms_quorum: int | ChosenQuorum, find: Callable[[str], type[Quorum]] = built_in
 ) -> Quorum:
     if isinstance(terms_quorum, int):
         return All(terms_quorum)

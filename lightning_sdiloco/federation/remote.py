@@ -12,11 +12,11 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning_sdiloco.errors import ExchangeError, Refused
 from lightning_sdiloco.federation.client import Answer, Transport
-from lightning_sdiloco.federation.codec import Bytes, key_of, plain, read
+from lightning_sdiloco.federation.codec import Bytes, RoundNumber, key_of, plain, read
 from lightning_sdiloco.federation.follower import Follower
 from lightning_sdiloco.federation.messages import (
     Amended,
@@ -67,7 +67,7 @@ class Early(NamedTuple):
     """A large payload that is fetched before it is known whether it counts."""
 
     fragment: int
-    round: int
+    round: RoundNumber
     future: "Future[Bytes]"
 
 
@@ -397,7 +397,7 @@ class HubConnection:
 
     # In the background
 
-    def _submit(self, pool: str, task: Callable[..., object], *arguments: Any) -> None:
+    def _submit(self, pool: str, task: Callable[..., object], *arguments: object) -> None:
         def run() -> None:
             try:
                 task(*arguments)
@@ -422,7 +422,9 @@ class HubConnection:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def _call(self, name: str, about: Mapping[str, Any] | None = None, body: bytes = b"") -> Header:
+    def _call(
+        self, name: str, about: Mapping[str, object] | None = None, body: bytes = b""
+    ) -> Header:
         """Makes a call to the hub; the first rank does so for all."""
         if self._rank:
             return {}

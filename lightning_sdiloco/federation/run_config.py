@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from lightning_sdiloco.algorithm.schedule import DenseBeginning, Schedule
 from lightning_sdiloco.algorithm.weighting import GUARD
@@ -16,8 +16,10 @@ from lightning_sdiloco.federation.codec import (
     CLASS_PATH,
     LONGEST_TEXT,
     MOST_FRAGMENTS,
+    Json,
     Message,
     Name,
+    RoundNumber,
     absent_if_empty,
     encoded,
     key_of,
@@ -40,7 +42,7 @@ class ChosenQuorum:
     """Names a `Quorum` in the run config: every hub of the run makes the same one from it."""
 
     class_path: Annotated[str, CLASS_PATH]
-    init_args: Mapping[str, Any]
+    init_args: Mapping[str, Json]
 
     def __post_init__(self) -> None:
         if len(encoded(plain(self))) > LONGEST_TEXT:
@@ -99,12 +101,12 @@ class Terms:
         """When fragments launch and land at a site that is never late."""
         return Schedule(self.sync_every, self.overlap_steps, self.fragments, self.dense_beginning)
 
-    def steps_before(self, fragment: int, round: int) -> int:
+    def steps_before(self, fragment: int, round: RoundNumber) -> int:
         """Returns the inner steps between the launch of a round and that of the one before."""
         launch_of = self.schedule.launch_of
         return launch_of(fragment, round) - launch_of(fragment, round - 1)
 
-    def least_steps(self, round: int) -> int:
+    def least_steps(self, round: RoundNumber) -> int:
         """Returns the fewest inner steps since a site last counted with which it launches for a
         round.
         """
@@ -118,7 +120,7 @@ class Terms:
         """How long a site stops training, at most, because a flight has not landed."""
         return self.grace + 1.0
 
-    def is_last(self, round: int) -> bool:
+    def is_last(self, round: RoundNumber) -> bool:
         return self.rounds is not None and round >= self.rounds
 
 
@@ -201,9 +203,9 @@ class RunConfig(Message):
         )
         return (1 << 20) + {"payload": 16, "state": 64}[kind] * self.numel + 16 * untrained
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Json]:
         """Returns it as an object of JSON, without the names of parameters."""
-        summary: dict[str, Any] = plain(self)
+        summary: dict[str, Json] = plain(self)
         del summary["shards"]
         summary["key"] = self.key
         summary["fragments"] = len(self.fragments)
@@ -252,7 +254,7 @@ class RunConfig(Message):
         return self.self_test == founded.self_test and has_patch and ours[:2] == theirs[:2]
 
 
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+def _leaves(value: object, name: str = "") -> Iterator[tuple[str, str]]:
     """Yields the dotted names of all values in an object of JSON, each with its text."""
     if isinstance(value, dict):
         for key, element in value.items():

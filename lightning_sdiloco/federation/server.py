@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from typing_extensions import override
 
@@ -41,6 +41,8 @@ from lightning_sdiloco.federation.wire import (
     SERVER_OPTIONS,
     SERVICE,
     Busy,
+    Context,
+    Extra,
     Failure,
     Header,
     HubError,
@@ -53,6 +55,8 @@ from lightning_sdiloco.federation.wire import (
     pack,
     unpack,
 )
+
+_Request = TypeVar("_Request")
 
 log = logging.getLogger(__name__)
 
@@ -119,10 +123,10 @@ class Door:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._open: Counter[tuple[str, str]] = Counter()
-        self._silent: dict[Any, float] = {}
+        self._silent: dict[Context, float] = {}
 
     @contextmanager
-    def passed(self, context: Any, is_certified: bool) -> Iterator[None]:
+    def passed(self, context: Context, is_certified: bool) -> Iterator[None]:
         """Holds a place for a call as long as it lasts."""
         role = "site"
         name = ""
@@ -148,7 +152,7 @@ class Door:
                 self._open[role, name] -= 1
                 self._open += Counter()  # drops peers without any
 
-    def first(self, requests: Iterator[bytes], context: Any) -> bytes | None:
+    def first(self, requests: Iterator[bytes], context: Context) -> bytes | None:
         """Returns the first message of a stream, which has a moment for it."""
         with self._lock:
             self._silent[context] = time.monotonic() + _SILENT
@@ -176,7 +180,7 @@ class Hub:
 
     def __init__(
         self,
-        calls: Any,
+        calls: Coordinator,
         store: BlobStore,
         run: str,
         listen: str = "127.0.0.1:0",
@@ -230,7 +234,7 @@ class Hub:
                 " machine."
             )
 
-    def _add_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+    def _add_handlers(self, service: str, handlers: dict[str, Extra]) -> None:
         handler = extra("grpc").method_handlers_generic_handler(service, handlers)
         self._server.add_generic_rpc_handlers((handler,))
 
@@ -287,7 +291,7 @@ class Hub:
             session.push(event)
 
     def _read(
-        self, call: str, message: bytes | None, context: Any
+        self, call: str, message: bytes | None, context: Context
     ) -> tuple[Peer, Header, Header, bytes]:
         """Returns the caller, the whole header, its part for the call, and the body."""
         if message is None:
@@ -309,7 +313,7 @@ class Hub:
 
     # Blobs
 
-    def _put(self, requests: Iterator[bytes], context: Any) -> bytes:
+    def _put(self, requests: Iterator[bytes], context: Context) -> bytes:
         """Takes a part of a blob, or none; answers whether it is stored, or which parts are
         missing.
         """
@@ -359,7 +363,7 @@ class Hub:
             )
         return upload
 
-    def _get(self, message: bytes, context: Any) -> Iterator[bytes]:
+    def _get(self, message: bytes, context: Context) -> Iterator[bytes]:
         """Sends the size of a blob, and then a part of it; or several small ones, one behind the
         other.
         """
@@ -390,7 +394,7 @@ class Hub:
 
     # Calls and events
 
-    def _call(self, message: bytes, context: Any) -> bytes:
+    def _call(self, message: bytes, context: Context) -> bytes:
         peer, header, about, body = self._read("call", message, context)
         if header["call"] == "ping":
             # A site measures its bandwidth with pings: it gets as many bytes as it asks for.
@@ -402,7 +406,7 @@ class Hub:
             return pack(answer, body)
         return pack(*self._calls.call(peer, header["call"], about, body))
 
-    def _watch(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+    def _watch(self, requests: Iterator[bytes], context: Context) -> Iterator[bytes]:
         peer, _, about, _ = self._read("watch", self._door.first(requests, context), context)
         session = Session(peer)
         with self._lock:
@@ -438,7 +442,9 @@ class Hub:
             if is_current or (peer.role != "site" and session.admitted):
                 self._calls.gone(peer)
 
-    def _read_heartbeats(self, session: Session, requests: Iterator[bytes], context: Any) -> None:
+    def _read_heartbeats(
+        self, session: Session, requests: Iterator[bytes], context: Context
+    ) -> None:
         peer = session.peer
         try:
             for message in requests:
@@ -454,11 +460,11 @@ class Hub:
         session.end()
 
     def _streaming(
-        self, stream: Callable[[Any, Any], Iterator[bytes]]
-    ) -> Callable[[Any, Any], Iterator[bytes]]:
+        self, stream: Callable[[_Request, Context], Iterator[bytes]]
+    ) -> Callable[[_Request, Context], Iterator[bytes]]:
         """Returns a call that ends with a status if it fails, and shows a stranger no internals."""
 
-        def guarded(request: Any, context: Any) -> Iterator[bytes]:
+        def guarded(request: _Request, context: Context) -> Iterator[bytes]:
             try:
                 with self._door.passed(context, self._bundle is not None):
                     yield from stream(request, context)
@@ -478,9 +484,15 @@ class Hub:
 
         return guarded
 
-    def _answering(self, answer: Callable[[Any, Any], bytes]) -> Callable[[Any, Any], bytes]:
+    def _answering(
+        self, answer: Callable[[_Request, Context], bytes]
+    ) -> Callable[[_Request, Context], bytes]:
         """As `_streaming`, for calls with one answer."""
-        guarded = self._streaming(lambda request, context: iter([answer(request, context)]))
+
+        def stream(request: _Request, context: Context) -> Iterator[bytes]:
+            yield answer(request, context)
+
+        guarded = self._streaming(stream)
         return lambda request, context: next(guarded(request, context))
 
 

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from lightning_sdiloco.algorithm.merge import Mix
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.background import Pending, Work
+from lightning_sdiloco.engine.background import Pending, Result, Work
 from lightning_sdiloco.engine.flight import PendingFlight, completed
 from lightning_sdiloco.engine.fragments import FragmentState, Landing, Launch, Purpose, Span
 from lightning_sdiloco.engine.outer import OuterState
+from lightning_sdiloco.engine.restart import State
 from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.shards import OuterParameter, to_parameters
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
@@ -38,7 +39,7 @@ from lightning_sdiloco.federation.arithmetic import (
     digests_of,
     fetched_by,
 )
-from lightning_sdiloco.federation.codec import Bytes, plain, read
+from lightning_sdiloco.federation.codec import Bytes, Json, plain, read
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.messages import (
     SITE_EVENTS,
@@ -77,7 +78,7 @@ class RankReport(NamedTuple):
         samples: Samples that this rank has trained since the last report.
     """
 
-    events: list[Any]
+    events: list[tuple[str, Json]]
     fetched: dict[str, bool]
     now: float
     requests: int
@@ -133,7 +134,7 @@ class SharedConnection:
             raise
         (self.hub,) = connections
 
-    def on_all_ranks(self, task: Callable[[], Any]) -> list[Any]:
+    def on_all_ranks(self, task: Callable[[], Result]) -> list[Result]:
         """Runs a task on every rank; returns the results of all ranks. An error of one rank is
         raised on all, so that none waits for the others.
         """
@@ -147,7 +148,7 @@ class SharedConnection:
     def agree(self, run_config: RunConfig) -> tuple[RunConfig, Terms]:
         """Returns the run config of the run, and its current terms."""
 
-        def ask() -> Any:
+        def ask() -> Json:
             return self._leads and [self.hub.agree(run_config).to_bytes(), plain(self.hub.amended)]
 
         text, amended = self.on_all_ranks(ask)[0]
@@ -158,7 +159,7 @@ class SharedConnection:
         """Returns the events since the last call, and what all ranks request and have trained."""
         if self._ranks.size == 1:
             return SiteReport(self.hub.events(), self.hub.now(), requests, samples)
-        values = self.on_all_ranks(lambda: tuple(self._report(requests, samples)))
+        values: list[Json] = self.on_all_ranks(lambda: tuple(self._report(requests, samples)))
         reports = [RankReport(*fields) for fields in values]
         events = self._read(reports[0].events)
         for rank, report in enumerate(reports):
@@ -171,7 +172,7 @@ class SharedConnection:
         return SiteReport(events, reports[0].now, requests, samples)
 
     def _report(self, requests: int, samples: int) -> RankReport:
-        events = list[Any]()
+        events = list[tuple[str, Json]]()
         fetched = dict[str, bool]()
         for event in self.hub.events():
             if isinstance(event, Recorded):
@@ -182,7 +183,7 @@ class SharedConnection:
             events.append((type(event).__name__, plain(event)))
         return RankReport(events, fetched, self.hub.now(), requests, samples)
 
-    def _read(self, plain_events: Sequence[tuple[str, Any]]) -> list[SiteEvent]:
+    def _read(self, plain_events: Sequence[tuple[str, Json]]) -> list[SiteEvent]:
         """Returns the events of the first rank, except records, which all ranks begin to fetch."""
         events = list[SiteEvent]()
         for kind, fields in plain_events:
@@ -213,7 +214,7 @@ class SharedConnection:
         blobs = self._payloads.pop(key, None)
         return Recorded(fetching.record, blobs if is_available else None)
 
-    def ready(self, pending: Mapping[int, Pending[Any]]) -> Collection[int]:
+    def ready(self, pending: Mapping[int, Pending[Result]]) -> Collection[int]:
         """Returns the background work that is ready at rank 0: the other ranks wait a moment for
         theirs.
         """
@@ -224,7 +225,7 @@ class SharedConnection:
         )
 
 
-def to_part(fragment: FragmentState, shards: Sequence[Mapping[str, Any]]) -> bytes:
+def to_part(fragment: FragmentState, shards: Sequence[State]) -> bytes:
     """Returns the part of an outer state for a fragment: outer parameters, outer optimizer and
     untrained state.
     """
@@ -407,13 +408,14 @@ class FederatedWorld:
         self._encode(self._rounds.chosen(launch), begun, (began, time.perf_counter()))
 
     def _encode(self, launch: Launch, begun: Contribution, launched: Span) -> None:
-        pending = self._in_background(lambda: self._arithmetic.encode(launch, begun))
+        # The engine does not ask for the result, which is no `Arrival`.
+        pending: Pending[Any] = self._in_background(lambda: self._arithmetic.encode(launch, begun))
         flight = PendingFlight(launch, pending, launched)
         self._launched[launch.fragment] = Launched(flight)
         self._rounds.flights.append(flight)
 
-    def _in_background(self, work: Callable[[], Any]) -> Pending[Any]:
-        def in_one_stage() -> Work[Any]:
+    def _in_background(self, work: Callable[[], Result]) -> Pending[Result]:
+        def in_one_stage() -> Work[Result]:
             yield from ()
             return work()
 
@@ -846,7 +848,7 @@ class FederatedWorld:
 
     # Checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Returns the site's progress in the federation, and its flights, once they are encoded."""
         self._send(wait=True)
         return {
@@ -854,7 +856,7 @@ class FederatedWorld:
             "federation": {"site": self.follower.site, **self.follower.state_dict()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Json]) -> None:
         """Continues from the state of another incarnation of this site."""
         saved = state.get("federation", {"site": None})
         if saved["site"] != self.follower.site:

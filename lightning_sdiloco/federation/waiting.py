@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from lightning_sdiloco.federation.codec import RoundNumber
 from lightning_sdiloco.federation.messages import Contribution, Record, Timing
 from lightning_sdiloco.federation.quorum import Quorum
 from lightning_sdiloco.federation.run_config import RETENTION
@@ -64,7 +65,7 @@ def waits(
         awaited = quorum.awaited(history[-RETENTION:], list(arrives))
         round = _round(_closes(quorum, arrives, awaited, deadline), arrives, ways, payload)
         rounds.append(round)
-        history.append(_record(number, round, arrives, steps, step_time))
+        history.append(_record(RoundNumber(number), round, arrives, steps, step_time))
     last_rounds = rounds[-RETENTION:]
     return Waits(
         arrives=arrives,
@@ -75,7 +76,7 @@ def waits(
 
 
 def _record(
-    number: int, round: Round, arrives: Mapping[str, float], steps: int, step_time: float
+    number: RoundNumber, round: Round, arrives: Mapping[str, float], steps: int, step_time: float
 ) -> Record:
     contributions = tuple(
         Contribution(0, number, site, "", "", 1, 0, (), steps=steps)
@@ -85,7 +86,7 @@ def _record(
     timings = []
     for site, arrival in arrives.items():
         # The record after a round says by how much a site was late that has not counted.
-        round_of_site = number if site in round.counted else number - 1
+        round_of_site = number if site in round.counted else RoundNumber(number - 1)
         if round_of_site:
             timings.append(Timing(site, round_of_site, arrival - first, step_time))
     return Record(number, 0, number, "", contributions, timings=tuple(timings))

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from lightning_sdiloco.errors import Malformed, Refused
-from lightning_sdiloco.federation.codec import KEY, Bytes, decoded
+from lightning_sdiloco.federation.codec import KEY, Bytes, Json, decoded
 
 MAX_BLOB = 16 << 30  # bytes of the largest blob, if nothing smaller is chosen
 MAX_RECORD = 128 << 10  # bytes of the largest record: it names blobs, it does not hold them
@@ -52,19 +52,27 @@ class Altered(HubError):
 Failure = HubError | Refused  # what a call of a hub may raise
 
 
-def checked_key(key: Any) -> str:
+def checked_key(key: object) -> str:
     """Returns a key that has the form of one, so that it can be the name of a file."""
     if not isinstance(key, str) or not KEY.fullmatch(key):
         raise Malformed(f"{str(key)[:80]!r} is not a key: a key has 64 hexadecimal digits.")
     return key
 
 
-def checked_size(size: Any, limit: int, kind: str) -> int:
+def checked_size(size: object, limit: int, kind: str) -> int:
     if type(size) is not int or size < 0:
         raise Malformed(f"the size of a {kind} is a whole number, not {str(size)[:80]!r}.")
     if size > limit:
         raise Refused(f"a {kind} of {size:,} bytes is too large: the limit is {limit:,}.")
     return size
+
+
+Extra = Any
+"""An object of a package that `extra` imports: an annotation must not need it."""
+
+Channel = Extra
+Context = Extra
+"""Of gRPC: a connection of a site, and a call at the hub."""
 
 
 def extra(module: str) -> ModuleType:
@@ -88,7 +96,7 @@ def backoff(tries: int, first: float = 1.0, longest: float = 30.0) -> float:
 
 # Messages
 
-Header = dict[str, Any]
+Header = dict[str, Json]
 
 PROTOCOL = 3  # version of the messages
 # The oldest version of a site that a hub understands: the hub of a run is updated before its sites.
@@ -171,7 +179,7 @@ SERVER_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_metadata_size", 8 << 10),
 ]
 
-CODES: Mapping[type[Exception], str] = {
+CODES: Mapping[type[HubError | Refused], str] = {
     Denied: "PERMISSION_DENIED",
     Malformed: "INVALID_ARGUMENT",
     Refused: "FAILED_PRECONDITION",
@@ -183,6 +191,6 @@ CODES: Mapping[type[Exception], str] = {
 }
 """The status code of each error, and with it the error on the other side."""
 
-ERRORS: Mapping[str, Any] = {code: error for error, code in CODES.items()}
+ERRORS: Mapping[str, type[HubError | Refused]] = {code: error for error, code in CODES.items()}
 
 AWAY = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"}

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import TypedDict, Unpack
 
 from lightning_sdiloco.algorithm.config import OTHER_NAMES, refuse_unknown
+from lightning_sdiloco.lightning.host import Forwarded
 
 # A command line also hands over names that are no arguments: the strategy tells users what to write
 # instead.
@@ -27,7 +28,7 @@ class Argument(NamedTuple):
     """Its description in a docstring, with the indentation of further lines."""
 
 
-def arguments_of(function: Callable[..., Any], docstring: str | None) -> dict[str, Argument]:
+def arguments_of(function: Callable[..., object], docstring: str | None) -> dict[str, Argument]:
     """Returns the arguments of a function that a docstring describes, by their names."""
     section = inspect.cleandoc(docstring or "").partition("Args:\n")[2].partition("\n\n")[0]
     texts = dict(re.findall(r"^    (\w+): (.*(?:\n     .*)*)", section, flags=re.MULTILINE))
@@ -52,7 +53,7 @@ def take_arguments(strategy: Any, arguments: Iterable[Argument]) -> None:
     init = strategy.__init__
 
     @wraps(init)
-    def checked_init(self: Any, *args: Any, **arguments: Any) -> None:
+    def checked_init(self: object, *args: Forwarded, **arguments: Forwarded) -> None:
         refuse_other_arguments(type(self), arguments)
         init(self, *args, **arguments)
 
@@ -65,7 +66,7 @@ def take_arguments(strategy: Any, arguments: Iterable[Argument]) -> None:
     strategy.__init__ = checked_init
 
 
-def refuse_other_arguments(strategy: type[Any], arguments: Mapping[str, Any]) -> None:
+def refuse_other_arguments(strategy: type[object], arguments: Mapping[str, object]) -> None:
     """Refuses arguments that a strategy does not have, and names the place where they belong."""
     taken = inspect.signature(strategy).parameters
     ddp_parameters = inspect.signature(DistributedDataParallel).parameters

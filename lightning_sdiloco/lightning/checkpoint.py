@@ -46,10 +46,10 @@ import sys
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from pkgutil import resolve_name
 from threading import Lock
 from types import NoneType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,12 +71,12 @@ from lightning_sdiloco.engine.restart import Restart, restart_from
 from lightning_sdiloco.engine.shards import clean_name
 from lightning_sdiloco.lightning.evaluation import Averaging
 from lightning_sdiloco.lightning.fit_state import SIGNALLED, FitState
-from lightning_sdiloco.lightning.host import Function, State, wrap
+from lightning_sdiloco.lightning.host import Forwarded, Function, Internal, State, Trainer, wrap
 from lightning_sdiloco.lightning.model_format import Checkpoint, Load, reader_of
 
 _log = logging.getLogger(__name__)
 
-Write = Callable[[Checkpoint, Any], None]
+Write = Callable[[Checkpoint, str | Path], None]
 
 
 class Checkpointer:
@@ -98,7 +98,7 @@ class Checkpointer:
         self._standing: dict[str, bool] = {}
         # See [Note: late writers]: the CheckpointIO that really writes, what follows when the file
         # of a save is in its place, and the removals of files that are just being written.
-        self._io: Any = None
+        self._io: Internal = None
         self._undo = ExitStack()
         self._afterwards: dict[str, Function] = {}
         self._lock = Lock()
@@ -106,7 +106,9 @@ class Checkpointer:
 
     # Resume
 
-    def load(self, path: Any, load: Load, *args: Any, **kwargs: Any) -> Checkpoint:
+    def load(
+        self, path: str | Path, load: Load, *args: Forwarded, **kwargs: Forwarded
+    ) -> Checkpoint:
         checkpoint = self._format.read(self._trainer.strategy, path, load, *args, **kwargs)
         header = checkpoint.get(files.KEY)
         if self._trainer.state.fn != "fit":
@@ -185,7 +187,7 @@ class Checkpointer:
         self._take_up_optimizers(checkpoint, saved["optimizer_states"])
         return take_up_entries(saved, checkpoint, read, without)
 
-    def _take_up_optimizers(self, checkpoint: Checkpoint, states: list[Any]) -> None:
+    def _take_up_optimizers(self, checkpoint: Checkpoint, states: list[State]) -> None:
         checkpoint["optimizer_states"] = states
         if self._format.is_sharded:
             # Lightning restores these when it loads the file.
@@ -297,7 +299,7 @@ class Checkpointer:
     # Save
 
     def save(
-        self, engine: StreamingDiLoCo, checkpoint: Checkpoint, path: Any, write: Write
+        self, engine: StreamingDiLoCo, checkpoint: Checkpoint, path: str | Path, write: Write
     ) -> None:
         """Saves what all groups have in common, and what each rank holds beside it.
 
@@ -407,7 +409,7 @@ class Checkpointer:
     def _last_standing(self) -> str:
         return next(reversed(self._standing), "an earlier run's checkpoint: this run saved none")
 
-    def remove(self, path: Any, remove: Function) -> None:
+    def remove(self, path: str | Path, remove: Function) -> None:
         """Removes a checkpoint and its folder; if a thread is just writing the file, as soon as it
         is written.
         """
@@ -425,9 +427,9 @@ class Checkpointer:
         self,
         write: Function,
         checkpoint: Checkpoint,
-        path: Any,
-        *args: Any,
-        **kwargs: Any,
+        path: str | Path,
+        *args: Forwarded,
+        **kwargs: Forwarded,
     ) -> None:
         """Writes the file of a checkpoint, in whatever thread, and then does what follows."""
         save = checkpoint.get(files.KEY, {}).get("save")
@@ -435,23 +437,24 @@ class Checkpointer:
             write(checkpoint, path, *args, **kwargs)
             return
         afterwards = self._afterwards.pop(save)
+        place = str(path)
         with self._lock:
-            if not files.is_whole(path, save):
+            if not files.is_whole(place, save):
                 return  # It was removed before its turn came.
-            self._removals[path] = []
-        before = files.fingerprint(path)
+            self._removals[place] = []
+        before = files.fingerprint(place)
         # Lightning's own CheckpointIO moves the file from the system's temporary folder. If that is
         # on another file system, this copies over the old file, which is then neither the old nor
         # the new one for a while.
-        part = files.beside(path, save) if type(self._io).__name__ == "TorchCheckpointIO" else None
+        part = files.beside(place, save) if type(self._io).__name__ == "TorchCheckpointIO" else None
         try:
             write(checkpoint, part or path, *args, **kwargs)
             if part is not None:
-                files.take_place(part, path)
+                files.take_place(part, place)
         finally:
             with self._lock:
-                removals = self._removals.pop(path)
-        if files.fingerprint(path) != before:
+                removals = self._removals.pop(place)
+        if files.fingerprint(place) != before:
             afterwards()
         for removal in removals:
             removal()
@@ -462,7 +465,7 @@ class Checkpointer:
 
     # Settings and layout, which are compared
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> State:
         return self._chosen().saved(self._options.open)
 
     def _chosen(self) -> Settings:
@@ -489,7 +492,7 @@ class ResumedLoops:
     See [Note: epochs after a resume] and [Note: the rest of a batch].
     """
 
-    def __init__(self, trainer: Any, undo: ExitStack) -> None:
+    def __init__(self, trainer: Trainer, undo: ExitStack) -> None:
         self._trainer = trainer
         self._fit_loop = trainer.fit_loop
         self._epoch_loop = trainer.fit_loop.epoch_loop
@@ -520,7 +523,7 @@ class ResumedLoops:
                 wrap(self._once, self._epoch_loop, "advance", self._end_batch)
         reset()
 
-    def _end_batch(self, advance: Any, data_fetcher: Any) -> None:
+    def _end_batch(self, advance: object, data_fetcher: object) -> None:
         # In the place of the first batch, so that Lightning continues as after any batch.
         self._once.close()
         self._epoch_loop.val_loop.restarting = False
@@ -561,7 +564,7 @@ class ResumedLoops:
         return bool(is_after_batch and self._progress.is_last_batch)
 
 
-def _was_saved_before_completion(count: Any) -> bool:
+def _was_saved_before_completion(count: Internal) -> bool:
     """Returns whether a count lacks the completion alone: a hook at the end of a batch or an epoch
     has saved it.
     """
@@ -574,7 +577,7 @@ def _was_saved_before_completion(count: Any) -> bool:
 _NOT_STATES = ("_update_count", "_forward_cache")
 
 
-def metrics_state_dict(trainer: Any) -> State:
+def metrics_state_dict(trainer: Trainer) -> State:
     """Returns the metrics that callbacks see, and the sums of an epoch that is not over."""
     metrics = trainer._logger_connector._callback_metrics
     if not trainer.strategy.is_alone:
@@ -589,14 +592,14 @@ def metrics_state_dict(trainer: Any) -> State:
     }
 
 
-def _can_be_saved(logged: Any) -> bool:
+def _can_be_saved(logged: Internal) -> bool:
     """Returns whether a logged value can be saved, and found again by a resumed fit."""
     # A process group cannot be found again, nor can a metric that is not part of the module.
     is_found_again = logged.is_tensor or logged.meta.metric_attribute
     return not logged.has_reset and logged.meta.sync.group is None and bool(is_found_again)
 
 
-def _saved(logged: Any) -> State:
+def _saved(logged: Internal) -> State:
     """Returns what is saved of a value that the epoch has accumulated."""
     meta = logged.meta
     reduction = meta.reduce_fx.__name__
@@ -619,11 +622,11 @@ def _saved(logged: Any) -> State:
     }
 
 
-def load_metrics_state_dict(trainer: Any, state: State) -> None:
+def load_metrics_state_dict(trainer: Trainer, state: State) -> None:
     """Restores the metrics that `metrics_state_dict` returned."""
     connector = trainer._logger_connector
     results = trainer.fit_loop.epoch_loop._results
-    classes: Any = sys.modules[type(results).__module__]
+    classes = sys.modules[type(results).__module__]
     connector._callback_metrics.update(state["seen"])
     for key, saved in state["epoch"].items():
         meta = classes._Metadata(**saved["arguments"], reduce_fx=resolve_name(saved["reduction"]))
@@ -641,7 +644,7 @@ def load_metrics_state_dict(trainer: Any, state: State) -> None:
         connector._first_loop_iter = False
 
 
-def _parts(logged: Any) -> dict[str, Metric]:
+def _parts(logged: Internal) -> dict[str, Metric]:
     """Returns Lightning's metric of a logged value, the metric that it is, and those that this one
     wraps.
     """
@@ -653,7 +656,7 @@ def _parts(logged: Any) -> dict[str, Metric]:
     return parts
 
 
-def _plain(state: Any) -> Any:
+def _plain(state: object) -> object:
     """Returns what can be saved of a state: tensors and numbers, alone or in a list."""
     if isinstance(state, list):
         return [_plain(part) for part in state]

@@ -38,7 +38,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from enum import Enum
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +49,15 @@ from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.errors import ExchangeError
 from lightning_sdiloco.lightning.fit_state import MOST_CHECKPOINTS, FitState, Request
 from lightning_sdiloco.lightning.groups import ConnectedGroups, in_batch
-from lightning_sdiloco.lightning.host import Function, State, wrap
+from lightning_sdiloco.lightning.host import (
+    Batch,
+    Forwarded,
+    Function,
+    Internal,
+    State,
+    Trainer,
+    wrap,
+)
 from lightning_sdiloco.lightning.monitor import progress
 
 _log = logging.getLogger(__name__)
@@ -66,7 +73,7 @@ class GroupPlaces:
     def __init__(self, fit: FitState) -> None:
         self._fit = fit
         # Announcements on their way, each with the inner step after which it was posted.
-        self._posted: deque[tuple[int, Any]] = deque()
+        self._posted: deque[tuple[int, object]] = deque()
         # The last batch in which this group or another is known to be.
         self._last = 0
         # The last batch of the epoch, once that is known.
@@ -160,7 +167,7 @@ class GroupFetcher:
         self,
         fit: FitState,
         places: GroupPlaces,
-        fetcher: Any,
+        fetcher: Internal,
         length: int | None,
         loop_state: Function,
     ) -> None:
@@ -176,7 +183,7 @@ class GroupFetcher:
         self._ahead = next(iter(fetcher.batches), None)
         fetcher.batches = []
         fetcher.prefetch_batches = 0
-        self.loaders: Any = None
+        self.loaders: object = None
         """The state of the loaders before a batch was read ahead; None if none was."""
         self.phase = Phase.UNCOUNTED
         # Lightning reads both: the batches of this epoch so far, and whether the last is one of
@@ -192,7 +199,7 @@ class GroupFetcher:
         self.done = False
         return self
 
-    def __next__(self) -> tuple[Any, int, int]:
+    def __next__(self) -> tuple[Batch, int, int]:
         fit = self._fit
         batch = self.fetched + 1
         if self.phase is Phase.UNCOUNTED and fit in fit.trainer.callbacks:
@@ -217,7 +224,7 @@ class GroupFetcher:
         self.fetched = batch
         return fetched
 
-    def _fetch(self) -> tuple[Any, int, int] | None:
+    def _fetch(self) -> tuple[Batch, int, int] | None:
         """Returns the next batch of this group's data, None after the last; enters `FOLLOWING`."""
         self._fetcher._start_profiler = self._start_profiler
         self._fetcher._stop_profiler = self._stop_profiler
@@ -281,7 +288,7 @@ class Epochs:
                 return loop_state()
             return {**loop_state(), _LOADERS: fetcher.loaders}
 
-        def should_validate(validates: Function, fetcher: Any) -> bool:
+        def should_validate(validates: Function, fetcher: object) -> bool:
             # Also after an epoch with fewer batches than were announced.
             progress = epoch_loop.batch_progress
             is_early = (
@@ -336,7 +343,9 @@ class Epochs:
         is_loaded = False
         undo = ExitStack()
 
-        def barrier(wait: Function, name: Any = None, *args: Any, **kwargs: Any) -> None:
+        def barrier(
+            wait: Function, name: object = None, *args: Forwarded, **kwargs: Forwarded
+        ) -> None:
             nonlocal is_loaded
             wait(name, *args, **kwargs)
             if name == _LOADED:
@@ -370,7 +379,7 @@ class Epochs:
             if error:
                 raise ValueError(f"Worker group {group} cannot train with its data: {error}.")
         lengths = {length for _, length, _ in ranks}
-        agreed: int | None = min(lengths - {None}, default=None)
+        agreed = min((length for length in lengths if length is not None), default=None)
         if agreed is None or len(lengths) == 1:
             return agreed
         text = _length_of_each_group(ranks)
@@ -418,7 +427,7 @@ def _length_of_each_group(ranks: list[tuple[int, int | None, str]]) -> str:
 # Lightning's counters and metrics
 
 
-def count_idle_batch(trainer: Any, optimizer_steps: int) -> bool:
+def count_idle_batch(trainer: Trainer, optimizer_steps: int) -> bool:
     """Counts a batch without training as Lightning counts one with training."""
     loop = trainer.fit_loop.epoch_loop
     steps = 1
@@ -435,7 +444,7 @@ def count_idle_batch(trainer: Any, optimizer_steps: int) -> bool:
     return True
 
 
-def drop_metrics_of_some_ranks(trainer: Any, topology: Topology) -> None:
+def drop_metrics_of_some_ranks(trainer: Trainer, topology: Topology) -> None:
     """Drops metrics of the epoch whose reduction over all ranks would wait forever for ranks that
     did not log them.
     """
@@ -459,7 +468,7 @@ def drop_metrics_of_some_ranks(trainer: Any, topology: Topology) -> None:
         )
 
 
-def _is_reduced(metric: Any) -> bool:
+def _is_reduced(metric: Internal) -> bool:
     """Returns whether Lightning reduces a logged value over all ranks."""
     if metric.is_tensor:
         return bool(metric.meta.sync.should and not metric.meta.sync.rank_zero_only)
@@ -471,7 +480,7 @@ def _is_reduced(metric: Any) -> bool:
 # `DropCompute` makes them, and so may users, as in ``examples/methods/dylu.py``.
 
 
-def process_wrapped(trainer: Any, dataloader: Any) -> Any:
+def process_wrapped(trainer: Trainer, dataloader: object) -> object:
     """Divides the data of a loader that is wrapped among all ranks, as Lightning does where it is
     not.
     """
@@ -485,13 +494,13 @@ def process_wrapped(trainer: Any, dataloader: Any) -> Any:
     return dataloader
 
 
-def _wrappers(loader: Any) -> Iterator[Any]:
+def _wrappers(loader: Internal) -> Iterator[Internal]:
     if hasattr(loader, "loader") and hasattr(loader, "follow"):
         yield from _wrappers(loader.loader)
         yield loader
 
 
-def follow_engine(trainer: Any, engine: StreamingDiLoCo) -> bool:
+def follow_engine(trainer: Trainer, engine: StreamingDiLoCo) -> bool:
     """Makes the loaders of an epoch know the engine; returns whether some may leave micro-batches
     out, which count.
     """
@@ -532,13 +541,13 @@ def keep_batches_silent(undo: ExitStack, fit: FitState) -> None:
     """
     trainer = fit.trainer
 
-    def check(timer: Any, original: Function, trainer: Any) -> None:
+    def check(timer: Internal, original: Function, trainer: Trainer) -> None:
         if not in_batch(trainer.lightning_module):
             original(trainer)
         elif timer.time_elapsed() >= timer._duration:
             fit.requests.ask(Request.TIME_LIMIT)
 
-    def metrics_shown(metrics: Function, *args: Any) -> dict[str, Any]:
+    def metrics_shown(metrics: Function, *args: Forwarded) -> State:
         if fit.engine is None:
             return metrics(*args)
         console = getattr(getattr(trainer.progress_bar_callback, "progress", None), "console", None)
@@ -569,7 +578,7 @@ def _save_together(undo: ExitStack, fit: FitState) -> None:
             f" agree on at most {MOST_CHECKPOINTS}. Use every_n_train_steps in some of them."
         )
 
-    def decide(index: int, hook: Function, *args: Any) -> None:
+    def decide(index: int, hook: Function, *args: Forwarded) -> None:
         # The hook asks all ranks by a broadcast.
         fit.requests.deciding = index
         try:
@@ -581,7 +590,7 @@ def _save_together(undo: ExitStack, fit: FitState) -> None:
         wrap(undo, saver, "on_train_batch_end", partial(decide, index))
 
 
-def _monitor_means(undo: ExitStack, trainer: Any, groups: ConnectedGroups) -> None:
+def _monitor_means(undo: ExitStack, trainer: Trainer, groups: ConnectedGroups) -> None:
     """Makes saving and scheduling by a metric that groups logged go by its mean over all ranks."""
     replacements: dict[str, Function] = {
         "_monitor_candidates": partial(_mean_candidates, groups),
@@ -595,7 +604,9 @@ def _monitor_means(undo: ExitStack, trainer: Any, groups: ConnectedGroups) -> No
                 wrap(undo, saver, name, around)
 
 
-def _mean_of_monitored(trainer: Any, groups: ConnectedGroups, original: Function, key: str) -> Any:
+def _mean_of_monitored(
+    trainer: Trainer, groups: ConnectedGroups, original: Function, key: str
+) -> object:
     """Returns the metric by which a learning rate is scheduled."""
     metric = original(key)
     for config in trainer.lr_scheduler_configs:
@@ -605,7 +616,7 @@ def _mean_of_monitored(trainer: Any, groups: ConnectedGroups, original: Function
     return groups.mean_over_all(numbers).get(key, metric)
 
 
-def _mean_candidates(groups: ConnectedGroups, original: Function, trainer: Any) -> dict[str, Any]:
+def _mean_candidates(groups: ConnectedGroups, original: Function, trainer: Trainer) -> State:
     """Returns the metrics by which checkpoints are saved, and that name their files."""
     metrics = dict(original(trainer))
     tensors = {name: metric for name, metric in metrics.items() if isinstance(metric, Tensor)}
@@ -616,7 +627,7 @@ def _mean_candidates(groups: ConnectedGroups, original: Function, trainer: Any) 
     return metrics
 
 
-def _save_last(groups: ConnectedGroups, original: Function, *args: Any) -> None:
+def _save_last(groups: ConnectedGroups, original: Function, *args: Forwarded) -> None:
     """Updates the last checkpoint as Lightning does, except after an exception."""
     # After an exception no checkpoint was written, so there is none to which the last one could be
     # a link.
@@ -624,7 +635,7 @@ def _save_last(groups: ConnectedGroups, original: Function, *args: Any) -> None:
         original(*args)
 
 
-def _keep_in_group(undo: ExitStack, trainer: Any, in_group: Any) -> None:
+def _keep_in_group(undo: ExitStack, trainer: Trainer, in_group: object) -> None:
     """Keeps metrics and synchronised BatchNorm in the worker group.
 
     See [Note: nothing in users' objects].
@@ -632,7 +643,7 @@ def _keep_in_group(undo: ExitStack, trainer: Any, in_group: Any) -> None:
     if in_group is None:
         return
 
-    def gather(gather_all: Function, result: Tensor, group: Any = None) -> Any:
+    def gather(gather_all: Function, result: Tensor, group: Forwarded = None) -> object:
         if group is None and in_batch(trainer.lightning_module):
             group = in_group
         return gather_all(result, group)

@@ -29,7 +29,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -38,7 +37,17 @@ from lightning_sdiloco.engine.outer_view import GroupMean
 from lightning_sdiloco.engine.start import is_aligned
 from lightning_sdiloco.lightning.fit_state import FitState
 from lightning_sdiloco.lightning.groups import ConnectedGroups
-from lightning_sdiloco.lightning.host import Function, State, class_names, user_hooks, wrap
+from lightning_sdiloco.lightning.host import (
+    Forwarded,
+    Function,
+    Internal,
+    LightningModule,
+    State,
+    Trainer,
+    class_names,
+    user_hooks,
+    wrap,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +106,7 @@ class ShownModel:
 
     @contextmanager
     def showing(
-        self, engine: StreamingDiLoCo, models: Sequence[Any], *, watches: bool = False
+        self, engine: StreamingDiLoCo, models: Sequence[object], *, watches: bool = False
     ) -> Iterator[None]:
         """Shows what was exchanged, or the outer model, in a ``with`` block."""
         # After a forward pass without gradients DistributedDataParallel would believe that the
@@ -186,7 +195,7 @@ class Rewritten:
             with_all: Whether all ranks call it, so that they can compare.
         """
         topology = self._groups.topology
-        ranks: list[Any] = [dict(digests)]
+        ranks = [dict(digests)]
         is_alike = with_all
         if with_all:
             ranks = topology.world.all_gather_object(dict(digests))
@@ -250,7 +259,7 @@ class Evaluation:
         if self._shows == "local":
             return
 
-        def should_validate(decide: Function, fetcher: Any) -> bool:
+        def should_validate(decide: Function, fetcher: object) -> bool:
             self._is_due = decide(fetcher)
             return self._is_due
 
@@ -277,14 +286,14 @@ class Evaluation:
             return local()
         return self.shown.state_dict(engine, self._saves_with_all, local, self._is_showing)
 
-    def _save(self, original: Function, *args: Any, **kwargs: Any) -> None:
+    def _save(self, original: Function, *args: Forwarded, **kwargs: Forwarded) -> None:
         self._saves_with_all = not self._groups.failed and not self._fit.is_ending
         try:
             original(*args, **kwargs)
         finally:
             self._saves_with_all = False
 
-    def _run(self, loop: Any, original: Function) -> Any:
+    def _run(self, loop: Internal, original: Function) -> object:
         is_due = self._is_due
         self._is_due = False
         engine = self._fit.engine
@@ -335,7 +344,7 @@ class Averaging:
         self._fit = fit
         self._module = fit.trainer.lightning_module
         # The WeightAveraging, of which there is at most one.
-        self._callback: Any = None
+        self._callback: Internal = None
         # Whether an update is due at the next landing.
         self._wanted = False
         # The average before the end of the fit; see [Note: averages of outer parameters].
@@ -360,19 +369,21 @@ class Averaging:
                 wrap(undo, callback, "on_train_end", self._end_fit)
                 wrap(undo, callback, "on_save_checkpoint", self._save)
 
-    def _in_outer(self, function: Function, *args: Any) -> None:
+    def _in_outer(self, function: Function, *args: Forwarded) -> None:
         assert self._fit.engine is not None, "averages are updated in training"
         with self._fit.engine.evaluate():
             function(*args)
 
     def _answer(
-        self, original: Any, step_idx: int | None = None, epoch_idx: int | None = None
+        self, original: Function, step_idx: int | None = None, epoch_idx: int | None = None
     ) -> bool:
         if step_idx is not None:
             return self._wanted
         return bool(self._should_update(epoch_idx=epoch_idx))
 
-    def _end_batch(self, original: Any, trainer: Any, module: Any, *args: Any) -> None:
+    def _end_batch(
+        self, original: Function, trainer: Trainer, module: LightningModule, *args: Forwarded
+    ) -> None:
         if trainer.global_step > self._callback._latest_update_step:
             is_due = bool(self._should_update(step_idx=trainer.global_step - 1))
             self._wanted = is_due or self._wanted
@@ -382,7 +393,7 @@ class Averaging:
             self._in_outer(self._update, trainer, module, *args)
             self._wanted = False
 
-    def _end_epoch(self, original: Function, trainer: Any, module: Any) -> None:
+    def _end_epoch(self, original: Function, trainer: Trainer, module: LightningModule) -> None:
         updates_before = self._updates
         self._in_outer(original, trainer, module)
         # If max_steps ends the fit inside an epoch, a longer fit has not reached the end of the
@@ -391,7 +402,7 @@ class Averaging:
         if self._unfinished is not None and has_ended:
             self._unfinished["updates"] += self._updates - updates_before
 
-    def _end_fit(self, original: Function, trainer: Any, module: Any) -> None:
+    def _end_fit(self, original: Function, trainer: Trainer, module: LightningModule) -> None:
         # A fit that was stopped early has just been finished.
         self._keep_unfinished(landed=False)
         if self._wanted:
@@ -399,7 +410,9 @@ class Averaging:
             self._wanted = False
         original(trainer, module)
 
-    def _save(self, original: Function, trainer: Any, module: Any, checkpoint: State) -> None:
+    def _save(
+        self, original: Function, trainer: Trainer, module: LightningModule, checkpoint: State
+    ) -> None:
         original(trainer, module, checkpoint)
         if self._callback._average_model is not None and not self._updates:
             # Before the first landing nothing is averaged, and the first update copies the model.

@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -33,8 +34,9 @@ from lightning_sdiloco.engine.weight_copies import WeightCopies
 from lightning_sdiloco.lightning.arguments import Argument
 from lightning_sdiloco.lightning.evaluation import ShownModel
 from lightning_sdiloco.lightning.fit import samples_in
-from lightning_sdiloco.lightning.host import FABRIC, State, check_without_trainer, wrap
+from lightning_sdiloco.lightning.host import FABRIC, Forwarded, State, check_without_trainer, wrap
 from lightning_sdiloco.lightning.model_format import (
+    Load,
     WholeModel,
     check_ddp_kwargs,
     fix_bucket_order,
@@ -87,14 +89,14 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return arguments
 
     @override
-    def base_arguments(self, of_format: dict[str, Any]) -> dict[str, Any]:
+    def base_arguments(self, of_format: State) -> State:
         check_ddp_kwargs(of_format.get("ddp_kwargs"))
         precision = of_format.pop("precision", None)
         arguments = WholeModel.base_arguments(**of_format)
         del arguments["precision_plugin"]
         return {**arguments, "precision": precision}
 
-    def __init__(self, *args: Any, **arguments: Any) -> None:
+    def __init__(self, *args: Forwarded, **arguments: Forwarded) -> None:
         super().__init__(*args, **arguments)
         if self._options.auto:
             raise ValueError(
@@ -187,11 +189,11 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 
     @property
     @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+    def distributed_sampler_kwargs(self) -> State:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @override
-    def setup_module(self, module: nn.Module) -> Any:
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         if self.engine is not None and self.engine.is_finished:
             # Setting up a model after the end starts a new training.
             self._nets = []
@@ -234,8 +236,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def setup_module_and_optimizers(
-        self, module: nn.Module, optimizers: list[Optimizer], *schedulers: Any
-    ) -> Any:
+        self, module: nn.Module, optimizers: list[Optimizer], *schedulers: Forwarded
+    ) -> Forwarded:
         set_up = super().setup_module_and_optimizers
         engine = self.engine
         if engine is None or not engine.is_training(unwrapped(module)):
@@ -258,9 +260,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             engine.use_optimizers(self._inner_optimizers)
         return results
 
-    def _begin_batch(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _begin_batch(self, module: nn.Module, args: tuple[object, ...], kwargs: State) -> None:
         if module.training and torch.is_grad_enabled():
             if self._options.federation is not None:
                 self._samples += samples_in([*args, *kwargs.values()]) or 1
@@ -282,12 +282,14 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     # Training
 
     @override
-    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+    def backward(
+        self, tensor: Tensor, module: nn.Module | None, *args: Forwarded, **kwargs: Forwarded
+    ) -> None:
         super().backward(tensor, module, *args, **kwargs)
         self._watch.end()
 
     @override
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Forwarded, **kwargs: Forwarded) -> object:
         number = self._number_of(optimizer)
         if number is None:
             # It was not set up with this strategy.
@@ -311,7 +313,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             self._count_batch(engine)
         return output
 
-    def _number_of(self, optimizer: Any) -> int | None:
+    def _number_of(self, optimizer: Optimizer) -> int | None:
         """Returns the number of an inner optimizer; None for any other object."""
         numbers = {id(inner): number for number, inner in enumerate(self._inner_optimizers)}
         return numbers.get(id(optimizer))
@@ -321,7 +323,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         if self._announcement is not None:
             self._announcement.step()
 
-    def _step(self, engine: StreamingDiLoCo, **trained: Any) -> None:
+    def _step(self, engine: StreamingDiLoCo, **trained: Forwarded) -> None:
         self._shown.forget()
         self._landings = engine.step(**trained)
         self._samples = 0
@@ -369,7 +371,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         )
 
     @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, *args: Forwarded, **kwargs: Forwarded) -> None:
         # Fabric waits after each save.
         saved_alone = self._saved_alone
         self._saved_alone = False
@@ -404,7 +406,9 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return state
 
     @override
-    def save_checkpoint(self, path: Any, state: State, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(
+        self, path: str | Path, state: State, *args: Forwarded, **kwargs: Forwarded
+    ) -> None:
         save = super().save_checkpoint
         if self._is_alone:
             save(path, state, *args, **kwargs)
@@ -437,13 +441,13 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     def _of_ranks(
         self,
         state: State,
-        storage_options: Any = None,
-        filter: dict[str, Any] | None = None,
+        storage_options: object = None,
+        filter: State | None = None,
     ) -> State:
         """Returns what may differ between ranks in what a user saves: all but what the engine
         trains.
         """
-        entries = dict[str, Any]()
+        entries = State()
         for name, value in state.items():
             if self._number_of(value) is not None or self._is_training(value):
                 continue
@@ -458,7 +462,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             entries[name] = entry
         return entries
 
-    def _is_training(self, module: Any) -> bool:
+    def _is_training(self, module: object) -> bool:
         """Returns whether an object is the model that the engine trains."""
         if self.engine is None or not isinstance(module, nn.Module):
             return False
@@ -472,7 +476,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         exception = sys.exc_info()[1]
         return exception is not None and not isinstance(exception, StopIteration)
 
-    def _holds_optimizer(self, state: Any) -> bool:
+    def _holds_optimizer(self, state: object) -> bool:
         """Returns whether a state of the user has an optimizer that was set up, so that training
         resumes from it.
         """
@@ -481,16 +485,18 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return any(self._number_of(value) is not None for value in state.values())
 
     @override
-    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> State:
+    def load_checkpoint(
+        self, path: str | Path, state: Forwarded = None, *args: Forwarded, **kwargs: Forwarded
+    ) -> State:
         load = super().load_checkpoint
         if not self._holds_optimizer(state):
             remainder = load(path, state, *args, **kwargs)
             if state:
                 remainder.pop(files.KEY, None)
             return remainder
-        saved = dict[str, Any]()
+        saved = State()
 
-        def read(load_file: Any, *file: Any, **how: Any) -> State:
+        def read(load_file: Load, *file: Forwarded, **how: Forwarded) -> State:
             """Reads the file of rank 0, and puts what this rank saved in place of it."""
             checkpoint: State = load_file(*file, **how)
             if files.KEY in checkpoint:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,12 @@ from lightning_sdiloco.lightning.evaluation import Evaluation
 from lightning_sdiloco.lightning.fit_state import FitState, Request, Requests, Signals
 from lightning_sdiloco.lightning.groups import ConnectedGroups, ScaleWatch
 from lightning_sdiloco.lightning.host import (
+    Batch,
+    Forwarded,
     Function,
+    LightningModule,
+    State,
+    Trainer,
     check_names,
     may_write_at_end,
     refuse_unsupported,
@@ -72,8 +77,8 @@ _ADVICE = (
 class Distribution(NamedTuple):
     """The classes of a distribution of Lightning that a fit needs."""
 
-    callback: type[Any]
-    launcher: type[Any]
+    callback: "type[Fit]"
+    launcher: Function
     termination: type[BaseException]
 
 
@@ -97,7 +102,7 @@ class Fit(FitState):
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: Trainer,
         options: Options,
         groups: ConnectedGroups,
         model_format: WholeModel,
@@ -182,7 +187,7 @@ class Fit(FitState):
         self._results.fragments = cut(model, settings).fragments
         align_model(model, topology)
 
-    def start(self, module: Any, optimizers: list[Optimizer]) -> None:
+    def start(self, module: LightningModule, optimizers: list[Optimizer]) -> None:
         """Makes the engine.
 
         The weights are final only now: checkpoints are restored, and user hooks have run.
@@ -216,7 +221,7 @@ class Fit(FitState):
         self._announce(engine)
         self._note_before_hooks()
 
-    def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _note_step(self, optimizer: Optimizer, *_: Forwarded) -> None:
         """Marks the batch as an inner step if the optimizer that has just stepped is one of this
         fit.
 
@@ -246,12 +251,12 @@ class Fit(FitState):
 
     # Batches
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         lay_out(trainer)
         self._interval = None
         self._row = {}
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._is_between_epochs = True
         self._epoch_has_stepped = None
         if self.engine is not None:
@@ -310,7 +315,7 @@ class Fit(FitState):
         self._early += engine.recut(self.trainer.strategy.optimizers)
         self._must_wrap = True
 
-    def _save(self, save: Function, *args: Any, **kwargs: Any) -> None:
+    def _save(self, save: Function, *args: Forwarded, **kwargs: Forwarded) -> None:
         """Lets a checkpoint that is saved between two epochs hold what hooks have just replaced."""
         engine = self.engine
         waits = not (self.groups.failed or self.is_ending)
@@ -330,7 +335,12 @@ class Fit(FitState):
         save(*args, **kwargs)
 
     def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: Batch,
+        batch_idx: int,
     ) -> None:
         self._note(self.end_batch(batch))
         run_is_over = self.engine is not None and self.engine.is_over
@@ -347,7 +357,7 @@ class Fit(FitState):
             self.requests.settle(Request.END_EPOCH)
         self.finish_with_last_batch()
 
-    def end_batch(self, batch: Any) -> list[Landing]:
+    def end_batch(self, batch: Batch) -> list[Landing]:
         """Makes an inner step if an optimizer stepped in the batch, or would have.
 
         Returns what landed.
@@ -370,7 +380,7 @@ class Fit(FitState):
         self._choose_if_due(self.engine)
         return landings
 
-    def _is_idle_step(self, batch: Any) -> bool:
+    def _is_idle_step(self, batch: Batch) -> bool:
         """Returns whether the other groups may make an inner step while this one had no data."""
         is_alone = self.groups.topology.num_groups == 1
         if batch is not None or self.counts.optimizer_steps or is_alone:
@@ -419,7 +429,7 @@ class Fit(FitState):
         if self.trainer.is_global_zero and is_planned:
             self._row |= announce_choice(engine.settings, len(engine.fragments), options.measured)
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Drops metrics that cannot be reduced, and warns if no batch of the epoch has counted as
         an inner step.
         """
@@ -449,7 +459,7 @@ class Fit(FitState):
         for monitor in monitors_of(self.trainer):
             monitor.note(landings)
 
-    def _log(self, log_metrics: Any, metrics: dict[str, Any], step: int | None = None) -> None:
+    def _log(self, log_metrics: Function, metrics: State, step: int | None = None) -> None:
         """Adds what landed to the row that Lightning logs of training, and makes one where a logged
         step has none.
         """
@@ -482,7 +492,7 @@ class Fit(FitState):
             # before that.
             self._note(self.finish())
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._note(self.finish())
         self._log_last_row()
         if self.engine is not None and self.engine.is_finished and may_write_at_end(trainer):
@@ -522,7 +532,9 @@ class Fit(FitState):
                 ", ..." if len(unlike) > _SHOWN else "",
             )
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule | None, exception: BaseException
+    ) -> None:
         """Reports an exception to the other ranks, before another callback saves a checkpoint."""
         # After a signal all ranks end with this one, after the same inner step.
         if self.ended and isinstance(exception, self.termination):
@@ -544,7 +556,7 @@ def _as_metrics(row: Mapping[str, float]) -> dict[str, Tensor]:
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in row.items()}
 
 
-def samples_in(batch: Any) -> int:
+def samples_in(batch: Batch) -> int:
     """Returns how many samples a batch has: the length of its first tensor; 0 if there is none."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.ndim else 1

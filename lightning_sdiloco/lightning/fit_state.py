@@ -20,12 +20,13 @@ from contextlib import ExitStack
 from enum import IntFlag
 from functools import reduce
 from operator import or_
-from typing import Any, NoReturn
+from types import FrameType
+from typing import NoReturn
 
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.lightning.groups import ConnectedGroups
-from lightning_sdiloco.lightning.host import Function, wrap
+from lightning_sdiloco.lightning.host import Function, Trainer, wrap
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.options import Options
 
@@ -90,7 +91,7 @@ class Requests:
     def agreed(self, bit: int) -> bool:
         return bool(self.agreed_now & int(bit))
 
-    def vote(self, skip: Any) -> bool | None:
+    def vote(self, skip: object) -> bool | None:
         """Answers whether all ranks skip the save for which a checkpoint callback asks; None if
         none does.
         """
@@ -106,7 +107,7 @@ class Requests:
 class FitState:
     """A fit as its parts see it. Every fit has its own object, so nothing is reset."""
 
-    trainer: Any
+    trainer: Trainer
     options: Options
     groups: ConnectedGroups
     format: WholeModel
@@ -168,14 +169,14 @@ class Signals:
         if received:
             self._end(received)
 
-    def _note(self, request: Request, signum: int, frame: Any) -> None:
+    def _note(self, request: Request, signum: int, frame: FrameType | None) -> None:
         # See [Note: signals wait for a step boundary]. Adding to a set is one step, so nested
         # handlers lose nothing.
         self._received.add(request)
         if request == Request.REQUEUE:
             self._requeued_by = signum
 
-    def _after_batch(self, original: Function, data_fetcher: Any) -> None:
+    def _after_batch(self, original: Function, data_fetcher: object) -> None:
         """Ends a batch, and the fit if all agreed to; see [Note: where a fit ends]."""
         loop = self._trainer.fit_loop.epoch_loop
         agreed = self._agreed()
@@ -249,18 +250,18 @@ class Signals:
             )
 
 
-def listen_without_fit(trainer: Any, undo: ExitStack) -> None:
+def listen_without_fit(trainer: Trainer, undo: ExitStack) -> None:
     """Replaces Lightning's signal handlers outside a fit, which wait for all ranks in the middle of
     whatever runs.
     """
     connector = trainer._signal_connector
 
-    def terminate(_: Any, signum: int, frame: Any) -> None:
+    def terminate(_: object, signum: int, frame: FrameType | None) -> None:
         if not connector.received_sigterm and trainer.strategy.launcher is not None:
             trainer.strategy.launcher.kill(signum)
         connector.received_sigterm = True
 
-    def refuse(_: Any, signum: int, frame: Any) -> None:
+    def refuse(_: object, signum: int, frame: FrameType | None) -> None:
         _log.warning(
             "Signal %s asks to requeue the job, but outside trainer.fit there is no state to save.",
             signum,

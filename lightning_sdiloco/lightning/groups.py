@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
 
@@ -39,8 +38,19 @@ from lightning_sdiloco.launch.reachability import (
     has_exchange_interface,
     require_reachable,
 )
-from lightning_sdiloco.launch.rendezvous import rendezvous_at, say_node_rank, warn_of_shared_store
-from lightning_sdiloco.lightning.host import Function, class_names, is_of_lightning
+from lightning_sdiloco.launch.rendezvous import (
+    Rendezvous,
+    rendezvous_at,
+    say_node_rank,
+    warn_of_shared_store,
+)
+from lightning_sdiloco.lightning.host import (
+    Function,
+    Host,
+    LightningModule,
+    class_names,
+    is_of_lightning,
+)
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.options import Options
 
@@ -115,7 +125,7 @@ class ConnectedGroups:
     def leave(self) -> None:
         _running.pop(self, None)
 
-    def check(self, host: Any, options: Options, model_format: WholeModel) -> None:
+    def check(self, host: Host, options: Options, model_format: WholeModel) -> None:
         """Refuses ranks that cannot be divided into worker groups, and devices that NCCL cannot
         connect.
         """
@@ -123,7 +133,7 @@ class ConnectedGroups:
         self._device_backend(options, host)
 
     def connect(
-        self, host: Any, options: Options, model_format: WholeModel, set_up: Function
+        self, host: Host, options: Options, model_format: WholeModel, set_up: Function
     ) -> None:
         with _connecting:
             self._refuse_another_thread()
@@ -151,7 +161,7 @@ class ConnectedGroups:
             )
 
     def _connect(
-        self, host: Any, options: Options, model_format: WholeModel, set_up: Function
+        self, host: Host, options: Options, model_format: WholeModel, set_up: Function
     ) -> None:
         timeout = options.settings.timeout
         layout = _layout(host, options, model_format)
@@ -190,7 +200,7 @@ class ConnectedGroups:
             host.lightning_module._device_mesh = mesh
 
     @staticmethod
-    def _device_backend(options: Options, host: Any) -> DeviceBackend | None:
+    def _device_backend(options: Options, host: Host) -> DeviceBackend | None:
         if kind_and_backend(options.settings.exchange)[1] == "nccl":
             return nccl_on(host.root_device)
         return None
@@ -239,7 +249,7 @@ class ConnectedGroups:
         return {name: sum(rank[name] for rank in ranks) / len(ranks) for name in common}
 
     @contextmanager
-    def waiting(self, names: Sequence[Any], engine: StreamingDiLoCo | None) -> Iterator[None]:
+    def waiting(self, names: Sequence[object], engine: StreamingDiLoCo | None) -> Iterator[None]:
         """Explains what may be wrong if the others do not reach a barrier at which this rank waits
         in a block.
         """
@@ -258,7 +268,7 @@ class ConnectedGroups:
             ) from error
 
 
-def _meet(host: Any, world_size: int, timeout: timedelta) -> Any:
+def _meet(host: Host, world_size: int, timeout: timedelta) -> Rendezvous:
     """Meets all processes at the main address, before the default process group is made."""
     environment = host.cluster_environment
     is_by_hand = "LightningEnvironment" in class_names(type(environment))
@@ -275,7 +285,7 @@ def _meet(host: Any, world_size: int, timeout: timedelta) -> Any:
     )
 
 
-def _end_processes_of(host: Any) -> None:
+def _end_processes_of(host: Host) -> None:
     """Ends the processes that run the script again, and would wait for this one."""
     # Lightning watches the list of them, and would end this process too before it has said why.
     processes = getattr(host.launcher, "procs", [])
@@ -299,7 +309,7 @@ def _refuse_other_size(world_size: int) -> None:
         )
 
 
-def _layout(host: Any, options: Options, model_format: WholeModel) -> GroupLayout:
+def _layout(host: Host, options: Options, model_format: WholeModel) -> GroupLayout:
     """Returns which ranks form a worker group, of as many as the environment says there are."""
     nodes = host.num_nodes
     processes = host.num_processes
@@ -321,7 +331,7 @@ def _layout(host: Any, options: Options, model_format: WholeModel) -> GroupLayou
 # Collectives
 
 
-def in_batch(module: Any) -> bool:
+def in_batch(module: LightningModule | None) -> bool:
     return (
         module is not None
         and module._trainer is not None
@@ -330,7 +340,7 @@ def in_batch(module: Any) -> bool:
     )
 
 
-def stays_in_group(module: Any, groups: ConnectedGroups) -> bool:
+def stays_in_group(module: LightningModule | None, groups: ConnectedGroups) -> bool:
     """Returns whether a collective stays inside the worker group, and announces one that does not."""
     stays = in_batch(module)
     if not stays:
@@ -350,12 +360,12 @@ class ScaleWatch:
     def __init__(self) -> None:
         self._has_warned = False
 
-    def look_at(self, module: Any, topology: Topology) -> None:
+    def look_at(self, module: LightningModule, topology: Topology) -> None:
         """Looks whether a module was given the number as an attribute."""
         if vars(module).get("world_size") == topology.world.size:
             self._warn("The module keeps world_size", topology)
 
-    def read(self, module: Any, topology: Topology) -> None:
+    def read(self, module: LightningModule | None, topology: Topology) -> None:
         """Looks who reads the number: the caller's caller, or the one that asks the trainer for it."""
         if self._has_warned or torch.compiler.is_compiling() or not in_batch(module):
             return

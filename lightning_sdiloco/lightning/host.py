@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import cache, partial, reduce
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_sdiloco.registration import variants
 
@@ -30,6 +30,27 @@ Function = Callable[..., Any]
 
 State = dict[str, Any]
 """What is saved of an object, or returned for that."""
+
+Forwarded = Any
+"""An argument of Lightning's, which is passed on as it comes."""
+
+Batch = Any
+"""What a user's data loader yields."""
+
+Host = Any
+"""One of our strategies, of which each has a base class of Lightning's."""
+
+Internal = Any
+"""An object of Lightning's own, whose class its version or its distribution chooses."""
+
+Trainer = Any
+"""A Trainer of either distribution. Lightning declares few of its attributes, such as callbacks."""
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule as LightningModule
+else:
+    # That of either distribution, of which none may be imported here.
+    LightningModule = object
 
 _RESULT = "lightning.pytorch.trainer.connectors.logger_connector.result"
 
@@ -145,7 +166,7 @@ REGISTER = (
 )
 
 
-def check_names(trainer: Any) -> None:
+def check_names(trainer: Trainer) -> None:
     """Looks for all names of the register that a fit of this trainer may need; see [Note: the
     register].
     """
@@ -159,7 +180,7 @@ def check_names(trainer: Any) -> None:
     _require(missing, f", {version},", warns=trainer.is_global_zero)
 
 
-def check_without_trainer(host: Any, place: str = "") -> None:
+def check_without_trainer(host: Internal, place: str = "") -> None:
     """Looks for the names of the register in a class, or in an object that stands for a place."""
     places = {place} if place else class_names(host)
     _require([entry for entry in REGISTER if entry.place in places and not _has(host, entry)])
@@ -178,7 +199,7 @@ def _require(missing: list[HostName], version: str = "", warns: bool = False) ->
         _log.warning("%s Training continues without.", text)
 
 
-def wrap(undo: ExitStack, target: Any, name: str, around: Function) -> None:
+def wrap(undo: ExitStack, target: object, name: str, around: Function) -> None:
     """Replaces a function of Lightning's with one that gets it as its first argument."""
     entry = next((entry for entry in REGISTER if entry.name == name), None)
     assert entry is not None, f"{name} is not in the register of {__name__}"
@@ -197,17 +218,19 @@ def wrap(undo: ExitStack, target: Any, name: str, around: Function) -> None:
         setattr(target, name, _Replacement(target, name, around, original))
 
 
-class _Replacement(partial[Any]):
+class _Replacement(partial[object]):
     """A function that replaces a method; copies and pickles of the object have the method itself."""
 
-    replaced: tuple[Any, str]
+    replaced: tuple[object, str]
 
-    def __new__(cls, target: Any, name: str, around: Function, original: Any) -> "_Replacement":
+    def __new__(
+        cls, target: object, name: str, around: Function, original: Function
+    ) -> "_Replacement":
         replacement = super().__new__(cls, around, original)
         replacement.replaced = target, name
         return replacement
 
-    def __reduce__(self) -> tuple[Any, tuple[Any, str]]:
+    def __reduce__(self) -> tuple[object, tuple[object, str]]:
         # As for a bound method. The copy has no attributes of its own yet when this is called for
         # it.
         return getattr, self.replaced
@@ -216,7 +239,7 @@ class _Replacement(partial[Any]):
 # The objects in which names are looked for
 
 
-def _hosts(place: str, trainer: Any) -> Iterator[Any]:
+def _hosts(place: str, trainer: Trainer) -> Iterator[object]:
     """Yields the objects at a place: none where the trainer has nothing of the kind."""
     top, *path = place.split(".")
     if top == "trainer":
@@ -232,7 +255,7 @@ def _hosts(place: str, trainer: Any) -> Iterator[Any]:
 
 
 @cache
-def _imported(place: str) -> Any:
+def _imported(place: str) -> object:
     """Returns a module, or an object of a class, as ``__init__`` makes it; None if there is no such
     class.
     """
@@ -244,20 +267,20 @@ def _imported(place: str) -> Any:
     return host() if isinstance(host, type) else host
 
 
-def _distribution_of(trainer: Any) -> str:
+def _distribution_of(trainer: Trainer) -> str:
     modules = [kind.__module__ for kind in type(trainer).__mro__]
     return next(module for module in modules if is_of_lightning(module)).removesuffix(
         ".trainer.trainer"
     )
 
 
-def _has(host: Any, entry: HostName) -> bool:
+def _has(host: Internal, entry: HostName) -> bool:
     """Returns whether an object of Lightning has a name by itself, and not because a subclass of
     ours has it.
     """
     name = entry.name
     is_class = isinstance(host, type)
-    attributes: Mapping[str, Any] = {} if is_class else getattr(host, "__dict__", {})
+    attributes: Mapping[str, object] = {} if is_class else getattr(host, "__dict__", {})
     if name in _SET:
         attribute = attributes.get(name)
         return attribute is None or getattr(host, name.removeprefix("_"), None) is attribute
@@ -283,7 +306,7 @@ def class_names(kind: type) -> set[str]:
 _OURS = __name__.partition(".")[0]
 
 
-def user_hooks(trainer: Any, names: Collection[str]) -> list[str]:
+def user_hooks(trainer: Trainer, names: Collection[str]) -> list[str]:
     """Returns which of these hooks the user's module and callbacks have, as ``Class.hook``."""
     hooks = dict[str, None]()
     for owner in (trainer.lightning_module, *trainer.callbacks):
@@ -334,7 +357,7 @@ _ON_A_ROUTE = dict.fromkeys(
 )
 
 
-def refuse_unsupported(trainer: Any, shares: bool, is_sharded: bool) -> None:
+def refuse_unsupported(trainer: Trainer, shares: bool, is_sharded: bool) -> None:
     """Refuses what cannot work with groups, on a route, or where each rank of a group holds a part
     of the model.
     """
@@ -371,7 +394,7 @@ def refuse_unsupported(trainer: Any, shares: bool, is_sharded: bool) -> None:
         _refuse_batch_norm(callback, trainer)
 
 
-def _averaging_callbacks(trainer: Any) -> list[Any]:
+def _averaging_callbacks(trainer: Trainer) -> list[object]:
     return [
         callback
         for callback in trainer.callbacks
@@ -379,7 +402,7 @@ def _averaging_callbacks(trainer: Any) -> list[Any]:
     ]
 
 
-def _refuse_batch_norm(averaging: Any, trainer: Any) -> None:
+def _refuse_batch_norm(averaging: object, trainer: Trainer) -> None:
     """Refuses a StochasticWeightAveraging of a model with BatchNorm."""
     contains_batch_norm = getattr(averaging, "pl_module_contains_batch_norm", None)
     if contains_batch_norm is None or trainer.max_epochs == -1:
@@ -393,14 +416,14 @@ def _refuse_batch_norm(averaging: Any, trainer: Any) -> None:
         )
 
 
-def may_write_at_end(trainer: Any) -> bool:
+def may_write_at_end(trainer: Trainer) -> bool:
     """Returns whether a hook of the end of training may change the model: one of a user, or of an
     average.
     """
     return bool(_averaging_callbacks(trainer) or user_hooks(trainer, ["on_train_end"]))
 
 
-def refuse_in_notebook(host: Any) -> None:
+def refuse_in_notebook(host: Host) -> None:
     """Refuses to start processes in a notebook in a way that would run a script again.
 
     Lightning advises DDP there.

@@ -20,7 +20,7 @@ from math import gcd
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_folder
 from torch.distributed.checkpoint.state_dict_saver import save as save_folder
 from torch.nn.functional import embedding
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sdiloco.comm.communicator import Communicator
@@ -41,12 +42,20 @@ from lightning_sdiloco.engine import checkpoint as files
 from lightning_sdiloco.engine.checkpoint import own_state
 from lightning_sdiloco.engine.per_rank import Read
 from lightning_sdiloco.engine.shards import local, part_of, ranks_of, reshard
-from lightning_sdiloco.lightning.host import Function, State, wrap
+from lightning_sdiloco.lightning.host import (
+    Forwarded,
+    Function,
+    Host,
+    Internal,
+    State,
+    Trainer,
+    wrap,
+)
 
 _log = logging.getLogger(__name__)
 
-Checkpoint = dict[str, Any]
-Save = Callable[[Checkpoint, Any, Any], None]
+Checkpoint = State
+Save = Callable[[Checkpoint, Forwarded, Forwarded], None]
 Load = Callable[..., Checkpoint]
 
 # Arguments that the strategy passes to DistributedDataParallel itself, and those of DDPStrategy
@@ -96,7 +105,7 @@ class WholeModel:
     """The sizes of a group's dimensions for data and tensor parallelism, where its ranks share the
     model."""
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, arguments: State) -> None:
         """Takes what `base_arguments` returned."""
         # Arguments that must be the same on all ranks.
         self.described: dict[str, str] = {}
@@ -105,14 +114,14 @@ class WholeModel:
     def base_arguments(
         *,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        ddp_kwargs: dict[str, Any] | None = None,
+        ddp_kwargs: State | None = None,
         process_group_backend: str | None = None,
-        accelerator: Any = None,
+        accelerator: Forwarded = None,
         parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-    ) -> dict[str, Any]:
+        cluster_environment: Forwarded = None,
+        checkpoint_io: Forwarded = None,
+        precision_plugin: Forwarded = None,
+    ) -> State:
         """Checks the arguments that only this format has, and returns the arguments of Lightning's
         strategy.
 
@@ -152,7 +161,7 @@ class WholeModel:
 
     # The model
 
-    def wrap(self, host: Any, module: Any, topology: Topology, wrap: Function) -> Any:
+    def wrap(self, host: Host, module: nn.Module, topology: Topology, wrap: Function) -> Internal:
         process_group = topology.in_group.process_group
         host._ddp_kwargs["process_group"] = process_group
         # Without the process group a communication hook of DDP reduces gradients over all groups.
@@ -192,22 +201,24 @@ class WholeModel:
 
     def write(
         self,
-        host: Any,
+        host: Host,
         topology: Topology,
         checkpoint: Checkpoint,
-        path: Any,
-        storage_options: Any,
+        path: str | Path,
+        storage_options: object,
         save: Save,
     ) -> None:
         """Writes what all groups have in common. All ranks must call it."""
         save(checkpoint, path, storage_options)
 
-    def read(self, host: Any, path: Any, load: Load, *args: Any, **kwargs: Any) -> Checkpoint:
+    def read(
+        self, host: Host, path: str | Path, load: Load, *args: Forwarded, **kwargs: Forwarded
+    ) -> Checkpoint:
         """Reads what all groups have in common. All ranks must call it."""
         return dict(load(path, *args, **kwargs))
 
 
-def reader_of(load_file: Load, **how: Any) -> Read:
+def reader_of(load_file: Load, **how: Forwarded) -> Read:
     """Returns what reads an object as a CheckpointIO reads a file: by its method, and the arguments
     that it gets.
 
@@ -216,7 +227,7 @@ def reader_of(load_file: Load, **how: Any) -> Read:
     # Before 2.6 Lightning knows no such argument, and reads any object.
     weights_only = how.get("weights_only", False)
 
-    def read(packed: io.BytesIO) -> Any:
+    def read(packed: io.BytesIO) -> object:
         try:
             return torch.load(packed, map_location="cpu", weights_only=weights_only)
         except Exception:
@@ -228,7 +239,7 @@ def reader_of(load_file: Load, **how: Any) -> Read:
     return read
 
 
-def check_ddp_kwargs(ddp_kwargs: Any, *of_lightning: str) -> None:
+def check_ddp_kwargs(ddp_kwargs: object, *of_lightning: str) -> None:
     """Refuses what is not for DistributedDataParallel, or for Lightning's strategy around it."""
     if ddp_kwargs is not None and not isinstance(ddp_kwargs, Mapping):
         raise ValueError(
@@ -273,7 +284,7 @@ class ShardedModel(WholeModel):
 
     is_sharded = True
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, arguments: State) -> None:
         self.described = {name: str(value) for name, value in arguments.items()}
         self._data_parallel: int | Literal["auto"] = arguments["data_parallel_size"]
         self._tensor_parallel: int | Literal["auto"] = arguments["tensor_parallel_size"]
@@ -288,7 +299,7 @@ class ShardedModel(WholeModel):
         tensor_parallel_size: Literal["auto"] | int = "auto",
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
-    ) -> dict[str, Any]:
+    ) -> State:
         """Checks the arguments that only this format has, and returns the arguments of Lightning's
         strategy.
 
@@ -347,11 +358,11 @@ class ShardedModel(WholeModel):
     @override
     def write(
         self,
-        host: Any,
+        host: Host,
         topology: Topology,
         checkpoint: Checkpoint,
-        path: Any,
-        storage_options: Any,
+        path: str | Path,
+        storage_options: object,
         save: Save,
     ) -> None:
         if files.KEY in checkpoint:
@@ -368,12 +379,14 @@ class ShardedModel(WholeModel):
             write_folder(checkpoint, Path(path), topology.in_group)
 
     @override
-    def read(self, host: Any, path: Any, load: Load, *args: Any, **kwargs: Any) -> Checkpoint:
+    def read(
+        self, host: Host, path: str | Path, load: Load, *args: Forwarded, **kwargs: Forwarded
+    ) -> Checkpoint:
         if not host.is_alone:
             path = host.topology.world.all_gather_object(str(path))[0]
         path = Path(path)
         weights_only = kwargs.get("weights_only", args[0] if args else None)
-        how: dict[str, Any] = {"map_location": "cpu", "weights_only": weights_only}
+        how: State = {"map_location": "cpu", "weights_only": weights_only}
         in_folder = is_folder(path)
         if in_folder:
             checkpoint = dict(torch.load(path / _METADATA, **how))
@@ -397,7 +410,7 @@ def read_folder(model: nn.Module, path: Path, strict: bool) -> None:
     set_model_state_dict(model, loaded["state_dict"], options=StateDictOptions(strict=strict))
 
 
-def take_parts(model: nn.Module, tensors: Mapping[str, Any], strict: bool) -> None:
+def take_parts(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool) -> None:
     """Copies the parts of this rank from whole tensors."""
     parts: State = get_model_state_dict(model)
     if strict and parts.keys() != tensors.keys():
@@ -441,7 +454,7 @@ def is_folder(path: Path) -> bool:
     return path.is_dir() and (path / _METADATA).is_file()
 
 
-def write_folder(checkpoint: Mapping[str, Any], path: Path, group: Communicator) -> None:
+def write_folder(checkpoint: State, path: Path, group: Communicator) -> None:
     """Writes a sharded folder; see [Note: sharded folders]. All ranks of one group must call it."""
     metadata = dict(checkpoint)
     tensors = {"state_dict": metadata.pop("state_dict")}
@@ -484,7 +497,7 @@ def _remove(path: Path) -> None:
 _MORE = frozenset({"mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce"})
 
 
-def is_plain(ddp_kwargs: Mapping[str, Any], module: nn.Module) -> bool:
+def is_plain(ddp_kwargs: Mapping[str, object], module: nn.Module) -> bool:
     """Returns whether DistributedDataParallel would only average the gradients of a module."""
     does_more = any(ddp_kwargs.get(name) is not None for name in _MORE)
     return not does_more and any(parameter.requires_grad for parameter in module.parameters())
@@ -495,7 +508,7 @@ class SingleRankDDP(DistributedDataParallel):
     module.
     """
 
-    def __init__(self, module: nn.Module, **arguments: Any) -> None:
+    def __init__(self, module: nn.Module, **arguments: Forwarded) -> None:
         trained = next(parameter for parameter in module.parameters() if parameter.requires_grad)
         # All that others may ask of a wrapper is there, with buckets for a single value.
         stub = nn.Module()
@@ -504,16 +517,16 @@ class SingleRankDDP(DistributedDataParallel):
         self._arguments = arguments
         self._module_parameters = list(module.parameters())
         self.module = module
-        self.reducer: Any = _NoReducer()
+        self.reducer: Internal = _NoReducer()
 
     @override
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: Forwarded, **kwargs: Forwarded) -> object:
         if isinstance(self.reducer, _NoReducer):
             return self.module(*inputs, **kwargs)
         return super().forward(*inputs, **kwargs)
 
     @override
-    def register_comm_hook(self, state: Any, hook: Any) -> None:
+    def register_comm_hook(self, state: object, hook: Function) -> None:
         if isinstance(self.reducer, _NoReducer):
             module = self.module
             is_training = self.training
@@ -527,7 +540,7 @@ class _NoReducer:
 
     def prepare_for_forward(self) -> None: ...
 
-    def prepare_for_backward(self, outputs: list[Any]) -> None: ...
+    def prepare_for_backward(self, outputs: list[object]) -> None: ...
 
     def _rebuild_buckets(self) -> bool:
         return False
@@ -561,7 +574,7 @@ def fix_bucket_order(model: DistributedDataParallel) -> None:
             )
         return parameter.sum()
 
-    def forward(_: Any) -> Tensor:
+    def forward(_: object) -> Tensor:
         total = read(parameters[0])
         for parameter in parameters[1:]:
             total = total.to(parameter) + read(parameter)
@@ -583,7 +596,9 @@ def fix_bucket_order(model: DistributedDataParallel) -> None:
 _LEAST_BYTES = 1 << 26
 
 
-def release_gradients(trainer: Any, optimizers: Iterable[Any], batch_idx: int, nbytes: int) -> None:
+def release_gradients(
+    trainer: Trainer, optimizers: Iterable[Optimizer], batch_idx: int, nbytes: int
+) -> None:
     """Frees the gradients of the batch before, if they are large and no user's hook may look at
     them.
     """

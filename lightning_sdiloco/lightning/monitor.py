@@ -12,13 +12,13 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TextIO
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -32,7 +32,14 @@ from lightning_sdiloco.comm.communicator import page_locked
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.engine.shards import clean_name
-from lightning_sdiloco.lightning.host import Function
+from lightning_sdiloco.lightning.host import (
+    Batch,
+    Forwarded,
+    Function,
+    Internal,
+    LightningModule,
+    Trainer,
+)
 from lightning_sdiloco.planning.units import readable, readable_rate, short
 
 _log = logging.getLogger(__name__)
@@ -184,7 +191,7 @@ def _width(entries: Mapping[str, str]) -> int:
     return len(" ".join(f"{name}: {value}" for name, value in entries.items()))
 
 
-def lay_out(trainer: Any) -> None:
+def lay_out(trainer: Trainer) -> None:
     """Gives TensorBoard loggers a page of charts, each with the scalars that belong together."""
     charts = {
         title: ["Multiline", [_PREFIX + name for name in names]] for title, names in _CHARTS.items()
@@ -197,13 +204,16 @@ def lay_out(trainer: Any) -> None:
 
 # The record of a rank
 
+Moments = float | Sequence["Moments"] | Mapping[str, "Moments"]
+"""Moments of ``time.perf_counter()``, as a field of the record holds them."""
+
 
 class Deferred:
     """Scalars on their way from the device to the host, in the order in which they were taken."""
 
     def __init__(self) -> None:
         # Each with its inner step, and the event that ends its copy.
-        self._scalars: deque[tuple[int, Tensor, Any]] = deque()
+        self._scalars: deque[tuple[int, Tensor, torch.Event | None]] = deque()
 
     def take(self, step: int, tensor: Tensor) -> None:
         scalar = tensor.detach().reshape(())
@@ -277,7 +287,7 @@ class StreamingDiLoCoMonitorMixin:
         self.diagnostics = diagnostics
         self._folder = folder
         self._timeline = timeline
-        self._file: Any = None
+        self._file: TextIO | None = None
         # Seconds that the clock is ahead of time.perf_counter(), which runs more steadily.
         self._clock_offset = 0.0
         self._fragments: tuple[Fragment, ...] = ()
@@ -292,7 +302,7 @@ class StreamingDiLoCoMonitorMixin:
 
     # Hooks
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not hasattr(trainer.strategy, "outer_state_dict"):
             raise ValueError(
                 "StreamingDiLoCoMonitor watches Streaming DiLoCo, but the strategy is"
@@ -300,7 +310,7 @@ class StreamingDiLoCoMonitorMixin:
                 " strategy='streaming_diloco'."
             )
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         folder = Path(self._folder or _folder_of(trainer) / "sdiloco")
         folder.mkdir(parents=True, exist_ok=True)
         # A line at a time, so that a run that is killed leaves what it did.
@@ -312,7 +322,12 @@ class StreamingDiLoCoMonitorMixin:
         self._done = None
 
     def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Forwarded,
+        batch: Batch,
+        batch_idx: int,
     ) -> None:
         # Lightning calls no hook at the start of an idle batch.
         self.on_train_batch_start(trainer, pl_module, batch, batch_idx)
@@ -330,11 +345,11 @@ class StreamingDiLoCoMonitorMixin:
             self._losses.take(self._step, loss)
         self._note_losses()
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._paused = time.perf_counter()
         self._names_before = set(trainer.callback_metrics)
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # The names that came with a validation: the metrics hold what training logs as well.
         self._validated |= set(trainer.callback_metrics) - self._names_before
         if self._file is None or self._done is None or self._paused is None:
@@ -348,14 +363,14 @@ class StreamingDiLoCoMonitorMixin:
         span = (self._paused, time.perf_counter())
         self._write("validation", step=self._step, span=span, metrics=metrics)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = trainer.strategy.engine
         if engine is not None and self._done is not None:
             self.note(engine.final_landings, final=True)
             self._note_losses(wait=True)
         self._close()
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Merges the records into the timeline, on rank 0: by now all ranks have closed theirs."""
         if self._timeline is not None and trainer.is_global_zero and self._folder is not None:
             ranks = self._tool("run_files").merge(self._folder, self._timeline)
@@ -371,7 +386,7 @@ class StreamingDiLoCoMonitorMixin:
             for logger in trainer.loggers:
                 self._attach(logger)
 
-    def _attach(self, logger: Any) -> None:
+    def _attach(self, logger: Internal) -> None:
         """Makes the report an artifact of a run of MLflow or W&B: training is over, and nothing of
         this may end it.
         """
@@ -395,7 +410,9 @@ class StreamingDiLoCoMonitorMixin:
                 self._folder,
             )
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         self._close()
 
     # The lines of a record
@@ -419,7 +436,7 @@ class StreamingDiLoCoMonitorMixin:
             self._write("landing", **fields, final=final, diagnostics=diagnostics)
 
     def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         engine = trainer.strategy.engine
         if self._done is not None or engine is None:
@@ -451,7 +468,7 @@ class StreamingDiLoCoMonitorMixin:
         )
         self._note_fragments(pl_module, engine)
 
-    def _note_fragments(self, pl_module: Any, engine: StreamingDiLoCo) -> None:
+    def _note_fragments(self, pl_module: LightningModule, engine: StreamingDiLoCo) -> None:
         self._fragments = engine.fragments
         parameters = dict(pl_module.named_parameters())
         sizes = {
@@ -466,7 +483,7 @@ class StreamingDiLoCoMonitorMixin:
         for step, loss in self._losses.ready(wait):
             self._write("loss", step=step, loss=loss)
 
-    def _write(self, kind: str, **fields: Any) -> None:
+    def _write(self, kind: str, **fields: Forwarded) -> None:
         """Writes a line; a disk without room ends the record, and not the training."""
         if self._file is None:
             return
@@ -487,7 +504,7 @@ class StreamingDiLoCoMonitorMixin:
                 error,
             )
 
-    def _on_clock(self, moments: Any) -> Any:
+    def _on_clock(self, moments: "Moments") -> object:
         """Converts moments of ``time.perf_counter()`` to seconds since 1970 on this rank's clock,
         rounded to a microsecond.
         """
@@ -509,7 +526,7 @@ def _known(number: float) -> float | None:
     return None if math.isnan(number) else number
 
 
-def _folder_of(trainer: Any) -> Path:
+def _folder_of(trainer: Trainer) -> Path:
     """Returns where a run keeps its files: beside checkpoints, where the first logger has no folder
     for each run.
     """
@@ -518,11 +535,11 @@ def _folder_of(trainer: Any) -> Path:
     if first is None or getattr(first, "log_dir", None) is not None:
         return folder
     # Only rank 0 knows the name of a run that a server has given.
-    run: tuple[Any, Any] = trainer.strategy.broadcast((first.name, first.version))
+    run: tuple[object, object] = trainer.strategy.broadcast((first.name, first.version))
     return folder.joinpath(*(str(part) for part in run if part is not None))
 
 
-def monitors_of(trainer: Any) -> list[StreamingDiLoCoMonitorMixin]:
+def monitors_of(trainer: Trainer) -> list[StreamingDiLoCoMonitorMixin]:
     """Returns the monitors among the callbacks of a trainer, of either distribution."""
     return [
         callback
@@ -548,7 +565,7 @@ _SAVING_SECONDS = 60
 class Announcement:
     """Announces at the start what trains, and after ten inner steps how fast."""
 
-    def __init__(self, engine: StreamingDiLoCo, environment: Any = None) -> None:
+    def __init__(self, engine: StreamingDiLoCo, environment: Internal = None) -> None:
         self._engine = engine
         self._environment = environment
         self._times: list[float] = []

@@ -22,20 +22,15 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm.as_data import as_data, as_text
-from lightning_sdiloco.algorithm.config import (
-    AUTO,
-    Settings,
-    dense_for,
-    overlap_for,
-    read_settings,
-)
+from lightning_sdiloco.algorithm.as_data import Fields, as_data, as_text
+from lightning_sdiloco.algorithm.config import AUTO, Settings, dense_for, overlap_for, read_settings
 from lightning_sdiloco.algorithm.reduce import TwoShot, kind_and_backend
 from lightning_sdiloco.algorithm.schedule import DenseBeginning
 from lightning_sdiloco.comm.topology import Topology, checked_worker_groups
 from lightning_sdiloco.engine.matrices import with_direction
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.federation.config import Federation
+from lightning_sdiloco.lightning.host import State
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming
 from lightning_sdiloco.planning.planner import (
@@ -61,7 +56,7 @@ FIRST = 3
 STEPS = 8
 
 # Stand in until the choice is made: no launch is due before that.
-_PLACEHOLDERS: Mapping[str, Any] = {
+_PLACEHOLDERS: Mapping[str, object] = {
     "sync_every": 1_000_000,
     "overlap_steps": 0,
     "fragments": "strided:3",
@@ -93,7 +88,7 @@ class Measured(NamedTuple):
         )
 
 
-def _is_auto(setting: Any) -> bool:
+def _is_auto(setting: object) -> bool:
     return isinstance(setting, str) and setting == AUTO
 
 
@@ -122,7 +117,7 @@ class Options:
     _times: list[float] = field(default_factory=list)
 
     @staticmethod
-    def from_arguments(arguments: Mapping[str, Any]) -> "Options":
+    def from_arguments(arguments: State) -> "Options":
         """Checks the arguments of a strategy, which may have others, too."""
         chosen = {setting.name: arguments[setting.name] for setting in fields(Settings)}
         chooses_dense = _is_auto(chosen["dense_beginning"])
@@ -379,7 +374,7 @@ class Options:
 
     # The choice of the planner
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
+    def restore(self, saved: Fields) -> None:
         """Takes the settings of a checkpoint that suit, and the planner's choice if it holds it."""
         saved = read_settings(saved)
         self.settings = self.settings.taken_from(saved)
@@ -398,9 +393,9 @@ class Options:
         if self.auto and is_saved:
             self._restore_choice(saved)
 
-    def _restore_choice(self, saved: Mapping[str, Any]) -> None:
+    def _restore_choice(self, saved: Fields) -> None:
         """Takes the choice of the planner from a checkpoint that was saved after it was made."""
-        chosen: dict[str, Any] = {}
+        chosen: State = {}
         for name in self.auto:
             chosen[name] = saved[name]
             if name == "exchange":
@@ -493,7 +488,7 @@ def choice(
     model: nn.Module,
     topology: Topology,
     measured: Measured | None,
-) -> dict[str, Any]:
+) -> State:
     """Returns the settings of these names that the planner recommends for a measured link."""
     if not names:
         return {}

@@ -10,7 +10,8 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import FrameType
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,10 @@ from typing_extensions import override
 from lightning_sdiloco.algorithm.partition import Fragment, Stack
 from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.lightning.host import Forwarded, Function, Host, State, Trainer
 from lightning_sdiloco.lightning.options import Options
+
+_Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as _Base
@@ -79,22 +83,24 @@ class LauncherMixin(_Base):
     with more than that, each side would wait for the other for ever.
     """
 
-    _strategy: Any
+    _strategy: Host
     # A string: where processes do not inherit it, it is pickled with the launcher.
     _folder: str
     # The signal handler of a forked process, instead of the inherited one.
-    _inherited: Any = None
+    _inherited: _Handler = None
 
     @override
-    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+    def launch(
+        self, function: Function, *args: Forwarded, trainer: Trainer = None, **kwargs: Forwarded
+    ) -> Forwarded:
         # The processes run on this machine, so they share its folder for temporary files.
         with tempfile.TemporaryDirectory(prefix="lightning_sdiloco-") as self._folder:
             # The main process is no rank itself.
-            def forward(signum: int, frame: Any) -> None:
+            def forward(signum: int, frame: FrameType | None) -> None:
                 self.kill(signum)
 
             listens = threading.current_thread() is threading.main_thread()
-            before: Any = signal.signal(signal.SIGTERM, forward) if listens else None
+            before = signal.signal(signal.SIGTERM, forward) if listens else None
             if self._start_method == "fork":
                 self._inherited = before
             try:
@@ -120,7 +126,13 @@ class LauncherMixin(_Base):
 
     @override
     def _wrapping_function(
-        self, process_idx: int, trainer: Any, function: Any, args: Any, kwargs: Any, *more: Any
+        self,
+        process_idx: int,
+        trainer: Trainer,
+        function: Function,
+        args: Forwarded,
+        kwargs: Forwarded,
+        *more: Forwarded,
     ) -> None:
         if self._inherited is not None:
             signal.signal(signal.SIGTERM, self._inherited)
@@ -138,7 +150,7 @@ class LauncherMixin(_Base):
             sys.exit(_TERMINATED)
 
     @override
-    def get_extra_results(self, trainer: Any) -> dict[str, Any]:
+    def get_extra_results(self, trainer: Trainer) -> State:
         """Writes the results and Lightning's metrics to files, and returns what is left for the
         queue.
         """
@@ -159,7 +171,7 @@ class LauncherMixin(_Base):
         return extra
 
     @override
-    def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
+    def update_main_process_results(self, trainer: Trainer, extra: State) -> None:
         """Reads, in the main process, what `get_extra_results` wrote in the process of rank 0."""
         folder = Path(self._folder)
         written = {

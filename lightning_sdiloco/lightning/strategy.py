@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,12 @@ from lightning_sdiloco.lightning.fit import Distribution, Fit
 from lightning_sdiloco.lightning.fit_state import listen_without_fit
 from lightning_sdiloco.lightning.groups import ConnectedGroups, stays_in_group
 from lightning_sdiloco.lightning.host import (
+    Batch,
+    Forwarded,
+    Internal,
+    LightningModule,
     State,
+    Trainer,
     advise_on_unused,
     refuse_in_notebook,
     refuse_unsupported,
@@ -144,7 +150,7 @@ class GroupStrategy:
     summary: ClassVar[str] = ""
     model_format: ClassVar[type[WholeModel]]
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: Forwarded) -> None:
         super().__init_subclass__(**kwargs)
         if "strategy_name" in vars(cls):
             arguments = cls._arguments()
@@ -175,7 +181,7 @@ class GroupStrategy:
         outer_momentum: float | Literal["auto"] = "auto",
         evaluate: Literal["outer", "mean", "local"] = "outer",
         federation: Federation | None = None,
-        outer_optimizer: OuterOptimizer | Callable[[Iterable[Any]], Optimizer] | None = None,
+        outer_optimizer: OuterOptimizer | Callable[[Iterable[Tensor]], Optimizer] | None = None,
         exchange: str | TwoShot = "auto",
         resume: Literal["exact", "restart", "exact:newest", "restart:newest"] = "exact",
         dense_beginning: DenseBeginning | Literal["auto"] | None = "auto",
@@ -184,7 +190,7 @@ class GroupStrategy:
         route: Route | None = None,
         untrained: dict[str, Literal["mean", "first", "own"]] | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
-        **of_format: Any,
+        **of_format: Forwarded,
     ) -> None:
         # Nothing is started here: strategies are pickled.
         self._options = Options.from_arguments(locals())
@@ -194,7 +200,7 @@ class GroupStrategy:
         self.results = Results(self._options)
         super().__init__(timeout=timeout, **arguments)  # type: ignore[call-arg]
 
-    def base_arguments(self, of_format: dict[str, Any]) -> dict[str, Any]:
+    def base_arguments(self, of_format: State) -> State:
         return self.model_format.base_arguments(**of_format)
 
     def _configure_launcher(self) -> None:
@@ -278,7 +284,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     distribution: ClassVar[Distribution]
     _options: Options
 
-    def __init__(self, *args: Any, **arguments: Any) -> None:
+    def __init__(self, *args: Forwarded, **arguments: Forwarded) -> None:
         super().__init__(*args, **arguments)
         self._fit: Fit | None = None
         # Replacements in Lightning while there is no fit.
@@ -316,7 +322,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     # Start
 
     @override
-    def connect(self, model: Any) -> None:
+    def connect(self, model: LightningModule) -> None:
         super().connect(model)
         self._groups.failed = False
         if self._fit is not None:
@@ -339,7 +345,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         if model._trainer is not None and model._trainer.state.fn == "fit":
             self._begin(model._trainer)
 
-    def _begin(self, trainer: Any) -> None:
+    def _begin(self, trainer: Trainer) -> None:
         # Before callbacks are set up, because some then copy the model. The model's own come later.
         refuse_unsupported(trainer, self._options.settings.shares, self._format.is_sharded)
         if self._fit is not None:
@@ -370,7 +376,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @property
     @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+    def distributed_sampler_kwargs(self) -> State:
         """The number of ranks over which data is divided, and which of them this one is."""
         if not self._groups.is_connected:
             return super().distributed_sampler_kwargs
@@ -383,7 +389,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         return {"num_replicas": topology.num_groups * data_parallel, "rank": rank}
 
     @override
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: Trainer) -> None:
         self._patches.close()
         if trainer.state.fn != "fit":
             self._setup_without_fit(trainer)
@@ -394,7 +400,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         super().setup(trainer)
         self.fit.checkpointer.averaging = Averaging(self.fit, self.fit.patches)
 
-    def _setup_without_fit(self, trainer: Any) -> None:
+    def _setup_without_fit(self, trainer: Trainer) -> None:
         """Sets up a validation, a test or a prediction."""
         listen_without_fit(trainer, self._patches)
         # If a fit was interrupted, groups hold their own models.
@@ -417,13 +423,13 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             align_model(self.model, self.topology)
 
     @override
-    def _setup_model(self, model: nn.Module) -> Any:
+    def _setup_model(self, model: nn.Module) -> Internal:
         # First, so that our own refusals come before DistributedDataParallel's.
         self.fit.prepare(model)
         return self._format.wrap(self, model, self.topology, super()._setup_model)
 
     @override
-    def setup_optimizers(self, trainer: Any) -> None:
+    def setup_optimizers(self, trainer: Trainer) -> None:
         if self._format.is_sharded:
             require_sharded(trainer.lightning_module, self.topology, self._format.mesh)
             self.fit.prepare(trainer.lightning_module)
@@ -437,7 +443,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
                 )
 
     @override
-    def process_dataloader(self, dataloader: Any) -> Any:
+    def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
         return super().process_dataloader(
             process_wrapped(self.lightning_module.trainer, dataloader)
@@ -448,10 +454,11 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        assert self.lightning_module is not None
         self.fit.start(self.lightning_module, self.optimizers)
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         nbytes = sum(fragment.nbytes for fragment in self.fragments)
         release_gradients(self.fit.trainer, self.optimizers, batch_idx, nbytes)
@@ -461,8 +468,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def batch_to_device(
-        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
-    ) -> Any:
+        self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> object:
         if batch is None:
             # Lightning does not call on_train_batch_start for an idle batch, but the other groups
             # may be in it. The user's hooks that move a batch need not know of idle ones.
@@ -475,6 +482,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             # The old wrapper only knows the parameters that were trainable when it was made. Its
             # hooks on parameters last as long as it does, and it is part of a reference cycle, so
             # the garbage collector must run.
+            assert self.lightning_module is not None
             self.model = None
             gc.collect()
             self.model = self._format.wrap(
@@ -482,7 +490,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             )
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, *args: Forwarded, **kwargs: Forwarded) -> object:
         output = super().optimizer_step(*args, **kwargs)
         self.fit.counts.optimizer_steps += 1
         self.fit.counts.stepped = True
@@ -538,7 +546,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         }
 
     @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Forwarded]) -> None:
         states = []
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             if saved.get("state") == {}:
@@ -568,12 +576,12 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def save_checkpoint(
-        self, checkpoint: State, filepath: Any, storage_options: Any | None = None
+        self, checkpoint: State, filepath: str | Path, storage_options: object = None
     ) -> None:
         save = super().save_checkpoint
         self._groups.meet()
 
-        def write(checkpoint: State, path: Any) -> None:
+        def write(checkpoint: State, path: str | Path) -> None:
             self._format.write(self, self.topology, checkpoint, path, storage_options, save)
 
         if not self._groups.is_connected:
@@ -584,14 +592,16 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             self._fit.checkpointer.save(self._fit.engine, checkpoint, filepath, write)
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> State:
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, *args: Forwarded, **kwargs: Forwarded
+    ) -> State:
         load = super().load_checkpoint
         if self._fit is None:
             return self._format.read(self, checkpoint_path, load, *args, **kwargs)
         return self._fit.checkpointer.load(checkpoint_path, load, *args, **kwargs)
 
     @override
-    def remove_checkpoint(self, filepath: Any) -> None:
+    def remove_checkpoint(self, filepath: str | Path) -> None:
         if self._fit is None:
             super().remove_checkpoint(filepath)
         else:
@@ -600,7 +610,9 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     # Collectives
 
     @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+    def reduce(
+        self, tensor: Tensor, group: Forwarded = None, reduce_op: Forwarded = "mean"
+    ) -> Tensor:
         """Reduces over the worker group for what is logged per batch, and over all ranks otherwise."""
         if group is None and stays_in_group(self.lightning_module, self._groups):
             if self.topology.in_group.size == 1:
@@ -610,7 +622,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def all_gather(
-        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+        self, tensor: Tensor, group: Forwarded = None, sync_grads: bool = False
     ) -> Tensor:
         """Gathers over the worker group inside a training batch, and over all ranks otherwise."""
         # LightningModule.all_gather passes the world where the user gave no group.
@@ -634,7 +646,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         return super().all_gather(tensor, group, sync_grads)
 
     @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, *args: Forwarded, **kwargs: Forwarded) -> None:
         """Waits for all ranks, except after an exception, and explains what may be wrong if they do
         not come.
         """
@@ -644,7 +656,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             super().barrier(*args, **kwargs)
 
     @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
+    def broadcast(self, obj: Forwarded, src: int = 0) -> Forwarded:
         if self.is_alone:
             return obj
         # ModelCheckpoint asks at every batch whether to skip a save by time interval.

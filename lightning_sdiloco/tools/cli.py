@@ -13,6 +13,7 @@ import ast
 import os
 import re
 import sys
+from argparse import Action
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
@@ -217,14 +218,15 @@ def examples_of(docstring: str) -> list[str]:
     return [" ".join(command.split()) for command in commands]
 
 
-def _shared_options(command: Callable[..., str]) -> dict[str, Any]:
+def _shared_options(command: Callable[..., str]) -> dict[str, type]:
     """Returns the parameters of a command that stand for several options, each with its
     dataclass.
     """
-    return {name: hint for name, hint in get_type_hints(command).items() if is_dataclass(hint)}
+    hints = get_type_hints(command).items()
+    return {name: hint for name, hint in hints if isinstance(hint, type) and is_dataclass(hint)}
 
 
-def _called(command: Callable[..., str], options: Any) -> str:
+def _called(command: Callable[..., str], options: object) -> str:
     """Calls a subcommand's function with the parsed options, and returns the text to print."""
     # jsonargparse puts a space without width before names that are methods of its namespaces, such
     # as keys.
@@ -258,7 +260,7 @@ class _Parser(ArgumentParser):
             return text
         return "\n  ".join([f"{text}\nexamples:", *self.examples]) + "\n"
 
-    def add_argument(self, *args: str, **kwargs: Any) -> Any:
+    def add_argument(self, *args: str, **kwargs: Any) -> Action:
         """Adds an option in both spellings, a flag, or a list, as their types ask for."""
         if not args[0].startswith("--"):
             # By itself jsonargparse takes a list as one word of JSON.

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import yaml
@@ -33,7 +33,10 @@ from lightning_sdiloco.planning.link import Link, require
 from lightning_sdiloco.planning.methods import DataParallel, Streaming, play
 from lightning_sdiloco.planning.units import readable
 from lightning_sdiloco.planning.workload import Groups, Model
-from lightning_sdiloco.tools.output import save_picture
+from lightning_sdiloco.tools.output import Numbers, save_picture
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PACKAGE = Path(__file__).parents[1]
 # The wheel carries the examples inside the package; in a clone they lie beside it. Relative, so
@@ -105,7 +108,7 @@ def training_command(setting: str, steps: int, output: Path) -> list[str]:
     return [*command, f"--result={output}"]
 
 
-def train(setting: str, steps: int, console: Console) -> dict[str, Any]:
+def train(setting: str, steps: int, console: Console) -> Numbers:
     """Trains one setting with a progress bar on the terminal, and returns its numbers."""
     with tempfile.TemporaryDirectory() as folder:
         numbers = Path(folder) / f"{setting}.json"
@@ -141,7 +144,7 @@ def train(setting: str, steps: int, console: Console) -> dict[str, Any]:
         return json.loads(numbers.read_text(encoding="utf-8"))
 
 
-def add_times(results: dict[str, dict[str, Any]]) -> None:
+def add_times(results: dict[str, Numbers]) -> None:
     """Adds to each run when it would have made its validations on the slow link: ``link_seconds``,
     by step.
     """
@@ -152,7 +155,7 @@ def add_times(results: dict[str, dict[str, Any]]) -> None:
         run["link_seconds"] = seconds_on_link(run, CONFIGURATIONS / f"{setting}.yaml")
 
 
-def results_table(results: dict[str, dict[str, Any]]) -> Table:
+def results_table(results: dict[str, Numbers]) -> Table:
     """Builds the table, one row per setting, its bytes compared with DDP's if that was trained
     too.
     """
@@ -176,7 +179,7 @@ def results_table(results: dict[str, dict[str, Any]]) -> Table:
     return table
 
 
-def cells(row: dict[str, Any], baseline: int) -> list[str]:
+def cells(row: Numbers, baseline: int) -> list[str]:
     """Returns one row of the table as text."""
     return [
         f"{row['val_loss']:.3f}",
@@ -188,12 +191,12 @@ def cells(row: dict[str, Any], baseline: int) -> list[str]:
     ]
 
 
-def time_on_link(row: dict[str, Any]) -> str:
+def time_on_link(row: Numbers) -> str:
     """Returns how long a run takes on the slow link."""
     return short(row["link_seconds"][str(row["steps"])])
 
 
-def sentences(ddp: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+def sentences(ddp: Numbers, ours: Numbers) -> list[str]:
     """Returns the cost of Streaming DiLoCo in loss, and the time of both runs on the slow link."""
     nats = ours["val_loss"] - ddp["val_loss"]
     loss = 100 * abs(nats) / ddp["val_loss"]
@@ -209,7 +212,7 @@ def sentences(ddp: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     ]
 
 
-def tell(results: dict[str, dict[str, Any]], folder: Path, console: Console) -> str:
+def tell(results: dict[str, Numbers], folder: Path, console: Console) -> str:
     """Prints the results, writes numbers and pictures into a folder, and returns their paths."""
     add_times(results)
     console.print(results_table(results))
@@ -231,7 +234,7 @@ def tell(results: dict[str, dict[str, Any]], folder: Path, console: Console) -> 
 # The slow link
 
 
-def seconds_on_link(run: dict[str, Any], configuration: Path) -> dict[str, float]:
+def seconds_on_link(run: Numbers, configuration: Path) -> dict[str, float]:
     """Returns when a run on the link would be where it was validated here: seconds since its start,
     by step.
 
@@ -256,10 +259,10 @@ def short(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
 
 
-def draw(folder: Path, results: dict[str, dict[str, Any]]) -> list[Path]:
+def draw(folder: Path, results: dict[str, Numbers]) -> list[Path]:
     """Draws the loss over the time on the link, and returns the files."""
 
-    def drawn(figure: Any) -> None:
+    def drawn(figure: Figure) -> None:
         axes = figure.subplots()
         for setting, run in results.items():
             losses = list(run["val_losses"].values())

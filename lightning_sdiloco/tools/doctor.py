@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from rich.console import Console
@@ -45,10 +45,11 @@ from lightning_sdiloco.launch.reachability import (
     group_address,
 )
 from lightning_sdiloco.launch.rendezvous import Rendezvous, reason, rendezvous_at, try_to_connect
+from lightning_sdiloco.lightning.host import Internal
 from lightning_sdiloco.planning.planner import HUB_CONNECTIONS
 from lightning_sdiloco.planning.units import counted, readable, readable_rate
 from lightning_sdiloco.tools.hub import HubOptions
-from lightning_sdiloco.tools.output import plain
+from lightning_sdiloco.tools.output import Numbers, plain
 
 SECONDS = 3.0
 """How long one direction is measured. The second half counts: a connection starts slowly."""
@@ -110,7 +111,7 @@ def doctor(
         $ NODE_RANK=0 MASTER_ADDR=node0 MASTER_PORT=29500 sdiloco doctor --num-nodes 2
         $ sdiloco doctor --hub a.example:29400 --keys site-b.bundle
     """
-    details: dict[str, Any]
+    details: Numbers
     if options.hub is not None:
         checks, details = examine_hub(options, seconds)
     else:
@@ -134,7 +135,7 @@ def doctor(
     return text
 
 
-def _described_ranks(examined: "Examined") -> list[dict[str, Any]]:
+def _described_ranks(examined: "Examined") -> list[Numbers]:
     """Returns place and machine of every rank, for JSON."""
     ranks = []
     for rank, endpoints in enumerate(examined.endpoints):
@@ -181,13 +182,13 @@ class Examined(NamedTuple):
 
     groups: int
     endpoints: Sequence[Endpoints]
-    machines: Sequence[dict[str, Any]]
+    machines: Sequence[Numbers]
     broken: Sequence[BrokenConnection]
     links: Sequence[MeasuredLink]
 
 
 def _examined(
-    worker_groups: Any, num_nodes: int | None, seconds: float, wait: float
+    worker_groups: object, num_nodes: int | None, seconds: float, wait: float
 ) -> Examined | None:
     """Examines all ranks, which must call it together; only rank 0 gets the outcome."""
     launch = detect_launch(num_nodes)
@@ -263,7 +264,7 @@ def detect_launch(num_nodes: int | None = None) -> Launch:
     return Launch(rank, world_size, nodes, *meeting_place)
 
 
-def _environment(num_nodes: int | None) -> tuple[Any, tuple[str, ...]]:
+def _environment(num_nodes: int | None) -> tuple[Internal, tuple[str, ...]]:
     """Returns Lightning's cluster environment, and the variables that must hold numbers for it."""
     fabric = "lightning.fabric" if find_spec("lightning") is not None else "lightning_fabric"
     environments = import_module(f"{fabric}.plugins.environments")
@@ -283,7 +284,7 @@ def _environment(num_nodes: int | None) -> tuple[Any, tuple[str, ...]]:
     )
 
 
-def describe() -> dict[str, Any]:
+def describe() -> Numbers:
     """Describes the machine of this rank: values that JSON can express."""
 
     def tcp(name: str) -> str:
@@ -514,7 +515,7 @@ def measure(
         listener.close()
 
 
-def _endpoints(rendezvous: Rendezvous, entry: list[Any] | None) -> dict[int, tuple[str, int]]:
+def _endpoints(rendezvous: Rendezvous, entry: list[object] | None) -> dict[int, tuple[str, int]]:
     """Gathers the listeners of the first ranks, by group; all other ranks enter none."""
     entries = [e for e in rendezvous.all_gather("links", entry) if e is not None]
     return {group: (str(host), int(port)) for group, host, port in entries}
@@ -603,7 +604,7 @@ def _receive(connection: socket.socket, count: int) -> bytes:
 _CLOCKS_APART = 60.0  # seconds
 
 
-def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], dict[str, Any]]:
+def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], Numbers]:
     """Examines the way to a hub up to the first fault: further checks would only repeat it."""
     addresses = hub_addresses(str(options.hub))
     if (options.keys is None) != options.insecure:
@@ -611,7 +612,7 @@ def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], dic
             "Give the keys of a site, or of another role in the run: --keys FILE; or --insecure."
         )
     checks: list[Finding] = []
-    numbers: dict[str, Any] = {"hub": options.hub}
+    numbers: Numbers = {"hub": options.hub}
     for finding in _check_path(options, addresses, seconds, numbers):
         checks.append(finding)
         if finding.state == "wrong":
@@ -620,7 +621,7 @@ def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], dic
 
 
 def _check_path(
-    options: HubOptions, addresses: list[tuple[str, int]], seconds: float, numbers: dict[str, Any]
+    options: HubOptions, addresses: list[tuple[str, int]], seconds: float, numbers: Numbers
 ) -> Iterator[Finding]:
     """Yields the checks in the order in which they depend on each other: keys, addresses, hub."""
     yield _check_keys(options)
@@ -657,7 +658,7 @@ def _check_keys(options: HubOptions) -> Finding:
     return Finding("ok", "keys", f"{holder.role} {holder.name} in {run}, {validity}")
 
 
-def _check_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Iterator[Finding]:
+def _check_hub(options: HubOptions, seconds: float, numbers: Numbers) -> Iterator[Finding]:
     """Checks one address of the hub: the connection first, then the run behind it."""
     try:
         mailbox = options.mailbox("reader", HUB_CONNECTIONS)
@@ -673,9 +674,7 @@ def _check_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> 
     yield from _check_run(numbers["status"])
 
 
-def _check_connection(
-    mailbox: HubClient, seconds: float, numbers: dict[str, Any]
-) -> Iterator[Finding]:
+def _check_connection(mailbox: HubClient, seconds: float, numbers: Numbers) -> Iterator[Finding]:
     """Measures round trip, clock and bandwidth, and stores them and the run's status in
     ``numbers``.
     """
@@ -720,7 +719,7 @@ def _fix_of(refusal: Exception, insecure: bool) -> str:
     return "Get a bundle for this run from the owner of its folder of keys: sdiloco keys add FOLDER NAME."
 
 
-def _check_run(status: dict[str, Any]) -> Iterator[Finding]:
+def _check_run(status: Numbers) -> Iterator[Finding]:
     """Reports the state of the run, the hub's disk, and whether the versions here may join."""
     if not status["founded"]:
         sites = ", ".join(status["here"]) or "none"
@@ -747,7 +746,7 @@ def _check_run(status: dict[str, Any]) -> Iterator[Finding]:
         yield _check_version(name, required)
 
 
-def _described(run_config: dict[str, Any]) -> str:
+def _described(run_config: Numbers) -> str:
     """Formats the run config in one line: model, terms and settings."""
     terms = run_config["terms"]
     end = "without an end" if terms["rounds"] is None else f"{terms['rounds']} rounds"

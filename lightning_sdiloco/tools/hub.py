@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import ModuleType
 
 from lightning_sdiloco.federation.client import HubClient
+from lightning_sdiloco.federation.coordinator import Status
 from lightning_sdiloco.federation.keys import Role, load
 from lightning_sdiloco.federation.server import HubService
 from lightning_sdiloco.federation.wire import HubError
@@ -149,12 +150,12 @@ class HubOptions:
             self.hub, run, name, self.keys, self.insecure, role=role, channels=channels
         )
 
-    def ask(self, role: Role, request: str, **arguments: Any) -> dict[str, Any]:
+    def ask(self, role: Role, request: str, **arguments: object) -> Status:
         with closing(self.mailbox(role)) as mailbox:
             return asked(mailbox, request, **arguments)[0]
 
 
-def asked(mailbox: HubClient, request: str, **arguments: Any) -> tuple[dict[str, Any], bytes]:
+def asked(mailbox: HubClient, request: str, **arguments: object) -> tuple[Status, bytes]:
     """Sends a request over a connection that stays open, and returns the answer."""
     try:
         return mailbox.call(request, arguments)
@@ -162,8 +163,8 @@ def asked(mailbox: HubClient, request: str, **arguments: Any) -> tuple[dict[str,
         raise ValueError(str(error)) from error
 
 
-def status_of(mailbox: HubClient) -> dict[str, Any]:
-    status: dict[str, Any] = json.loads(asked(mailbox, "status")[1])
+def status_of(mailbox: HubClient) -> Status:
+    status: Status = json.loads(asked(mailbox, "status")[1])
     return status
 
 
@@ -222,7 +223,7 @@ def amend(
     Examples:
         $ sdiloco hub amend --rounds 80 --grace 20 --hub a.example:29400 --keys operator.bundle
     """
-    terms: dict[str, Any] = {
+    terms: Status = {
         "rounds": rounds,
         "grace": grace,
         "lease": lease,
@@ -314,7 +315,7 @@ class MetricsServer:
     """
 
     def __init__(
-        self, listen: str, status: Callable[[], dict[str, Any]], is_serving: Callable[[], bool]
+        self, listen: str, status: Callable[[], Status], is_serving: Callable[[], bool]
     ) -> None:
         client = _client("prometheus_client")
         host, _, port = listen.rpartition(":")
@@ -325,7 +326,7 @@ class MetricsServer:
             )
         self._status = status
         self._lock = threading.Lock()
-        self._last = dict[str, Any]()
+        self._last = Status()
         self._until = 0.0
         registry = client.CollectorRegistry()
         registry.register(self)
@@ -342,7 +343,7 @@ class MetricsServer:
         self.port = int(self._server.server_port)
         answer_metrics = self._server.get_app()
 
-        def answer(request: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        def answer(request: Status, start: Callable[..., object]) -> Iterable[bytes]:
             if request.get("PATH_INFO") != "/healthz":
                 return answer_metrics(request, start)
             headers = [("Content-Type", "text/plain")]
@@ -359,11 +360,11 @@ class MetricsServer:
         self._server.server_close()
         self._thread.join()
 
-    def describe(self) -> list[Any]:
+    def describe(self) -> list[object]:
         """Names no metrics in advance, so that the registration needs no status."""
         return []
 
-    def collect(self) -> Iterator[Any]:
+    def collect(self) -> Iterator[object]:
         """Yields all metrics from a status that is at most a second old."""
         with self._lock:
             if time.monotonic() >= self._until:
@@ -383,13 +384,19 @@ class MetricsServer:
             yield from _fragment_families(family, status["fragments"])
 
 
-Samples = list[tuple[list[str], Any]]
-"""Numbers, each behind its labels."""
+Samples = list[tuple[list[str], float]]
+"""Status, each behind its labels."""
 
 
 def _family(
-    core: Any, run: str, name: str, text: str, samples: Samples, *labels: str, kind: str = "gauge"
-) -> Any:
+    core: ModuleType,
+    run: str,
+    name: str,
+    text: str,
+    samples: Samples,
+    *labels: str,
+    kind: str = "gauge",
+) -> object:
     """Makes a family of metrics whose samples all carry the name of the run."""
     cls = core.CounterMetricFamily if kind == "counter" else core.GaugeMetricFamily
     family = cls(f"sdiloco_{name}", text, labels=["run", *labels])
@@ -398,7 +405,7 @@ def _family(
     return family
 
 
-def _site_families(family: Callable[..., Any], sites: Mapping[str, Any]) -> Iterator[Any]:
+def _site_families(family: Callable[..., object], sites: Mapping[str, Status]) -> Iterator[object]:
     """Yields the metrics of the sites; one that is None for a site has no sample."""
     states: Samples = []
     for name, site in sites.items():
@@ -411,9 +418,7 @@ def _site_families(family: Callable[..., Any], sites: Mapping[str, Any]) -> Iter
         yield family(f"site_{metric}", text, samples, "site", kind=kind)
 
 
-def _fragment_families(
-    family: Callable[..., Any], fragments: list[Mapping[str, Any]]
-) -> Iterator[Any]:
+def _fragment_families(family: Callable[..., object], fragments: list[Status]) -> Iterator[object]:
     """Yields the closed rounds, and the sites that open rounds wait for."""
     rounds: Samples = []
     missing: Samples = []
@@ -426,7 +431,7 @@ def _fragment_families(
     yield family("fragment_waits_for", text, missing, "fragment", "site")
 
 
-def _client(module: str) -> Any:
+def _client(module: str) -> ModuleType:
     """Imports a module of prometheus_client, which is an optional dependency."""
     try:
         return importlib.import_module(module)

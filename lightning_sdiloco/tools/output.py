@@ -7,11 +7,20 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Numbers = dict[str, Any]
+"""What a command measures or plans, by the names that its JSON has."""
+
+StyleValue = Any
+"""The value of a setting or a keyword of matplotlib."""
 
 # Tables
 
@@ -45,7 +54,7 @@ def percent(share: float) -> str:
     return f"{math.floor(share * 1000 + 1e-9) / 10:g} %"
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """Returns dataclasses and named tuples, and all that they hold, as values of JSON."""
     if is_dataclass(value):
         return plain(vars(value))
@@ -75,7 +84,7 @@ class Theme:
         return self.lines[number % len(self.lines)]
 
     @property
-    def style(self) -> dict[Any, Any]:
+    def style(self) -> dict[StyleValue, StyleValue]:
         tick = {"color": self.ink, "major.size": 0, "minor.size": 0, "major.pad": 6, "minor.pad": 6}
         ticks = {f"{axis}tick.{name}": value for axis in "xy" for name, value in tick.items()}
         spines = {f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")}
@@ -146,7 +155,7 @@ def require_matplotlib(product: str, instead: str = "") -> None:
 
 
 def drawn(
-    draw: Callable[[Any], None],
+    draw: Callable[["Figure"], None],
     format: str,
     theme: Theme = LIGHT,
     size: tuple[float, float] = (8.4, 4.3),
@@ -170,7 +179,7 @@ def drawn(
 
 
 def save_picture(
-    path: str, draw: Callable[[Any], None], size: tuple[float, float] = (8.4, 4.3)
+    path: str, draw: Callable[["Figure"], None], size: tuple[float, float] = (8.4, 4.3)
 ) -> list[Path]:
     """Draws a picture for light pages and, with -dark in its name, for dark ones; returns both
     files.

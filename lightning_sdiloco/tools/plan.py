@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import yaml
@@ -24,7 +24,18 @@ from lightning_sdiloco.planning.link import Link, require
 from lightning_sdiloco.planning.methods import Memory, Method, Streaming
 from lightning_sdiloco.planning.units import counted, readable, readable_rate, short
 from lightning_sdiloco.planning.workload import Groups, Model
-from lightning_sdiloco.tools.output import percent, plain, require_drawable, save_picture, table
+from lightning_sdiloco.tools.output import (
+    Numbers,
+    percent,
+    plain,
+    require_drawable,
+    save_picture,
+    table,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MakeModel = Callable[[], nn.Module]
 
@@ -147,7 +158,7 @@ def plan(
 
 def _numbers(
     methods: Mapping[str, Method], streaming: Streaming, link: Link, steps: int
-) -> dict[str, Any]:
+) -> Numbers:
     """Returns the numbers of a plan, as JSON names them; ``streaming`` has the asked settings."""
     model = streaming.model
     groups = streaming.groups
@@ -175,7 +186,7 @@ def _numbers(
     }
 
 
-def _draw_methods(path: str, methods: Mapping[str, Method], numbers: Mapping[str, Any]) -> None:
+def _draw_methods(path: str, methods: Mapping[str, Method], numbers: Numbers) -> None:
     """Draws utilisation from where nothing works to where DDP does, and the link in between."""
     link = numbers["link"]
     bandwidths = [link.gbit_s]
@@ -188,7 +199,7 @@ def _draw_methods(path: str, methods: Mapping[str, Method], numbers: Mapping[str
     _draw(path, {title: curves}, first, last, mark=link.gbit_s)
 
 
-def _plan_as_json(numbers: Mapping[str, Any], **parts: Any) -> str:
+def _plan_as_json(numbers: Numbers, **parts: object) -> str:
     """Formats a plan as JSON, with those of its parts that were asked for."""
     asked_for = {name: part for name, part in parts.items() if part is not None}
     return json.dumps(plain({**numbers, **asked_for}), indent=2)
@@ -330,7 +341,7 @@ def _ways(
     return ways
 
 
-def _settings(method: Streaming) -> dict[str, Any]:
+def _settings(method: Streaming) -> Numbers:
     """Returns the settings of a method as JSON names them, with the numbers that ``auto`` means."""
     names = ("sync_every", "overlap_steps", "fragments", "compression")
     settings = method.settings
@@ -355,7 +366,7 @@ NAMES: Mapping[str, str] = {
 """The methods, as the tables call them."""
 
 
-def _plan_as_text(numbers: Mapping[str, Any]) -> str:
+def _plan_as_text(numbers: Numbers) -> str:
     """Formats the numbers of a plan: the setup, both tables, and the recommendation."""
     settings = numbers["settings"]
     recommended = numbers["recommendation"]
@@ -548,7 +559,7 @@ def _draw(
     count = (last - first) * _POINTS_PER_DECADE + 1
     points = [10 ** (first + number / _POINTS_PER_DECADE) for number in range(count)]
 
-    def draw(figure: Any) -> None:
+    def draw(figure: "Figure") -> None:
         all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
         for axes, (title, curves) in zip(all_axes, panels.items(), strict=True):
             _draw_curves(axes, curves, points, mark)
@@ -561,7 +572,7 @@ def _draw(
     save_picture(path, draw, size=(8.4, 4.1))
 
 
-def _draw_curves(axes: Any, curves: Curves, points: Sequence[float], mark: float | None) -> None:
+def _draw_curves(axes: "Axes", curves: Curves, points: Sequence[float], mark: float | None) -> None:
     """Draws curves over a logarithmic axis, and a vertical line at a marked bandwidth."""
     for name, curve in curves.items():
         label, color, line = _LINES[name]

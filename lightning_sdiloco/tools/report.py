@@ -11,7 +11,7 @@ from html import escape
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 from rich.status import Status
@@ -26,7 +26,7 @@ from lightning_sdiloco.planning.methods import Streaming
 from lightning_sdiloco.planning.planner import MARGIN, TARGET, recommend, with_margin
 from lightning_sdiloco.planning.units import readable, readable_rate
 from lightning_sdiloco.planning.workload import Groups, Model
-from lightning_sdiloco.tools.output import DARK, LIGHT, Theme, drawn, require_matplotlib
+from lightning_sdiloco.tools.output import DARK, LIGHT, StyleValue, Theme, drawn, require_matplotlib
 from lightning_sdiloco.tools.run_files import (
     LandingRecord,
     Rank,
@@ -35,6 +35,10 @@ from lightning_sdiloco.tools.run_files import (
     records_in,
     write_timeline,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 def report(run: str, output: str | None = None) -> str:
@@ -594,11 +598,11 @@ def color_of(group: int, theme: Theme) -> str:
     return theme.line((0, 4, 2, 3, 5, 6, 7, 8)[group % 8])
 
 
-def _axes(figure: Any, x: str, y: str, place: int = 111) -> Any:
+def _axes(figure: "Figure", x: str, y: str, place: int = 111) -> "Axes":
     return figure.add_subplot(place, xlabel=x, ylabel=y)
 
 
-def _line(axes: Any, points: Curve, **style: Any) -> None:
+def _line(axes: "Axes", points: Curve, **style: StyleValue) -> None:
     """Draws a curve; one with many points is averaged first, and a single point is a dot."""
     if not points:
         return
@@ -607,11 +611,11 @@ def _line(axes: Any, points: Curve, **style: Any) -> None:
     axes.plot(x, y, marker=marker, markersize=4, **style)
 
 
-def _strong_line(axes: Any, points: Curve, color: str, label: str) -> None:
+def _strong_line(axes: "Axes", points: Curve, color: str, label: str) -> None:
     _line(axes, points, color=color, alpha=1, linewidth=2, label=label)
 
 
-def _legend(axes: Any) -> None:
+def _legend(axes: "Axes") -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="best", ncols=2)
 
@@ -627,7 +631,7 @@ def _smoothed(points: Curve) -> Curve:
     return curve
 
 
-def draw_losses(run: Run, theme: Theme, figure: Any) -> None:
+def draw_losses(run: Run, theme: Theme, figure: "Figure") -> None:
     """Draws each group's training losses, and validation losses as dots."""
     axes = _axes(figure, "inner step", "loss")
     for head in run.heads:
@@ -646,7 +650,7 @@ def draw_losses(run: Run, theme: Theme, figure: Any) -> None:
     _legend(axes)
 
 
-def draw_utilisation(run: Run, theme: Theme, figure: Any) -> None:
+def draw_utilisation(run: Run, theme: Theme, figure: "Figure") -> None:
     """Draws each group's compute utilisation over time, round by round."""
     axes = _axes(figure, "seconds since the first inner step", "compute utilisation")
     for head in run.heads:
@@ -657,7 +661,7 @@ def draw_utilisation(run: Run, theme: Theme, figure: Any) -> None:
     _legend(axes)
 
 
-def draw_bandwidth(run: Run, theme: Theme, figure: Any) -> None:
+def draw_bandwidth(run: Run, theme: Theme, figure: "Figure") -> None:
     """Draws the rate at which each group sent, and the rate that data-parallel training needs."""
     needed = 8 * ddp_bytes_per_step(run) / max(map(step_seconds, run.heads)) / 1e9
     unit, name = (1.0, "Gbit/s") if needed >= 1 else (1000.0, "Mbit/s")
@@ -676,7 +680,7 @@ def draw_bandwidth(run: Run, theme: Theme, figure: Any) -> None:
     _legend(axes)
 
 
-def _draw_rates(axes: Any, run: Run, theme: Theme, unit: float) -> list[float]:
+def _draw_rates(axes: "Axes", run: Run, theme: Theme, unit: float) -> list[float]:
     """Draws the rate of every group over time, in a unit, and returns all rates."""
     rates: list[float] = []
     for head in run.heads:
@@ -685,8 +689,14 @@ def _draw_rates(axes: Any, run: Run, theme: Theme, unit: float) -> list[float]:
         if curve:
             seconds = [moment for moment, _ in curve]
             group_rates = [unit * gbit_s for _, gbit_s in curve]
-            style = {"color": color_of(head.group, theme), "linewidth": 1.5, "label": head.name}
-            axes.step(seconds, group_rates, where="post", **style)
+            axes.step(
+                seconds,
+                group_rates,
+                where="post",
+                color=color_of(head.group, theme),
+                linewidth=1.5,
+                label=head.name,
+            )
             rates += group_rates
     return rates
 
@@ -708,7 +718,7 @@ class _Bars(NamedTuple):
     height: float = 0.7
 
 
-def draw_flights(run: Run, theme: Theme, figure: Any) -> None:
+def draw_flights(run: Run, theme: Theme, figure: "Figure") -> None:
     """Draws the last rounds: inner steps and waits of every group, and the flights of its
     fragments below.
     """
@@ -729,7 +739,7 @@ def draw_flights(run: Run, theme: Theme, figure: Any) -> None:
     figure.legend(loc="outside lower center", ncols=6)
 
 
-def _draw_bars(axes: Any, row: int, bars: _Bars, shown: Span, zero: float) -> None:
+def _draw_bars(axes: "Axes", row: int, bars: _Bars, shown: Span, zero: float) -> None:
     """Draws the spans that lie in the shown one, in seconds since ``zero``."""
     visible = [span for span in bars.spans if span[1] > shown[0] and span[0] < shown[1]]
     widths = [(began - zero, ended - began) for began, ended in visible]
@@ -737,7 +747,7 @@ def _draw_bars(axes: Any, row: int, bars: _Bars, shown: Span, zero: float) -> No
     axes.broken_barh(widths, place, color=bars.color, alpha=bars.alpha, linewidth=0)
 
 
-def _draw_legend_of_flights(axes: Any, theme: Theme) -> None:
+def _draw_legend_of_flights(axes: "Axes", theme: Theme) -> None:
     """Draws a bar without width for each entry of the legend."""
     axes.barh([0], [0], color=theme.quiet, alpha=1.0, label="inner step")
     axes.barh([0], [0], color=theme.line(1), alpha=1.0, label="waits")
@@ -769,7 +779,7 @@ def _rows_of(head: Rank, theme: Theme, gap: float) -> Iterator[tuple[str, list[_
         yield f"fragment {fragment}", layers
 
 
-def draw_agreement(run: Run, theme: Theme, figure: Any) -> None:
+def draw_agreement(run: Run, theme: Theme, figure: "Figure") -> None:
     """Draws how far the outer gradients of the groups agree in direction and in length."""
     cosines = cosines_of(run)
     axes = _axes(figure, "inner step", "cosine with the mean", 121 if cosines else 122)
@@ -789,7 +799,7 @@ def draw_agreement(run: Run, theme: Theme, figure: Any) -> None:
     _legend(axes)
 
 
-def draw_sites(run: Run, theme: Theme, figure: Any) -> None:
+def draw_sites(run: Run, theme: Theme, figure: "Figure") -> None:
     """Draws in which rounds each site counted, as one of them saw it, and when that one was
     started.
     """
@@ -800,12 +810,15 @@ def draw_sites(run: Run, theme: Theme, figure: Any) -> None:
     for row, site in enumerate(sites):
         landings = [landing for landing in head.landings if site in landing.sites]
         moments = [landing.spans["land"][1] - run.began for landing in landings]
-        style = {"color": color_of(row, theme), "markersize": 12, "markeredgewidth": 1.6}
-        axes.plot(moments, [row] * len(moments), "|", **style)
+        color = color_of(row, theme)
+        axes.plot(
+            moments, [row] * len(moments), "|", color=color, markersize=12, markeredgewidth=1.6
+        )
     label: str | None = f"{head.name} starts"
     for moment, _ in head.starts:
-        style = {"color": theme.ink, "linewidth": 1.4, "linestyle": "--", "label": label}
-        axes.axvline(moment - run.began, **style)
+        axes.axvline(
+            moment - run.began, color=theme.ink, linewidth=1.4, linestyle="--", label=label
+        )
         label = None
     axes.set_yticks(range(len(sites)), sites)
     axes.set_ylim(len(sites) - 0.5, -0.5)
@@ -814,7 +827,7 @@ def draw_sites(run: Run, theme: Theme, figure: Any) -> None:
 
 
 class Picture(NamedTuple):
-    draw: Callable[[Run, Theme, Any], None]
+    draw: Callable[[Run, Theme, "Figure"], None]
     title: str
     caption: str
 

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from itertools import count
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning_sdiloco.engine.fragments import Span
+from lightning_sdiloco.tools.output import Numbers
 
-Line = dict[str, Any]
-Event = dict[str, Any]
+Line = Numbers
+Event = Numbers
 
 
 class Step(NamedTuple):
@@ -43,7 +44,7 @@ class LandingRecord(NamedTuple):
     left_out: list[int]
     outlying: list[int]
     spans: dict[str, Span]
-    diagnostics: dict[str, Any] | None
+    diagnostics: Numbers | None
     link_gbit_s: float | None = None
     sites: Sequence[str] = ()
 
@@ -77,7 +78,7 @@ class Rank:
     """
 
     rank: int
-    about: dict[str, Any]
+    about: Numbers
     fragments: list[list[str]] = field(default_factory=list)
     parameters: dict[str, tuple[int, int]] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
@@ -231,7 +232,7 @@ def merge(folder: str, path: str) -> int:
     return len(run.ranks)
 
 
-def trace(run: Run) -> dict[str, Any]:
+def trace(run: Run) -> Numbers:
     numbers = count(1)
     events: list[Event] = []
     for rank in run.ranks:
@@ -289,12 +290,12 @@ class _RankTrace:
         yield self._event("s", "flight", _TRAINING, spans["launch"][0], **arrow)
         yield self._event("f", "flight", _TRAINING, spans["land"][0], **arrow, bp="e")
 
-    def _piece(self, name: str, row: int, span: Span, **args: Any) -> Event:
+    def _piece(self, name: str, row: int, span: Span, **args: object) -> Event:
         began, ended = span
         duration = round(1e6 * max(0.0, ended - began), 3)
         return self._event("X", name, row, began, dur=duration, args=args)
 
-    def _event(self, kind: str, name: str, row: int, moment: float, **more: Any) -> Event:
+    def _event(self, kind: str, name: str, row: int, moment: float, **more: object) -> Event:
         return {
             "ph": kind,
             "name": name,

@@ -5,13 +5,13 @@ import json as codec
 import sys
 import time
 from contextlib import closing
-from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from lightning_sdiloco.federation.coordinator import Status
 from lightning_sdiloco.planning.units import readable
 from lightning_sdiloco.tools.hub import STATES, HubOptions, status_of
 
@@ -44,7 +44,7 @@ def status(options: HubOptions, json: bool = False) -> str:
                 return ""
 
 
-def as_table(status: dict[str, Any]) -> Group:
+def as_table(status: Status) -> Group:
     """Shows the run in two tables, or the sites still missing if it is not founded."""
     if not status["founded"]:
         sites = ", ".join(status["here"]) or "none"
@@ -56,7 +56,7 @@ def as_table(status: dict[str, Any]) -> Group:
     return Group(*parts, _table_of_sites(status["sites"]), _table_of_fragments(status["fragments"]))
 
 
-def _table_of_sites(sites: dict[str, dict[str, Any]]) -> Table:
+def _table_of_sites(sites: dict[str, Status]) -> Table:
     table = Table("site", "state", title="sites", title_justify="left")
     for name in (
         "last heartbeat",
@@ -89,7 +89,7 @@ def _table_of_sites(sites: dict[str, dict[str, Any]]) -> Table:
     return table
 
 
-def _table_of_fragments(fragments: list[dict[str, Any]]) -> Table:
+def _table_of_fragments(fragments: list[Status]) -> Table:
     table = Table(title="fragments", title_justify="left")
     table.add_column("fragment", justify="right", overflow="fold")
     table.add_column("round", justify="right", overflow="fold")
@@ -104,7 +104,7 @@ def _table_of_fragments(fragments: list[dict[str, Any]]) -> Table:
     return table
 
 
-def printed(status: dict[str, Any]) -> str:
+def printed(status: Status) -> str:
     """Renders the tables as text, for output that is no terminal."""
     text = io.StringIO()
     Console(file=text, width=120, highlight=False).print(as_table(status))

@@ -112,7 +112,8 @@ class Served(AbstractContextManager["Served"]):
         self.keys = keys
         self.handler = Noting()
         self.store = BlobStore(folder / "store", max_blob=64 << 20)
-        self.hub = Hub(self.handler, self.store, RUN, keys=keys, heartbeat=0.2)
+        # It answers as a Coordinator does.
+        self.hub = Hub(self.handler, self.store, RUN, keys=keys, heartbeat=0.2)  # type: ignore[arg-type]
         self.port = self.hub.port
         self.hub.start()
         self.clients: list[HubClient] = []

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import yaml
 from rich.console import Console
@@ -25,15 +25,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_sdiloco.lightning.strategy import GroupStrategy
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Absence, DataParallel, Streaming, Times, play
-from lightning_sdiloco.planning.units import (
-    STUDENT_T,
-    counted,
-    half_width,
-    readable,
-    readable_rate,
-)
+from lightning_sdiloco.planning.units import STUDENT_T, counted, half_width, readable, readable_rate
 from lightning_sdiloco.planning.workload import Groups
-from lightning_sdiloco.tools.output import percent, plain, require_drawable, save_picture, table
+from lightning_sdiloco.tools.output import (
+    Numbers,
+    StyleValue,
+    percent,
+    plain,
+    require_drawable,
+    save_picture,
+    table,
+)
 from lightning_sdiloco.tools.simulate.groups import (
     LAST,
     Configuration,
@@ -44,6 +46,10 @@ from lightning_sdiloco.tools.simulate.groups import (
     run,
 )
 from lightning_sdiloco.tools.simulate.sites import FederatedRun, Places, Site, play_sites
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 def simulate(
@@ -178,9 +184,9 @@ _METHOD = "method"
 class Planned(NamedTuple):
     """A run, by what varies: values by the names of arguments, or the name of a method."""
 
-    varied: dict[str, Any]
+    varied: Numbers
     groups: int
-    choices: dict[str, Any]
+    choices: Numbers
 
     @property
     def label(self) -> str:
@@ -199,7 +205,7 @@ def combinations(sweeps: Sequence[str], groups: int) -> list[Planned]:
         [(2, {'compression': 'fp4'}), (4, {'compression': 'fp4'})]
     """
     arguments = _arguments()
-    values = dict[str, list[Any]]()
+    values = dict[str, list[object]]()
     for sweep in sweeps:
         name, _, text = sweep.partition("=")
         if name not in arguments:
@@ -216,7 +222,7 @@ def combinations(sweeps: Sequence[str], groups: int) -> list[Planned]:
     return [_planned(varied, varied, groups) for varied in combined]
 
 
-def _values_of(sweep: str, name: str, text: str) -> list[Any]:
+def _values_of(sweep: str, name: str, text: str) -> list[object]:
     """Reads the values that a sweep gives to one argument."""
     values = [yaml.safe_load(part) for part in text.split(",") if part]
     if not values:
@@ -228,7 +234,7 @@ def _values_of(sweep: str, name: str, text: str) -> list[Any]:
     return values
 
 
-def _planned(varied: dict[str, Any], arguments: Mapping[str, Any], groups: int) -> Planned:
+def _planned(varied: Numbers, arguments: Numbers, groups: int) -> Planned:
     choices = dict(arguments)
     return Planned(varied, choices.pop(_GROUPS, groups), choices)
 
@@ -383,7 +389,7 @@ class Outcome(NamedTuple):
         return max(group.inner_steps for group in self.run.groups)
 
 
-Begin = Callable[[int, dict[str, Any]], Callable[[], None]]
+Begin = Callable[[int, Numbers], Callable[[], None]]
 """Called with the groups and choices of a run that begins; returns a function to call after every
 inner step."""
 
@@ -466,7 +472,7 @@ def _progress(runs: int) -> Iterator[Begin]:
         all_runs = progress.add_task("runs", total=runs, visible=runs > 1, completed=-1)
         bar = progress.add_task("inner steps of all groups", total=None)
 
-        def begin(groups: int, choices: dict[str, Any]) -> Callable[[], None]:
+        def begin(groups: int, choices: Numbers) -> Callable[[], None]:
             progress.advance(all_runs)
             settings = {_GROUPS: groups, **choices}.items()
             description = ", ".join(f"{name}={value}" for name, value in settings)
@@ -476,7 +482,7 @@ def _progress(runs: int) -> Iterator[Begin]:
         yield begin
 
 
-def _write(path: str, numbers: dict[str, Any]) -> None:
+def _write(path: str, numbers: Numbers) -> None:
     try:
         Path(path).write_text(json_format.dumps(plain(numbers), indent=1) + "\n")
     except OSError as error:
@@ -485,7 +491,7 @@ def _write(path: str, numbers: dict[str, Any]) -> None:
         ) from error
 
 
-def _as_json(outcome: Outcome) -> dict[str, Any]:
+def _as_json(outcome: Outcome) -> Numbers:
     """Returns the numbers of a run, as the JSON file names them."""
     planned, seed, run, prediction = outcome
     numbers = {
@@ -515,7 +521,7 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
     return numbers
 
 
-def _site_as_json(site: Site) -> dict[str, Any]:
+def _site_as_json(site: Site) -> Numbers:
     """Returns the numbers of a site, as the JSON file names them."""
     return {
         "losses": site.group.losses,
@@ -710,7 +716,7 @@ def _validations(run: Run) -> list[str]:
     # The last is shown in any case.
     interval = -(-len(run.validations) // _MOST_VALIDATIONS)
     shown = run.validations[::-interval][::-1]
-    columns: dict[str, list[Any]] = {"after inner step": [v.step for v in shown]}
+    columns: dict[str, list[object]] = {"after inner step": [v.step for v in shown]}
     for name in run.validations[-1].metrics:
         columns[name] = [_loss(v.metrics.get(name)) for v in shown]
     return ["Validation:\n\n" + table(columns, 0, _WIDTH)]
@@ -736,7 +742,7 @@ def _duration(seconds: float) -> str:
 _UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 
-def draw(outcomes: Sequence[Outcome], figure: Any) -> None:
+def draw(outcomes: Sequence[Outcome], figure: "Figure") -> None:
     """Draws a run or a sweep: losses over inner steps, and over the predicted time or else the
     bytes of a group.
     """
@@ -762,17 +768,18 @@ def draw(outcomes: Sequence[Outcome], figure: Any) -> None:
 
 
 def _draw_outcome(
-    left: Any, right: Any, outcome: Outcome, spent: list[float], color: str, label: str
+    left: "Axes", right: "Axes", outcome: Outcome, spent: list[float], color: str, label: str
 ) -> bool:
     """Draws a run's losses over inner steps and over their costs; returns whether it validated."""
     steps, losses = _mean_curve(outcome)
     left.plot(steps, losses, color=color, label=label)
     right.plot([spent[math.ceil(step) - 1] for step in steps], losses, color=color)
-    dots = {"color": color, "markersize": 5, "mec": left.figure.get_facecolor()}
-    validations = [v for v in outcome.run.validations if v.loss is not None]
-    for validation in validations:
-        left.plot(validation.step, validation.loss, "o", **dots)
-        right.plot(spent[max(0, validation.step - 1)], validation.loss, "o", **dots)
+    edge = left.figure.get_facecolor()
+    dots: dict[str, StyleValue] = {"color": color, "markersize": 5, "mec": edge}
+    validations = [(v.step, v.loss) for v in outcome.run.validations if v.loss is not None]
+    for step, loss in validations:
+        left.plot(step, loss, "o", **dots)
+        right.plot(spent[max(0, step - 1)], loss, "o", **dots)
     return bool(validations)
 
 
@@ -804,7 +811,7 @@ def _mean_curve(outcome: Outcome) -> tuple[list[float], list[float]]:
     return [batch * outcome.inner_steps / len(curve) for batch in batches], losses
 
 
-def draw_sites(run: FederatedRun, figure: Any) -> None:
+def draw_sites(run: FederatedRun, figure: "Figure") -> None:
     """Draws a federation: the loss of every site over inner steps, and over virtual time."""
     left, right = figure.subplots(1, 2)
     unit, name = _unit(max(site.ended for site in run.sites))
@@ -818,7 +825,7 @@ def draw_sites(run: FederatedRun, figure: Any) -> None:
     _finish(figure, left, right, f"{name}, virtual")
 
 
-def _finish(figure: Any, left: Any, right: Any, label: str) -> None:
+def _finish(figure: "Figure", left: "Axes", right: "Axes", label: str) -> None:
     """Labels both axes of a picture, which share their losses, and adds the legend."""
     left.set_xlabel("inner steps")
     right.set_xlabel(label)

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from pkgutil import resolve_name
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import yaml
@@ -31,12 +31,24 @@ from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.measure import StepClock
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.federation.config import Federation
+from lightning_sdiloco.federation.remote import HubConnection
 from lightning_sdiloco.lightning.groups import ConnectedGroups, in_batch
-from lightning_sdiloco.lightning.host import check_without_trainer, wrap
+from lightning_sdiloco.lightning.host import (
+    Batch,
+    Forwarded,
+    Function,
+    Internal,
+    LightningModule,
+    Trainer,
+    check_without_trainer,
+    wrap,
+)
+from lightning_sdiloco.lightning.options import Options
 from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
 from lightning_sdiloco.planning.link import require
 from lightning_sdiloco.planning.workload import Model
 from lightning_sdiloco.registration import variants
+from lightning_sdiloco.tools.output import Numbers
 from lightning_sdiloco.tools.simulate.threads import Turns, simulated_topologies
 
 
@@ -44,9 +56,10 @@ from lightning_sdiloco.tools.simulate.threads import Turns, simulated_topologies
 class SimulatedFederation(Federation):
     """The federation of a simulated site, which has its connection already."""
 
-    connection: Any = field(default=None, repr=False, compare=False)
+    connection: HubConnection | None = field(default=None, repr=False, compare=False)
 
-    def connect(self, rank: int = 0, ranks: int = 1, incarnation: str = "") -> Any:
+    def connect(self, rank: int = 0, ranks: int = 1, incarnation: str = "") -> HubConnection:
+        assert self.connection is not None, "a simulated site has its connection"
         return self.connection
 
 
@@ -70,7 +83,7 @@ class SimulatedRank(NamedTuple):
     begins: Callable[[], None] = lambda: None  # called before every inner step
     # Seconds of an inner step, as the group announces them; 0: as measured here.
     step_time: float = 0.0
-    connection: Any = None  # of a site
+    connection: HubConnection | None = None  # of a site
 
     @property
     def rank(self) -> int:
@@ -89,8 +102,8 @@ class SimulatedProcessesMixin(_Base):
 
     simulated_rank: SimulatedRank
     _groups: ConnectedGroups
-    _launcher: Any
-    _options: Any
+    _launcher: Internal
+    _options: Options
     reset_seed: Callable[[], None]
 
     def play(self, rank: SimulatedRank) -> None:
@@ -127,7 +140,7 @@ class SimulatedProcessesMixin(_Base):
         assert module is not None
 
         # A function, which a copy of the module does not copy: it holds the strategy.
-        def gather(state: Tensor, group: Any = None) -> list[Tensor]:
+        def gather(state: Tensor, group: Forwarded = None) -> list[Tensor]:
             # As objects: the shapes may differ.
             return [state] if in_batch(module) else list(world.all_gather_object(state))
 
@@ -137,7 +150,7 @@ class SimulatedProcessesMixin(_Base):
                 metric.dist_sync_fn = gather
 
     @override
-    def _setup_model(self, model: nn.Module) -> Any:
+    def _setup_model(self, model: nn.Module) -> Internal:
         # A group of one rank has nothing for DistributedDataParallel to reduce.
         return model
 
@@ -145,15 +158,17 @@ class SimulatedProcessesMixin(_Base):
     def _register_ddp_hooks(self) -> None: ...
 
     @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, *args: Forwarded, **kwargs: Forwarded) -> None:
         self.simulated_rank.topology.world.all_gather_object(args)
 
     @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
+    def broadcast(self, obj: Forwarded, src: int = 0) -> Forwarded:
         return self.simulated_rank.topology.world.all_gather_object(obj)[src]
 
     @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+    def reduce(
+        self, tensor: Forwarded, group: Forwarded = None, reduce_op: Forwarded = "mean"
+    ) -> Forwarded:
         if not isinstance(tensor, Tensor):
             return tensor
         reduction = _REDUCTIONS.get(str(reduce_op).rpartition(".")[2].lower())
@@ -166,7 +181,7 @@ class SimulatedProcessesMixin(_Base):
 
     @override
     def all_gather(
-        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+        self, tensor: Tensor, group: Forwarded = None, sync_grads: bool = False
     ) -> Tensor:
         if in_batch(self.lightning_module):
             return torch.stack([tensor])
@@ -236,17 +251,17 @@ class RecorderMixin(_Callback):
         self._rank = rank
         self._stepped = stepped
         self.group = Group()
-        self._batches: deque[tuple[Any, int]] = deque(maxlen=LAST)
+        self._batches: deque[tuple[Batch, int]] = deque(maxlen=LAST)
         self._begun = 0
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Makes the group as fast as it is where the run would take place."""
         if self._rank.step_time:
             trainer.strategy.engine.rounds.step_clock = StepClock(self._rank.step_time)
         self._note_launches(trainer.strategy.engine)
 
     def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         """Announces a new inner step before its first batch, and not before each batch."""
         if self._begun <= self.group.inner_steps:
@@ -254,7 +269,12 @@ class RecorderMixin(_Callback):
             self._rank.begins()
 
     def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Forwarded,
+        batch: Batch,
+        batch_idx: int,
     ) -> None:
         """Records the loss, and the inner step if the batch completed one."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -276,13 +296,13 @@ class RecorderMixin(_Callback):
         if engine.launches_next:
             self.group.launches[engine.inner_steps + 1] = engine.launches_next
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             metrics = trainer._results.metrics(on_step=False)["callback"]
             numbers = {name: float(metric) for name, metric in metrics.items()}
             self.group.validations.append(Validation(trainer.strategy.engine.inner_steps, numbers))
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluates the outer model, which the module holds by now, on the last batches of the
         group.
         """
@@ -292,7 +312,7 @@ class RecorderMixin(_Callback):
             losses = []
             with _quietly(pl_module), trainer.precision_plugin.train_step_context():
                 for batch_and_index in self._batches:
-                    output = pl_module.training_step(*batch_and_index[: len(parameters)])
+                    output: Internal = pl_module.training_step(*batch_and_index[: len(parameters)])
                     losses.append(output["loss"] if isinstance(output, dict) else output)
             self.group.outer_loss = _mean(list(map(float, losses)))
         self._batches.clear()
@@ -331,9 +351,9 @@ _OURS = {
 class SimulatedClasses(NamedTuple):
     """The classes for one distribution of Lightning."""
 
-    strategy: Any
-    recorder: Any
-    cli: Any
+    strategy: Function
+    recorder: Function
+    cli: Function
 
 
 @cache
@@ -397,7 +417,9 @@ class Configuration:
                     return simulated_classes(distribution)
         return simulated_classes("lightning")
 
-    def fit(self, rank: SimulatedRank, choices: Mapping[str, Any], callback: Any) -> Any:
+    def fit(
+        self, rank: SimulatedRank, choices: Mapping[str, object], callback: "RecorderMixin | None"
+    ) -> Internal:
         """Parses the files and fits, as one group; without a callback only parses. Returns the
         LightningCLI.
         """
@@ -419,7 +441,7 @@ class Configuration:
                 if callback is not None:
                     super().instantiate_classes()
 
-            def instantiate_trainer(self, **kwargs: Any) -> Any:
+            def instantiate_trainer(self, **kwargs: Forwarded) -> Trainer:
                 trainer = self._get(self.config_init, "trainer")
                 trainer["strategy"].play(rank)
                 callbacks = [*_without_bars(trainer["callbacks"] or []), callback]
@@ -431,11 +453,11 @@ class Configuration:
 
         return SimulatedCLI(**self._cli_arguments(), save_config_callback=None)
 
-    def _cli_arguments(self) -> dict[str, Any]:
+    def _cli_arguments(self) -> Numbers:
         """Returns the arguments of the LightningCLI: the command line, and classes that are given."""
         files = [f"--config={file}" for file in self.files]
         options = [f"--{argument}" for argument in self.arguments]
-        arguments: dict[str, Any] = {"args": ["fit", *files, *options]}
+        arguments: Numbers = {"args": ["fit", *files, *options]}
         if self.model is not None:
             arguments["model_class"] = self.model
         if self.data is not None:
@@ -451,18 +473,18 @@ _ONE_DEVICE = {
 }
 
 
-def _without_bars(callbacks: Any) -> list[Any]:
+def _without_bars(callbacks: Internal) -> list[Internal]:
     """Returns all callbacks but progress bars, of which every group would show one."""
     if not isinstance(callbacks, list):
         callbacks = [callbacks]
     return [callback for callback in callbacks if not _is_bar(callback)]
 
 
-def _is_bar(callback: Any) -> bool:
+def _is_bar(callback: object) -> bool:
     return any(cls.__name__ == "ProgressBar" for cls in type(callback).__mro__)
 
 
-def _arguments_of(trainer: Any, choices: Mapping[str, Any], rank: SimulatedRank) -> dict[str, Any]:
+def _arguments_of(trainer: Trainer, choices: Mapping[str, object], rank: SimulatedRank) -> Numbers:
     """Returns the strategy's arguments of a simulated group or site: from the files, with the
     choices.
     """
@@ -484,7 +506,7 @@ def _arguments_of(trainer: Any, choices: Mapping[str, Any], rank: SimulatedRank)
     return {**arguments, "worker_groups": rank.topology.num_groups, "start_method": "popen"}
 
 
-def _configured_arguments(trainer: Any) -> dict[str, Any]:
+def _configured_arguments(trainer: Trainer) -> Numbers:
     """Returns the strategy's arguments in the files, if the strategy can be simulated."""
     strategy = trainer.strategy
     if isinstance(strategy, str) and strategy in ("auto", *variants("streaming_diloco")):
@@ -498,7 +520,7 @@ def _configured_arguments(trainer: Any) -> dict[str, Any]:
             " trainer.strategy=streaming_diloco."
         )
     # Not dict(): that of a Namespace takes apart what is nested in it, such as a federation.
-    arguments: dict[str, Any] = strategy.init_args.as_dict()
+    arguments: Numbers = strategy.init_args.as_dict()
     processes = _number(trainer.devices) * _number(trainer.num_nodes)
     groups = _number(arguments["worker_groups"])
     if 0 < groups < processes:
@@ -510,12 +532,12 @@ def _configured_arguments(trainer: Any) -> dict[str, Any]:
     return arguments
 
 
-def _number(argument: Any) -> int:
+def _number(argument: object) -> int:
     """Returns an argument as a number; 0 for one such as "auto"."""
-    return int(argument) if str(argument).isdecimal() else 0
+    return int(str(argument)) if str(argument).isdecimal() else 0
 
 
-def _federation_in_memory(federation: Mapping[str, Any], site: int) -> dict[str, Any]:
+def _federation_in_memory(federation: Numbers, site: int) -> Numbers:
     """Returns the terms of the federation that the files name, and a hub in memory."""
     configured = federation.get("init_args", federation)
     names = ("lease", "grace", "quorum", "late", "rounds")
@@ -539,7 +561,7 @@ def class_at(path: str) -> type:
     return cls
 
 
-def _class_named(path: Any) -> type | None:
+def _class_named(path: str | None) -> type | None:
     """Imports a class; returns None if there is none of that path."""
     try:
         return class_at(path) if path else None
@@ -590,7 +612,7 @@ class Run:
 def run(
     configuration: Configuration,
     groups: int,
-    choices: Mapping[str, Any] | None = None,
+    choices: Mapping[str, object] | None = None,
     stepped: Callable[[], None] = lambda: None,
     speeds: Sequence[float] | None = None,
 ) -> Run:
@@ -611,17 +633,20 @@ def run(
 
 
 def check(
-    configuration: Configuration, groups: int, choices: Mapping[str, Any], site: int | None = None
-) -> dict[str, Any]:
+    configuration: Configuration,
+    groups: int,
+    choices: Mapping[str, object],
+    site: int | None = None,
+) -> Numbers:
     """Refuses what the strategy would refuse, without making a model or data."""
     require(groups >= 1, "groups", groups, "at least 1")
-    turns: Turns[Any] = Turns(1)
+    turns: Turns[Internal] = Turns(1)
     rank = SimulatedRank(simulated_topologies(1, turns.until)[0], turns.seconds, site, groups)
     with quiet():
         (cli,) = turns.run([partial(configuration.fit, rank, choices, None)])
     arguments = dict(cli.config[cli.subcommand].trainer.strategy["init_args"])
     # Objects given by a class path are not made yet, and "auto" settings are chosen in the run.
-    plain_arguments: dict[str, Any] = {}
+    plain_arguments: Numbers = {}
     for name, argument in arguments.items():
         if isinstance(argument, str | int | float | list | None) and argument != AUTO:
             plain_arguments[name] = argument
@@ -632,7 +657,7 @@ def check(
 def live(
     configuration: Configuration,
     rank: SimulatedRank,
-    choices: Mapping[str, Any],
+    choices: Mapping[str, object],
     stepped: Callable[[], None],
 ) -> tuple[Group, Run | None]:
     """Runs one group to its end, in its thread. Only the first returns what is the same in all."""

@@ -5,7 +5,6 @@ and Trainer.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from lightning_sdiloco.federation.memory import InProcessHub, VirtualLink, VirtualTime
 from lightning_sdiloco.federation.messages import Record
@@ -97,7 +96,7 @@ def play_sites(
     configuration: Configuration,
     count: int,
     places: Places,
-    choices: Mapping[str, Any],
+    choices: Mapping[str, object],
     stepped: Callable[[], None] = lambda: None,
 ) -> FederatedRun:
     """Runs a configuration as sites of a federation, in threads that take turns."""
@@ -140,7 +139,7 @@ class _Incarnation:
         sites: int,
         hub: InProcessHub,
         time: VirtualTime,
-        turns: Turns[Any],
+        turns: Turns[tuple[Group, Run | None]],
         number: int,
     ) -> None:
         self._name = site_name(number)
@@ -168,17 +167,20 @@ class _Incarnation:
             delay=places.delays[number] if places.delays else 0.0,
             is_away=self._is_away,
         )
-        connection = hub.connect(self._name, link=line)
+        self._connection = hub.connect(self._name, link=line)
         topology = simulated_topologies(1, turns.until)[0]
         self._rank = SimulatedRank(
-            topology, turns.seconds, number, sites, begins=self._begins, connection=connection
+            topology, turns.seconds, number, sites, begins=self._begins, connection=self._connection
         )
 
     def _is_away(self, now: float) -> bool:
         return any(absence.start <= now < absence.end for absence in self._absences)
 
     def live(
-        self, configuration: Configuration, choices: Mapping[str, Any], stepped: Callable[[], None]
+        self,
+        configuration: Configuration,
+        choices: Mapping[str, object],
+        stepped: Callable[[], None],
     ) -> tuple[Group, Run | None]:
         """Runs the site from when it joins until it ends, in its thread."""
         time = self._time
@@ -202,7 +204,7 @@ class _Incarnation:
 
     def _applied(self) -> list[int]:
         """Returns the rounds that have landed, by fragment."""
-        return [round or 0 for round in self._rank.connection.records.applied]
+        return [round or 0 for round in self._connection.records.applied]
 
     def course(self, group: Group, records: Sequence[Record]) -> Site:
         """Returns the site's course from the ledger: rounds that counted, were late, or were

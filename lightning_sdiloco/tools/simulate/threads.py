@@ -8,16 +8,17 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
-from lightning_sdiloco.comm.communicator import Communicator
-from lightning_sdiloco.comm.exchange import Exchange
+from lightning_sdiloco.comm.communicator import Communicator, PlainValue, Value
+from lightning_sdiloco.comm.exchange import AnyExchange, Exchange
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.background import InlineBackground
 from lightning_sdiloco.engine.checkpoint import random_state, set_random_state
+from lightning_sdiloco.engine.restart import State
 
 Result = TypeVar("Result")
 
@@ -26,7 +27,7 @@ class Stopped(BaseException):
     """Ends a thread because another one has failed, or Ctrl-C was pressed."""
 
 
-_State = tuple[dict[str, Any], int]
+_State = tuple[State, int]
 """Random numbers and the rank, of which a process has only one."""
 
 
@@ -170,7 +171,7 @@ def simulated_topologies(groups: int, until: Until) -> list[Topology]:
 
 @dataclass
 class _Meeting:
-    brought: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    brought: dict[int, tuple[str, PlainValue]] = field(default_factory=dict)
     left: int = 0
 
 
@@ -188,15 +189,17 @@ class SimulatedWorld(Communicator):
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [part.clone() for part in self._meet("gather tensors", tensor.detach().clone())]
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Value) -> list[Value]:
         pickles = self._meet("gather objects", pickle.dumps(value))
         return list(map(pickle.loads, pickles))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        parts = self._meet("broadcast", tensor.detach().clone() if self._rank == source else None)
+        parts: list[PlainValue] = self._meet(
+            "broadcast", tensor.detach().clone() if self._rank == source else None
+        )
         tensor.copy_(parts[source])
 
-    def _meet(self, operation: str, value: Any) -> list[Any]:
+    def _meet(self, operation: str, value: Value) -> list[Value]:
         """Waits until all groups have brought a value, and returns the values in the order of
         ranks.
         """
@@ -217,7 +220,7 @@ class SimulatedWorld(Communicator):
         return [meeting.brought[rank][1] for rank in range(self.size)]
 
 
-class TurnTakingExchange(Exchange[tuple[int, Any]]):
+class TurnTakingExchange(Exchange[tuple[int, object]]):
     """An exchange that lets the other groups have their turns until all have posted."""
 
     bytes_sent: int
@@ -225,7 +228,7 @@ class TurnTakingExchange(Exchange[tuple[int, Any]]):
 
     def __init__(
         self,
-        exchange: Exchange[Any],
+        exchange: AnyExchange,
         group: int,
         posted_by_engine: dict[int, list[int]],
         until: Until,
@@ -247,12 +250,12 @@ class TurnTakingExchange(Exchange[tuple[int, Any]]):
 
     def post(
         self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None
-    ) -> tuple[int, Any]:
+    ) -> tuple[int, object]:
         self._posted[self._group] += 1
         return self._posted[self._group], self._exchange.post(messages, sizes)
 
     def collect(
-        self, posted: tuple[int, Any], deadline: float, sizes: Sequence[int] | None = None
+        self, posted: tuple[int, object], deadline: float, sizes: Sequence[int] | None = None
     ) -> list[Tensor]:
         number, transfer = posted
         self._until(lambda: min(self._posted) >= number)
