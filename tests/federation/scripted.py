@@ -186,7 +186,7 @@ class ScriptedSite:
 
     def give_state(self, event: StateWanted) -> None:
         if event.founding:
-            start = Position(0, self.run_config.key)
+            start = Position.start(self.run_config.key)
             header = StateHeader((start,) * len(self.parts), tuple(self.digests()))
         else:
             header = self.follower.header()
