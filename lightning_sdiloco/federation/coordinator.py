@@ -22,7 +22,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from lightning_sdiloco.errors import AgreementError, Malformed, Refused
 from lightning_sdiloco.federation.codec import Json, RoundNumber, decoded, encoded, plain, read
@@ -418,8 +418,7 @@ class Coordinator:
         with self._lock:
             if self._ledger is None:
                 return
-            if (heartbeat.site, heartbeat.incarnation) in self._ledger.evicted:
-                raise Refused(f"{heartbeat.site} was evicted from the run: ask its operator")
+            self._ledger.require_not_evicted(heartbeat.site, heartbeat.incarnation)
             member = self._ledger.members.get(heartbeat.site)
             followed = member is not None and member.follows
             try:
@@ -479,6 +478,8 @@ class Coordinator:
         if self._ledger:
             member = self._ledger.members.get(peer.name)
         if member is None or member.incarnation != peer.incarnation:
+            if self._ledger:
+                self._ledger.require_not_evicted(peer.name, peer.incarnation)
             raise Refused(f"{peer.name} has not said hello")
 
     def stored(self, peer: Peer, about: Header, key: str, size: int) -> Header:
@@ -706,9 +707,7 @@ class Coordinator:
         """Amends the terms of the run, durably, and informs all sites."""
         with self._lock:
             ledger = self.ledger
-            amendments = {
-                name: read(_TERMS[name], value, name) for name, value in dict(changes).items()
-            }
+            amendments = _amendments(changes)
             if any(map(ledger.has_ended, range(len(ledger.closed)))):
                 raise Refused(
                     "the run has ended, or some of its fragments have: its terms can no longer"
@@ -1000,6 +999,18 @@ def _founded_run_config(
             " ledger."
         )
     return run_config
+
+
+def _amendments(changes: object) -> dict[str, Any]:
+    """Returns the terms that an operator changes, each checked."""
+    if not isinstance(changes, dict):
+        raise Malformed("terms is not a JSON object.")
+    unknown = sorted(map(str, changes.keys() - _TERMS.keys()))
+    if unknown:
+        raise Malformed(
+            f"the term {unknown[0]!r} cannot be amended: only {', '.join(AMENDABLE)} can."
+        )
+    return {name: read(_TERMS[name], value, name) for name, value in changes.items()}
 
 
 def _payload_bytes(record: Record) -> int:

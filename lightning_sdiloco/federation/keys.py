@@ -166,6 +166,7 @@ def add_keys(folder: str | Path, name: str, role: Role = "site", days: int = 365
     extensions = _extensions(identity)
     key, certificate = _key_pair(name, days, extensions, authority_key, authority)
     path = folder / f"{name}.bundle"
+    _require_role(path, role)
     part = path.with_suffix(".part")
     part.unlink(missing_ok=True)
     # Noted first, so that it can be revoked whatever happens to the bundle.
@@ -174,6 +175,20 @@ def add_keys(folder: str | Path, name: str, role: Role = "site", days: int = 365
     part.replace(path)
     sync_folder(folder)
     return path
+
+
+def _require_role(path: Path, role: Role) -> None:
+    """Refuses to replace the bundle of a holder by one of another role."""
+    if not path.exists():
+        return
+    _, certificate, _ = _blocks_of(path)
+    holder, _ = _certified(path, certificate)
+    if holder.role != role:
+        raise ValueError(
+            f"{path} has the keys of {holder.role} {holder.name}: keys for a {role} of that name"
+            f" would replace them. Choose another name, or renew them: sdiloco keys add"
+            f" {path.parent} {holder.name} --role {holder.role}."
+        )
 
 
 def _extensions(identity: Identity) -> dict[Extra, bool]:
@@ -263,12 +278,7 @@ def load(keys: str | Path, name: str = "") -> Bundle:
         raise ValueError(f"There are no keys at {path}.{advice}")
     if path.stat().st_mode & 0o077:
         warnings.warn(f"Other users may read the keys in {path}: chmod 600 {path}", stacklevel=2)
-    blocks = list(_BLOCKS.finditer(path.read_bytes()))
-    if [block[1] for block in blocks] != [b"PRIVATE KEY", b"CERTIFICATE", b"CERTIFICATE"]:
-        raise ValueError(
-            f"{path} is not a bundle: it must hold a key, its certificate and the authority's."
-        )
-    key, certificate, authority = (block[0] for block in blocks)
+    key, certificate, authority = _blocks_of(path)
     identity, ends = _certified(path, certificate)
     if ends < datetime.datetime.now(datetime.timezone.utc):
         raise ValueError(
@@ -276,6 +286,16 @@ def load(keys: str | Path, name: str = "") -> Bundle:
             f" of keys: sdiloco keys add FOLDER {identity.name} --role {identity.role}."
         )
     return Bundle(identity, key, certificate, authority, ends, folder)
+
+
+def _blocks_of(path: Path) -> list[bytes]:
+    """Returns the key in a bundle, its certificate and the authority's."""
+    blocks = list(_BLOCKS.finditer(path.read_bytes()))
+    if [block[1] for block in blocks] != [b"PRIVATE KEY", b"CERTIFICATE", b"CERTIFICATE"]:
+        raise ValueError(
+            f"{path} is not a bundle: it must hold a key, its certificate and the authority's."
+        )
+    return [block[0] for block in blocks]
 
 
 def _certified(path: Path, certificate: bytes) -> tuple[Identity, datetime.datetime]:

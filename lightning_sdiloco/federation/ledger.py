@@ -206,8 +206,7 @@ class Ledger:
     # Sites
 
     def hello(self, hello: Hello, now: float) -> Welcome:
-        if (hello.site, hello.incarnation) in self.evicted:
-            raise Refused(f"{hello.site} was evicted from the run: ask its operator")
+        self.require_not_evicted(hello.site, hello.incarnation)
         conflict = self.conflict_of(hello, now)
         if conflict:
             raise Refused(conflict)
@@ -269,9 +268,14 @@ class Ledger:
         }
         self.closing.clear()
 
+    def require_not_evicted(self, site: str, incarnation: str) -> None:
+        if (site, incarnation) in self.evicted:
+            raise Refused(f"{site} was evicted from the run: ask its operator")
+
     def _member(self, site: str, incarnation: str) -> Member:
         member = self.members.get(site)
         if member is None or member.incarnation != incarnation or not member.connected:
+            self.require_not_evicted(site, incarnation)
             raise Refused(f"incarnation {incarnation} of {site} has not said hello")
         return member
 

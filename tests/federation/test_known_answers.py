@@ -225,6 +225,8 @@ def test_lasting_ties_and_non_finite_values_are_errors_and_evicted_sites_stay_ou
     with pytest.raises(AgreementError, match="a hold 0000000000000007; b hold 0000000000000008"):
         close(ledger, 15.0)
     ledger.evict("b")
+    with pytest.raises(Refused, match="b was evicted from the run: ask its operator"):
+        heartbeat(ledger, "b", 15.0)
     assert close(ledger, 15.0) == ["a"]
     with pytest.raises(Refused, match="evicted"):
         join(ledger, "b", now=15.0)

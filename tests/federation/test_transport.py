@@ -214,6 +214,16 @@ def test_false_hubs_without_a_certificate_of_a_hub_are_refused(
     server.stop(None).wait()
 
 
+def test_keys_of_another_role_do_not_replace_those_of_the_hub(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    bundle = init_keys(folder, RUN)
+    issued = bundle.read_bytes()
+    with pytest.raises(ValueError, match="keys of hub hub: keys for a site of that name"):
+        add_keys(folder, "hub")
+    assert bundle.read_bytes() == issued
+    assert add_keys(folder, "hub", role="hub").read_bytes() != issued
+
+
 def test_garbage_is_refused_before_it_takes_memory(served: Served, keys: Path) -> None:
     greetings = [
         b"GET / HTTP/1.1\r\nHost: hub\r\n\r\n",
