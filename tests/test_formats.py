@@ -58,9 +58,17 @@ def test_a_message_is_read() -> None:
     assert unpack(bytes.fromhex(messages["message"])) == (HEADER, BODY)
 
 
-@pytest.mark.parametrize("name", COMPRESSIONS)
+PAYLOADS = json.loads((WIRE / "messages.json").read_text())["payloads"]
+
+
+def test_every_compression_has_a_stored_payload() -> None:
+    missing = COMPRESSIONS.keys() - PAYLOADS.keys()
+    assert not missing, "run python -m tests.formats.make"
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
 def test_a_payload_decodes_to_what_was_sent(name: str) -> None:
-    sent = json.loads((WIRE / "messages.json").read_text())["payloads"][name]
+    sent = PAYLOADS[name]
     payload = torch.frombuffer(bytearray.fromhex(sent["payload"]), dtype=torch.uint8)
     compression = COMPRESSIONS[name].at(LAUNCHED_AFTER)
     assert digest_of_decoded(compression, payload) == sent["decoded"]

@@ -61,10 +61,9 @@ class FastestPairs(Route):
 
     def pairs(self, links: Sequence[Leg], used: set[Leg]) -> list[Leg]:
         """The fastest pairs: greed, then exchanges of partners, since greed leaves slow ones."""
-        improved: list[Leg] | None = disjoint(links, [])
-        while improved:
+        pairs = disjoint(links, [])
+        while improved := self.exchanged(pairs, used):
             pairs = improved
-            improved = self.exchanged(pairs, used)
         return pairs
 
     def exchanged(self, pairs: Sequence[Leg], used: set[Leg]) -> list[Leg] | None:

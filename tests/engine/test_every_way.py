@@ -354,7 +354,7 @@ def test_a_run_of_an_older_version_resumes_after_its_warmup_and_is_refused_befor
 def test_requests_survive_a_stop_and_a_run_can_go_back(stop: int) -> None:
     run = Groups(**SHORT)
     run.until(8)
-    run.engines[1].request(0b101)
+    run.engines[1].requests.ask(0b101)
     run.until(stop)
     saved = run.saved()
     seen = run.seen()

@@ -1,12 +1,12 @@
 """Writes a file of each format into this folder: ``python -m tests.formats.make``.
 
-Run it when a format changes: it adds a folder for the new number, and leaves earlier ones as they
-are. `tests.test_formats` opens all of them.
+Run it when a format changes, or a compression is added: it adds a folder for the new number, or the
+payload of the new compression, and leaves earlier ones as they are. `tests.test_formats` opens all
+of them.
 """
 
 import hashlib
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -94,16 +94,21 @@ def make_ledger(folder: Path) -> None:
 
 
 def make_messages(folder: Path) -> None:
-    payloads = {}
-    for name, compression in COMPRESSIONS.items():
+    file = folder / "messages.json"
+    messages: dict[str, Any] = {"message": pack(HEADER, BODY).hex(), "payloads": {}}
+    if file.exists():
+        messages = json.loads(file.read_text())
+    payloads = messages["payloads"]
+    for name in COMPRESSIONS.keys() - payloads.keys():
+        compression = COMPRESSIONS[name]
         at_launch = compression.at(LAUNCHED_AFTER)
         payload = at_launch.encode(values_to_encode())
         payloads[name] = {
             "payload": payload.numpy().tobytes().hex(),
             "decoded": digest_of_decoded(at_launch, payload),
         }
-    messages = {"message": pack(HEADER, BODY).hex(), "payloads": payloads}
-    (folder / "messages.json").write_text(json.dumps(messages, indent=1) + "\n")
+    messages["payloads"] = {name: payloads[name] for name in sorted(payloads)}
+    file.write_text(json.dumps(messages, indent=1) + "\n")
 
 
 def main() -> None:
@@ -113,15 +118,11 @@ def main() -> None:
         ("wire", PROTOCOL, make_messages),
     ):
         folder = FOLDER / f"{name}-{number}"
-        if folder.exists():
+        if folder.exists() and make is not make_messages:
             print(f"{folder.name} is there already, and stays.")
             continue
-        folder.mkdir()
-        try:
-            make(folder)
-        except BaseException:
-            shutil.rmtree(folder)
-            raise
+        folder.mkdir(exist_ok=True)
+        make(folder)
         print(f"{folder.name} was written.")
 
 

@@ -297,7 +297,7 @@ def test_a_plan_is_alike_as_text_and_json_and_recommends_settings_that_it_would_
     assert as_advised["memory"] == advice["memory"]
 
 
-def test_a_plan_shortens_the_overlap_of_short_rounds_and_admits_a_link_that_is_too_slow() -> None:
+def test_a_plan_shortens_the_overlap_of_short_rounds_and_names_a_slow_link() -> None:
     answer = plan(*ON_1_GBIT, "--round-trip=0.05", "--sync-every=4")
     assert answer["settings"]["overlap_steps"] == 3
     slow_link = text_of(*SIZE, "--step-time=0.01", "--bandwidth=0.1Gbit")
