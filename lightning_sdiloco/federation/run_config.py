@@ -124,7 +124,8 @@ class Terms:
         return self.rounds is not None and round >= self.rounds
 
 
-# Terms that an operator may amend during a run.
+# Terms that an operator may amend during a run. None of them changes the arithmetic of a mean: they
+# reach the sites apart from the records. A term that does must be written into each record.
 AMENDABLE = ("rounds", "grace", "lease", "quorum", "guard")
 
 # A fragment's parameters in the order of their values: names, and what describes shape and dtype.
