@@ -1,4 +1,4 @@
-"""Files that an earlier commit wrote still open, and hold what it put in."""
+"""Stored files of each format open, and hold what was put in."""
 
 import json
 import shutil
@@ -76,8 +76,11 @@ def test_a_payload_decodes_to_what_was_sent(name: str) -> None:
 
 def test_a_setting_that_this_version_does_not_have_is_named() -> None:
     settings = Settings(sync_every=9)
-    newer = {**settings.saved(), "sharpness": 0.5, "warmup_steps": 0}
-    assert settings.differences(newer) == ["sharpness was 0.5, which this version does not have"]
+    newer = {**settings.saved(), "sharpness": 0.5, "blur": "'auto'", "warmup_steps": 0}
+    assert settings.differences(newer) == [
+        "blur was \"'auto'\", which this version does not have",
+        "sharpness was 0.5, which this version does not have",
+    ]
 
 
 def test_ranks_with_unlike_versions_are_refused() -> None:

@@ -4,6 +4,7 @@ A limit that gets in the way of plain code is raised, with the reason in the com
 the code has left behind is lowered.
 """
 
+import re
 from functools import cache
 from pathlib import Path
 
@@ -77,6 +78,12 @@ def too_heavy(weight: Weight, limits: dict[str, float]) -> dict[str, float]:
 )
 def test_no_number_of_readability_grows(folder: str, limits: dict[str, float]) -> None:
     assert too_heavy(weight_of(folder), limits) == {}
+
+
+def test_any_does_not_spread_in_the_package() -> None:
+    """Words, so that aliases and imports count, too."""
+    texts = [path.read_text() for path in (ROOT / "lightning_sdiloco").rglob("*.py")]
+    assert sum(len(re.findall(r"\bAny\b", text)) for text in texts) <= 215
 
 
 def test_comments_of_the_package_do_not_become_rare() -> None:

@@ -169,7 +169,8 @@ _FEWEST_DENSE_ROUNDS = 3
 # The values of settings before there was a choice, except for those that were None.
 _FORMERLY = {"outer_optimizer.direction": ELEMENTWISE}
 
-# The settings that changed nothing about a run by the time of its checkpoint, or are refused there.
+# Settings that only development versions had. They do not matter for a resume: the state of an engine
+# that was saved inside a warm-up is refused.
 _REMOVED = frozenset({"warmup_steps"})
 
 # The settings of the Nesterov SGD that an optimizer of the user replaces.
@@ -729,7 +730,7 @@ class Settings:
             if not describes(before, value):
                 now = _shown(name, as_data(value))
                 sentences.append(f"{name} was {_shown(name, before)}, now it is {now}")
-        for name in saved.keys() - self._values().keys() - _REMOVED:
+        for name in sorted(saved.keys() - self._values().keys() - _REMOVED):
             shown = _shown(name, saved[name])
             sentences.append(f"{name} was {shown}, which this version does not have")
         return sentences

@@ -172,11 +172,7 @@ def checked_fragments(
         is_right = bool(re.fullmatch(r"balanced|(strided|sequential)(:[1-9]\d*)?", fragments))
     elif type(fragments) is int:
         is_right = fragments > 0
-    elif (
-        isinstance(fragments, Sequence)
-        and len(fragments) > 0
-        and all(map(_are_patterns, fragments))
-    ):
+    elif isinstance(fragments, Sequence) and fragments and all(map(_are_patterns, fragments)):
         is_right = True
     else:
         raise ValueError(

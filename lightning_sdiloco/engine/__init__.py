@@ -18,7 +18,7 @@ model, inner optimizers,      training thread             never
 `UntrainedState`              launch, landing or load     what no landing changes
 `Rounds`, `StreamingDiLoCo`,  training thread             never
 `StepClock`, `LinkRate`
-`Requests`                    any thread, bit by bit      the next launch, which takes
+`RequestBits`                 any thread, bit by bit      the next launch, which takes
                                                           the bits that are set
 `Launch`                      none: it is immutable       the queue of the background
 `Flight` and its parts        the thread of its stage     the queue of the next stage

@@ -105,7 +105,7 @@ class Loop(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class Requests:
+class RequestBits:
     """What this rank asks of all groups, as up to 16 bits: the `Landing` of the next launch shows
     them to all. Signal handlers may ask at any moment.
     """
@@ -182,7 +182,7 @@ class Rounds:
         self.copies = copies
         self.link = LinkRate()
         self.step_clock = StepClock()
-        self.requests = Requests()
+        self.requests = RequestBits()
         self.is_ending = False
         self.began_at = 0
         self.flights: list[PendingFlight] = []

@@ -14,16 +14,14 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from typing_extensions import override
 
 from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation.codec import Bytes, key_of, read
-from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.keys import Identity, Peer, Role, bundle_of, host_of
 from lightning_sdiloco.federation.messages import Event, Payload, Recorded, StateOffered, read_event
-from lightning_sdiloco.federation.store import InMemoryStore
 from lightning_sdiloco.federation.wire import (
     AWAY,
     CHUNK,
@@ -64,15 +62,19 @@ _CALLS = 20
 _STEPS = ((1, CHUNK // 16), (1, CHUNK // 4), (1, CHUNK), (4, CHUNK))
 _NOISE = random.Random(0).randbytes(CHUNK)  # nothing on the way can compress it
 
+if TYPE_CHECKING:
+    from lightning_sdiloco.federation.coordinator import Coordinator
+    from lightning_sdiloco.federation.store import InMemoryStore
+
 Answer = TypeVar("Answer")
 _Parts = list[list[int]]
 
 
-Link = Any
+AnyLink = Any
 """A `VirtualLink` of `federation.memory`, which imports this module, or None."""
 
 
-class Listener(Protocol):
+class EventListener(Protocol):
     """The connection that a site's events are for, with what it says to the hub."""
 
     hello_header: Header
@@ -88,9 +90,9 @@ class HubInMemory(Protocol):
     run: str
     clock: Callable[[], float]
     sleep: Callable[[float], None]
-    store: InMemoryStore
+    store: "InMemoryStore"
     clients: "dict[str, InProcessClient]"
-    coordinator: Coordinator
+    coordinator: "Coordinator"
 
 
 class _Attempt:
@@ -327,7 +329,7 @@ class HubClient:
     sends_bytes_per_s = 0.0  # a connection measures it
     now = staticmethod(time.monotonic)
 
-    def listen(self, connection: Listener) -> None:
+    def listen(self, connection: EventListener) -> None:
         """Passes the hub's events and errors to a connection, and the connection's hello and
         heartbeats to the hub, in a thread.
         """
@@ -661,7 +663,7 @@ class _Way:
     once.
     """
 
-    def __init__(self, link: Link, delay: float = 0.0) -> None:
+    def __init__(self, link: AnyLink, delay: float = 0.0) -> None:
         self._link = link
         self._delay = delay
         self._free_at = 0.0
@@ -700,7 +702,7 @@ class InProcessClient:
     """
 
     def __init__(
-        self, hub: HubInMemory, site: str, link: Link = None, incarnation: str = ""
+        self, hub: HubInMemory, site: str, link: AnyLink = None, incarnation: str = ""
     ) -> None:
         self.identity = Identity(hub.run, "site", site)
         self.incarnation = incarnation or secrets.token_hex(8)
@@ -714,7 +716,7 @@ class InProcessClient:
         self._up = _Way(link, link.delay if link else 0.0)
         self._down = _Way(link)
         # `listen` sets it, before anything is said.
-        self._connection: Listener
+        self._connection: EventListener
         self._is_over = False
 
     def call(
@@ -761,7 +763,7 @@ class InProcessClient:
         """Waits for nothing: what could not be sent now is sent after the next hello."""
         return False
 
-    def listen(self, connection: Listener) -> None:
+    def listen(self, connection: EventListener) -> None:
         self._connection = connection
         self._connect()
         if self._link:
@@ -780,7 +782,7 @@ class InProcessClient:
             self._ends(Refused(str(error)))
         self.turn()
 
-    def _live(self, link: Link, interval: float) -> None:
+    def _live(self, link: AnyLink, interval: float) -> None:
         """Sends heartbeats at intervals, as the network threads of a site do while it trains."""
         if self._is_over:
             return

@@ -22,7 +22,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from lightning_sdiloco.errors import AgreementError, Malformed, Refused
 from lightning_sdiloco.federation.codec import Json, RoundNumber, decoded, encoded, plain, read
@@ -1001,7 +1001,7 @@ def _founded_run_config(
     return run_config
 
 
-def _amendments(changes: object) -> dict[str, Any]:
+def _amendments(changes: object) -> dict[str, Json]:
     """Returns the terms that an operator changes, each checked."""
     if not isinstance(changes, dict):
         raise Malformed("terms is not a JSON object.")

@@ -1,3 +1,1 @@
-"""Files of each format, written by the version that introduced it; `make` writes those of a new
-one.
-"""
+"""Stored files of each format, which later commits must open; `make` writes those of a new one."""
