@@ -23,7 +23,12 @@ from benchmarks import report
 from benchmarks.training import Run, Training, made
 
 # The values of runs from before there was a choice.
-_BEFORE = {"device": "cpu", "split": "shuffled"}
+_BEFORE = {
+    "device": "cpu",
+    "split": "shuffled",
+    "precision": "32-true",
+    "corpus": "python",
+}
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

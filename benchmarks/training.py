@@ -11,10 +11,10 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
-from itertools import chain, islice
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from statistics import mean
 from tempfile import gettempdir
@@ -24,7 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from benchmarks.corpus import VALIDATION_BYTES, read
 from benchmarks.models import Size, adamw, lr_factor, next_byte_loss
+from benchmarks.stacked import StackedGroups
 from lightning_sdiloco import OuterOptimizer, SimulatedGroups, StreamingDiLoCo
 
 from gpa import GPA  # isort: skip  (on the path since benchmarks.models)
@@ -59,6 +61,8 @@ class Training:
         device: Where models and text are.
         split: How the text is shared out: ``"shuffled"``, or ``"by_file"``, with files of its own
             for each group.
+        precision: ``"32-true"``, or ``"bf16-mixed"`` as Lightning has it.
+        corpus: The text: ``"python"``, or the path of one that `benchmarks.corpus` wrote.
     """
 
     size: Size
@@ -75,6 +79,8 @@ class Training:
     validation_windows: int = field(default=512, kw_only=True)
     device: str = field(default="cpu", kw_only=True)
     split: Literal["shuffled", "by_file"] = field(default="shuffled", kw_only=True)
+    precision: Literal["32-true", "bf16-mixed"] = field(default="32-true", kw_only=True)
+    corpus: str = field(default="python", kw_only=True)
 
     @property
     def tokens(self) -> int:
@@ -106,10 +112,8 @@ class Training:
         return True
 
     @property
-    def is_recorded(self) -> bool:
-        """True if the steps are recorded: all groups train in each of them, and the optimizer never
-        waits for the device.
-        """
+    def is_stacked(self) -> bool:
+        """True if all groups train at once, which the `StackedGroups` of a GPU do with AdamW."""
         return self.device == "cuda" and self.inner == "adamw"
 
     def model(self) -> nn.Module:
@@ -145,7 +149,7 @@ class Training:
         return self.batch
 
     def text(self) -> "Text":
-        return _text(self.size, self.validation_windows, self.device)
+        return _text(self.size, self.validation_windows, self.device, self.corpus)
 
     def lr_factor(self, step: int) -> float:
         return lr_factor(step, self.steps, warmup=round(self.warmup * self.steps))
@@ -185,19 +189,21 @@ def parameters(size: Size) -> int:
 
 
 class Text:
-    """The text of the examples: windows to train on, in an order of the seed alone, and windows to
-    judge by.
+    """Windows of text to train on, in an order of the seed alone, and windows to judge by.
+
+    The text is that of the examples, or a corpus that `benchmarks.corpus` wrote.
     """
 
-    def __init__(self, size: Size, validation_windows: int, device: str = "cpu") -> None:
-        import platform
-
-        corpus = Path(gettempdir()) / f"sdiloco-python-{platform.python_version()}.bin"
-        if not corpus.exists():
-            build_corpus(corpus)
-        length = corpus.stat().st_size
-        text = torch.from_file(str(corpus), size=length, dtype=torch.uint8).to(device)
-        split = int(length * (1 - VALIDATION_SHARE))
+    def __init__(
+        self, size: Size, validation_windows: int, device: str = "cpu", corpus: str = "python"
+    ) -> None:
+        if corpus == "python":
+            text = _python_sources()
+            split = int(len(text) * (1 - VALIDATION_SHARE))
+        else:
+            text = read(Path(corpus))
+            split = len(text) - VALIDATION_BYTES
+        text = text.to(device)
         self.training = Windows(text[:split], size.context)
         self.validation = Windows(text[split:], size.context, validation_windows)
 
@@ -234,6 +240,15 @@ class Text:
             loss = next_byte_loss(model, *_stacked(self.validation, indices))
             losses += [float(loss)] * len(indices)
         return mean(losses)
+
+
+def _python_sources() -> Tensor:
+    import platform
+
+    corpus = Path(gettempdir()) / f"sdiloco-python-{platform.python_version()}.bin"
+    if not corpus.exists():
+        build_corpus(corpus)
+    return torch.from_file(str(corpus), size=corpus.stat().st_size, dtype=torch.uint8)
 
 
 def _stacked(windows: Windows, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -287,55 +302,68 @@ class Group:
         self.steps = state["steps"]
 
 
-class Recorded:
-    """Both halves of all groups' inner steps on a GPU, recorded once: else small models wait for
-    their launches.
+class OneByOne:
+    """Trains groups one after the other, each on its part of a batch."""
 
-    The groups, which have made a step, are beside each other there.
-    """
-
-    def __init__(self, groups: Sequence[Group], batch: Sequence[Tensor]) -> None:
+    def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
-        self._batch = [windows.clone() for windows in batch]
-        self._lr = torch.zeros((), device=batch[0].device)
-        for options in chain.from_iterable(group.optimizer.param_groups for group in groups):
-            options.update(lr=self._lr, capturable=True)
-        parts = _shared_out(self._batch, len(groups))
-        self._backward = _recorded(
-            [partial(group.backward, *part) for group, part in zip(groups, parts, strict=True)]
+
+    @property
+    def models(self) -> list[nn.Module]:
+        return [group.model for group in self._groups]
+
+    @property
+    def optimizers(self) -> list[list[Optimizer]]:
+        return [[group.optimizer] for group in self._groups]
+
+    def step(self, batch: Sequence[Tensor], trained: Sequence[int]) -> None:
+        """Makes an inner step of every group that trains a part of its windows."""
+        tokens, targets = batch
+        count = len(self._groups)
+        parts = zip(tokens.chunk(count), targets.chunk(count), strict=True)
+        for group, part, windows in zip(self._groups, parts, trained, strict=True):
+            if windows:
+                group.backward(*part, windows)
+        for group, windows in zip(self._groups, trained, strict=True):
+            if windows:
+                group.step()
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [group.state_dict() for group in self._groups]
+
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+        for group, saved in zip(self._groups, state, strict=True):
+            group.load_state_dict(saved)
+
+
+class AllAtOnce:
+    """Trains all groups at once, as `StackedGroups` does."""
+
+    def __init__(self, training: Training, groups: int) -> None:
+        self._training = training
+        self.models = [training.model().to(training.device) for _ in range(groups)]
+        self.optimizers: list[list[Optimizer]] = []
+        self._steps = 0
+        self._stacked = StackedGroups(
+            self.models,
+            training.weight_decay,
+            training.clip,
+            is_mixed=training.precision == "bf16-mixed",
         )
-        self._update = _recorded([group.update for group in groups])
 
-    def backward(self, batch: Sequence[Tensor]) -> None:
-        for recorded, windows in zip(self._batch, batch, strict=True):
-            recorded.copy_(windows)
-        self._backward.replay()
+    def step(self, batch: Sequence[Tensor], trained: Sequence[int]) -> None:
+        assert all(trained), "all groups train in every step"
+        lr = self._training.lr * self._training.lr_factor(self._steps)
+        self._stacked.step(batch, lr)
+        self._steps += 1
 
-    def step(self) -> None:
-        self._lr.fill_(self._groups[0].lr)
-        self._update.replay()
-        for group in self._groups:
-            group.steps += 1
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [{**self._stacked.state_dict(), "steps": self._steps}]
 
-
-def _shared_out(batch: Sequence[Tensor], groups: int) -> list[tuple[Tensor, Tensor]]:
-    """Returns the tokens and targets of each group."""
-    tokens, targets = batch
-    return list(zip(tokens.chunk(groups), targets.chunk(groups), strict=True))
-
-
-def _recorded(works: Sequence[Callable[[], None]]) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    streams = [torch.cuda.Stream() for _ in works]
-    with torch.cuda.graph(graph):
-        together = torch.cuda.current_stream()
-        for work, stream in zip(works, streams, strict=True):
-            stream.wait_stream(together)
-            with torch.cuda.stream(stream):
-                work()
-        for stream in streams:
-            together.wait_stream(stream)
-    return graph
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+        (saved,) = state
+        self._stacked.load_state_dict(saved)
+        self._steps = saved["steps"]
 
 
 def inner_optimizer(training: Training, model: nn.Module) -> Optimizer:
@@ -354,15 +382,16 @@ class Loop:
     def __init__(self, training: Training, text: Text) -> None:
         self._training = training
         self._text = text
-        groups = 1 if training.choices is None else training.groups
-        self._groups = [training.group() for _ in range(groups)]
+        count = 1 if training.choices is None else training.groups
+        self._groups: OneByOne | AllAtOnce
+        if training.is_stacked:
+            self._groups = AllAtOnce(training, count)
+        else:
+            self._groups = OneByOne([training.group() for _ in range(count)])
         self._streaming: Simulated | None = None
-        self._recorded: Recorded | None = None
         self.step = 0
         if training.choices is not None:
-            models = [group.model for group in self._groups]
-            optimizers = [[group.optimizer] for group in self._groups]
-            self._streaming = training.simulated(models, optimizers)
+            self._streaming = training.simulated(self._groups.models, self._groups.optimizers)
 
     def run(self, until: float = math.inf, steps: int | None = None) -> bool:
         """Trains to the end, or until a moment of `time.time`; tells whether it got to the end."""
@@ -381,28 +410,12 @@ class Loop:
     def train(self, *batch: Tensor) -> None:
         trained = [len(batch[0])]
         if self._streaming is not None:
-            numbers = range(len(self._groups))
+            numbers = range(len(self._groups.models))
             trained = [self._training.trained(number, self.step) for number in numbers]
-        if self._recorded is not None:
-            self._recorded.backward(batch)
-            self._recorded.step()
-        else:
-            self._train_groups(batch, trained)
+        self._groups.step(batch, trained)
         if self._streaming is not None:
             idle = [number for number, windows in enumerate(trained) if not windows]
             self._streaming.step(trained=trained, idle=idle)
-        if self._recorded is None and self._training.is_recorded:
-            self._recorded = Recorded(self._groups, batch)
-
-    def _train_groups(self, batch: Sequence[Tensor], trained: Sequence[int]) -> None:
-        """Makes an inner step of every group that trains a part of its windows."""
-        parts = _shared_out(batch, len(self._groups))
-        for group, (tokens, targets), windows in zip(self._groups, parts, trained, strict=True):
-            if windows:
-                group.backward(tokens, targets, windows)
-        for group, windows in zip(self._groups, trained, strict=True):
-            if windows:
-                group.step()
 
     def finish(self) -> nn.Module:
         """Ends the training; returns the model that one would keep."""
@@ -412,7 +425,7 @@ class Loop:
 
     @property
     def model(self) -> nn.Module:
-        return self._groups[0].model
+        return self._groups.models[0]
 
     @property
     def engines(self) -> Sequence[StreamingDiLoCo]:
@@ -430,14 +443,13 @@ class Loop:
     def state_dict(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "groups": [group.state_dict() for group in self._groups],
+            "groups": self._groups.state_dict(),
             "engines": [engine.state_dict() for engine in self.engines],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step = state["step"]
-        for group, saved in zip(self._groups, state["groups"], strict=True):
-            group.load_state_dict(saved)
+        self._groups.load_state_dict(state["groups"])
         for engine, saved in zip(self.engines, state["engines"], strict=True):
             engine.load_state_dict(saved)
 
@@ -464,8 +476,8 @@ def trained(training: Training, text: Text) -> nn.Module:
 
 
 @cache
-def _text(size: Size, validation_windows: int, device: str) -> Text:
-    return Text(size, validation_windows, device)
+def _text(size: Size, validation_windows: int, device: str, corpus: str) -> Text:
+    return Text(size, validation_windows, device, corpus)
 
 
 def made(training: Training, until: float = math.inf, state: Path | None = None) -> Run | None:

@@ -6,10 +6,10 @@ else.
 
 - ``tests``: the bits of the CPU, no race, no wait inside a step, memory, precisions, compiled
   models, resuming, NCCL; five minutes at most.
-- ``numbers``: passes as shares of the copy bandwidth, step time and memory with 125 million and a
-  billion parameters, two groups on one device.
+- ``numbers``: passes as shares of the copy bandwidth, the direction of matrices, step time and
+  memory with 125 million and a billion parameters, groups in one process, two groups on one device.
 
-What worker groups learn there, `benchmarks.quality --device cuda` measures.
+What worker groups learn there, `benchmarks.curve` measures.
 
 Each piece of work runs in processes of its own and is written to DIR at once, with all that it
 prints beside it. What is there already is not done again; what failed, or was left out for want of
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import report
-from benchmarks.gpu import passes, steps
+from benchmarks.gpu import passes, simulated, steps
 from benchmarks.gpu.overlap import overlapped
 from tests.gpu.checks import CHECKS
 from tests.gpu.fits import FITS
@@ -37,6 +37,11 @@ LEAST = 20.0
 
 NUMBERS: dict[str, Task] = {
     "passes": Task("share of copy bandwidth of every pass", passes.shares, seconds=120),
+    "direction": Task("time of the direction of matrices", simulated.mapped, seconds=60),
+    "simulated 4": Task("four groups in one process", partial(simulated.simulated, 4), seconds=150),
+    "simulated 8": Task(
+        "eight groups in one process", partial(simulated.simulated, 8), seconds=150
+    ),
     "overhead 125M": Task(
         "step time and memory, 125M", partial(steps.overhead, "125M"), seconds=120
     ),

@@ -263,11 +263,42 @@ def deal(layout: FragmentLayout, stacks: Mapping[str, Stack], ranks: int) -> lis
     return dealt
 
 
+class MappedOnce:
+    """A mean outer gradient and its direction, which the first of the groups in this process maps
+    for the others.
+    """
+
+    def __init__(self, groups: int) -> None:
+        self._others = groups - 1
+        self._waiting = 0
+        self._gradient = torch.empty(0)
+        self._directed = torch.empty(0)
+
+    def keep(self, gradient: Tensor, directed: Tensor) -> None:
+        self._gradient = gradient
+        self._directed = directed.clone()
+        self._waiting = self._others
+
+    def replace(self, gradient: Tensor) -> bool:
+        """Replaces a gradient by its direction if it is the one that is kept, and returns whether
+        it is.
+        """
+        if not self._waiting or not torch.equal(gradient, self._gradient):
+            return False
+        gradient.copy_(self._directed)
+        self._waiting -= 1
+        if not self._waiting:
+            self._gradient = torch.empty(0)
+            self._directed = torch.empty(0)
+        return True
+
+
 class Matrices:
     """Maps the matrices of a fragment, of which every rank of the group holds a shard.
 
     Attributes:
         stacks: The parameters that are matrices, by name.
+        once: What the groups in this process share, where there are several.
     """
 
     def __init__(
@@ -281,6 +312,7 @@ class Matrices:
         for name, stack in zip(fragment.names, fragment.stacks, strict=False):
             if stack is not None:
                 self.stacks[name] = stack
+        self.once: MappedOnce | None = None
         self._direction = direction
         self._ranks = range(topology.group_size)
         self._rank = topology.group_rank
@@ -297,6 +329,14 @@ class Matrices:
         """Replaces the shard of a mean outer gradient by that of its direction, in place. In-group
         collective.
         """
+        if self.once is None:
+            self._map(gradient, group)
+        elif not self.once.replace(gradient):
+            mean = gradient.clone()
+            self._map(gradient, group)
+            self.once.keep(mean, gradient)
+
+    def _map(self, gradient: Tensor, group: Communicator) -> None:
         assert self._direction is not None, "without a direction no parameter is a matrix"
         parts: list[list[Tensor]] = [[] for _ in self._ranks]
         for matrix in self._dealt:

@@ -14,6 +14,7 @@ from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.background import InlineBackground
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.fragments import Landing
+from lightning_sdiloco.engine.matrices import MappedOnce
 from lightning_sdiloco.engine.outer_view import GroupMean
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.engine.start import require_same_signatures, signature
@@ -80,6 +81,7 @@ class SimulatedGroups:
             StreamingDiLoCo(model, topology=topology, inner_optimizers=of_group, **settings)
             for model, of_group, topology in zip(models, optimizers, topologies, strict=True)
         ]
+        self._map_once()
 
     def step(
         self, *, trained: Sequence[int] = (), idle: Collection[int] = ()
@@ -136,6 +138,7 @@ class SimulatedGroups:
                     recut.new[name].copy_(values)
         for engine, recut, mean in zip(self.engines, recuts, means, strict=True):
             engine.end_recut(recut, mean)
+        self._map_once()
         return [landings for landings, _ in begun]
 
     def group_mean(self) -> GroupMean:
@@ -146,6 +149,14 @@ class SimulatedGroups:
 
     def _group_means(self) -> list[GroupMean]:
         return in_turns([engine.averaging() for engine in self.engines])
+
+    def _map_once(self) -> None:
+        """Lets the first group map the mean outer gradients that are the same in all groups."""
+        fragments_of_groups = [engine.rounds.fragments for engine in self.engines]
+        for of_groups in zip(*fragments_of_groups, strict=True):
+            once = MappedOnce(len(self.engines))
+            for fragment in of_groups:
+                fragment.matrices.once = once
 
     def _first_own(self) -> dict[str, Tensor]:
         """Copies what the first group keeps of untrained state, by name."""

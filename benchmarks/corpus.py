@@ -1,0 +1,87 @@
+"""Makes a corpus of a size for larger models out of the kernel's sources, which every Debian ships.
+
+    apt-get download linux-source-6.1
+    dpkg-deb --extract linux-source-6.1_*.deb .
+    python -m benchmarks.corpus usr/src/linux-source-6.1.tar.xz data/linux.xz [--megabytes 220]
+
+The ``.c`` files, each content once, in the order of their digests: the same from the same archive,
+and no two neighbours of one folder. The last `VALIDATION_BYTES` are for validation, and begin with
+a file of their own.
+"""
+
+import argparse
+import hashlib
+import lzma
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks import report
+
+VALIDATION_BYTES = 1 << 22
+_FILE_ENDS = b"\0"
+
+
+def sources(archive: Path) -> Iterator[bytes]:
+    """Yields the content of every C file of an archive."""
+    with tarfile.open(archive, "r|*") as files:
+        for member in files:
+            if member.isfile() and member.name.endswith(".c"):
+                file = files.extractfile(member)
+                assert file is not None, "a file has a content"
+                yield file.read()
+
+
+def joined(contents: Iterator[bytes], training_bytes: int) -> bytes:
+    """Joins different contents by a zero byte: so many bytes for training, then those for
+    validation.
+
+    Raises:
+        ValueError: If the contents are too short.
+    """
+    by_digest = {hashlib.sha256(content).digest(): content for content in contents}
+    training = bytearray()
+    validation = bytearray()
+    for digest in sorted(by_digest):
+        part = training if len(training) < training_bytes else validation
+        part += by_digest[digest] + _FILE_ENDS
+        if len(validation) >= VALIDATION_BYTES:
+            return bytes(training[:training_bytes] + validation[:VALIDATION_BYTES])
+    found = len(training) + len(validation)
+    raise ValueError(
+        f"The archive has {found:,} bytes of different C files, but"
+        f" {training_bytes + VALIDATION_BYTES:,} were asked for. Ask for fewer megabytes."
+    )
+
+
+def read(path: Path) -> Tensor:
+    """Reads a corpus that was written here, as ``uint8``."""
+    return torch.frombuffer(bytearray(lzma.decompress(path.read_bytes())), dtype=torch.uint8)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("archive", type=Path, help="the sources, as a tar archive")
+    parser.add_argument("target", type=Path, help="the file to write, compressed by xz")
+    parser.add_argument(
+        "--megabytes", type=int, default=220, help="bytes to train on (default: %(default)s)"
+    )
+    options = parser.parse_args(arguments)
+    report.said("Reading the archive takes a minute, and compressing the corpus two ...")
+    corpus = joined(sources(options.archive), options.megabytes * 1_000_000)
+    options.target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = options.target.with_name(f"{options.target.name}.{os.getpid()}")
+    unfinished.write_bytes(lzma.compress(corpus))
+    unfinished.replace(options.target)
+    digest = hashlib.sha256(corpus).hexdigest()[:16]
+    report.said(f"{len(corpus):,} bytes, digest {digest}, in {options.target}")
+
+
+if __name__ == "__main__":
+    main()
