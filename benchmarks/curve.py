@@ -7,10 +7,11 @@
 all train on the same tokens in the same order, in as many steps. Groups have the settings that the
 strategy chooses by itself, but for an H of 30, that of the published curves.
 
-First each method tries two inner learning rates, and rates beyond these as long as the best is at
-an end. With its best rate it then trains on other seeds. Last come what was left out of the method,
-and DDP with the same outer step. With --json every run is kept at once, and runs that the file has
-are not made again; with --minutes a training whose time is up goes on with the next call.
+First each method tries inner learning rates in a quarter of the steps, and rates beyond these as
+long as the best is at an end. With its best rate it then trains on other seeds, and beside it DDP
+with the same outer step, and groups with what is new in the method left out. With --json every run
+is kept at once, and runs that the file has are not made again; with --minutes a training whose time
+is up goes on with the next call.
 """
 
 import argparse
@@ -31,8 +32,11 @@ from benchmarks.training import Run, Training
 from lightning_sdiloco.algorithm.config import Settings, dense_for
 
 SYNC_EVERY = 30
-GROUPS = (1, 4, 8)
+GROUPS = (8, 4, 1)
 TUNING_SEED = 0
+TUNING_SHARE = 0.25
+"""Of the tokens, with which rates are tried."""
+
 SEEDS = (10, 11, 12)
 VALIDATION_WINDOWS = 4096
 
@@ -52,7 +56,7 @@ class Point:
 
     size: Size
     windows: int = 256
-    rates: tuple[float, ...] = (1.5e-3, 3e-3)
+    rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
     budget: float = 20.0
     validation_windows: int = VALIDATION_WINDOWS
     precision: str = "bf16-mixed"
@@ -60,9 +64,9 @@ class Point:
 
 POINTS = {
     "tiny": Point(TINY, windows=8, budget=1.0, validation_windows=16, precision="32-true"),
-    "0.5M": Point(Size(4, 96, 3, 128), windows=16, rates=(3e-3, 6e-3)),
+    "0.5M": Point(Size(4, 96, 3, 128), windows=16, rates=(2e-3, 4e-3, 8e-3)),
     "10M": Point(TEN_MILLION),
-    "25M": Point(Size(8, 512, 8, 128), rates=(1e-3, 2e-3)),
+    "25M": Point(Size(8, 512, 8, 128), rates=(5e-4, 1e-3, 2e-3)),
 }
 
 
@@ -108,6 +112,11 @@ class Curve:
         """Makes a training of the method that so many groups stand for: DDP, if it is one."""
         return self.ddp(lr, seed) if groups == 1 else self.grouped(groups, lr, seed)
 
+    def tuning(self, groups: int, lr: float) -> Training:
+        """Makes a shorter training that tries a rate."""
+        point = replace(self.point, budget=TUNING_SHARE * self.point.budget)
+        return replace(self, point=point).plain(groups, lr, TUNING_SEED)
+
     def rates(self, groups: int, finished: Runs) -> list[float]:
         """Returns the rates to try: those of the model, and further ones while the best of them is
         at an end.
@@ -136,7 +145,7 @@ class Curve:
     def _losses(self, groups: int, rates: list[float], finished: Runs) -> dict[float, float]:
         losses = dict[float, float]()
         for rate in rates:
-            run = finished.get(self.plain(groups, rate, TUNING_SEED))
+            run = finished.get(self.tuning(groups, rate))
             if run is not None:
                 losses[rate] = run["loss"]
         return losses
@@ -144,28 +153,29 @@ class Curve:
     def controls(self, best: dict[int, float], seed: int) -> dict[str, Training]:
         """Returns what is trained beside the methods, by name."""
         named = dict[str, Training]()
-        named["M=1, with the outer step"] = self.grouped(1, best[1], seed)
-        for groups in GROUPS[1:]:
+        for groups in GROUPS[:-1]:
             name = f"M={groups}, every value by itself"
             named[name] = self.grouped(groups, best[groups], seed, outer_optimizer=ELEMENTWISE)
+        named["M=1, with the outer step"] = self.grouped(1, best[1], seed)
         return named
 
     def stages(self, finished: Runs) -> Iterator[list[Training]]:
         """Yields what can be trained next, what is worth most first."""
-        while True:
-            tuning = list[Training]()
-            for groups in GROUPS:
-                for rate in self.rates(groups, finished):
-                    tuning.append(self.plain(groups, rate, TUNING_SEED))
-            missing = [training for training in tuning if finished.get(training) is None]
-            if not missing:
-                break
+        while missing := self._untried(finished):
             yield missing
         best = self.best(finished)
-        yield [self.plain(groups, best[groups], SEEDS[0]) for groups in GROUPS]
-        yield list(self.controls(best, SEEDS[0]).values())
+        first = [self.plain(groups, best[groups], SEEDS[0]) for groups in GROUPS]
+        yield [*first, *self.controls(best, SEEDS[0]).values()]
         for seed in SEEDS[1:]:
             yield [self.plain(groups, best[groups], seed) for groups in GROUPS]
+
+    def _untried(self, finished: Runs) -> list[Training]:
+        """Returns what tries the rates that are not known yet."""
+        trainings = list[Training]()
+        for groups in GROUPS:
+            for rate in self.rates(groups, finished):
+                trainings.append(self.tuning(groups, rate))
+        return [training for training in trainings if finished.get(training) is None]
 
     def best(self, finished: Runs) -> dict[int, float]:
         """Returns the best rates of the methods that have tried all of theirs."""

@@ -169,8 +169,8 @@ class StackedGroups:
     def _clip_each(self) -> None:
         gradients = [parameter.grad for parameter in self.net.parameters()]
         present = [gradient for gradient in gradients if gradient is not None]
-        squares = [gradient.square().flatten(1).sum(1) for gradient in present]
-        norms = torch.stack(squares).sum(0).sqrt()
+        of_tensors = [torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in present]
+        norms = torch.linalg.vector_norm(torch.stack(of_tensors), dim=0)
         factors = (self._clip / (norms + 1e-6)).clamp(max=1.0)
         for gradient in present:
             gradient.mul_(factors.view(-1, *[1] * (gradient.dim() - 1)))
