@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.curve import POINTS, Curve
-from benchmarks.gpu.passes import seconds_of
 from benchmarks.models import TEN_MILLION, TINY, Size
 from benchmarks.training import AllAtOnce, Loop
 from lightning_sdiloco.algorithm.direction import directed_by, direction_for
@@ -101,7 +100,8 @@ def mapped(place: Place, rank: int, world_size: int) -> Found:
     for name, size in sizes.items():
         matrices = matrices_of_block(size, place.device)
         work = partial(directed_by, direction, matrices)
-        seconds = size.layers * seconds_of(place, work, repeats=1 if place.quick else 3)
+        _seconds(place, work)
+        seconds = size.layers * median([_seconds(place, work) for _ in range(3)])
         values = size.layers * sum(matrix.numel() for matrix in matrices.values())
         rows[name] = {"milliseconds": 1e3 * seconds, "values": values}
         headline[f"{name}, direction of all blocks, ms"] = 1e3 * seconds
