@@ -10,6 +10,7 @@
 #   make newest  run tests of the engine and the strategies with the newest torch, in .venv-newest: some gigabytes
 #   make audit   make coverage, of lines by the fast tests, with a floor; and make mutants, a hundred: hours, weekly in CI
 #   make gpu     what a CUDA device shows in ten minutes, with the torch and Lightning of PYTHON; it installs nothing
+#   make gpu-curve  train 10 million parameters in groups on a CUDA device, for MINUTES at a time; it needs CORPUS
 #   make dist    wheels and sources in dist/, checked, and the demo run from each wheel without this checkout
 #   make lint types docs venv clean
 
@@ -18,6 +19,8 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 DEMO_ARGS ?=
 GPU_ARGS ?=
+MINUTES ?= 9
+CORPUS ?= data/linux.xz
 AUDIT_ARGS ?=
 # Many tests start several ranks and bound their waits. On a busy machine one may be held up for longer, so a test that
 # fails is tried once more, and shows as R and in the summary. They wait for a third of their time: three at a time keep
@@ -40,7 +43,7 @@ OLDEST_TESTS := tests/test_surface.py \
 NEWEST_TESTS := tests/algorithm tests/compression tests/comm tests/engine \
   $(patsubst %,tests/lightning/test_%.py,register strategy fabric sharded checkpoint works_with loops)
 
-.PHONY: venv demo demo-federation test large slow chaos soak foreign oldest newest audit coverage mutants gpu dist lint types docs clean
+.PHONY: venv demo demo-federation test large slow chaos soak foreign oldest newest audit coverage mutants gpu gpu-curve dist lint types docs clean
 
 venv: $(VENV)/.installed
 
@@ -105,6 +108,10 @@ mutants: $(VENV)/.installed-audit
 # Not in .venv: on a machine with a GPU, torch and Lightning are there already, and perhaps no network.
 gpu:
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu $(GPU_ARGS)
+
+# `python -m benchmarks.corpus` makes the corpus. Two at a time: a training waits for its host half of the time.
+gpu-curve:
+	PYTHONPATH=. $(PYTHON) -m benchmarks.curve --corpus $(CORPUS) --workers 2 --minutes $(MINUTES) --json docs/benchmarks/curve.json
 
 # A wheel with fp4.c in it, tagged for the oldest glibc that its library runs with, and one without for everything else.
 dist: $(VENV)/.installed-dev

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks import report
 
+MEGABYTE = 1_000_000
 VALIDATION_BYTES = 1 << 22
 _FILE_ENDS = b"\0"
 
@@ -74,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     report.said("Reading the archive takes a minute, and compressing the corpus two ...")
-    corpus = joined(sources(options.archive), options.megabytes * 1_000_000)
+    corpus = joined(sources(options.archive), options.megabytes * MEGABYTE)
     options.target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = options.target.with_name(f"{options.target.name}.{os.getpid()}")
     unfinished.write_bytes(lzma.compress(corpus))

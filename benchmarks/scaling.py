@@ -1,7 +1,8 @@
 """Draws how far worker groups are from data parallel over the size of the model: what others
 measured, and our runs.
 
-    python -m benchmarks.scaling [--json docs/benchmarks/quality.json] [--picture FILE]
+    python -m benchmarks.scaling [--json docs/benchmarks/quality.json]
+                                 [--curve docs/benchmarks/curve.json] [--picture FILE]
 
 Measured by others is "Communication-Efficient Language Model Training Scales Reliably and Robustly:
 Scaling Laws for DiLoCo" (arXiv 2503.09799), with H=30 and 20 tokens per parameter, every method at
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import comparison, quality, report
+from benchmarks import comparison, curve, quality, report
 from benchmarks.picture import BLUE, GREEN, ORANGE, QUIET, figure, save
 from benchmarks.runs import Runs
 from benchmarks.training import parameters
@@ -95,6 +96,19 @@ def points(finished: Runs) -> list[Point]:
     return points
 
 
+def points_of_curve(finished: Runs) -> list[Point]:
+    """Returns what groups lost on a GPU against the better of DDP's runs, as far as it was made."""
+    points = []
+    for point in curve.POINTS.values():
+        rows = curve.rows_of(curve.Curve(point, "data/linux.xz", "cuda"), finished)
+        for groups in curve.GROUPS:
+            pairs = rows.get(f"M={groups}", [])
+            percent = [100 * (run["loss"] / ddp["loss"] - 1) for run, ddp in pairs]
+            if percent:
+                points.append(Point(parameters(point.size), groups, percent))
+    return points
+
+
 def draw(measured: Sequence[Point], path: Path) -> None:
     picture, (axes,) = figure(height=4.0)
     for groups, color in COLORS.items():
@@ -135,9 +149,16 @@ def main(arguments: list[str] | None = None) -> None:
         default=Path("docs/benchmarks/quality.json"),
         help="(default: %(default)s)",
     )
+    parser.add_argument(
+        "--curve",
+        type=Path,
+        default=Path("docs/benchmarks/curve.json"),
+        help="(default: %(default)s)",
+    )
     parser.add_argument("--picture", type=Path, help="a file to draw to, .svg or .png")
     options = parser.parse_args(arguments)
     measured = points(Runs("scaling", options.json))
+    measured += points_of_curve(Runs("scaling", options.curve))
     rows = []
     for numel, groups, percent in measured:
         laws = [f"{law(groups, numel):+.1f}" for law in (by_losses, by_gap)]

@@ -11,11 +11,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_sdiloco import OuterOptimizer, RandomPairs, StreamingDiLoCo, WorkerGroups
+from lightning_sdiloco import (
+    OuterOptimizer,
+    RandomPairs,
+    SimulatedGroups,
+    StreamingDiLoCo,
+    WorkerGroups,
+)
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.direction import equalised
 from lightning_sdiloco.algorithm.partition import Fragment
-from lightning_sdiloco.engine.matrices import Matrices, stacks_of
+from lightning_sdiloco.engine.matrices import MappedOnce, Matrices, stacks_of
 from lightning_sdiloco.engine.shards import layouts_of, local
 from tests.algorithm.test_direction import by_decomposition
 from tests.bits import same_bits
@@ -281,3 +287,46 @@ def test_matrices_of_language_models_are_mapped_by_default(
     assert "more than 50 values" in warning
     assert direction_of(mlp(), outer_optimizer=EQUALISED) == "equalised"
     assert len(warnings()) == 1
+
+
+def test_simulated_groups_map_a_mean_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped: list[str] = []
+
+    def doubled(name: str, matrices: Tensor) -> Tensor:
+        mapped.append(name)
+        return 2 * matrices
+
+    def groups_of(count: int) -> SimulatedGroups:
+        mapped.clear()
+        torch.manual_seed(0)
+        models = [nn.Linear(4, 3, bias=False) for _ in range(count)]
+        outer = OuterOptimizer(direction=doubled)
+        groups = SimulatedGroups(models, sync_every=2, overlap_steps=1, outer_optimizer=outer)
+        mapped.clear()  # what agreement at the start mapped
+        for step in range(7):
+            for number, model in enumerate(models):
+                model.weight.data += 0.01 * (1 + number + step)
+            groups.step()
+        return groups
+
+    groups = groups_of(3)
+    assert mapped == ["weight"] * 3
+    once = groups.engines[0].outer_state_dict()["weight"]
+    monkeypatch.setattr(MappedOnce, "replace", lambda *args: False)
+    by_each = groups_of(3).engines[0].outer_state_dict()["weight"]
+    assert mapped == ["weight"] * 9
+    assert torch.equal(once, by_each)
+
+
+def test_a_direction_that_is_kept_suits_its_own_mean_alone() -> None:
+    once = MappedOnce(groups=3)
+    mean = torch.tensor([1.0, 2.0])
+    once.keep(mean.clone(), torch.tensor([3.0, 4.0]))
+    other = torch.tensor([1.0, 2.5])
+    assert not once.replace(other)
+    assert other.tolist() == [1.0, 2.5]
+    for _ in range(2):
+        same = mean.clone()
+        assert once.replace(same)
+        assert same.tolist() == [3.0, 4.0]
+    assert not once.replace(mean.clone()), "nothing is kept once all groups have it"

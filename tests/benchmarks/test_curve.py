@@ -1,0 +1,157 @@
+"""The curve of larger models: its corpus, groups that train at once, and which runs count."""
+
+import io
+import lzma
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from benchmarks import corpus, curve, quality
+from benchmarks.runs import Runs
+from benchmarks.training import Loop, Training, made
+from lightning_sdiloco import DenseBeginning
+
+
+def archive_of(files: dict[str, bytes], path: Path) -> Path:
+    with tarfile.open(path, "w:xz") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+        link = tarfile.TarInfo("linked.c")
+        link.type = tarfile.SYMTYPE
+        link.linkname = "a.c"
+        archive.addfile(link)
+    return path
+
+
+def test_a_corpus_holds_each_content_once_and_validates_on_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "VALIDATION_BYTES", 1000)
+    files = {f"{number}.c": bytes([1 + number]) * 300 for number in range(12)}
+    files |= {"copy.c": files["3.c"], "notes.txt": b"x" * 5000}
+    archive = archive_of(files, tmp_path / "sources.tar.xz")
+    monkeypatch.setattr(corpus, "MEGABYTE", 1000)
+    corpus.main([str(archive), str(tmp_path / "corpus.xz"), "--megabytes", "2"])
+    text = bytes(corpus.read(tmp_path / "corpus.xz").tolist())
+    assert len(text) == 3000
+    contents = {part[:1] for part in text.split(b"\0") if part}
+    assert len(contents) == 10
+    assert set(text[:2000]) & set(text[2000:]) <= {0}, "no file is in both parts"
+
+
+def test_a_corpus_of_too_few_files_is_refused_in_words(tmp_path: Path) -> None:
+    archive = archive_of({"a.c": b"int a;"}, tmp_path / "sources.tar.xz")
+    with pytest.raises(ValueError, match="has 7 bytes of different C files, but 5,194,304"):
+        corpus.joined(corpus.sources(archive), 1_000_000)
+
+
+def test_a_training_reads_a_corpus(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.xz"
+    words = b"one after the other "
+    text = words * (corpus.VALIDATION_BYTES // len(words) + 1000)
+    path.write_bytes(lzma.compress(text, preset=0))
+    training = replace(quality.pair("tiny")[1], corpus=str(path), validation_windows=8)
+    of_training = training.text()
+    context = training.size.context
+    split = len(text) - corpus.VALIDATION_BYTES
+    assert len(of_training.training) == (split - 1) // context
+    assert bytes(of_training.training.text[: len(words)].tolist()) == words
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_groups_that_train_at_once_learn_what_they_learn_one_by_one(
+    precision: Any, groups: int
+) -> None:
+    rates = quality.Rates(3e-3, 3e-3)
+    ours, ddp = quality.pair(
+        "tiny", 3, rates=rates, outer_optimizer=quality.EQUALISED, sync_every=10
+    )
+    training = ddp
+    if groups > 1:
+        choices = {**(ours.choices or {}), "dense_beginning": DenseBeginning(3)}
+        training = replace(ours, choices=choices)
+    loops = []
+    for is_stacked, of_loop in ((True, precision), (False, "32-true")):
+        with patch.object(Training, "is_stacked", is_stacked):
+            loop = Loop(replace(training, precision=of_loop), training.text())
+            loop.run(steps=25)
+        loops.append(loop)
+    together, by_turns = [
+        torch.cat([parameter.detach().flatten() for parameter in loop.model.parameters()])
+        for loop in loops
+    ]
+    start = torch.cat([p.detach().flatten() for p in training.model().parameters()])
+    tolerance = 1e-4 if precision == "32-true" else 0.2
+    assert (together - by_turns).norm() < tolerance * (by_turns - start).norm()
+
+
+def test_groups_that_train_at_once_go_on_bit_for_bit() -> None:
+    training = quality.pair("tiny", sync_every=10)[0]
+    with patch.object(Training, "is_stacked", True):
+        whole = Loop(training, training.text())
+        whole.run(steps=27)
+        first = Loop(training, training.text())
+        first.run(steps=13)
+        second = Loop(training, training.text())
+        second.load_state_dict(first.state_dict())
+        second.run(steps=27)
+    for left, right in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+class Losses:
+    """Makes runs without training, which lose what their rate and groups say."""
+
+    def __init__(self) -> None:
+        self.made: list[Training] = []
+
+    def __call__(self, training: Training, *args: Any) -> dict[str, Any]:
+        self.made.append(training)
+        loss = 2.0 + training.lr + 0.1 * training.groups
+        return {**training.key(), "loss": loss, "seconds": 1.0}
+
+
+def test_the_better_of_ddps_runs_counts_and_nothing_is_made_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = Losses()
+    monkeypatch.setattr("benchmarks.runs.made", losses)
+    point = replace(curve.POINTS["10M"], ddp_lrs=(4e-3, 1e-3))
+    of_point = curve.Curve(point, "python", "cpu")
+    finished = Runs("curve", tmp_path / "curve.json")
+    curve.make(of_point, finished, 1, minutes=1.0)
+    rows = curve.rows_of(of_point, finished)
+    assert {name: len(pairs) for name, pairs in rows.items()} == {
+        "M=1": 3,
+        "M=8": 3,
+        "M=4": 3,
+        "M=8, every value by itself": 1,
+        "M=1, with the outer step": 1,
+        "M=4, every value by itself": 1,
+    }
+    assert all(ddp["lr"] == 1e-3 for pairs in rows.values() for _, ddp in pairs)
+    count = len(losses.made)
+    curve.make(of_point, finished, 1, minutes=1.0)
+    assert len(losses.made) == count
+
+
+def test_methods_of_the_curve_see_the_same_tokens_in_as_many_steps() -> None:
+    of_point = curve.Curve(curve.POINTS["10M"], "python", "cpu")
+    trainings = [of_point.ddp(10), *of_point.by_name(10).values()]
+    assert {training.steps for training in trainings} == {6636}
+    assert {training.tokens for training in trainings} == {217_448_448}
+
+
+def test_a_training_of_one_group_sends_nothing() -> None:
+    training = curve.Curve(curve.POINTS["tiny"], "python", "cpu").grouped(1, 10)
+    run = made(replace(training, budget=0.2))
+    assert run is not None
+    assert run["bytes_sent"] == 0
