@@ -9,7 +9,7 @@ gets.
 - ``verdict``: three sizes, 2, 4 and 8 groups, on five other seeds, each method at its own best
   rate.
 - ``alone``: 2, 4 and 8 groups with an H of 20, and of 100 as nobody says it, of which the strategy
-  chooses all else.
+  chooses all else; and one group on the batches of all of them.
 - ``screen``: one factor at a time around two groups and H=50, on the seeds for tuning.
 - ``shares``: 4 and 8 groups with other shares of the steps as their dense beginning, on one seed.
 - ``muon``: Muon for the matrices inside both methods: its rates, and by itself on the seeds of the
@@ -210,6 +210,17 @@ def alone(
     return pair(size, groups, seed, rates, inner, sync_every=sync_every, **choices)
 
 
+def single(size: str, groups: int, seed: int) -> Pair:
+    """Makes one group on the batches of several, with the outer step that the strategy chooses:
+    what that step does without any group that drifts, and without a link.
+    """
+    ours, ddp = alone(size, groups, seed)
+    choices = {**(ours.choices or {}), "compression": "fp32"}
+    choices.pop("dense_beginning", None)
+    batch = groups * ours.batch
+    return replace(ours, choices=choices, groups=1, batch=batch, lr=ddp.lr), ddp
+
+
 def by_itself(size: str) -> Iterator[tuple[str, Pair]]:
     """Yields what the strategy does by itself, at the rates that both methods try, and over the
     other seeds.
@@ -222,6 +233,9 @@ def by_itself(size: str) -> Iterator[tuple[str, Pair]]:
     for groups, sync_every, seed in product(model.alone, model.alone_every, model.seeds):
         name = f"{size}, M={groups}, H={sync_every}, by itself, other seeds"
         yield name, alone(size, groups, seed, sync_every=sync_every)
+    for groups, seed in product(model.alone, model.seeds):
+        name = f"{size}, M=1 on the batches of {groups}, H=20, by itself, other seeds"
+        yield name, single(size, groups, seed)
 
 
 def screen(size: str) -> Iterator[tuple[str, Pair]]:
