@@ -42,7 +42,7 @@ from lightning_sdiloco.engine.checkpoint import (
 )
 from lightning_sdiloco.engine.flight import PendingFlight
 from lightning_sdiloco.engine.fragments import Landing, Span
-from lightning_sdiloco.engine.matrices import proofs, with_direction
+from lightning_sdiloco.engine.matrices import DirectionCost, proofs, with_direction
 from lightning_sdiloco.engine.outer import storage_for
 from lightning_sdiloco.engine.outer_view import GroupMean, LocalValues, OuterView
 from lightning_sdiloco.engine.per_rank import extra_state, load_extra_state
@@ -249,6 +249,10 @@ class StreamingDiLoCo:
         self.last_landing: Landing | None = None
         self.final_landings = list[Landing]()
         self._absences = Absences(self.topology.num_groups)
+        self._direction_cost: DirectionCost | None = None
+        is_simulated = self.topology.background is not None
+        if self.settings.outer.map and device.type != "cpu" and not is_simulated:
+            self._direction_cost = DirectionCost()
         self._counts = Counts()
         self._exclusions = Exclusions()
         self._unfinished: dict[str, Any] = {}
@@ -354,6 +358,9 @@ class StreamingDiLoCo:
         counts.bytes_received += landing.bytes_received
         if self.site is None and self.topology.rank == 0:
             self._say_who_is_left_out(landing)
+        if self._direction_cost is not None and self.topology.rank == 0:
+            mapping_s = landing.seconds("outer_step")
+            self._direction_cost.note(landing.fragment, time.perf_counter(), mapping_s)
         self._absences.count(landing.launched_at, landing.landed_at, landing.left_out)
         self.last_landing = landing
         return landing

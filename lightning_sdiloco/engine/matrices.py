@@ -54,6 +54,9 @@ FEWEST_ROUNDS = 5
 """The fewest rounds in which matrices are mapped by default: in shorter runs, the plain mean did
 better."""
 
+# The share of the time for which an accelerator may map matrices without a word.
+_LARGEST_SHARE = 0.1
+
 # The compute capabilities of P100, V100, A100, H100 and H200, and B200. Other GPUs multiply float64
 # at a 32nd or a 64th of the rate of float32.
 _FAST_FLOAT64 = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
@@ -220,6 +223,38 @@ def proofs(
             )
         digests[name] = f"{digest(directed) & 0xFFFFFFFFFFFFFFFF:016x}"
     return digests
+
+
+class DirectionCost:
+    """Says once if an accelerator maps matrices for much of the time in which it should train."""
+
+    def __init__(self) -> None:
+        self._is_said = False
+        # When the first fragment landed last, and the seconds of outer steps since then.
+        self._since = 0.0
+        self._mapping_s = 0.0
+
+    def note(self, fragment: int, landed: float, mapping_s: float) -> None:
+        """Notes a landing: its fragment, when it was, and the seconds of its outer step."""
+        if self._is_said:
+            return
+        self._mapping_s += mapping_s
+        if fragment != 0:
+            return
+        share = self._mapping_s / (landed - self._since)
+        if self._since and share > _LARGEST_SHARE:
+            self._is_said = True
+            _log.warning(
+                "The outer step maps matrices for %.0f %% of the time (%.3g s in each round of"
+                " %.3g s), and the device trains the slower meanwhile. Larger batches, a larger"
+                " sync_every or more ranks in a group lower that share, and"
+                " outer_optimizer=OuterOptimizer(direction='elementwise') ends it.",
+                100 * share,
+                self._mapping_s,
+                landed - self._since,
+            )
+        self._since = landed
+        self._mapping_s = 0.0
 
 
 class DealtMatrix(NamedTuple):

@@ -6,7 +6,9 @@ whose order nothing settles raise an error, and every byte that is on it is coun
 train on it show that it computes what the CPU does, and sees no race where there is none.
 """
 
+import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -259,6 +261,29 @@ def assert_digest_waits_once() -> None:
         device_digest = digest(on_device, start=7)
     assert device_digest == digest(values, start=7)
     assert len(log) == 1
+
+
+def slowly(name: str, matrices: Tensor) -> Tensor:
+    time.sleep(0.02)
+    return matrices
+
+
+@pytest.mark.parametrize("device", ["pretend", "cpu"])
+@alone
+def test_an_accelerator_that_maps_most_of_the_time_says_so_once(device: str) -> None:
+    model = nn.Linear(4, 4, bias=False).to(device)
+    outer = OuterOptimizer(direction=slowly)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lightning_sdiloco.engine.matrices").addHandler(handler)
+    engine = StreamingDiLoCo(model, sync_every=2, overlap_steps=1, outer_optimizer=outer)
+    for _ in range(9):
+        engine.step()
+        known.wait_for_flights(engine)
+    maps = [message for message in said if "maps matrices for" in message]
+    assert len(maps) == (device == "pretend")
+    assert all("direction='elementwise'" in message for message in maps)
 
 
 WIDTH = 64

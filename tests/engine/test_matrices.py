@@ -21,7 +21,7 @@ from lightning_sdiloco import (
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.direction import equalised
 from lightning_sdiloco.algorithm.partition import Fragment
-from lightning_sdiloco.engine.matrices import MappedOnce, Matrices, stacks_of
+from lightning_sdiloco.engine.matrices import DirectionCost, MappedOnce, Matrices, stacks_of
 from lightning_sdiloco.engine.shards import layouts_of, local
 from tests.algorithm.test_direction import by_decomposition
 from tests.bits import same_bits
@@ -330,3 +330,17 @@ def test_a_direction_that_is_kept_suits_its_own_mean_alone() -> None:
         assert once.replace(same)
         assert same.tolist() == [3.0, 4.0]
     assert not once.replace(mean.clone()), "nothing is kept once all groups have it"
+
+
+def test_the_cost_of_a_direction_is_said_once_where_it_is_large(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Outer steps of all fragments count from one landing of the first to the next."""
+    cheap = DirectionCost()
+    costly = DirectionCost()
+    for number in range(6):
+        landed = 100.0 + number
+        cheap.note(number % 2, landed, mapping_s=0.09)
+        costly.note(number % 2, landed, mapping_s=0.11)
+    assert len(caplog.messages) == 1
+    assert "for 11 % of the time (0.22 s in each round of 2 s)" in caplog.messages[0]
