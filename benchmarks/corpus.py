@@ -52,9 +52,9 @@ def joined(contents: Iterator[bytes], training_bytes: int) -> bytes:
         part += by_digest[digest] + _FILE_ENDS
         if len(validation) >= VALIDATION_BYTES:
             return bytes(training[:training_bytes] + validation[:VALIDATION_BYTES])
-    found = len(training) + len(validation)
+    total = len(training) + len(validation)
     raise ValueError(
-        f"The archive has {found:,} bytes of different C files, but"
+        f"The archive has {total:,} bytes of different C files, but"
         f" {training_bytes + VALIDATION_BYTES:,} were asked for. Ask for fewer megabytes."
     )
 

@@ -15,7 +15,7 @@ with --minutes a training whose time is up goes on with the next call.
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any
@@ -95,14 +95,14 @@ class Curve:
     def grouped(self, groups: int, seed: int, **choices: Any) -> Training:
         """Makes groups with what the strategy chooses by itself, and with other choices."""
         ddp = self.ddp(seed)
-        given: dict[str, Any] = {"sync_every": SYNC_EVERY, "fragments": "strided"}
-        given["outer_optimizer"] = EQUALISED
+        settings: dict[str, Any] = {"sync_every": SYNC_EVERY, "fragments": "strided"}
+        settings["outer_optimizer"] = EQUALISED
         dense = dense_for(groups, ddp.steps, Settings(sync_every=SYNC_EVERY))
         if dense is not None:
-            given["dense_beginning"] = dense
+            settings["dense_beginning"] = dense
         batch = self.point.windows // groups
         return replace(
-            ddp, choices=chosen({**given, **choices}, groups), groups=groups, batch=batch
+            ddp, choices=chosen({**settings, **choices}, groups), groups=groups, batch=batch
         )
 
     def by_name(self, seed: int) -> dict[str, Training]:
@@ -116,21 +116,21 @@ class Curve:
 
     def stages(self) -> Iterator[list[Training]]:
         """Yields what is trained, what is worth most first."""
-        first, *others = SEEDS
+        first = SEEDS[0]
         m8, m4, m8_elementwise, m1, m4_elementwise = self.by_name(first).values()
         tried = [self.ddp(first, lr) for lr in self.point.ddp_lrs]
         yield [m8, m8_elementwise, m4, *tried, m1, m4_elementwise]
-        for seed in others:
+        for seed in SEEDS[1:]:
             tried = [self.ddp(seed, lr) for lr in self.point.ddp_lrs]
             yield [*(self.grouped(groups, seed) for groups in GROUPS), *tried]
 
     def best_ddp(self, seed: int, finished: Runs) -> Run | None:
         """Returns DDP's better run; None until it has tried all its rates."""
         tried = [finished.get(self.ddp(seed, lr)) for lr in self.point.ddp_lrs]
-        known = [run for run in tried if run is not None]
-        if len(known) < len(tried):
+        finished_runs = [run for run in tried if run is not None]
+        if len(finished_runs) < len(tried):
             return None
-        return min(known, key=lambda run: float(run["loss"]))
+        return min(finished_runs, key=lambda run: float(run["loss"]))
 
 
 def make(curve: Curve, finished: Runs, workers: int, minutes: float) -> None:
@@ -160,16 +160,21 @@ def rows_of(curve: Curve, finished: Runs) -> dict[str, list[tuple[Run, Run]]]:
     return rows
 
 
+def percents(pairs: Sequence[tuple[Run, Run]]) -> list[float]:
+    """Returns how much more runs lose than DDP, in percent."""
+    return [100 * (run["loss"] / ddp["loss"] - 1) for run, ddp in pairs]
+
+
 def tell(name: str, curve: Curve, finished: Runs, *, quick: bool) -> None:
     headline = dict[str, float]()
     rows = list[list[str]]()
     for setting, pairs in rows_of(curve, finished).items():
-        percent = [100 * (run["loss"] / ddp["loss"] - 1) for run, ddp in pairs]
         loss = mean(run["loss"] for run, _ in pairs)
         headline[f"{name}, {setting}: loss"] = loss
-        headline[f"{name}, {setting}: percent above DDP"] = mean(percent)
+        headline[f"{name}, {setting}: percent above DDP"] = mean(percents(pairs))
         rate = f"{pairs[0][0]['lr']:g}"
-        rows.append([setting, str(len(pairs)), rate, f"{loss:.4f}", interval(percent, digits=2)])
+        gap = interval(percents(pairs), digits=2)
+        rows.append([setting, str(len(pairs)), rate, f"{loss:.4f}", gap])
     columns = ["", "seeds", "inner rate", "loss, nats per byte", "percent above DDP"]
     report.show(f"{name}, H={SYNC_EVERY}, {curve.point.budget:g} tokens a parameter", columns, rows)
     finished.write(headline, quick)

@@ -103,8 +103,8 @@ def points_of_curve(finished: Runs) -> list[Point]:
         rows = curve.rows_of(curve.Curve(point, "data/linux.xz", "cuda"), finished)
         for groups in curve.GROUPS:
             pairs = rows.get(f"M={groups}", [])
-            percent = [100 * (run["loss"] / ddp["loss"] - 1) for run, ddp in pairs]
-            if percent:
+            if pairs:
+                percent = curve.percents(pairs)
                 points.append(Point(parameters(point.size), groups, percent))
     return points
 

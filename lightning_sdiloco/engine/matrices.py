@@ -304,7 +304,7 @@ class MappedOnce:
     """
 
     def __init__(self, groups: int) -> None:
-        self._others = groups - 1
+        self._later_groups = groups - 1
         self._waiting = 0
         self._gradient = torch.empty(0)
         self._directed = torch.empty(0)
@@ -312,7 +312,7 @@ class MappedOnce:
     def keep(self, gradient: Tensor, directed: Tensor) -> None:
         self._gradient = gradient
         self._directed = directed.clone()
-        self._waiting = self._others
+        self._waiting = self._later_groups
 
     def replace(self, gradient: Tensor) -> bool:
         """Replaces a gradient by its direction if it is the one that is kept, and returns whether

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import corpus, curve, quality
 from benchmarks.runs import Runs
@@ -65,45 +66,53 @@ def test_a_training_reads_a_corpus(tmp_path: Path) -> None:
     assert bytes(of_training.training.text[: len(words)].tolist()) == words
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def of_groups(count: int) -> Training:
+    """Makes a training of three groups, or DDP on their batches."""
+    rates = quality.Rates(3e-3, 3e-3)
+    outer = quality.EQUALISED
+    ours, ddp = quality.pair("tiny", 3, rates=rates, outer_optimizer=outer, sync_every=10)
+    if count == 1:
+        return ddp
+    return replace(ours, choices={**(ours.choices or {}), "dense_beginning": DenseBeginning(3)})
+
+
+def learned(training: Training, is_stacked: bool) -> torch.Tensor:
+    """Trains for some steps and returns all parameters as one vector."""
+    with patch.object(Training, "is_stacked", is_stacked):
+        loop = Loop(training, training.text())
+        loop.run(steps=25)
+    return flat(loop.model)
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-4), ("bf16-mixed", 0.2)])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_groups_that_train_at_once_learn_what_they_learn_one_by_one(
-    precision: Any, groups: int
+    precision: Any, tolerance: float, groups: int
 ) -> None:
-    rates = quality.Rates(3e-3, 3e-3)
-    ours, ddp = quality.pair(
-        "tiny", 3, rates=rates, outer_optimizer=quality.EQUALISED, sync_every=10
-    )
-    training = ddp
-    if groups > 1:
-        choices = {**(ours.choices or {}), "dense_beginning": DenseBeginning(3)}
-        training = replace(ours, choices=choices)
-    loops = []
-    for is_stacked, of_loop in ((True, precision), (False, "32-true")):
-        with patch.object(Training, "is_stacked", is_stacked):
-            loop = Loop(replace(training, precision=of_loop), training.text())
-            loop.run(steps=25)
-        loops.append(loop)
-    together, by_turns = [
-        torch.cat([parameter.detach().flatten() for parameter in loop.model.parameters()])
-        for loop in loops
-    ]
-    start = torch.cat([p.detach().flatten() for p in training.model().parameters()])
-    tolerance = 1e-4 if precision == "32-true" else 0.2
-    assert (together - by_turns).norm() < tolerance * (by_turns - start).norm()
+    training = of_groups(groups)
+    together = learned(replace(training, precision=precision), is_stacked=True)
+    by_turns = learned(training, is_stacked=False)
+    way = by_turns - flat(training.model())
+    assert (together - by_turns).norm() < tolerance * way.norm()
 
 
 def test_groups_that_train_at_once_go_on_bit_for_bit() -> None:
     training = quality.pair("tiny", sync_every=10)[0]
     with patch.object(Training, "is_stacked", True):
-        whole = Loop(training, training.text())
-        whole.run(steps=27)
+        uninterrupted = Loop(training, training.text())
+        uninterrupted.run(steps=27)
         first = Loop(training, training.text())
         first.run(steps=13)
         second = Loop(training, training.text())
         second.load_state_dict(first.state_dict())
         second.run(steps=27)
-    for left, right in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+    for left, right in zip(
+        uninterrupted.model.parameters(), second.model.parameters(), strict=True
+    ):
         assert torch.equal(left, right)
 
 
@@ -111,10 +120,10 @@ class Losses:
     """Makes runs without training, which lose what their rate and groups say."""
 
     def __init__(self) -> None:
-        self.made: list[Training] = []
+        self.trainings: list[Training] = []
 
     def __call__(self, training: Training, *args: Any) -> dict[str, Any]:
-        self.made.append(training)
+        self.trainings.append(training)
         loss = 2.0 + training.lr + 0.1 * training.groups
         return {**training.key(), "loss": loss, "seconds": 1.0}
 
@@ -138,9 +147,9 @@ def test_the_better_of_ddps_runs_counts_and_nothing_is_made_twice(
         "M=4, every value by itself": 1,
     }
     assert all(ddp["lr"] == 1e-3 for pairs in rows.values() for _, ddp in pairs)
-    count = len(losses.made)
+    count = len(losses.trainings)
     curve.make(of_point, finished, 1, minutes=1.0)
-    assert len(losses.made) == count
+    assert len(losses.trainings) == count
 
 
 def test_methods_of_the_curve_see_the_same_tokens_in_as_many_steps() -> None:

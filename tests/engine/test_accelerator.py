@@ -273,15 +273,15 @@ def slowly(name: str, matrices: Tensor) -> Tensor:
 def test_an_accelerator_that_maps_most_of_the_time_says_so_once(device: str) -> None:
     model = nn.Linear(4, 4, bias=False).to(device)
     outer = OuterOptimizer(direction=slowly)
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("lightning_sdiloco.engine.matrices").addHandler(handler)
     engine = StreamingDiLoCo(model, sync_every=2, overlap_steps=1, outer_optimizer=outer)
     for _ in range(9):
         engine.step()
         known.wait_for_flights(engine)
-    maps = [message for message in said if "maps matrices for" in message]
+    maps = [message for message in messages if "maps matrices for" in message]
     assert len(maps) == (device == "pretend")
     assert all("direction='elementwise'" in message for message in maps)
 

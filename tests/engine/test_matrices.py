@@ -322,9 +322,9 @@ def test_a_direction_that_is_kept_suits_its_own_mean_alone() -> None:
     once = MappedOnce(groups=3)
     mean = torch.tensor([1.0, 2.0])
     once.keep(mean.clone(), torch.tensor([3.0, 4.0]))
-    other = torch.tensor([1.0, 2.5])
-    assert not once.replace(other)
-    assert other.tolist() == [1.0, 2.5]
+    unlike = torch.tensor([1.0, 2.5])
+    assert not once.replace(unlike)
+    assert unlike.tolist() == [1.0, 2.5]
     for _ in range(2):
         same = mean.clone()
         assert once.replace(same)

@@ -388,25 +388,32 @@ def at_once(place: Place, rank: int, world_size: int) -> Found:
     """
     size = "tiny" if place.quick else "0.5M"
     rates = quality.Rates(3e-3, 3e-3)
-    ours, ddp = quality.pair(size, 4, rates=rates, outer_optimizer=quality.EQUALISED, sync_every=10)
+    outer = quality.EQUALISED
+    ours, ddp = quality.pair(size, 4, rates=rates, outer_optimizer=outer, sync_every=10)
     choices = {**(ours.choices or {}), "dense_beginning": DenseBeginning(3)}
-    findings: Found = {}
-    for name, training in {"ours": replace(ours, choices=choices), "DDP": ddp}.items():
-        on_device = replace(training, device=place.device, budget=1.0)
-        together = trained_model(on_device, is_stacked=True)
-        by_turns = trained_model(on_device, is_stacked=False)
-        start = torch.cat([p.detach().flatten() for p in training.model().parameters()])
-        way = float((by_turns - start.to(by_turns.device)).norm())
-        # AdamW makes whole steps of gradients that are all but zero.
-        findings[name] = float((together - by_turns).norm()) / way
-        assert findings[name] < 0.05, findings
-    return findings
+    return {
+        "ours": apart(replace(ours, choices=choices, device=place.device, budget=1.0)),
+        "DDP": apart(replace(ddp, device=place.device, budget=1.0)),
+    }
 
 
-def trained_model(training: benchmark.Training, is_stacked: bool) -> Tensor:
+def apart(training: benchmark.Training) -> float:
+    """Returns how far groups that train at once come from those that take turns, as a share of
+    their way, which must be little.
+    """
+    together = parameters_after(training, 25, is_stacked=True)
+    by_turns = parameters_after(training, 25, is_stacked=False)
+    way = by_turns - parameters_after(training, 0, is_stacked=False)
+    # AdamW makes whole steps of gradients that are all but zero.
+    share = float((together - by_turns).norm() / way.norm())
+    assert share < 0.05, share
+    return share
+
+
+def parameters_after(training: benchmark.Training, steps: int, is_stacked: bool) -> Tensor:
     with patch.object(benchmark.Training, "is_stacked", is_stacked):
         loop = benchmark.Loop(training, training.text())
-        loop.run(steps=25)
+        loop.run(steps=steps)
     return torch.cat([parameter.detach().flatten() for parameter in loop.model.parameters()])
 
 
