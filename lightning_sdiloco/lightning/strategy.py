@@ -224,8 +224,9 @@ class GroupStrategy:
     def schedule(self) -> Schedule:
         """When fragments launch and land; prints as a table.
 
-        Known from ``on_fit_start`` on; in Fabric, from the first step of an optimizer on. Settings
-        that are ``"auto"`` are chosen after the first inner steps, and the schedule is known then.
+        Known from ``on_fit_start`` on; in Fabric, from the first step of an optimizer on. A
+        ``sync_every`` that was left out is chosen when training starts, or with settings that are
+        ``"auto"`` after the first inner steps, and the schedule is known then.
         """
         if self.results.summary is not None:
             return self.results.summary.schedule
