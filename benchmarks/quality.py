@@ -8,8 +8,8 @@ gets.
 - ``rates``: the inner learning rate, for DDP and for worker groups, on the seeds for tuning.
 - ``verdict``: three sizes, 2, 4 and 8 groups, on five other seeds, each method at its own best
   rate.
-- ``alone``: 2, 4 and 8 groups with an H of 20, and of 100 as nobody says it, of which the strategy
-  chooses all else; and one group on the batches of all of them.
+- ``alone``: 2, 4 and 8 groups with an H of 20 and of 100, of which the strategy chooses all else;
+  by the bare name, of which it chooses H, too; and one group on the batches of all of them.
 - ``screen``: one factor at a time around two groups and H=50, on the seeds for tuning.
 - ``shares``: 4 and 8 groups with other shares of the steps as their dense beginning, on one seed.
 - ``muon``: Muon for the matrices inside both methods: its rates, and by itself on the seeds of the
@@ -43,7 +43,7 @@ from benchmarks.models import SMALL, TEN_MILLION, TINY, Size
 from benchmarks.runs import Runs
 from benchmarks.training import CUT, Training
 from lightning_sdiloco import OuterOptimizer
-from lightning_sdiloco.algorithm.config import Settings, dense_for
+from lightning_sdiloco.algorithm.config import Settings, dense_for, round_lengths
 from lightning_sdiloco.algorithm.schedule import DenseBeginning
 
 Pair = tuple[Training, Training]
@@ -197,13 +197,15 @@ def alone(
     seed: int,
     rates: Rates | None = None,
     inner: str = "adamw",
-    sync_every: int = 20,
+    sync_every: int | None = 20,
 ) -> Pair:
-    """Makes groups of which nothing but H was said: the strategy cuts the model, and chooses a
-    dense beginning.
+    """Makes groups of which nothing but H was said, or not even that (None): the strategy cuts the
+    model, and chooses H and a dense beginning, for a link that hides them.
     """
     rates = rates or MODELS[size].alone[groups]
     steps = pair(size, groups, rates=rates)[0].steps
+    if sync_every is None:
+        sync_every = round_lengths(steps)[0]
     dense = dense_for(groups, steps, Settings(sync_every=sync_every))
     choices: dict[str, Any] = {"fragments": "strided", "outer_optimizer": EQUALISED}
     choices |= {"dense_beginning": dense} if dense else {}
@@ -236,6 +238,8 @@ def by_itself(size: str) -> Iterator[tuple[str, Pair]]:
     for groups, seed in product(model.alone, model.seeds):
         name = f"{size}, M=1 on the batches of {groups}, H=20, by itself, other seeds"
         yield name, single(size, groups, seed)
+        name = f"{size}, M={groups}, bare name, other seeds"
+        yield name, alone(size, groups, seed, sync_every=None)
 
 
 def screen(size: str) -> Iterator[tuple[str, Pair]]:

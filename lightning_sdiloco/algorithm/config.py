@@ -41,6 +41,12 @@ AUTO: Literal["auto"] = "auto"
 DEFAULT_OVERLAP_STEPS = 5
 """The most that the paper advises."""
 
+DEFAULT_SYNC_EVERY = 100
+"""The paper's choice. It suits long fits, and is the default where no length is known."""
+
+ENOUGH_ROUNDS = 10
+"""A fit with fewer rounds gets a warning."""
+
 OVERLAP_STEPS = (1, 2, 3, 4, 5, 10)
 """Those worth a try. The paper saw next to no loss from up to the last one, and little gain from
 more than five."""
@@ -71,6 +77,43 @@ def overlap_for(sync_every: int, overlap_steps: int | None) -> int:
         # `Settings` refuses it with its reason.
         return DEFAULT_OVERLAP_STEPS
     return min(DEFAULT_OVERLAP_STEPS, sync_every - 1)
+
+
+def round_lengths(
+    steps: float, overlap_steps: int = DEFAULT_OVERLAP_STEPS, least: int = 1
+) -> list[int]:
+    """Returns each ``sync_every`` that suits a fit of so many inner steps, the best first; the link
+    decides which of them it hides.
+
+    The best one makes 180 rounds, as far as a flight takes at most a quarter of a round, and a
+    group sends at most what it sends with 20. Ten rounds remain, unless a flight would take more
+    than half of each. How many groups there are does not matter: with the tokens fixed, more groups
+    make fewer steps. See docs/choosing.md for what was measured.
+
+    Args:
+        steps: The inner steps of the fit; infinite if they are not known.
+        overlap_steps: Inner steps from the launch of a fragment to its landing.
+        least: A lower bound.
+
+    Examples:
+        >>> round_lengths(1786), round_lengths(7146), round_lengths(18_000), round_lengths(math.inf)
+        ([20, 40, 80, 100], [39, 78, 100], [100], [100])
+        >>> round_lengths(300), round_lengths(150), round_lengths(50)
+        ([20, 26], [13], [10])
+    """
+    if steps == math.inf:
+        return [DEFAULT_SYNC_EVERY]
+    shortest = max(least, min(DEFAULT_SYNC_EVERY, max(_SHORT_ROUND // 2, 2 * overlap_steps)))
+    # The last fragment launches up to a round later than the first.
+    with_enough = int(steps - overlap_steps) // (ENOUGH_ROUNDS + 1)
+    longest = max(shortest, min(DEFAULT_SYNC_EVERY, with_enough))
+    wanted = max(_SHORT_ROUND, 4 * overlap_steps, int(steps) // _ROUNDS)
+    length = max(shortest, min(wanted, longest))
+    lengths = list[int]()
+    while length < longest:
+        lengths.append(length)
+        length *= 2
+    return [*lengths, longest]
 
 
 class OuterStep(NamedTuple):
@@ -159,6 +202,11 @@ def dense_for(
 
 # A run that is resumed with other values of these trains on exactly as before, up to its end.
 _MAY_CHANGE = ("exchange.backend", "outer_optimizer.offload", "timeout")
+
+# The rounds of a fit after which more help little, and the shortest round if that leaves enough of
+# them.
+_ROUNDS = 180
+_SHORT_ROUND = 20
 
 # From how many groups on a dense beginning is chosen, for which share of the inner steps, and its
 # fewest rounds.
@@ -361,7 +409,7 @@ class Settings:
     name.
     """
 
-    sync_every: int = 100
+    sync_every: int = DEFAULT_SYNC_EVERY
     overlap_steps: int = DEFAULT_OVERLAP_STEPS
     mixing: float | Literal["auto"] | LandingRule = AUTO
     fragments: int | str | Sequence[Sequence[str]] = "strided"

@@ -247,7 +247,8 @@ class Fit(FitState):
             steps = self._known_steps
             if steps < math.inf:
                 warn_of_few_rounds(engine.schedule, int(steps))
-            self._announcement = Announcement(engine, self.trainer.strategy.cluster_environment)
+            environment = self.trainer.strategy.cluster_environment
+            self._announcement = Announcement(engine, environment, self.options.why_rounds)
 
     # Batches
 

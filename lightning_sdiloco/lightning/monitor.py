@@ -24,6 +24,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_sdiloco.algorithm.config import ENOUGH_ROUNDS, Settings
 from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.reduce import all_reduce_for
 from lightning_sdiloco.algorithm.schedule import Schedule
@@ -339,6 +340,8 @@ class StreamingDiLoCoMonitorMixin:
         self._done = engine.step_span[1]
         self._write("step", step=self._step, span=(began, engine.step_span[0]), done=self._done)
         if engine.fragments is not self._fragments:
+            # So they are when settings were chosen, too.
+            self._write("settings", settings=_recorded(engine.settings))
             self._note_fragments(pl_module, engine)
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is not None and self._step % max(1, trainer.log_every_n_steps) == 0:
@@ -444,8 +447,6 @@ class StreamingDiLoCoMonitorMixin:
         self._done = time.perf_counter()
         self._step = engine.inner_steps
         topology = engine.topology
-        settings = engine.settings
-        compression = settings.compression
         self._write(
             "start",
             rank=trainer.global_rank,
@@ -458,13 +459,7 @@ class StreamingDiLoCoMonitorMixin:
             site=engine.site,
             time=self._done,
             step=self._step,
-            settings={
-                "sync_every": settings.sync_every,
-                "overlap_steps": settings.overlap_steps,
-                **settings.numbers_and_policies,
-                "fragments": settings.fragments,
-                "compression": compression if isinstance(compression, str) else None,
-            },
+            settings=_recorded(engine.settings),
         )
         self._note_fragments(pl_module, engine)
 
@@ -521,6 +516,18 @@ class StreamingDiLoCoMonitorMixin:
             self._file = None
 
 
+def _recorded(settings: Settings) -> dict[str, object]:
+    """Returns the settings that a record holds."""
+    compression = settings.compression
+    return {
+        "sync_every": settings.sync_every,
+        "overlap_steps": settings.overlap_steps,
+        **settings.numbers_and_policies,
+        "fragments": settings.fragments,
+        "compression": compression if isinstance(compression, str) else None,
+    }
+
+
 def _known(number: float) -> float | None:
     """Returns a number as JSON can hold it: None if it is not known."""
     return None if math.isnan(number) else number
@@ -550,9 +557,6 @@ def monitors_of(trainer: Trainer) -> list[StreamingDiLoCoMonitorMixin]:
 
 # Lines at the start
 
-ENOUGH_ROUNDS = 10
-"""A fit with fewer rounds gets a warning."""
-
 # The first inner steps are slow for other reasons.
 _FIRST = 3
 _LAST = 10
@@ -565,12 +569,14 @@ _SAVING_SECONDS = 60
 class Announcement:
     """Announces at the start what trains, and after ten inner steps how fast."""
 
-    def __init__(self, engine: StreamingDiLoCo, environment: Internal = None) -> None:
+    def __init__(
+        self, engine: StreamingDiLoCo, environment: Internal = None, why_rounds: str = ""
+    ) -> None:
         self._engine = engine
         self._environment = environment
         self._times: list[float] = []
         self._launch_bytes = _launch_bytes(engine)
-        rank_zero_info(_start_line(engine, self._launch_bytes))
+        rank_zero_info(_start_line(engine, self._launch_bytes, why_rounds))
 
     def step(self) -> None:
         """Notes that an inner step has ended. After the first ten it does nothing."""
@@ -648,10 +654,11 @@ def _launch_bytes(engine: StreamingDiLoCo) -> list[int]:
     return launch_bytes
 
 
-def _start_line(engine: StreamingDiLoCo, launch_bytes: list[int]) -> str:
+def _start_line(engine: StreamingDiLoCo, launch_bytes: list[int], why_rounds: str) -> str:
     """Returns the line that tells at the start what trains, and what each rank will send."""
     topology = engine.topology
     settings = engine.settings
+    reason = f" ({why_rounds})" if why_rounds else ""
     least = readable(min(launch_bytes))
     most = readable(max(launch_bytes))
     sent = most if least == most else f"{least} to {most}"
@@ -663,7 +670,7 @@ def _start_line(engine: StreamingDiLoCo, launch_bytes: list[int]) -> str:
     return (
         f"Streaming DiLoCo: {_counted(topology.num_groups, 'worker group')} of"
         f" {_counted(topology.group_size, 'rank')}, {_counted(len(engine.fragments), 'fragment')},"
-        f" sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps},"
+        f" sync_every={settings.sync_every}{reason}, overlap_steps={settings.overlap_steps},"
         f" {_outer_settings(engine)}; each rank sends {sent} a fragment; the first launch follows"
         f" inner step {engine.inner_steps - engine.steps_in_rounds + first_launch}."
     )

@@ -6,13 +6,14 @@ to be chosen. Then all ranks gather how long a step took, measure the link toget
 choice of rank 0. The engine continues as if the choice had been there from the start, so the run
 is, bit for bit, one with these settings. Every later checkpoint holds them, and a resumed fit takes
 them from there. A dense beginning is chosen in the same way, before its own first launch would be
-due: its rounds are as short as the link allows without making training wait.
+due: its rounds are as short as the link allows without making training wait. So is a `sync_every`
+that was left out: it follows the length of the fit, and grows if the link does not hide it.
 """
 
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from statistics import median
@@ -22,8 +23,17 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm.as_data import Fields, as_data, as_text
-from lightning_sdiloco.algorithm.config import AUTO, Settings, dense_for, overlap_for, read_settings
+from lightning_sdiloco.algorithm.as_data import Fields, as_text
+from lightning_sdiloco.algorithm.config import (
+    AUTO,
+    DEFAULT_SYNC_EVERY,
+    Settings,
+    dense_for,
+    is_whole,
+    overlap_for,
+    read_settings,
+    round_lengths,
+)
 from lightning_sdiloco.algorithm.reduce import TwoShot, kind_and_backend
 from lightning_sdiloco.algorithm.schedule import DenseBeginning
 from lightning_sdiloco.comm.topology import Topology, checked_worker_groups
@@ -107,6 +117,13 @@ class Options:
     """The settings that are left to the planner, until it has chosen them."""
     chooses_dense: bool = False
     """Whether ``dense_beginning`` is left open until the link is measured."""
+    follows_length: bool = False
+    """Whether ``sync_every`` was left out, and so follows the length of the fit; false if a
+    checkpoint has it."""
+    chooses_rounds: bool = False
+    """Whether that ``sync_every`` is left open until the link is measured."""
+    why_rounds: str = ""
+    """Why ``sync_every`` is what it is, if it was left out."""
     overlap_gives_way: bool = False
     """Whether ``overlap_steps`` was left out, and so follows ``sync_every``."""
     steps: float = math.inf
@@ -123,6 +140,9 @@ class Options:
         chooses_dense = _is_auto(chosen["dense_beginning"])
         if chooses_dense:
             chosen["dense_beginning"] = None
+        follows_length = chosen["sync_every"] is None
+        if follows_length:
+            chosen["sync_every"] = DEFAULT_SYNC_EVERY
         # An exchange that does not suit is refused here, before it gives way to a placeholder.
         auto = [name for name in _PLACEHOLDERS if _is_auto(chosen[name]) and name != "exchange"]
         settings = Settings.among({**chosen, **{name: _PLACEHOLDERS[name] for name in auto}})
@@ -138,6 +158,8 @@ class Options:
             federation=arguments["federation"],
             auto=tuple(auto),
             chooses_dense=chooses_dense,
+            follows_length=follows_length,
+            chooses_rounds=follows_length,
             overlap_gives_way=chosen["overlap_steps"] is None,
         )
 
@@ -264,24 +286,95 @@ class Options:
     @property
     def open(self) -> tuple[str, ...]:
         """The settings that are chosen after the first inner steps, until they are."""
-        return (*self.auto, "dense_beginning") if self.chooses_dense else self.auto
+        names = [*self.auto]
+        if self.chooses_rounds:
+            names.append("sync_every")
+        if self.chooses_dense:
+            names.append("dense_beginning")
+        return tuple(names)
 
     def choose_for_length(self, model: nn.Module, topology: Topology, steps: float) -> None:
-        """Chooses dense beginning and outer step for a fit of ``steps`` inner steps, as far as no
-        checkpoint has them.
+        """Chooses ``sync_every``, dense beginning and outer step for a fit of ``steps`` inner steps,
+        as far as no checkpoint has them.
 
-        All ranks must call it. Neither of the two depends on the length of a fit in a federation,
+        All ranks must call it. None of the three depends on the length of a fit in a federation,
         whose sites are not asked. Rounds of four inner steps stand in for the dense beginning until
         the link is measured, unless the planner needs more inner steps for its own choice.
         """
         if self.settings.shares and topology.num_groups > 1:
             # Groups may have unequal numbers of batches.
             self.steps = min(topology.world.all_gather_object(steps))
+        if self.follows_length:
+            self._follow_length(model, topology)
         if self.chooses_dense and not self.is_planned:
             dense = dense_for(topology.num_groups, self.steps, self.settings)
             self.settings = replace(self.settings, dense_beginning=dense)
             self.chooses_dense = dense is not None
         self._choose_outer_step(model, topology)
+
+    def _follow_length(self, model: nn.Module, topology: Topology) -> None:
+        """Chooses the best ``sync_every`` for the length of the fit; it stays open if the link has
+        to be measured first.
+        """
+        lengths = self._round_lengths()
+        self.settings = self._with_rounds(lengths[0])
+        self.why_rounds = "the default"
+        if self.steps < math.inf:
+            self.why_rounds = f"for the {self.steps:,} inner steps of this fit"
+        self.chooses_rounds = False
+        # In a simulation, flights do not run in the background.
+        if len(lengths) > 1 and topology.background is None:
+            workload = Model.of_parameters(trainable(model))
+            method = Streaming(workload, self.settings, _groups_of(model, topology, 1.0))
+            # What is smaller than the smallest message that is measured is hidden by every link.
+            self.chooses_rounds = method.bytes_per_step * lengths[0] > _LEAST_BYTES
+
+    def _round_lengths(self) -> list[int]:
+        """Returns each ``sync_every`` that suits the fit, the best first."""
+        dense = self.settings.dense_beginning
+        least = 1
+        if dense is not None and not self.chooses_dense:
+            least = 2 * dense.sync_every
+        return round_lengths(self.steps, self.settings.overlap_steps, least)
+
+    def _with_rounds(self, sync_every: int) -> Settings:
+        """Returns the settings with this ``sync_every``, which a default overlap follows."""
+        overlap_steps = self.settings.overlap_steps
+        if self.overlap_gives_way:
+            overlap_steps = overlap_for(sync_every, None)
+        return replace(self.settings, sync_every=sync_every, overlap_steps=overlap_steps)
+
+    def _choose_rounds(self, model: nn.Module, topology: Topology, step_time: float) -> None:
+        """Chooses the shortest rounds that suit the fit and that the link hides; the longest if it
+        hides none.
+
+        All ranks must call it.
+        """
+        self.chooses_rounds = False
+        best = self.settings.sync_every
+        candidates = [self._with_rounds(length) for length in self._round_lengths()]
+        number = self._first_hidden(candidates, model, topology, step_time)
+        self.settings = candidates[-1 if number is None else number]
+        if self.settings.sync_every > best:
+            self.why_rounds += " and its link"
+            if topology.rank == 0:
+                self._announce_rounds(best, is_hidden=number is not None)
+
+    def _announce_rounds(self, best: int, is_hidden: bool) -> None:
+        """Logs why rounds are longer than the length of the fit asks for."""
+        waits = "in shorter rounds training would wait for the link"
+        if not is_hidden:
+            waits = "training waits for the link in these rounds, and more in shorter ones"
+        _log.warning(
+            "Chosen: sync_every=%d, although %d suits the %d inner steps of this fit better: %s, as"
+            " %s. Give sync_every=%d if you prefer to wait.",
+            self.settings.sync_every,
+            best,
+            self.steps,
+            waits,
+            self.measured,
+            best,
+        )
 
     def _choose_outer_step(self, model: nn.Module, topology: Topology) -> None:
         """Chooses the open settings of the outer step, unless what they depend on is chosen later."""
@@ -312,6 +405,30 @@ class Options:
         candidates = self._dense_candidates(topology.num_groups)
         if not candidates:
             return
+        in_dense_rounds = [dense_rounds_alone(self.settings, dense) for dense in candidates]
+        number = self._first_hidden(in_dense_rounds, model, topology, step_time)
+        chosen = None
+        if number is not None:
+            chosen = candidates[number]
+        self.settings = replace(self.settings, dense_beginning=chosen)
+        if topology.rank == 0:
+            workload = Model.of_parameters(trainable(model))
+            groups = _groups_of(model, topology, step_time)
+            dense_bytes = Streaming(workload, self.settings, groups).dense_bytes
+            self._announce_dense(chosen, topology.num_groups, dense_bytes)
+
+    def _first_hidden(
+        self,
+        candidates: Sequence[Settings],
+        model: nn.Module,
+        topology: Topology,
+        step_time: float,
+    ) -> int | None:
+        """Returns the number of the first settings whose flights the link hides, the same on all
+        ranks; None if it hides those of none.
+
+        All ranks must call it. It measures the link if that was not done before.
+        """
         # If flights do not run in the background, as in a simulation, the clock says nothing of a
         # link.
         if topology.background is None and self.measured is None:
@@ -319,19 +436,14 @@ class Options:
             self.measured = Measured(step_time, measure_link(topology, timeout))
         workload = Model.of_parameters(trainable(model))
         groups = _groups_of(model, topology, step_time)
-        hidden = None
-        for dense in candidates:
-            method = Streaming(workload, dense_rounds_alone(self.settings, dense), groups)
+        first = None
+        for number, settings in enumerate(candidates):
+            method = Streaming(workload, settings, groups)
             if self.measured is None or is_hidden(method, self.measured.link):
-                hidden = dense
+                first = number
                 break
         # The clocks of ranks differ, so all take the choice of rank 0.
-        of_ranks = topology.world.all_gather_object(as_data(hidden))
-        chosen = DenseBeginning.read(of_ranks[0])
-        self.settings = replace(self.settings, dense_beginning=chosen)
-        if topology.rank == 0:
-            dense_bytes = Streaming(workload, self.settings, groups).dense_bytes
-            self._announce_dense(chosen, topology.num_groups, dense_bytes)
+        return topology.world.all_gather_object(first)[0]
 
     def _dense_candidates(self, num_groups: int) -> list[DenseBeginning]:
         """Returns dense beginnings whose first launch is not due before this inner step, those with
@@ -378,6 +490,12 @@ class Options:
         """Takes the settings of a checkpoint that suit, and the planner's choice if it holds it."""
         saved = read_settings(saved)
         self.settings = self.settings.taken_from(saved)
+        sync_every = saved.get("sync_every")
+        if self.follows_length and is_whole(sync_every):
+            self.settings = self._with_rounds(sync_every)
+            self.follows_length = False
+            self.chooses_rounds = False
+            self.why_rounds = "from the checkpoint"
         if self.chooses_dense:
             dense = saved.get("dense_beginning")
             self.chooses_dense = dense == AUTO
@@ -464,6 +582,8 @@ class Options:
         )[0]
         self.auto = ()
         self.settings = replace(settings, **chosen)
+        if self.chooses_rounds:
+            self._choose_rounds(model, topology, step_time)
         if self.chooses_dense:
             self._choose_dense(model, topology, step_time)
         self._choose_outer_step(model, topology)

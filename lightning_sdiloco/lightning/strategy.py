@@ -81,9 +81,10 @@ class GroupStrategy:
     Args:
         worker_groups: Number of worker groups (M in the paper); consecutive ranks form a group.
             ``"auto"``: one per node if there are several nodes, otherwise one per device.
-        sync_every: Inner steps between two launches of the same fragment (H in the paper). Here and
-            for ``overlap_steps``, ``"auto"`` lets the planner choose: it measures the first inner
-            steps and the link between groups.
+        sync_every: Inner steps between two launches of the same fragment (H in the paper). None:
+            20 to 100 by the length of the fit, and 100 if that is not known; see docs/choosing.md.
+            Here and for ``overlap_steps``, ``"auto"`` lets the planner choose: it measures the
+            first inner steps and the link between groups.
         overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper),
             below ``sync_every``. None: five, or as many as fit into shorter rounds. Or ``"auto"``.
         mixing: Share of the local parameters kept on landing (alpha in the paper), from 0 to 1; or
@@ -172,7 +173,7 @@ class GroupStrategy:
         self,
         worker_groups: int | Literal["auto"] = "auto",
         *,
-        sync_every: int | Literal["auto"] = 100,
+        sync_every: int | Literal["auto"] | None = None,
         overlap_steps: int | Literal["auto"] | None = None,
         mixing: float | Literal["auto"] | LandingRule = "auto",
         fragments: int | str | list[list[str]] = "strided",
@@ -223,8 +224,9 @@ class GroupStrategy:
     def schedule(self) -> Schedule:
         """When fragments launch and land; prints as a table.
 
-        Known from ``on_fit_start`` on; in Fabric, from the first step of an optimizer on. Settings
-        that are ``"auto"`` are chosen after the first inner steps, and the schedule is known then.
+        Known from ``on_fit_start`` on; in Fabric, from the first step of an optimizer on. A
+        ``sync_every`` that was left out is chosen when training starts, or with settings that are
+        ``"auto"`` after the first inner steps, and the schedule is known then.
         """
         if self.results.summary is not None:
             return self.results.summary.schedule
@@ -326,8 +328,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         super().connect(model)
         self._groups.failed = False
         if self._fit is not None:
-            # The planner's choice stays; rate, momentum and mixing are chosen as they were for the
-            # first fit.
+            # The planner's choice stays; rounds that follow the length, rate, momentum and mixing
+            # are chosen as they were for the first fit.
             last_options = self._fit.options
             first_settings = self._options.settings
             settings = replace(
@@ -338,7 +340,11 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
                 dense_beginning=first_settings.dense_beginning,
             )
             self._options = replace(
-                last_options, settings=settings, chooses_dense=self._options.chooses_dense
+                last_options,
+                settings=settings,
+                follows_length=self._options.follows_length,
+                chooses_rounds=self._options.chooses_rounds,
+                chooses_dense=self._options.chooses_dense,
             )
             self._fit.checkpointer.forget()
         # Some connect a model that has no trainer yet, or never gets one.

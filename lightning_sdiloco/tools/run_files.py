@@ -111,6 +111,8 @@ class Rank:
             self.validations.append(Validation(step, span, line["metrics"]))
         elif kind == "loss":
             self.losses.append((step, line["loss"]))
+        elif kind == "settings":
+            self.about = {**self.about, "settings": line["settings"]}
         elif kind == "fragments":
             self.fragments = line["fragments"]
             self.parameters = line["parameters"]

@@ -119,7 +119,7 @@ def saved(folder: Path) -> dict[str, dict[str, Tensor]]:
 def test_files_and_end_of_a_short_fit_are_as_good_as_ddps_and_other_groups_resume_it(
     rank: int, tmp_path: Path
 ) -> None:
-    """With the defaults nothing launches for 100 steps: every file held the initial model, without
+    """With rounds of 100 steps nothing launches before: every file held the initial model, without
     a warning.
     """
 
@@ -136,7 +136,7 @@ def test_files_and_end_of_a_short_fit_are_as_good_as_ddps_and_other_groups_resum
 
     ddp = run("ddp", "ddp")
     messages = said_by("lightning_sdiloco")
-    end = run("diloco", fits.strategy(worker_groups=2))
+    end = run("diloco", fits.strategy(worker_groups=2, sync_every=100))
     assert agreed(end)
     assert is_as_good(end, ddp)
     states = saved(tmp_path / "diloco")
@@ -150,7 +150,7 @@ def test_files_and_end_of_a_short_fit_are_as_good_as_ddps_and_other_groups_resum
     for notice in notices:
         assert "Until every fragment" in notice
     # A restart took the outer parameters that nobody had trained.
-    four_groups = fits.strategy(worker_groups=4)
+    four_groups = fits.strategy(worker_groups=4, sync_every=100)
     restarted = run("four", four_groups, tmp_path / "diloco" / "step=40.ckpt", steps=41)
     assert error_of(restarted) < 1.1 * error_of(states["step=40.ckpt"]) < 0.5 * INITIAL
 
@@ -165,7 +165,7 @@ def test_an_average_that_has_not_begun_is_no_checkpoint(rank: int, tmp_path: Pat
         folder = tmp_path / ("resumed" if resume else "through")
         save = saving(folder, every_n_train_steps=20, save_last=True)
         model = Seen(rank)
-        strategy = fits.strategy(fragments=[["*"]])
+        strategy = fits.strategy(fragments=[["*"]], sync_every=100)
         fit(rank, model, strategy, resume, max_steps=130, callbacks=[save, average])
         return copied_parameters(model)
 
@@ -540,7 +540,7 @@ def test_first_round_means_change_no_bit_of_training_and_are_in_the_best_checkpo
 def test_early_stopping_and_the_best_checkpoint_follow_ddp_from_the_first_steps(
     rank: int, tmp_path: Path
 ) -> None:
-    """The defaults, which launch nothing for 100 steps, and a validation after every 25."""
+    """Rounds of 100 steps, which launch nothing before, and a validation after every 25."""
 
     def run(name: str, strategy: Any) -> list[float]:
         losses: list[float] = []
@@ -567,7 +567,7 @@ def test_early_stopping_and_the_best_checkpoint_follow_ddp_from_the_first_steps(
         assert Path(best.best_model_path).name == "step=150.ckpt"
         return losses
 
-    losses = run("streaming", fits.strategy())
+    losses = run("streaming", fits.strategy(sync_every=100))
     losses_of_ddp = run("ddp", "ddp")
     assert agreed(losses)
     assert len(losses) == 6

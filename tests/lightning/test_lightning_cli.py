@@ -118,6 +118,9 @@ def test_a_yaml_file_is_enough_with_class_paths_and_arguments_override_it(tmp_pa
         "fragments": '[["net.0.*"],["net.1.*"]]',
     }
     assert "RESULT 4 0 AdamW" in run(tmp_path, *overriding(**nested), **SHORT)
+    # Of 25 inner steps, the default makes rounds of ten.
+    output = run(tmp_path, "--trainer.max_epochs=5", *overriding(sync_every="null"), **SHORT)
+    assert "RESULT 4 1 SGD" in output
     # Without a choice there would be no overlap. Fifteen inner steps are too few for a launch.
     auto = overriding(
         sync_every="auto", overlap_steps="auto", fragments="auto", compression="sparse"

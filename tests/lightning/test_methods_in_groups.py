@@ -25,6 +25,7 @@ from lightning_sdiloco import (
     StreamingDiLoCoMonitor,
     TwoShot,
 )
+from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int2, Threshold, TopK
 from lightning_sdiloco.lightning import options as options_module
 from lightning_sdiloco.lightning.options import Options
@@ -255,11 +256,14 @@ def test_a_trainer_matches_the_simulation_with_every_policy(tmp_path: Path) -> N
 
 
 class Pretended:
-    """The link that rank 0 measures, and the inner steps at which settings were chosen."""
+    """The link that rank 0 measures, the inner steps at which settings were chosen, and the last
+    of these settings.
+    """
 
     def __init__(self) -> None:
         self.link = Link(gbit_s=1.0, round_trip=0.001)
         self.chosen_at: list[int] = []
+        self.settings = Settings()
 
     def measure_link(self, *_: Any) -> Link:
         """Each rank measures another link; that of rank 0 counts."""
@@ -274,6 +278,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Pretended:
 
     def choose_and_note(engine: StreamingDiLoCo, settings: Any) -> None:
         pretended.chosen_at.append(engine.inner_steps)
+        pretended.settings = settings
         choose(engine, settings)
 
     monkeypatch.setattr("lightning_sdiloco.algorithm.config._FEWEST_FOR_DENSE", 4)
@@ -357,3 +362,18 @@ def test_the_planner_chooses_before_the_dense_beginning_after_more_inner_steps(
     dense, _ = fit_dense(rank, steps=600, sync_every="auto")
     assert pretended.chosen_at[-1] == 8
     assert dense is None, "rounds of 30 are too short"
+
+
+@in_ranks(4)
+def test_rounds_that_follow_the_length_are_chosen_with_the_dense_beginning(
+    rank: int, pretended: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options_module, "_LEAST_BYTES", 0)
+    dense, _ = fit_dense(rank, steps=600, sync_every=None)
+    assert pretended.chosen_at == [3]
+    assert pretended.settings.sync_every == 20
+    assert dense == DenseBeginning(15)
+    pretended.link = Link(gbit_s=3e-7, round_trip=0.001)
+    dense, _ = fit_dense(rank, steps=600, sync_every=None)
+    assert pretended.settings.sync_every == 54
+    assert dense is None

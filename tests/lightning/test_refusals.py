@@ -129,8 +129,8 @@ OF_ANOTHER_TYPE: Table = [
     *faults_of("mixing", NO_NUMBERS),
     *faults_of("outer_lr", NO_NUMBERS),
     *faults_of("outer_momentum", NO_NUMBERS),
-    *faults_of("sync_every", NO_WHOLE_NUMBERS),
-    # None is the default of this one.
+    # None is the default of these two.
+    *faults_of("sync_every", [case for case in NO_WHOLE_NUMBERS if case[0] is not None]),
     *faults_of("overlap_steps", [case for case in NO_WHOLE_NUMBERS if case[0] is not None]),
     ({"worker_groups": "4"}, f"^worker_groups='4' is of type str, not a number: {WHOLE[:27]}"),
     (
