@@ -551,6 +551,20 @@ class Ledger:
             rounds.append(max(base.round, min(closed.round - RETENTION, saved.round)) + 1)
         return tuple(rounds)
 
+    def fetched_from(self, now: float) -> tuple[int, ...]:
+        """Returns the first round of every fragment whose payloads are kept or still fetched: a
+        site that follows fetches what it has not applied, and soon needs a state instead.
+        """
+        rounds = list(self.kept_from)
+        for site in self.present(now):
+            member = self.members[site]
+            if not member.follows:
+                continue
+            for fragment, applied in enumerate(member.applied):
+                earliest = max(applied, self.closed[fragment].round - 2 * RETENTION)
+                rounds[fragment] = min(rounds[fragment], earliest + 1)
+        return tuple(rounds)
+
 
 class Snapshots:
     """Knows which states at the hub can be trusted, and when it is time for a new one."""

@@ -34,7 +34,7 @@ from lightning_sdiloco.federation.keys import (
 )
 from lightning_sdiloco.federation.messages import Event
 from lightning_sdiloco.federation.quorum import built_in, imported
-from lightning_sdiloco.federation.store import BlobStore, SQLiteLedger, Upload
+from lightning_sdiloco.federation.store import BlobStore, Ranges, SQLiteLedger, Upload
 from lightning_sdiloco.federation.wire import (
     CHUNK,
     CODES,
@@ -323,23 +323,33 @@ class Hub:
         start = checked_size(header.get("start", 0), size, "part")
         self._calls.admit(peer, about, key, size)
         try:
-            self.store.size(key)
-        except Missing:
-            upload = self._upload(peer, key, size)
-            # Some blobs are complete already: empty ones, and those whose sender asks what is
-            # missing.
-            is_complete = not upload.missing
-            for message in requests:
-                is_complete = upload.take(start, message) or is_complete
-                start += len(message)
-            if not is_complete:
-                return pack({"stored": False, "missing": upload.missing})
-            try:
-                upload.commit()
-            finally:
-                with self._lock:
-                    self._arriving.pop((peer.role, peer.name, key), None)
+            missing = self._take(peer, key, size, start, requests)
+        except NoSpace as error:
+            self._calls.lacks_room(peer, about, error)
+            raise
+        if missing:
+            return pack({"stored": False, "missing": missing})
         return pack({"stored": True, "answer": self._calls.stored(peer, about, key, size)})
+
+    def _take(self, peer: Peer, key: str, size: int, start: int, pieces: Iterator[bytes]) -> Ranges:
+        """Takes the pieces of a blob from a position on; returns which parts are missing."""
+        with suppress(Missing):
+            self.store.size(key)
+            return []
+        upload = self._upload(peer, key, size)
+        # Some blobs are complete already: empty ones, and those whose sender asks what is missing.
+        is_complete = not upload.missing
+        for piece in pieces:
+            is_complete = upload.take(start, piece) or is_complete
+            start += len(piece)
+        if not is_complete:
+            return upload.missing
+        try:
+            upload.commit()
+        finally:
+            with self._lock:
+                self._arriving.pop((peer.role, peer.name, key), None)
+        return []
 
     def _upload(self, peer: Peer, key: str, size: int) -> Upload:
         place = (peer.role, peer.name, key)
@@ -552,6 +562,7 @@ class HubService(Hub):
         self.ledger = SQLiteLedger(ledger, must_exist=sites is None)
         try:
             blobs = BlobStore(Path(ledger).with_suffix(".store") if store is None else store)
+            blobs.drop_incomplete()
             find = partial(built_in, named=quorum)
             self.coordinator = Coordinator(
                 run, self.ledger, blobs, sites, find_quorum=find, refound=refound

@@ -93,6 +93,9 @@ class Noting:
         if size != about.get("size", size):
             raise Refused("the run config says another size")
 
+    def lacks_room(self, peer: Any, about: dict[str, Any], error: Exception) -> None:
+        self.seen.append(f"no room for {peer.name}")
+
     def stored(self, peer: Any, about: dict[str, Any], key: str, size: int) -> dict[str, Any]:
         if (peer.name, key) in self.taken:
             return {"said": "known"}

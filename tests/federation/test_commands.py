@@ -372,10 +372,10 @@ def check_report_of_a_running_hub(world: World, options: list[str]) -> None:
     with patch.object(BlobStore, "free", 99):
         report = examined(*options)
     assert report["disk"]["state"] == "slow"
-    # Two fragments with payloads of 16 bytes, of 50 rounds, and a state.
+    # Two fragments with payloads of 16 bytes, of 52 rounds, and a state.
     snapshots = world.service.coordinator._states.snapshots.values()
     state = sum(part.size for snapshot in snapshots for part in snapshot.parts)
-    payloads = sum(50 - fragment["round"] for fragment in report["status"]["fragments"])
+    payloads = sum(52 - fragment["round"] for fragment in report["status"]["fragments"])
     needs = report["status"]["disk"]["still_needs"]
     assert needs == 16 * payloads + state
     missing = f"the hub has 99 bytes free, but the run will need {readable(needs)} more"

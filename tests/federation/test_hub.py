@@ -246,6 +246,9 @@ def test_announced_payloads_take_no_room_and_cannot_exceed_the_needs_of_the_run(
         announce("run_config", size)
     assert len(os.listdir(spool)) == 18
     assert sum(path.stat().st_blocks for path in spool.iterdir()) == 0
+    world.service.close()
+    world.start(1)
+    assert os.listdir(spool) == [], "nobody continues these"
     member: Any = world.join("a")
     world.rounds(1)
     for kind in ("payload", "state"):

@@ -394,7 +394,7 @@ def test_disk_errors_of_the_hub_are_reported_to_its_members(served: Served) -> N
     site = served.client("site-a")
     dropped = put(site, b"old")
     damaged = put(site, bytes(3 * CHUNK))
-    served.store.retain([damaged], age=0)
+    served.store.retain([damaged])
     with pytest.raises(Missing, match=dropped):
         site.get(dropped)
     with (Path(served.store.url) / "blobs" / damaged).open("rb+") as file:

@@ -509,7 +509,7 @@ class Hub(Process):
             self.close_rounds()
             self.world.judge.check_open_rounds(self)
             if self.disk.is_real and self.world.random.random() < 0.02:
-                self.coordinator.store.retain(self.coordinator._needed(self.ledger.kept_from))
+                self.coordinator.store.retain(self.coordinator._in_use())
         self.world.after(TICK, self.tick)
 
     def close_rounds(self) -> None:
