@@ -199,6 +199,8 @@ class Coordinator:
         # Why the store has refused a blob, and until when the status says so.
         self._no_room = ""
         self._no_room_until = -math.inf
+        # When the sites hear again of what keeps rounds open.
+        self._remind_at = -math.inf
         self._snapshot_at = clock()
         self._call_at = clock()
         # By fragment: the last call that was announced.
@@ -845,6 +847,7 @@ class Coordinator:
                     for contribution in record.counted:
                         weights[contribution.site] += contribution.weight
             return status | {
+                "lost_quorum": ledger.lost_quorum(now) is not None,
                 "disk": {"still_needs": self._still_needs(ledger), "free": self.store.free},
                 "run_config": run_config,
                 "records": ledger.seq,
@@ -894,6 +897,7 @@ class Coordinator:
             self._ask_others()
             before = self.trouble
             self.trouble = self._close_due(now) or self._lasting_trouble(now)
+            self._announce_trouble(before, now)
             if before and not self.trouble:
                 log.warning("rounds can close again; what kept them from it is over: %s", before)
             ledger = self._ledger
@@ -909,11 +913,16 @@ class Coordinator:
             return _AGAIN if self.trouble else max(0.0, min(_AGAIN, ledger.next_due(now) - now))
 
     def _lasting_trouble(self, now: float) -> str | None:
-        """Returns why no room was found a while ago, if nothing shows yet that there is some."""
+        """Returns why no room was found a while ago, if nothing shows yet that there is some; or
+        which sites are missing.
+        """
         if now < self._no_room_until:
             return self._no_room
+        if self._ledger is None:
+            return None
         # A mean that had no room in the store is still waiting for it.
-        return self.trouble if self._ledger and self._ledger.closing else None
+        waiting_for_room = self.trouble if self._ledger.closing else None
+        return waiting_for_room or self._ledger.lost_quorum(now)
 
     def _tidy(self, ledger: Ledger, now: float) -> None:
         """Drops blobs that are of no use: at intervals, and sooner if rounds close quickly."""
@@ -971,14 +980,19 @@ class Coordinator:
                         self._ledger.closing[record.fragment] = record
                 self._drop_snapshots(self._ledger, now)
         except (AgreementError, NoSpace) as error:
-            return self._troubled(error)
+            return str(error)
         return None
 
-    def _troubled(self, error: Exception) -> str:
-        if str(error) != self.trouble:
-            log.error("%s", error)
-            self._notify(event_of(Waiting(str(error))))
-        return str(error)
+    def _announce_trouble(self, before: str | None, now: float) -> None:
+        """Tells the log and the sites what keeps rounds open; the sites once in a lease, as some
+        may have come meanwhile.
+        """
+        is_new = self.trouble != before
+        if self.trouble and is_new:
+            log.error("%s", self.trouble)
+        if self._ledger and self.trouble and (is_new or now >= self._remind_at):
+            self._remind_at = now + self._ledger.terms.lease
+            self._notify(event_of(Waiting(self.trouble)))
 
     def _close(self, record: Record, notes: Mapping[str, bytes | None] | None = None) -> None:
         """Makes a record durable, then announces it."""
@@ -1009,7 +1023,9 @@ class Coordinator:
                 self._close_with_mean(record, name, residuals.get(name, b"").decode())
         except NoSpace as error:
             with self._lock:
-                self.trouble = self._troubled(error)
+                before = self.trouble
+                self.trouble = str(error)
+                self._announce_trouble(before, self._clock())
         finally:
             self._averaging.release()
 

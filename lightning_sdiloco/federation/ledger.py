@@ -296,6 +296,35 @@ class Ledger:
         """
         return [site for site in self.present(now) if self.can_contribute(site)]
 
+    def lost_quorum(self, now: float) -> str | None:
+        """Returns why no round can close if too few sites are there, and who is missing; None if
+        there are enough, or nobody is there that waits.
+        """
+        present = self.present(now)
+        fewest = self.quorum.fewest(len(present))
+        has_ended = all(map(self.has_ended, range(self.terms.fragments)))
+        if not present or len(present) >= fewest or has_ended:
+            return None
+        missing = []
+        for site in sorted(self._known_sites().difference(present)):
+            missing.append(f"{site} ({'silent' if site in self.members else 'gone'})")
+        return (
+            f"rounds need {fewest} sites (quorum), but only {len(present)} here:"
+            f" {', '.join(present)}. Missing: {', '.join(missing) or 'sites that never counted'}."
+            " Start them again, or lower the quorum: sdiloco hub amend --quorum"
+            f" {len(present)}"
+        )
+
+    def _known_sites(self) -> set[str]:
+        """Returns the sites of the last rounds and of the open ones, and those that are there."""
+        sites = set(self.members)
+        for history in self.history:
+            for record in history:
+                sites.update(contribution.site for contribution in record.counted)
+        for round in self.open.values():
+            sites.update(round.contributions)
+        return sites
+
     # Contributions
 
     def examine(self, contribution: Contribution, incarnation: str) -> Answer:

@@ -727,7 +727,9 @@ def _check_run(status: Numbers) -> Iterator[Finding]:
         yield Finding("ok", "run", f"not founded yet: {missing}")
         return
     if status["trouble"]:
-        yield Finding("wrong", "run", str(status["trouble"]), "Ask the hub's operator.")
+        # A site that is missing for the quorum may be the one that is about to join.
+        finding = Finding("wrong", "run", str(status["trouble"]), "Ask the hub's operator.")
+        yield finding._replace(state="slow") if status.get("lost_quorum") else finding
     needs = status["disk"]["still_needs"]
     free = status["disk"]["free"]
     if free is not None:

@@ -271,10 +271,7 @@ def note_calls(world: World) -> list[Any]:
     return calls
 
 
-def test_replayed_calls_change_nothing_and_a_returning_quorum_closes_rounds_again(
-    world: World,
-) -> None:
-    world.terms = replace(TERMS, quorum=2)
+def test_replayed_calls_change_nothing(world: World) -> None:
     world.found_run("a", "b")
     calls = note_calls(world)
     world.rounds(4)
@@ -288,6 +285,13 @@ def test_replayed_calls_change_nothing_and_a_returning_quorum_closes_rounds_agai
     assert len(closed) > records
     weights = {counted.weight for record in closed for counted in record.counted}
     assert weights <= {ScriptedSite.samples * steps for steps in range(1, 40)}
+
+
+def test_a_lost_quorum_is_named_everywhere_and_a_returning_one_closes_rounds_again(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.terms = replace(TERMS, quorum=2)
+    world.found_run("a", "b", rounds=2)
     world.kill("b")
     # Open rounds close; then no more do, and the remaining site trains on.
     site = world.sites["a"]
@@ -295,8 +299,18 @@ def test_replayed_calls_change_nothing_and_a_returning_quorum_closes_rounds_agai
     rounds = list(site.rounds)
     train_for(site, TERMS.lease)
     assert site.rounds == rounds
+    # All hear of it who can do something: operators, the log, and the sites that are there.
+    lost = "rounds need 2 sites (quorum), but only 1 here: a. Missing: b (gone)"
+    status = world.status()
+    assert status["lost_quorum"]
+    assert status["trouble"].startswith(lost)
+    assert lost in told("status", *world.options_of("viewer")).replace("\n", " ")
+    assert lost in caplog.text
+    assert any(message.startswith(lost) for message in site.messages)
     world.join("b")
     world.more(2)
+    assert world.status()["trouble"] is None
+    assert "rounds can close again" in caplog.text
 
 
 def train_for(site: ScriptedSite, seconds: float) -> None:

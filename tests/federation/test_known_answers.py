@@ -282,6 +282,20 @@ def test_a_hub_that_comes_back_goes_on_where_it_was_and_refuses_a_damaged_ledger
             started(damaged)
 
 
+def test_a_lost_quorum_names_the_sites_that_are_missing_and_what_to_do() -> None:
+    ledger = ledger_of("ab", quorum=All(2))
+    offer(ledger, A, B)
+    close(ledger)
+    assert ledger.lost_quorum(1.0) is None
+    heartbeat(ledger, "a", 5.0)
+    lost = ledger.lost_quorum(11.0)
+    assert lost is not None
+    assert "only 1 here: a. Missing: b (silent)" in lost
+    assert "--quorum" in lost
+    assert ledger.lost_quorum(99.0) is None, "nobody is there that waits"
+    assert ledger_of("a", quorum=DynamicBackup(1.0)).lost_quorum(1.0) is None
+
+
 def test_a_joiner_gets_the_most_advanced_state_or_a_snapshot_and_never_begins_afresh() -> None:
     ledger = ledger_of("abc")
     append(ledger, RECORDS[:2])

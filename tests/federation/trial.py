@@ -514,8 +514,10 @@ class Hub(Process):
 
     def close_rounds(self) -> None:
         self.coordinator.tick()
-        if self.alive and self.coordinator.trouble:
-            self.world.operator_evicts(self, self.coordinator.trouble)
+        trouble = self.coordinator.trouble
+        # For a lost quorum nobody is evicted: sites come back.
+        if self.alive and trouble and not self.ledger.lost_quorum(self.world.now):
+            self.world.operator_evicts(self, trouble)
             self.coordinator.tick()
 
     def receive(self, *message: Any) -> None:
