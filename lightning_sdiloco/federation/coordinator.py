@@ -456,6 +456,11 @@ class Coordinator:
         if heartbeat.follows and not followed:
             self._wake()
 
+    def is_present(self, site: str) -> bool:
+        """Returns whether a site has a lease; before the run is founded there are none."""
+        with self._lock:
+            return self._ledger is None or site in self._ledger.present(self._clock())
+
     def gone(self, peer: Peer) -> None:
         if peer.role != "site":
             return

@@ -302,9 +302,11 @@ class Hub:
         peer = peer_of(self._run, self._bundle, call, header, context)
         with self._lock:
             current = self._of_site.get(peer.name)
-        # While an incarnation of a site watches, no earlier or later one may make calls.
+        # While an incarnation of a site watches and has a lease, no earlier or later one may make
+        # calls.
         is_other = current is not None and current.peer.incarnation != peer.incarnation
-        if call not in LOOKING and peer.role == "site" and is_other:
+        is_site = call not in LOOKING and peer.role == "site"
+        if is_site and is_other and self._calls.is_present(peer.name):
             raise Busy(
                 f"the name {peer.name} is in use by a running process: incarnation"
                 f" {peer.incarnation!r} is not the one that watches."
@@ -327,15 +329,19 @@ class Hub:
         except NoSpace as error:
             self._calls.lacks_room(peer, about, error)
             raise
-        if missing:
+        if missing is not None:
             return pack({"stored": False, "missing": missing})
         return pack({"stored": True, "answer": self._calls.stored(peer, about, key, size)})
 
-    def _take(self, peer: Peer, key: str, size: int, start: int, pieces: Iterator[bytes]) -> Ranges:
-        """Takes the pieces of a blob from a position on; returns which parts are missing."""
+    def _take(
+        self, peer: Peer, key: str, size: int, start: int, pieces: Iterator[bytes]
+    ) -> Ranges | None:
+        """Takes the pieces of a blob from a position on; returns which parts are missing, or None
+        if it is stored. With none missing, another call is about to store it.
+        """
         with suppress(Missing):
             self.store.size(key)
-            return []
+            return None
         upload = self._upload(peer, key, size)
         # Some blobs are complete already: empty ones, and those whose sender asks what is missing.
         is_complete = not upload.missing
@@ -349,7 +355,7 @@ class Hub:
         finally:
             with self._lock:
                 self._arriving.pop((peer.role, peer.name, key), None)
-        return []
+        return None
 
     def _upload(self, peer: Peer, key: str, size: int) -> Upload:
         place = (peer.role, peer.name, key)

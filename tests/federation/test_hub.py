@@ -11,9 +11,11 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -144,7 +146,6 @@ def as_json(message: Any) -> Any:
     return json.loads(message.to_bytes())
 
 
-@patch("lightning_sdiloco.federation.remote._LONGEST_LEASE", 0.2)
 def test_forbidden_messages_of_a_member_are_refused_and_the_run_continues(world: World) -> None:
     follower = world.found_run("a", rounds=1).follower
     stranger = world.client("b")
@@ -181,7 +182,7 @@ def test_forbidden_messages_of_a_member_are_refused_and_the_run_continues(world:
     world.more(1)
 
 
-@patch("lightning_sdiloco.federation.remote._LONGEST_LEASE", 0.2)
+@patch("lightning_sdiloco.federation.remote._MARGIN", 0.2)
 def test_other_settings_and_a_name_in_use_are_refused_and_the_run_continues(world: World) -> None:
     world.found_run("a", rounds=1)
     for settings, message in (
@@ -199,7 +200,7 @@ def test_other_settings_and_a_name_in_use_are_refused_and_the_run_continues(worl
             connection.events()
         connection.close()
     # A name in use: it waits for as long as a process that died could be in its way.
-    second = world.connect("a")
+    second = world.connect("a", lease=0.2)
     with pytest.raises(Refused, match="in use by a running process"):
         second.agree(run_config(TERMS))
     second.hello(follower_of(second))
@@ -640,7 +641,42 @@ def test_a_contribution_of_several_ranks_counts_once_every_ranks_payload_is_ther
     assert restarted.sends_bytes_per_s == 0
     world.service.close()
     with pytest.raises(ExchangeError, match="Each rank of a site calls the hub itself"):
-        world.connect("a").reach(seconds=0.0)
+        world.connect("a", patience=0.0).reach()
+
+
+def test_a_new_start_waits_for_the_lease_of_a_machine_that_died_without_a_word(
+    world: World,
+) -> None:
+    world.found_run("a", "b", rounds=1)
+    silent = world.sites.pop("b").connection
+    heartbeat = world.service.coordinator.heartbeat
+
+    def is_lost(peer: Peer, about: Any) -> None:
+        """The connection stays open, as that of a machine without power does for a while."""
+        if peer.incarnation != silent.incarnation:
+            heartbeat(peer, about)
+
+    with (
+        patch.object(world.service.coordinator, "heartbeat", is_lost),
+        patch("lightning_sdiloco.federation.remote._MARGIN", 1.0),
+    ):
+        world.sites["b"] = joined(world.connect("b", lease=TERMS.lease), world.terms)
+        world.more(1)
+
+
+def test_a_site_that_starts_before_its_hub_waits_for_its_patience(world: World) -> None:
+    world.start(sites=1)
+    world.service.close()
+    with pytest.raises(ExchangeError, match="has not reached the hub for patience=1 s"):
+        world.connect("a", patience=1.0).agree(run_config(TERMS))
+    waiting: Any = world.connect("a", patience=100.0)
+    times = chain([0.0], repeat(90.0))
+    waiting.now = lambda: next(times)
+    with ThreadPoolExecutor(1) as pool:
+        agreed = pool.submit(waiting.agree, run_config(TERMS))
+        time.sleep(0.5)
+        world.start(sites=1)
+        assert agreed.result(20).key == run_config(TERMS).key
 
 
 HALVES = (b"one half of it", b"the other half")
