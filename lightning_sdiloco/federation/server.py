@@ -3,8 +3,10 @@ leaves all decisions to the coordinator.
 """
 
 import logging
+import os
 import queue
 import random
+import resource
 import secrets
 import threading
 import time
@@ -73,6 +75,8 @@ MAX_EVENTS = 1024
 MAX_WATCHING = 16  # times that a holder may watch at once; a site does once
 _GIVEN_UP = 600.0  # seconds without a connection after which an incomplete blob is dropped
 _AGAIN = 1.0  # seconds after which a failed attempt is repeated
+_FEW_DESCRIPTORS = 64  # unused descriptors of this process below which the hub says so
+_DESCRIPTORS = Path("/proc/self/fd")
 _NOISE = random.Random(0).randbytes(CHUNK)  # answers to pings; nothing on the way can compress it
 
 
@@ -532,6 +536,31 @@ def _bundle_of_hub(run: str, keys: str | Path | None, insecure: bool) -> Bundle 
     return bundle
 
 
+def raise_limit_of_descriptors() -> None:
+    """Lets this process have as many connections and files open as the machine allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        # Some systems allow less than they say.
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def scarce_descriptors() -> str | None:
+    """Returns a warning if this process can open hardly any more connections, where that is
+    known.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY or not _DESCRIPTORS.exists():
+        return None
+    used = len(os.listdir(_DESCRIPTORS))
+    if used <= limit - _FEW_DESCRIPTORS:
+        return None
+    return (
+        f"{used:,} of {limit:,} descriptors are in use: connections of strangers may keep sites"
+        " out. Let a firewall admit the sites only, or raise the limit (ulimit -n)."
+    )
+
+
 class HubService(Hub):
     """Serves a run to its sites, from what is on disk."""
 
@@ -563,6 +592,9 @@ class HubService(Hub):
             )
         if quorum is not None:
             imported(quorum)  # now, and not when a site names it
+        raise_limit_of_descriptors()
+        self._has_warned_of_descriptors = False
+        self._look_at_descriptors = time.monotonic()
         self._awake = threading.Event()
         self._closed = threading.Event()
         self.ledger = SQLiteLedger(ledger, must_exist=sites is None)
@@ -612,8 +644,19 @@ class HubService(Hub):
             except (HubError, Refused, OSError) as error:
                 log.error("the run could not be copied: %s", error)
 
+    def _warn_of_descriptors(self) -> None:
+        now = time.monotonic()
+        if now < self._look_at_descriptors:
+            return
+        self._look_at_descriptors = now + _AGAIN
+        warning = scarce_descriptors()
+        if warning and not self._has_warned_of_descriptors:
+            log.error("%s", warning)
+        self._has_warned_of_descriptors = warning is not None
+
     def _tick(self) -> None:
         while not self._closed.is_set():
+            self._warn_of_descriptors()
             try:
                 seconds = self.coordinator.tick()
             except HubError as error:

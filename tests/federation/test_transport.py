@@ -7,6 +7,7 @@ import datetime
 import json
 import logging
 import os
+import resource
 import shutil
 import socket
 import struct
@@ -59,7 +60,7 @@ from lightning_sdiloco.federation.wire import (
     pack,
     unpack,
 )
-from tests.federation.hubs import Line, Served, make_keys, put, until
+from tests.federation.hubs import Line, Served, World, make_keys, put, until
 from tests.federation.scripted import RUN
 from tests.federation.test_known_answers import contribution
 
@@ -407,6 +408,38 @@ def test_disk_errors_of_the_hub_are_reported_to_its_members(served: Served) -> N
 
 
 # A hub for each test
+
+
+def test_a_connection_without_a_hello_ends_and_the_others_stay(tmp_path: Path, keys: Path) -> None:
+    options = [*server.SERVER_OPTIONS, ("grpc.server_handshake_timeout_ms", 1_000)]
+    assert dict(server.SERVER_OPTIONS)["grpc.server_handshake_timeout_ms"] == 20_000
+    with patch.object(server, "SERVER_OPTIONS", options), Served(tmp_path, keys) as served:
+        site = served.client("site-a")
+        assert answers(site)
+        strangers = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(20)]
+        for stranger in strangers:
+            stranger.settimeout(20.0)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b"", "the hub ends it"
+            stranger.close()
+        assert answers(site)
+
+
+def test_a_hub_raises_its_limit_of_descriptors_and_says_when_few_are_left(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+    try:
+        world.start(1)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+        with patch.object(server, "_FEW_DESCRIPTORS", hard):
+            until(lambda: "strangers" in caplog.text)
+        line = next(text for text in caplog.messages if "strangers" in text)
+        assert f"of {hard:,} descriptors are in use" in line
+        assert "firewall" in line
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @patch.object(server, "_SILENT", 3.0)
