@@ -469,7 +469,7 @@ class Coordinator:
             if self._ledger is None:
                 was_member = self._founding.gone(site)
             else:
-                was_member = self._ledger.leave(site, peer.incarnation)
+                was_member = self._ledger.leave(site, peer.incarnation, self._clock())
             if was_member:
                 log.info("%s has left", site)
             for fragment, sender in list(self._arriving):
@@ -889,6 +889,16 @@ class Coordinator:
         }
 
     # The clock
+
+    def resumed(self, seconds: float) -> None:
+        """Notes that the hub has done nothing for so many seconds, as its process was stopped."""
+        with self._lock:
+            if self._ledger and seconds > self._ledger.terms.lease / 2:
+                log.warning(
+                    "the hub has paused for %.0f s: it waits for a lease for the sites from before",
+                    seconds,
+                )
+                self._ledger.resume(self._clock())
 
     def tick(self) -> float:
         """Closes the rounds that are due, and looks after states, snapshots and the store."""

@@ -185,11 +185,22 @@ class Ledger:
         for contribution in contributions:
             if contribution.builds_on(self.closed[contribution.fragment]):
                 self._take(contribution, now, None)
+        # Until when a site whose connection breaks is awaited as well.
+        self._expects_until = -math.inf
+        self._expect_earlier_sites(now)
+
+    def resume(self, now: float) -> None:
+        """Waits, for a lease, for the sites from before a pause of the hub: it has missed their
+        heartbeats, and their connections may have broken.
+        """
+        self._expects_until = now + self.terms.lease
+        for member in self.members.values():
+            member.until = max(member.until, self._expects_until)
         self._expect_earlier_sites(now)
 
     def _expect_earlier_sites(self, now: float) -> None:
-        """Waits, for a lease, for the sites from before this start of the hub: they may not have
-        found it yet.
+        """Waits, for a lease, for the sites from before this start of the hub, or a pause: they may
+        not have found it yet.
         """
         contributions = list[Contribution]()
         for history in self.history:
@@ -198,10 +209,10 @@ class Ledger:
         for round in self.open.values():
             contributions += round.contributions.values()
         applied = tuple(position.round for position in self.closed)
+        until = now + self.terms.lease
         for contribution in contributions:
-            self.members[contribution.site] = Member(
-                contribution.incarnation, now + self.terms.lease, True, applied, connected=False
-            )
+            member = Member(contribution.incarnation, until, True, applied, connected=False)
+            self.members.setdefault(contribution.site, member)
 
     # Sites
 
@@ -244,14 +255,17 @@ class Ledger:
         member.follows = heartbeat.follows
         member.applied = heartbeat.applied
 
-    def leave(self, site: str, incarnation: str) -> bool:
-        """Waits no longer for a site, which has left or lost its connection; returns whether it was
-        a member.
+    def leave(self, site: str, incarnation: str, now: float) -> bool:
+        """Waits no longer for a site, which has left or lost its connection, unless the hub has
+        paused a moment ago; returns whether it was a member.
         """
         member = self.members.get(site)
         if member is None or member.incarnation != incarnation:
             return False
-        del self.members[site]
+        if now < self._expects_until:
+            member.connected = False
+        else:
+            del self.members[site]
         return True
 
     def evict(self, site: str) -> None:

@@ -665,5 +665,8 @@ class HubService(Hub):
             except Exception:
                 log.exception("the hub could not do its regular work, and tries again")
                 seconds = _AGAIN
+            began = time.monotonic()
             self._awake.wait(seconds)
             self._awake.clear()
+            # If the process was stopped, it most likely was here.
+            self.coordinator.resumed(time.monotonic() - began - seconds)

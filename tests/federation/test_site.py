@@ -600,6 +600,23 @@ def test_sites_train_on_while_the_hub_lacks_its_ledger_and_count_everything_late
         train(sites, 1)
 
 
+def test_after_a_pause_of_the_hub_no_round_closes_with_the_first_site_alone() -> None:
+    first, second = founded(2, steps=12, sync_every=4, overlap_steps=1, grace="auto")
+    hub = first.hub
+    hub.passes(100.0)
+    hub.coordinator.resumed(100.0)
+    first.die()
+    second.die()
+    first.reconnect()
+    rounds_before = len(hub.counted())
+    train([first], 12)
+    second.reconnect()
+    train([first, second], 12)
+    counted = hub.counted()[rounds_before:]
+    assert counted
+    assert all(sites == ["s0", "s1"] for sites in counted)
+
+
 def test_sites_that_have_more_than_a_run_that_was_rolled_back_end_at_once() -> None:
     sites = founded(2, steps=40, **CHOICES)
     sites[0].hub.coordinator._roll_back(0)
