@@ -929,7 +929,7 @@ class Coordinator:
 
     def _lasting_trouble(self, now: float) -> str | None:
         """Returns why no room was found a while ago, if nothing shows yet that there is some; or
-        which sites are missing.
+        which sites are missing, or have more than this hub.
         """
         if now < self._no_room_until:
             return self._no_room
@@ -937,7 +937,12 @@ class Coordinator:
             return None
         # A mean that had no room in the store is still waiting for it.
         waiting_for_room = self.trouble if self._ledger.closing else None
-        return waiting_for_room or self._ledger.lost_quorum(now)
+        return waiting_for_room or self._ledger.lost_quorum(now) or self._older_than_sites(now)
+
+    def _older_than_sites(self, now: float) -> str | None:
+        advice = self.ledger.older_than_sites(now)
+        # After a rollback this is as the operator wants it.
+        return None if advice and self.journal.notes("rolled_back") else advice
 
     def _tidy(self, ledger: Ledger, now: float) -> None:
         """Drops blobs that are of no use: at intervals, and sooner if rounds close quickly."""

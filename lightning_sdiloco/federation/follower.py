@@ -418,7 +418,8 @@ class Follower:
                 f"The hub knows {closed.round} rounds of fragment {progress.fragment}, but"
                 f" {self.site} has applied {progress.applied.round}. After `sdiloco hub rollback`,"
                 " restart the site from an earlier checkpoint, or without one. Otherwise the hub"
-                " has lost records, or serves another run: restore its ledger."
+                " has lost records, or serves another run: restore its ledger, or found the run"
+                " again from the sites: sdiloco hub --refound."
             )
         if closed.round == progress.applied.round and closed != progress.applied:
             raise progress.parted(closed.round)

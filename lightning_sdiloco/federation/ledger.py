@@ -329,6 +329,22 @@ class Ledger:
             f" {len(present)}"
         )
 
+    def older_than_sites(self, now: float) -> str | None:
+        """Returns the advice for a ledger that ends before what a site that is there has
+        applied.
+        """
+        for site in self.present(now):
+            for fragment, applied in enumerate(self.members[site].applied):
+                closed = self.closed[fragment].round
+                if applied > closed:
+                    return (
+                        f"{site} has applied {applied} rounds of fragment {fragment}, and this"
+                        f" ledger has {closed}: it is an older copy. Start the hub with the run's"
+                        " newest ledger; if that is lost, with a new one from what the sites hold:"
+                        " sdiloco hub --refound"
+                    )
+        return None
+
     def _known_sites(self) -> set[str]:
         """Returns the sites of the last rounds and of the open ones, and those that are there."""
         sites = set(self.members)

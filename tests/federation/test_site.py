@@ -22,6 +22,7 @@ from lightning_sdiloco import DenseBeginning, Federation, OuterOptimizer
 from lightning_sdiloco.compression import FP4, ByLink, ErrorFeedback, Int2, RandomK, Threshold
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
 from lightning_sdiloco.federation.codec import plain, read
+from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.keys import add_keys, init_keys
 from lightning_sdiloco.federation.messages import Record, Recorded
 from lightning_sdiloco.federation.run_config import Terms
@@ -598,6 +599,38 @@ def test_sites_train_on_while_the_hub_lacks_its_ledger_and_count_everything_late
     sites[0].reconnect()
     with pytest.raises(ExchangeError, match=r"patience=1 s.*The hub knows 2 rounds"):
         train(sites, 1)
+
+
+def test_sites_with_checkpoints_newer_than_a_backup_refound_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    killed = founded(2, steps=40, **CHOICES)
+    hub = killed[0].hub
+    states = [site.state() for site in killed]
+    rounds_before = killed[0].fragments[0].applied.round
+    for site in killed:
+        site.die()
+    # The other way: a hub on the backup says in words that it is no way.
+    hub.journal = earlier(hub, 2)
+    hub.restart()
+    sites = [Site(hub, index, **CHOICES) for index in range(2)]
+    for site, state in zip(sites, states, strict=True):
+        site.resume(state)
+    train(sites, 1)
+    trouble = str(hub.coordinator.status()["trouble"])
+    assert "s0 has applied 4 rounds of fragment 0, and this ledger has 1" in trouble
+    assert "sdiloco hub --refound" in trouble
+    assert caplog.messages.count(trouble) == 1
+    assert any("sdiloco hub --refound" in text for text in caplog.messages if "Site s0" in text)
+    hub.journal = SQLiteLedger(MEMORY)
+    hub.coordinator = Coordinator("run", hub.journal, hub.store, 2, hub.clock, refound=True)
+    hub.coordinator.start(hub.notify)
+    for site in (*sites, *sites):
+        site.die()
+        site.reconnect()
+    train(sites, 40)
+    assert agree(sites)
+    assert sites[0].fragments[0].applied.round > rounds_before
 
 
 def test_after_a_pause_of_the_hub_no_round_closes_with_the_first_site_alone() -> None:

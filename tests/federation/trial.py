@@ -515,8 +515,10 @@ class Hub(Process):
     def close_rounds(self) -> None:
         self.coordinator.tick()
         trouble = self.coordinator.trouble
-        # For a lost quorum nobody is evicted: sites come back.
-        if self.alive and trouble and not self.ledger.lost_quorum(self.world.now):
+        now = self.world.now
+        is_passing = self.ledger.lost_quorum(now) or self.ledger.older_than_sites(now)
+        # Sites come back, and so does the newest ledger: nobody is evicted for these.
+        if self.alive and trouble and not is_passing:
             self.world.operator_evicts(self, trouble)
             self.coordinator.tick()
 
