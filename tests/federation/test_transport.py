@@ -60,7 +60,7 @@ from lightning_sdiloco.federation.wire import (
     pack,
     unpack,
 )
-from tests.federation.hubs import Line, Served, World, make_keys, put, until
+from tests.federation.hubs import Line, Served, SlowLine, World, make_keys, put, until
 from tests.federation.scripted import RUN
 from tests.federation.test_known_answers import contribution
 
@@ -592,6 +592,33 @@ def test_a_member_that_does_not_listen_is_cut_off_and_the_hub_keeps_nothing_for_
     hub.hub.push(Event("more", {}))
     assert next(quick).kind == "more"
     until(lambda: [session.peer.name for session in hub.hub._sessions] == ["viewer"])
+
+
+def test_a_site_two_seconds_away_connects_and_gets_its_events(hub: Served) -> None:
+    line = SlowLine(hub.port)
+    site = hub.client("site-a", port=line.port, timeout=10.0, heartbeat=1.0, channels=1)
+
+    def is_connected() -> bool:
+        with contextlib.suppress(HubUnreachable):
+            return answers(site)
+        return False
+
+    until(is_connected, 60.0)
+    events = site.events(dict)
+    with ThreadPoolExecutor(1) as pool:
+        welcome = pool.submit(lambda: next(event for event in events if event.kind == "welcome"))
+        assert welcome.result(60.0).header == {"to": "site-a"}
+    line.close()
+
+
+def test_a_site_too_far_away_hears_the_limit(hub: Served) -> None:
+    line = SlowLine(hub.port)
+    options = {**dict(client.CLIENT_OPTIONS), "grpc.min_reconnect_backoff_ms": 5_000}
+    with patch.object(client, "CLIENT_OPTIONS", list(options.items())):
+        site = hub.client("site-a", port=line.port, channels=1)
+    with pytest.raises(HubUnreachable, match="longer than 6 s"):
+        site.round_trip()
+    line.close()
 
 
 def test_a_silent_hub_is_gone_after_some_beats_and_lines_to_nowhere_are_made_again(
