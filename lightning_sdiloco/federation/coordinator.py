@@ -83,12 +83,16 @@ Status = dict[str, Json]
 
 @dataclass
 class SiteStatistics:
-    """Numbers of a site, for `Coordinator.status`. ``began``: when each blob began to arrive."""
+    """Numbers of a site, for `Coordinator.status`. ``began``: when each blob began to arrive;
+    ``trained_steps`` and ``lost_steps``: those of its last heartbeat.
+    """
 
     heard_at: float = 0.0
     incarnation: str = ""
     incarnations: int = 0
     late: int = 0
+    trained_steps: int = 0
+    lost_steps: int = 0
     not_finite: int = 0
     too_long: int = 0
     bytes: int = 0
@@ -451,7 +455,10 @@ class Coordinator:
             except Refused as error:
                 raise HubError(str(error)) from None
             now = self._clock()
-            self.statistics[heartbeat.site].heard_at = now
+            statistics = self.statistics[heartbeat.site]
+            statistics.heard_at = now
+            statistics.trained_steps = heartbeat.trained_steps
+            statistics.lost_steps = heartbeat.lost_steps
             self._unnamed.renew(peer, now + self._ledger.terms.lease)
         if heartbeat.follows and not followed:
             self._wake()
@@ -881,6 +888,8 @@ class Coordinator:
             "rounds_behind": ledger.behind(site) if member else None,
             "share": round(weights[site] / (weights.total() or 1), 4),
             "late": statistics.late,
+            "lost_steps": round(statistics.lost_steps / len(ledger.closed), 1),
+            "lost_share": round(statistics.lost_steps / (statistics.trained_steps or 1), 4),
             "not_finite": statistics.not_finite,
             "too_long": statistics.too_long,
             "incarnations": statistics.incarnations,

@@ -243,12 +243,19 @@ class Welcome(Message):
 
 @dataclass(frozen=True)
 class Heartbeat(Message):
-    """A training site's heartbeat: the only one that counts."""
+    """A training site's heartbeat: the only one that counts.
+
+    Attributes:
+        trained_steps: Inner steps of this incarnation, in each fragment, summed over the fragments.
+        lost_steps: Those of them that were launched late and dropped.
+    """
 
     site: Name
     incarnation: Incarnation
     follows: bool
     applied: tuple[int, ...]
+    trained_steps: int = absent_if_empty(0)
+    lost_steps: int = absent_if_empty(0)
 
 
 @dataclass(frozen=True)

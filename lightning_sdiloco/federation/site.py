@@ -556,6 +556,8 @@ class FederatedWorld:
         launched = self._launched.get(record.fragment)
         encoded = launched.encoded if launched else None
         was_finite = encoded is None or encoded.sent.finite
+        progress = self.follower.fragments[record.fragment]
+        lost_before = progress.lost_steps
         action = self.follower.land(record, stepped.before, stepped.after)
         del self._applying[record.fragment]
         self._blobs.pop(record.key, None)
@@ -581,7 +583,9 @@ class FederatedWorld:
         if launched is not None:
             launch_span = launched.flight.launch_span
             launched_at = launched.flight.launch.step
-        landing = landing._replace(launched_at=launched_at)
+        landing = landing._replace(
+            launched_at=launched_at, lost_steps=progress.lost_steps - lost_before
+        )
         return completed(landing, launch_span, wait, max(0.0, wait[1] - launch_span[1]), step)
 
     def _warn(self, record: Record, action: MergeAction) -> None:

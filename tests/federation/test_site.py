@@ -448,6 +448,12 @@ def test_a_site_that_drops_late_contributions_still_mixes(
     run.lost[0, 0] += 8
     run.lost[0, 1] += 10
     run.check()
+    status: Any = run.hub.coordinator.status()
+    fragments = len(status["fragments"])
+    lost = status["sites"]["s0"]
+    assert lost["lost_steps"] == round(18 / fragments, 1)
+    assert lost["lost_share"] == round(18 / (41 * fragments), 4)
+    assert status["sites"]["s1"]["lost_steps"] == 0
 
 
 def first_parameter(site: Site) -> Tensor:

@@ -335,6 +335,7 @@ def test_a_site_reports_the_counted_sites_and_its_start(tmp_path: Path) -> None:
     counted_sites = (["a", "b"], ["a", "b"], ["a"], ["a"])
     for landing, sites in zip(landings(lines), counted_sites, strict=True):
         landing["sites"] = sites
+    landings(lines)[1]["lost_steps"] = 5
     # It was killed after its last step, and started again.
     lines.append({**start, "time": 5.0, "step": 20})
     run = written(tmp_path, [lines])
@@ -342,8 +343,12 @@ def test_a_site_reports_the_counted_sites_and_its_start(tmp_path: Path) -> None:
     sentence = judge(run).sentences[0]
     site = "This is a, one site of a federation, which waits for no other."
     assert f"{site} It was started again once." in sentence
+    steps = len(run.ranks[0].steps)
+    fragments = len(run.ranks[0].fragments)
     assert sentence.endswith(
-        "Of the 4 rounds of fragments that landed here, sites counted: a in 4, b in 2."
+        "Of the 4 rounds of fragments that landed here, sites counted: a in 4, b in 2. Launches"
+        f" that were late cost {5 / fragments:.1f} of its {steps} inner steps,"
+        f" {5 / fragments / steps:.1%}."
     )
     events = [text for _, text in changes(run.ranks[0])]
     assert events == [
