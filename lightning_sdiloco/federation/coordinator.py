@@ -24,6 +24,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median_low
 from typing import get_type_hints
 
 from lightning_sdiloco.errors import AgreementError, Malformed, Refused
@@ -39,6 +40,7 @@ from lightning_sdiloco.federation.messages import (
     Event,
     Heartbeat,
     Hello,
+    InnerRate,
     LeftOut,
     Parts,
     Payload,
@@ -84,7 +86,7 @@ Status = dict[str, Json]
 @dataclass
 class SiteStatistics:
     """Numbers of a site, for `Coordinator.status`. ``began``: when each blob began to arrive;
-    ``trained_steps`` and ``lost_steps``: those of its last heartbeat.
+    ``trained_steps``, ``lost_steps`` and ``inner_lr``: those of its last heartbeat.
     """
 
     heard_at: float = 0.0
@@ -93,6 +95,7 @@ class SiteStatistics:
     late: int = 0
     trained_steps: int = 0
     lost_steps: int = 0
+    inner_lr: float | None = None
     not_finite: int = 0
     too_long: int = 0
     bytes: int = 0
@@ -437,7 +440,20 @@ class Coordinator:
             log.info("%s has joined", hello.site)
         records = (Event("record", {}, text) for text in self._missing(hello.applied, welcome.kept))
         calls = [event_of(Called(call)) for call in ledger.calls()]
-        return itertools.chain([event_of(Welcomed(welcome, ledger.snapshots.best))], records, calls)
+        first = [event_of(Welcomed(welcome, ledger.snapshots.best))]
+        rates = self._inner_rates(hello.site, now)
+        if is_new and rates:
+            first.append(event_of(InnerRate(median_low(rates))))
+        return itertools.chain(first, records, calls)
+
+    def _inner_rates(self, site: str, now: float) -> list[float]:
+        """Returns the inner learning rates of the other sites that are there."""
+        rates = []
+        for name in self.ledger.present(now):
+            rate = self.statistics[name].inner_lr
+            if name != site and rate is not None:
+                rates.append(rate)
+        return rates
 
     def heartbeat(self, peer: Peer, about: Header) -> None:
         if peer.role != "site":
@@ -459,6 +475,7 @@ class Coordinator:
             statistics.heard_at = now
             statistics.trained_steps = heartbeat.trained_steps
             statistics.lost_steps = heartbeat.lost_steps
+            statistics.inner_lr = heartbeat.inner_lr
             self._unnamed.renew(peer, now + self._ledger.terms.lease)
         if heartbeat.follows and not followed:
             self._wake()
@@ -890,6 +907,7 @@ class Coordinator:
             "late": statistics.late,
             "lost_steps": round(statistics.lost_steps / len(ledger.closed), 1),
             "lost_share": round(statistics.lost_steps / (statistics.trained_steps or 1), 4),
+            "inner_lr": statistics.inner_lr,
             "not_finite": statistics.not_finite,
             "too_long": statistics.too_long,
             "incarnations": statistics.incarnations,

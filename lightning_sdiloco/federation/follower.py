@@ -367,6 +367,8 @@ class Follower:
         self._finishing = False
         # Inner steps of this incarnation.
         self._trained_steps = 0
+        # The inner learning rate at the last launch, if its owner knows it.
+        self.inner_lr: float | None = None
         offsets = [terms.schedule.launch_of(fragment, 0) for fragment in range(terms.fragments)]
         self.fragments = [
             Progress(fragment, self._start, offset, late=late)
@@ -474,7 +476,13 @@ class Follower:
         lost_steps = sum(progress.lost_steps for progress in self.fragments)
         trained_steps = self._trained_steps * len(self.fragments)
         return Heartbeat(
-            self.site, self.incarnation, self.follows, applied, trained_steps, lost_steps
+            self.site,
+            self.incarnation,
+            self.follows,
+            applied,
+            trained_steps,
+            lost_steps,
+            self.inner_lr,
         )
 
     def hear(self, call: Call) -> None:

@@ -24,6 +24,7 @@ from lightning_sdiloco.federation.messages import (
     Called,
     Contribution,
     Event,
+    InnerRate,
     Lost,
     Payload,
     Record,
@@ -619,7 +620,7 @@ class HubConnection:
                 self._put(hub_event)
                 if hub_event.own:
                     self.prefetch(hub_event.own)
-            case StateWanted() | Amended():
+            case StateWanted() | Amended() | InnerRate():
                 self._put(hub_event)
             case StateOffered():
                 self._submit("calls", self._fetch_state, hub_event)

@@ -41,6 +41,7 @@ SITE: dict[str, Any] = {
     "late": 3,
     "lost_steps": 12.5,
     "lost_share": 0.031,
+    "inner_lr": 0.0004,
     "not_finite": 1,
     "too_long": 4,
     "incarnations": 2,

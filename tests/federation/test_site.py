@@ -460,6 +460,26 @@ def first_parameter(site: Site) -> Tensor:
     return next(site.model.parameters()).detach().flatten()
 
 
+def test_a_site_that_joins_in_mid_schedule_hears_that_its_learning_rate_differs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = founded(1, **CHOICES)[0]
+    rate = first.optimizer.param_groups[0]["lr"]
+    first.optimizer.param_groups[0]["lr"] = rate / 10
+    train([first], 20)
+    equal_site = Site(first.hub, 1, **CHOICES)
+    equal_site.optimizer.param_groups[0]["lr"] = rate / 9
+    fresh = Site(first.hub, 2, **CHOICES)
+    train([first, equal_site, fresh], 40)
+    warnings = [text for text in caplog.messages if "inner learning rate" in text]
+    assert len(warnings) == 1, warnings
+    (warning,) = warnings
+    assert f"of s2 is {rate:.3g}, and the other sites' is {rate / 10:.3g}" in warning
+    sites: Any = first.hub.coordinator.status()["sites"]
+    rates = [sites[f"s{index}"]["inner_lr"] for index in range(3)]
+    assert rates == pytest.approx([rate / 10, rate / 9, rate])
+
+
 class SlowPayloads:
     """Holds back the records of a connection, and their payloads, for so many waits."""
 

@@ -23,7 +23,7 @@ from lightning_sdiloco.planning.workload import Groups, Model
 from lightning_sdiloco.tools import report as series
 from lightning_sdiloco.tools.output import drawn
 from lightning_sdiloco.tools.report import THEMES, draw_sites, judge, pictures_of
-from lightning_sdiloco.tools.run_files import Run, changes, read_run, records_in, trace
+from lightning_sdiloco.tools.run_files import Rank, Run, changes, read_run, records_in, trace
 from tests.fits import fit
 from tests.ranks import run_processes
 from tests.tools.command import refused, told
@@ -328,6 +328,13 @@ def test_the_advice_counts_on_the_exchange_that_ran(
         assert verdict.sentences[1].startswith("Set exchange='auto'. The planner expects")
 
 
+def sentence_of_losses(rank: Rank, lost: int) -> str:
+    steps = len(rank.steps)
+    mean = lost / len(rank.fragments)
+    share = mean / steps
+    return f" Launches that were late cost {mean:.1f} of its {steps} inner steps, {share:.1%}."
+
+
 def test_a_site_reports_the_counted_sites_and_its_start(tmp_path: Path) -> None:
     lines, _ = Recording(link=0.01).lines()
     start = lines[0]
@@ -343,12 +350,9 @@ def test_a_site_reports_the_counted_sites_and_its_start(tmp_path: Path) -> None:
     sentence = judge(run).sentences[0]
     site = "This is a, one site of a federation, which waits for no other."
     assert f"{site} It was started again once." in sentence
-    steps = len(run.ranks[0].steps)
-    fragments = len(run.ranks[0].fragments)
     assert sentence.endswith(
-        "Of the 4 rounds of fragments that landed here, sites counted: a in 4, b in 2. Launches"
-        f" that were late cost {5 / fragments:.1f} of its {steps} inner steps,"
-        f" {5 / fragments / steps:.1%}."
+        "Of the 4 rounds of fragments that landed here, sites counted: a in 4, b in 2."
+        + sentence_of_losses(run.ranks[0], 5)
     )
     events = [text for _, text in changes(run.ranks[0])]
     assert events == [
