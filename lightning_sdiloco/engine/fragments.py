@@ -192,6 +192,8 @@ class Landing(NamedTuple):
             0 if unknown.
         direction_norm: Norm of its direction; NaN if there was no outer step, or no parameter is a
             matrix.
+        lost_steps: In a federation: inner steps of this site that count nowhere, because what it
+            launched was late.
 
     Examples:
         >>> from lightning_sdiloco import SimulatedGroups
@@ -222,6 +224,7 @@ class Landing(NamedTuple):
     sites: tuple[str, ...] = ()
     step_times: tuple[float, ...] = ()
     direction_norm: float = math.nan
+    lost_steps: int = 0
 
     def seconds(self, name: str) -> float:
         """Returns how long one of the `spans` was; 0 if there was none."""

@@ -27,6 +27,7 @@ from lightning_sdiloco.federation.wire import (
     CHUNK,
     CLIENT_OPTIONS,
     ERRORS,
+    LONGEST_CONNECTING_MS,
     MAX_BLOB,
     PROTOCOL,
     SERVICE,
@@ -53,6 +54,9 @@ _SILENT_HEARTBEATS = 4  # missing heartbeats of the hub after which it counts as
 _LONGEST_PAUSE = 2.0  # seconds: a link that heals is noticed with the next try
 _PAUSE = 0.2  # seconds before a blob is tried again, twice as long each time that nothing moved
 _STUCK = 4
+# Seconds that a call may take which makes the connection first.
+_CONNECTING = LONGEST_CONNECTING_MS / 1000 + 8.0
+LIMIT_OF_DISTANCE = "is the round trip to the hub longer than 6 s? that is the limit"
 _THREADS = 128
 
 # The bandwidth to a hub is measured with pings: so many at a time on a connection, of so many bytes
@@ -279,16 +283,20 @@ class HubClient:
         """
         message = pack(self._header() | {"call": "ping"})
         seconds = []
-        # The first one makes the connection.
-        for _ in range(_CALLS + 1):
+        self._answer(message, seconds=_CONNECTING)
+        for _ in range(_CALLS):
             began = time.perf_counter()
             self._answer(message)
             seconds.append(time.perf_counter() - began)
-        return statistics.median(seconds[1:])
+        return statistics.median(seconds)
 
     def bandwidth(self, up: bool, seconds: float, most: int = _MOST_BYTES) -> float:
         """Returns the bits per second in a direction, over all connections for blobs together."""
-        self._burst(up, 1, 0)
+        message = self._ping(0, 0)
+        connecting = [
+            partial(self._answer, message, channel, _CONNECTING) for channel in self._channels[1:]
+        ]
+        self._raise_first(self._at_once(connecting, lambda: 0))
         for at_once, size in _STEPS:
             began = time.perf_counter()
             self._burst(up, at_once, size)
@@ -312,13 +320,15 @@ class HubClient:
 
         began = time.perf_counter()
         tasks = [partial(ping, channel) for channel in self._channels[1:] * at_once]
-        errors = self._at_once(tasks, moments.__len__)
-        if errors:
-            raise errors[0]
+        self._raise_first(self._at_once(tasks, moments.__len__))
         # A connection starts slowly, so only the second half of the time is measured.
         middle = (began + max(moments)) / 2
         answers = sum(moment > middle for moment in moments)
         return 8 * size * answers / max(max(moments) - middle, 1e-9)
+
+    def _raise_first(self, errors: Sequence[Failure]) -> None:
+        if errors:
+            raise errors[0]
 
     def _ping(self, sent_bytes: int, answer_bytes: int) -> bytes:
         header = self._header() | {"call": "ping", "about": {"bytes": answer_bytes}}
@@ -505,11 +515,11 @@ class HubClient:
                 call.cancel()
 
     def _at_once(
-        self, tasks: Sequence[Callable[[], None]], progress: Callable[[], int]
+        self, tasks: Sequence[Callable[[], object]], progress: Callable[[], int]
     ) -> list[Failure]:
         """Runs tasks that wait for calls at the same time; returns the failures."""
         futures = [self._pool.submit(task) for task in tasks]
-        waiting: set[Future[None]] = set(futures)
+        waiting: set[Future[object]] = set(futures)
         before = progress()
         while waiting:
             done, waiting = wait(waiting, timeout=PATIENCE, return_when="FIRST_COMPLETED")
@@ -548,11 +558,13 @@ class HubClient:
                 self._look_elsewhere()
         return ask()
 
-    def _answer(self, message: bytes, channel: Channel = None) -> bytes:
+    def _answer(
+        self, message: bytes, channel: Channel = None, seconds: float | None = None
+    ) -> bytes:
         self.require()
         try:
             call = self._method("unary_unary", "call", channel)
-            return bytes(call.future(message, self._timeout).result())
+            return bytes(call.future(message, seconds or self._timeout).result())
         except Exception as error:
             raise self._error(error) from error
 
@@ -606,6 +618,8 @@ class HubClient:
             return HubUnreachable(self.away)
         if any(word in details for word in ("andshake", "erification", "SSL")):
             details += " (do both ends use TLS, and keys of the same authority and run?)"
+        if "SETTINGS" in details:
+            details += f" ({LIMIT_OF_DISTANCE})"
         return HubUnreachable(f"hub {self._hub} does not answer: {code.lower()}, {details[:400]}")
 
     def _connection(

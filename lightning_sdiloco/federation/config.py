@@ -63,7 +63,8 @@ class Federation:
             counts nowhere, and local and outer parameters are mixed all the same; if the next one
             is late too, it is carried. ``"carry"``: it stays in the local parameters, and counts in
             a later round. Each site chooses for itself.
-        patience: Seconds for which the site trains without the hub before it gives up.
+        patience: Seconds for which the site waits for the hub before it trains, and trains without
+            it, before it gives up.
         rounds: The rounds of every fragment after which the run ends; None: it ends when its sites
             do.
         mean: Who averages what the sites have sent. ``"sites"``: each of them. ``"hub"``: the hub,
@@ -167,7 +168,7 @@ class Federation:
             channels=channels,
             incarnation=incarnation,
         )
-        return HubConnection(client, rank, ranks, self.patience)
+        return HubConnection(client, rank, ranks, self.patience, self.lease)
 
     def check(self, settings: Settings) -> None:
         """Refuses settings of a training that do not work with a federation."""

@@ -5,7 +5,8 @@ Every call comes with a `Peer`, whose right to make it has been checked before.
 
 [Note: what lies where] Records and notes lie in a journal, which takes several of them at once or
 none. Payloads and states are blobs in a store. A blob is durable before a record or a note names
-it, and is dropped when none does.
+it. It is dropped when none does, no message that names it can be on its way (`UnnamedBlobs`), and
+no site that is there fetches it.
 
 [Note: one at a time] All changes of a run happen under one lock; blobs are transferred without it.
 See [Note: durable before visible] in `federation/ledger.py` for the order, which every method here
@@ -15,6 +16,7 @@ keeps.
 import itertools
 import json
 import logging
+import math
 import threading
 import time
 from array import array
@@ -22,6 +24,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median_low
 from typing import get_type_hints
 
 from lightning_sdiloco.errors import AgreementError, Malformed, Refused
@@ -37,6 +40,7 @@ from lightning_sdiloco.federation.messages import (
     Event,
     Heartbeat,
     Hello,
+    InnerRate,
     LeftOut,
     Parts,
     Payload,
@@ -58,12 +62,16 @@ from lightning_sdiloco.federation.run_config import (
 )
 from lightning_sdiloco.federation.state_requests import States, holds
 from lightning_sdiloco.federation.store import BlobStore, InMemoryStore, SQLiteLedger, sync_folder
+from lightning_sdiloco.federation.unnamed import UnnamedBlobs
 from lightning_sdiloco.federation.wire import CHUNK, Busy, Header, HubError, Missing, NoSpace
 
 log = logging.getLogger(__name__)
 
 _AGAIN = 1.0  # seconds after which a failed attempt is repeated
 _TIDY_EVERY = 60.0
+_LACKING = 60.0  # seconds for which a full disk is in the status after it has refused a blob
+# Rounds that close, at the least, while a snapshot is sent and then verified by the next record.
+_VERIFYING = 2
 _MOST_BEGUN = 128  # blobs of a site whose beginning is remembered
 
 _TERMS = {
@@ -77,12 +85,17 @@ Status = dict[str, Json]
 
 @dataclass
 class SiteStatistics:
-    """Numbers of a site, for `Coordinator.status`. ``began``: when each blob began to arrive."""
+    """Numbers of a site, for `Coordinator.status`. ``began``: when each blob began to arrive;
+    ``trained_steps``, ``lost_steps`` and ``inner_lr``: those of its last heartbeat.
+    """
 
     heard_at: float = 0.0
     incarnation: str = ""
     incarnations: int = 0
     late: int = 0
+    trained_steps: int = 0
+    lost_steps: int = 0
+    inner_lr: float | None = None
     not_finite: int = 0
     too_long: int = 0
     bytes: int = 0
@@ -181,7 +194,20 @@ class Coordinator:
         # By fragment and site: contributions whose payloads are still arriving, with the
         # incarnation that sends them.
         self._arriving: dict[tuple[int, str], tuple[Contribution, str]] = {}
+        self._unnamed = UnnamedBlobs()
+        # When the store is tidied next, or after how many records if that is sooner. A hub that was
+        # started again waits: it does not know who has sent the blobs that are there.
         self._tidy_at = clock() + _TIDY_EVERY
+        self._tidy_after = math.inf if self.run_config else 0
+        # The last round when a snapshot was asked for; and how many rounds closed until the one
+        # before was verified.
+        self._snapshot_asked_at: int | None = None
+        self._rounds_until_verified = _VERIFYING
+        # Why the store has refused a blob, and until when the status says so.
+        self._no_room = ""
+        self._no_room_until = -math.inf
+        # When the sites hear again of what keeps rounds open.
+        self._remind_at = -math.inf
         self._snapshot_at = clock()
         self._call_at = clock()
         # By fragment: the last call that was announced.
@@ -252,13 +278,19 @@ class Coordinator:
             if seq >= numbers.get(Record.from_bytes(text).fragment, seq + 1):
                 yield text
 
-    def _needed(self, kept_from: Sequence[int]) -> set[str]:
+    def _in_use(self) -> set[str]:
+        """Returns the keys of all blobs to keep: those of use, and those that may be named yet."""
+        return self._needed() | self._unnamed.keys(self._clock()) | self._backing_up
+
+    def _needed(self) -> set[str]:
         """Returns the keys of all blobs that are still of use."""
-        needed = self._index.keys_from(kept_from) | self._states.keys()
+        ledger = self.ledger
+        needed = self._index.keys_from(ledger.fetched_from(self._clock()))
+        needed |= self._states.keys(ledger)
         for text in self.journal.notes("open/").values():
             needed.update(payload.key for payload in Contribution.from_bytes(text).payloads)
         needed.update(text.decode() for text in self.journal.notes("residual/").values())
-        return needed | self._backing_up
+        return needed
 
     def back_up(self, folder: Path) -> int:
         """Copies ledger and blobs into a folder, from which a hub can be started; returns how many
@@ -274,7 +306,7 @@ class Coordinator:
         with self._copying:
             with self._lock:
                 records = self.ledger.seq
-                keys = self._needed(self.ledger.kept_from)
+                keys = self._needed()
                 self._backing_up = keys
                 self.journal.back_up(folder / "next.sqlite")
             try:
@@ -287,7 +319,7 @@ class Coordinator:
                 self._backing_up = set()
             (folder / "next.sqlite").replace(ledger)
             sync_folder(folder)
-            copy.retain(keys, age=0.0)
+            copy.retain(keys)
         log.info("a copy of the run is in %s, with %d records", folder, records)
         return records
 
@@ -408,7 +440,20 @@ class Coordinator:
             log.info("%s has joined", hello.site)
         records = (Event("record", {}, text) for text in self._missing(hello.applied, welcome.kept))
         calls = [event_of(Called(call)) for call in ledger.calls()]
-        return itertools.chain([event_of(Welcomed(welcome, ledger.snapshots.best))], records, calls)
+        first = [event_of(Welcomed(welcome, ledger.snapshots.best))]
+        rates = self._inner_rates(hello.site, now)
+        if is_new and rates:
+            first.append(event_of(InnerRate(median_low(rates))))
+        return itertools.chain(first, records, calls)
+
+    def _inner_rates(self, site: str, now: float) -> list[float]:
+        """Returns the inner learning rates of the other sites that are there."""
+        rates = []
+        for name in self.ledger.present(now):
+            rate = self.statistics[name].inner_lr
+            if name != site and rate is not None:
+                rates.append(rate)
+        return rates
 
     def heartbeat(self, peer: Peer, about: Header) -> None:
         if peer.role != "site":
@@ -425,9 +470,20 @@ class Coordinator:
                 self._ledger.heartbeat(heartbeat, self._clock())
             except Refused as error:
                 raise HubError(str(error)) from None
-            self.statistics[heartbeat.site].heard_at = self._clock()
+            now = self._clock()
+            statistics = self.statistics[heartbeat.site]
+            statistics.heard_at = now
+            statistics.trained_steps = heartbeat.trained_steps
+            statistics.lost_steps = heartbeat.lost_steps
+            statistics.inner_lr = heartbeat.inner_lr
+            self._unnamed.renew(peer, now + self._ledger.terms.lease)
         if heartbeat.follows and not followed:
             self._wake()
+
+    def is_present(self, site: str) -> bool:
+        """Returns whether a site has a lease; before the run is founded there are none."""
+        with self._lock:
+            return self._ledger is None or site in self._ledger.present(self._clock())
 
     def gone(self, peer: Peer) -> None:
         if peer.role != "site":
@@ -437,7 +493,7 @@ class Coordinator:
             if self._ledger is None:
                 was_member = self._founding.gone(site)
             else:
-                was_member = self._ledger.leave(site, peer.incarnation)
+                was_member = self._ledger.leave(site, peer.incarnation, self._clock())
             if was_member:
                 log.info("%s has left", site)
             for fragment, sender in list(self._arriving):
@@ -457,6 +513,8 @@ class Coordinator:
                     f"a run config of {size:,} bytes is too large: the limit is"
                     f" {RunConfig.most_bytes:,}."
                 )
+            with self._lock:
+                self._keep_unnamed(key, peer)
             return
         if kind not in ("payload", "state"):
             raise Malformed("a blob is a run config, a payload or a part of a state.")
@@ -470,8 +528,25 @@ class Coordinator:
             began = self.statistics[peer.name].began
             if len(began) < _MOST_BEGUN:
                 began.setdefault(key, self._clock())
-            if kind == "state":
-                self._states.note_sending(peer.name)
+            self._keep_arriving(key, kind, peer)
+
+    def _keep_arriving(self, key: str, kind: str, sender: Peer) -> None:
+        if kind == "state":
+            self._states.note_sending(sender.name, key)
+        else:
+            self._keep_unnamed(key, sender)
+
+    def _keep_unnamed(self, key: str, sender: Peer) -> None:
+        lease = self._ledger.terms.lease if self._ledger else _TIDY_EVERY
+        self._unnamed.add(key, sender, self._clock(), lease)
+
+    def lacks_room(self, peer: Peer, about: Header, error: NoSpace) -> None:
+        """Notes that the store has refused a blob for which there is no room."""
+        with self._lock:
+            self._no_room_until = self._clock() + _LACKING
+            self._no_room = str(error)
+            if about.get("kind") == "state":
+                self._states.note_no_room(peer.name)
 
     def _require_member(self, peer: Peer) -> None:
         member: Member | Hello | None = self._founding.hellos.get(peer.name)
@@ -495,6 +570,8 @@ class Coordinator:
             statistics.bytes += size
             if seconds > 0:
                 statistics.rate = size / seconds
+            self._keep_arriving(key, str(about.get("kind")), peer)
+            self._no_room_until = now
             for (_, site), (contribution, incarnation) in list(self._arriving.items()):
                 if site != peer.name:
                     continue
@@ -507,6 +584,8 @@ class Coordinator:
 
     def _answer_run_config(self, peer: Peer, key: str) -> Header:
         run_config = self.agree(peer.name, self._brought(key))
+        with self._lock:
+            self._keep_unnamed(run_config.key, peer)
         try:
             self.store.size(run_config.key)
         except Missing:
@@ -521,8 +600,11 @@ class Coordinator:
         """Takes a contribution, when its payloads are in the store."""
         site = contribution.site
         fragment = contribution.fragment
+        sender = Peer("site", site, incarnation)
         with self._lock:
-            self._arriving.pop((fragment, site), None)
+            overtaken, _ = self._arriving.pop((fragment, site), (contribution, incarnation))
+            if overtaken != contribution:
+                self._unnamed.discard(overtaken.payloads, sender)
             answer = self.ledger.examine(contribution, incarnation)
             has_payloads = holds(self.store, contribution.payloads)
             if answer is Answer.LATE:
@@ -530,6 +612,7 @@ class Coordinator:
                 if has_payloads:
                     self.ledger.contribute(contribution, incarnation, self._clock())
             if answer is not Answer.OPEN:
+                self._unnamed.discard(contribution.payloads, sender)
                 return answer.value
             if not contribution.payloads:
                 raise Refused(
@@ -541,6 +624,7 @@ class Coordinator:
                 self._arriving[fragment, site] = contribution, incarnation
                 return "waiting"
             self.journal.note({f"open/{fragment:06d}/{site}": contribution.to_bytes()})
+            self._unnamed.discard(contribution.payloads, sender)
             self.ledger.contribute(contribution, incarnation, self._clock())
             self._call(contribution)
         self._wake()
@@ -645,7 +729,7 @@ class Coordinator:
                 self._states.keep(state, {})
                 self._check_snapshot(state.header)
                 log.info("%s has left a state as a snapshot", request.donor)
-            self._states.hand_on(request, state)
+            self._states.hand_on(request, state, self.ledger.terms.lease)
 
     def _found_run(self, state: Snapshot) -> None:
         run_config = self._founding.run_config
@@ -761,10 +845,11 @@ class Coordinator:
         and a state.
         """
         nbytes = self._states.snapshot_bytes
+        most_rounds = SNAPSHOT_EVERY + self._rounds_until_verified
         for fragment, history in enumerate(ledger.history):
             if history:
                 held = ledger.closed[fragment].round - ledger.kept_from[fragment] + 1
-                rounds = max(0, SNAPSHOT_EVERY - held)
+                rounds = max(0, most_rounds - held)
                 nbytes += rounds * _payload_bytes(history[-1])
         return nbytes
 
@@ -791,6 +876,7 @@ class Coordinator:
                     for contribution in record.counted:
                         weights[contribution.site] += contribution.weight
             return status | {
+                "lost_quorum": ledger.lost_quorum(now) is not None,
                 "disk": {"still_needs": self._still_needs(ledger), "free": self.store.free},
                 "run_config": run_config,
                 "records": ledger.seq,
@@ -819,6 +905,9 @@ class Coordinator:
             "rounds_behind": ledger.behind(site) if member else None,
             "share": round(weights[site] / (weights.total() or 1), 4),
             "late": statistics.late,
+            "lost_steps": round(statistics.lost_steps / len(ledger.closed), 1),
+            "lost_share": round(statistics.lost_steps / (statistics.trained_steps or 1), 4),
+            "inner_lr": statistics.inner_lr,
             "not_finite": statistics.not_finite,
             "too_long": statistics.too_long,
             "incarnations": statistics.incarnations,
@@ -827,6 +916,16 @@ class Coordinator:
         }
 
     # The clock
+
+    def resumed(self, seconds: float) -> None:
+        """Notes that the hub has done nothing for so many seconds, as its process was stopped."""
+        with self._lock:
+            if self._ledger and seconds > self._ledger.terms.lease / 2:
+                log.warning(
+                    "the hub has paused for %.0f s: it waits for a lease for the sites from before",
+                    seconds,
+                )
+                self._ledger.resume(self._clock())
 
     def tick(self) -> float:
         """Closes the rounds that are due, and looks after states, snapshots and the store."""
@@ -839,10 +938,8 @@ class Coordinator:
             now = self._clock()
             self._ask_others()
             before = self.trouble
-            self.trouble = self._close_due(now)
-            if self.trouble is None and self._ledger and self._ledger.closing:
-                # A mean that had no room in the store is still waiting for it.
-                self.trouble = before
+            self.trouble = self._close_due(now) or self._lasting_trouble(now)
+            self._announce_trouble(before, now)
             if before and not self.trouble:
                 log.warning("rounds can close again; what kept them from it is over: %s", before)
             ledger = self._ledger
@@ -854,10 +951,35 @@ class Coordinator:
                 self._call_at = now + _AGAIN
                 self._called.clear()
                 self._call()
-            if now >= self._tidy_at:
-                self._tidy_at = now + _TIDY_EVERY
-                self.store.retain(self._needed(ledger.kept_from))
+            self._tidy(ledger, now)
             return _AGAIN if self.trouble else max(0.0, min(_AGAIN, ledger.next_due(now) - now))
+
+    def _lasting_trouble(self, now: float) -> str | None:
+        """Returns why no room was found a while ago, if nothing shows yet that there is some; or
+        which sites are missing, or have more than this hub.
+        """
+        if now < self._no_room_until:
+            return self._no_room
+        if self._ledger is None:
+            return None
+        # A mean that had no room in the store is still waiting for it.
+        waiting_for_room = self.trouble if self._ledger.closing else None
+        return waiting_for_room or self._ledger.lost_quorum(now) or self._older_than_sites(now)
+
+    def _older_than_sites(self, now: float) -> str | None:
+        advice = self.ledger.older_than_sites(now)
+        # After a rollback this is as the operator wants it.
+        return None if advice and self.journal.notes("rolled_back") else advice
+
+    def _tidy(self, ledger: Ledger, now: float) -> None:
+        """Drops blobs that are of no use: at intervals, and sooner if rounds close quickly."""
+        if now < self._tidy_at and ledger.seq < self._tidy_after:
+            return
+        self._tidy_at = now + _TIDY_EVERY
+        # A hub that averages needs no payload after its round.
+        rounds = RETENTION if ledger.terms.hub_mean is None else 1
+        self._tidy_after = ledger.seq + rounds * ledger.terms.fragments
+        self.store.retain(self._in_use())
 
     def _ask_for_snapshot(self, ledger: Ledger, now: float) -> None:
         if now < self._snapshot_at or not self._wants_snapshot(ledger):
@@ -865,6 +987,8 @@ class Coordinator:
         self._snapshot_at = now + _AGAIN
         donor = ledger.source("", now)
         if isinstance(donor, str) and not self._states.awaits_snapshot:
+            if self._snapshot_asked_at is None:
+                self._snapshot_asked_at = max(_rounds_of(ledger.closed))
             self._states.ask_donor(donor, for_snapshot=True)
 
     def _wants_snapshot(self, ledger: Ledger) -> bool:
@@ -879,6 +1003,16 @@ class Coordinator:
         free = self.store.free
         return free is not None and free < self._still_needs(ledger)
 
+    def _drop_snapshots(self, ledger: Ledger, now: float) -> None:
+        """Drops the snapshots that a verified one replaces, and the payloads before it at once."""
+        if not self._states.drop_all_but(ledger.snapshots.headers):
+            return
+        self._tidy_at = now
+        if self._snapshot_asked_at is not None:
+            rounds = max(_rounds_of(ledger.closed)) - self._snapshot_asked_at
+            self._rounds_until_verified = max(_VERIFYING, rounds)
+            self._snapshot_asked_at = None
+
     def _close_due(self, now: float) -> str | None:
         """Hands on complete states and closes the rounds that are due; returns what prevents
         it.
@@ -891,16 +1025,21 @@ class Coordinator:
                         self._close(record)
                     else:
                         self._ledger.closing[record.fragment] = record
-                self._states.drop_all_but(self._ledger.snapshots.headers)
+                self._drop_snapshots(self._ledger, now)
         except (AgreementError, NoSpace) as error:
-            return self._troubled(error)
+            return str(error)
         return None
 
-    def _troubled(self, error: Exception) -> str:
-        if str(error) != self.trouble:
-            log.error("%s", error)
-            self._notify(event_of(Waiting(str(error))))
-        return str(error)
+    def _announce_trouble(self, before: str | None, now: float) -> None:
+        """Tells the log and the sites what keeps rounds open; the sites once in a lease, as some
+        may have come meanwhile.
+        """
+        is_new = self.trouble != before
+        if self.trouble and is_new:
+            log.error("%s", self.trouble)
+        if self._ledger and self.trouble and (is_new or now >= self._remind_at):
+            self._remind_at = now + self._ledger.terms.lease
+            self._notify(event_of(Waiting(self.trouble)))
 
     def _close(self, record: Record, notes: Mapping[str, bytes | None] | None = None) -> None:
         """Makes a record durable, then announces it."""
@@ -931,7 +1070,9 @@ class Coordinator:
                 self._close_with_mean(record, name, residuals.get(name, b"").decode())
         except NoSpace as error:
             with self._lock:
-                self.trouble = self._troubled(error)
+                before = self.trouble
+                self.trouble = str(error)
+                self._announce_trouble(before, self._clock())
         finally:
             self._averaging.release()
 

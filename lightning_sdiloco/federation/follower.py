@@ -88,6 +88,7 @@ class Progress:
         dropped: True if the last contribution was dropped for that.
         too_long: How many contributions in a row were left out as too long.
         is_fresh: True if nothing that this site has launched is held outside a flight.
+        lost_steps: Inner steps of launches that were dropped, since this incarnation began.
         apart: The launch in an open round from which the held training is apart.
         standing: The launch of this site in the hub's open round.
     """
@@ -110,6 +111,7 @@ class Progress:
     dropped: bool = False
     too_long: int = 0
     is_fresh: bool = False
+    lost_steps: int = 0
     apart: LaunchId | None = None
     standing: LaunchId | None = None
 
@@ -286,6 +288,8 @@ class Progress:
             if landing is MergeAction.CARRY:
                 self.steps += self.flight.steps
                 self.samples += self.flight.own.weight
+            if landing is MergeAction.DROP:
+                self.lost_steps += self.flight.steps
             self.flight = None
         if landing is not MergeAction.CARRY:
             self.dropped = landing is MergeAction.DROP
@@ -361,6 +365,10 @@ class Follower:
         self._late = late
         self._alone_since: float | None = None
         self._finishing = False
+        # Inner steps of this incarnation.
+        self._trained_steps = 0
+        # The inner learning rate at the last launch, if its owner knows it.
+        self.inner_lr: float | None = None
         offsets = [terms.schedule.launch_of(fragment, 0) for fragment in range(terms.fragments)]
         self.fragments = [
             Progress(fragment, self._start, offset, late=late)
@@ -418,7 +426,8 @@ class Follower:
                 f"The hub knows {closed.round} rounds of fragment {progress.fragment}, but"
                 f" {self.site} has applied {progress.applied.round}. After `sdiloco hub rollback`,"
                 " restart the site from an earlier checkpoint, or without one. Otherwise the hub"
-                " has lost records, or serves another run: restore its ledger."
+                " has lost records, or serves another run: restore its ledger, or found the run"
+                " again from the sites: sdiloco hub --refound."
             )
         if closed.round == progress.applied.round and closed != progress.applied:
             raise progress.parted(closed.round)
@@ -464,7 +473,17 @@ class Follower:
 
     def heartbeat(self) -> Heartbeat:
         applied = tuple(progress.applied.round for progress in self.fragments)
-        return Heartbeat(self.site, self.incarnation, self.follows, applied)
+        lost_steps = sum(progress.lost_steps for progress in self.fragments)
+        trained_steps = self._trained_steps * len(self.fragments)
+        return Heartbeat(
+            self.site,
+            self.incarnation,
+            self.follows,
+            applied,
+            trained_steps,
+            lost_steps,
+            self.inner_lr,
+        )
 
     def hear(self, call: Call) -> None:
         progress = self.fragments[call.fragment]
@@ -478,6 +497,7 @@ class Follower:
 
     def trained(self, samples: int, steps: int = 1) -> None:
         """Counts an inner step, or the inner steps from before the site joined."""
+        self._trained_steps += steps
         for progress in self.fragments:
             progress.steps += steps
             progress.samples += samples

@@ -185,11 +185,22 @@ class Ledger:
         for contribution in contributions:
             if contribution.builds_on(self.closed[contribution.fragment]):
                 self._take(contribution, now, None)
+        # Until when a site whose connection breaks is awaited as well.
+        self._expects_until = -math.inf
+        self._expect_earlier_sites(now)
+
+    def resume(self, now: float) -> None:
+        """Waits, for a lease, for the sites from before a pause of the hub: it has missed their
+        heartbeats, and their connections may have broken.
+        """
+        self._expects_until = now + self.terms.lease
+        for member in self.members.values():
+            member.until = max(member.until, self._expects_until)
         self._expect_earlier_sites(now)
 
     def _expect_earlier_sites(self, now: float) -> None:
-        """Waits, for a lease, for the sites from before this start of the hub: they may not have
-        found it yet.
+        """Waits, for a lease, for the sites from before this start of the hub, or a pause: they may
+        not have found it yet.
         """
         contributions = list[Contribution]()
         for history in self.history:
@@ -198,10 +209,10 @@ class Ledger:
         for round in self.open.values():
             contributions += round.contributions.values()
         applied = tuple(position.round for position in self.closed)
+        until = now + self.terms.lease
         for contribution in contributions:
-            self.members[contribution.site] = Member(
-                contribution.incarnation, now + self.terms.lease, True, applied, connected=False
-            )
+            member = Member(contribution.incarnation, until, True, applied, connected=False)
+            self.members.setdefault(contribution.site, member)
 
     # Sites
 
@@ -244,14 +255,17 @@ class Ledger:
         member.follows = heartbeat.follows
         member.applied = heartbeat.applied
 
-    def leave(self, site: str, incarnation: str) -> bool:
-        """Waits no longer for a site, which has left or lost its connection; returns whether it was
-        a member.
+    def leave(self, site: str, incarnation: str, now: float) -> bool:
+        """Waits no longer for a site, which has left or lost its connection, unless the hub has
+        paused a moment ago; returns whether it was a member.
         """
         member = self.members.get(site)
         if member is None or member.incarnation != incarnation:
             return False
-        del self.members[site]
+        if now < self._expects_until:
+            member.connected = False
+        else:
+            del self.members[site]
         return True
 
     def evict(self, site: str) -> None:
@@ -295,6 +309,51 @@ class Ledger:
         they lack are available.
         """
         return [site for site in self.present(now) if self.can_contribute(site)]
+
+    def lost_quorum(self, now: float) -> str | None:
+        """Returns why no round can close if too few sites are there, and who is missing; None if
+        there are enough, or nobody is there that waits.
+        """
+        present = self.present(now)
+        fewest = self.quorum.fewest(len(present))
+        has_ended = all(map(self.has_ended, range(self.terms.fragments)))
+        if not present or len(present) >= fewest or has_ended:
+            return None
+        missing = []
+        for site in sorted(self._known_sites().difference(present)):
+            missing.append(f"{site} ({'silent' if site in self.members else 'gone'})")
+        return (
+            f"rounds need {fewest} sites (quorum), but only {len(present)} here:"
+            f" {', '.join(present)}. Missing: {', '.join(missing) or 'sites that never counted'}."
+            " Start them again, or lower the quorum: sdiloco hub amend --quorum"
+            f" {len(present)}"
+        )
+
+    def older_than_sites(self, now: float) -> str | None:
+        """Returns the advice for a ledger that ends before what a site that is there has
+        applied.
+        """
+        for site in self.present(now):
+            for fragment, applied in enumerate(self.members[site].applied):
+                closed = self.closed[fragment].round
+                if applied > closed:
+                    return (
+                        f"{site} has applied {applied} rounds of fragment {fragment}, and this"
+                        f" ledger has {closed}: it is an older copy. Start the hub with the run's"
+                        " newest ledger; if that is lost, with a new one from what the sites hold:"
+                        " sdiloco hub --refound"
+                    )
+        return None
+
+    def _known_sites(self) -> set[str]:
+        """Returns the sites of the last rounds and of the open ones, and those that are there."""
+        sites = set(self.members)
+        for history in self.history:
+            for record in history:
+                sites.update(contribution.site for contribution in record.counted)
+        for round in self.open.values():
+            sites.update(round.contributions)
+        return sites
 
     # Contributions
 
@@ -549,6 +608,20 @@ class Ledger:
         rounds = []
         for closed, saved, base in zip(self.closed, in_snapshot, self.base, strict=True):
             rounds.append(max(base.round, min(closed.round - RETENTION, saved.round)) + 1)
+        return tuple(rounds)
+
+    def fetched_from(self, now: float) -> tuple[int, ...]:
+        """Returns the first round of every fragment whose payloads are kept or still fetched: a
+        site that follows fetches what it has not applied, and soon needs a state instead.
+        """
+        rounds = list(self.kept_from)
+        for site in self.present(now):
+            member = self.members[site]
+            if not member.follows:
+                continue
+            for fragment, applied in enumerate(member.applied):
+                earliest = max(applied, self.closed[fragment].round - 2 * RETENTION)
+                rounds[fragment] = min(rounds[fragment], earliest + 1)
         return tuple(rounds)
 
 

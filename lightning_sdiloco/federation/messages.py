@@ -243,12 +243,21 @@ class Welcome(Message):
 
 @dataclass(frozen=True)
 class Heartbeat(Message):
-    """A training site's heartbeat: the only one that counts."""
+    """A training site's heartbeat: the only one that counts.
+
+    Attributes:
+        trained_steps: Inner steps of this incarnation, in each fragment, summed over the fragments.
+        lost_steps: Those of them that were launched late and dropped.
+        inner_lr: Its inner learning rate at the last launch, of its first optimizer.
+    """
 
     site: Name
     incarnation: Incarnation
     follows: bool
     applied: tuple[int, ...]
+    trained_steps: int = absent_if_empty(0)
+    lost_steps: int = absent_if_empty(0)
+    inner_lr: float | None = absent_if_empty(None)
 
 
 @dataclass(frozen=True)
@@ -303,6 +312,13 @@ class Amended:
 
 
 @dataclass(frozen=True)
+class InnerRate:
+    """The median inner learning rate of the sites that are there, for one that joins them."""
+
+    rate: float
+
+
+@dataclass(frozen=True)
 class StateWanted:
     """The hub wants the state of this site: for a site that joins, as a snapshot, or to found the
     run.
@@ -327,7 +343,9 @@ class Lost:
     is_busy: bool = False
 
 
-SiteEvent = Waiting | Welcomed | Called | Recorded | Amended | StateWanted | StateArrived | Lost
+SiteEvent = (
+    Waiting | Welcomed | Called | Recorded | Amended | InnerRate | StateWanted | StateArrived | Lost
+)
 
 
 # On the wire
@@ -346,13 +364,16 @@ class StateOffered:
     parts: Parts
 
 
-HubEvent = Waiting | Welcomed | Called | Recorded | Amended | StateWanted | StateOffered | Lost
+HubEvent = (
+    Waiting | Welcomed | Called | Recorded | Amended | InnerRate | StateWanted | StateOffered | Lost
+)
 
 _KINDS: dict[str, type[HubEvent]] = {
     "waiting": Waiting,
     "welcome": Welcomed,
     "call": Called,
     "amended": Amended,
+    "inner_rate": InnerRate,
     "wanted": StateWanted,
     "state": StateOffered,
 }
@@ -373,7 +394,7 @@ class Event(NamedTuple):
 
 
 def event_of(
-    event: Waiting | Welcomed | Called | Amended | StateWanted | StateOffered,
+    event: Waiting | Welcomed | Called | Amended | InnerRate | StateWanted | StateOffered,
 ) -> Event:
     name = next(name for name, kind in _KINDS.items() if kind is type(event))
     return Event(name, {}, encoded(plain(event)))

@@ -24,6 +24,7 @@ from lightning_sdiloco.federation.messages import (
     Called,
     Contribution,
     Event,
+    InnerRate,
     Lost,
     Payload,
     Record,
@@ -43,8 +44,8 @@ from lightning_sdiloco.federation.wire import CHUNK, Busy, Header, HubError, Hub
 log = logging.getLogger(__name__)
 
 _AGAIN = 1.0  # seconds after which a state is asked for again
-_FIRST = 60.0  # seconds after which a site gives up a hub that it has never reached
-_LONGEST_LEASE = 12.0  # seconds after which a name in use does not belong to a process that died
+# Seconds after the end of a lease within which the hub has noticed it.
+_MARGIN = 2.0
 # Unread records, with payloads that take memory, after which no more are fetched.
 _UNREAD = 32
 # Small messages do not wait behind large ones, nor states behind payloads, nor anything for a hub
@@ -194,7 +195,12 @@ class HubConnection:
     """
 
     def __init__(
-        self, client: Transport, rank: int = 0, ranks: int = 1, patience: float = 3600.0
+        self,
+        client: Transport,
+        rank: int = 0,
+        ranks: int = 1,
+        patience: float = 3600.0,
+        lease: float = 10.0,
     ) -> None:
         self._client = client
         self._rank = rank
@@ -208,7 +214,7 @@ class HubConnection:
         self.heartbeat_header: Header = {}
         self.amended: Terms | None = None
         self._run_config = b""
-        self.lease = 0.0
+        self.lease = lease
         # Guards what threads share. No call of the client is made under it: a hub in the same
         # process has a lock, too.
         self._changed = threading.Condition(threading.RLock())
@@ -239,15 +245,13 @@ class HubConnection:
 
     # Before training
 
-    def reach(self, seconds: float = _FIRST) -> None:
+    def reach(self) -> None:
         advice = " Each rank of a site calls the hub itself: its machine must reach the hub, and needs the keys."
-        self._insist(lambda: self._client.call("ping"), seconds, advice)
+        self._insist(lambda: self._client.call("ping"), advice)
 
-    def _insist(
-        self, ask: Callable[[], Answer], seconds: float = _FIRST, advice: str = ""
-    ) -> Answer:
-        """Asks until there is an answer, for some seconds; if the name is in use, for as long as
-        the lease of a process that died.
+    def _insist(self, ask: Callable[[], Answer], advice: str = "") -> Answer:
+        """Asks until there is an answer, for as long as patience allows; if the name is in use, for
+        as long as the lease of a process that died.
         """
         began = self.now()
         warned_of = ""
@@ -256,11 +260,14 @@ class HubConnection:
             try:
                 return ask()
             except HubError as error:
-                if isinstance(error, Busy) and self.now() > began + _LONGEST_LEASE:
+                if isinstance(error, Busy) and self.now() > began + self.lease + _MARGIN:
                     raise Refused(str(error)) from error
-                if self.now() > began + seconds or not self._client.pause(self._closed, tries):
+                if self.now() > began + self._patience or not self._client.pause(
+                    self._closed, tries
+                ):
                     raise ExchangeError(
-                        f"A rank of {self.site} has not reached the hub: {error}{advice}"
+                        f"A rank of {self.site} has not reached the hub for"
+                        f" patience={self._patience:.0f} s: {error}{advice}"
                     ) from error
                 if str(error) != warned_of:
                     warned_of = str(error)
@@ -613,7 +620,7 @@ class HubConnection:
                 self._put(hub_event)
                 if hub_event.own:
                     self.prefetch(hub_event.own)
-            case StateWanted() | Amended():
+            case StateWanted() | Amended() | InnerRate():
                 self._put(hub_event)
             case StateOffered():
                 self._submit("calls", self._fetch_state, hub_event)
@@ -661,7 +668,7 @@ class HubConnection:
             # A process that died is not in the way for longer than its lease.
             if self._busy_since is None:
                 self._busy_since = self.now()
-            if self.now() > self._busy_since + self.lease + 1.0:
+            if self.now() > self._busy_since + self.lease + _MARGIN:
                 raise Refused(event.why)
         self._put(event)
 

@@ -3,8 +3,10 @@ leaves all decisions to the coordinator.
 """
 
 import logging
+import os
 import queue
 import random
+import resource
 import secrets
 import threading
 import time
@@ -34,7 +36,7 @@ from lightning_sdiloco.federation.keys import (
 )
 from lightning_sdiloco.federation.messages import Event
 from lightning_sdiloco.federation.quorum import built_in, imported
-from lightning_sdiloco.federation.store import BlobStore, SQLiteLedger, Upload
+from lightning_sdiloco.federation.store import BlobStore, Ranges, SQLiteLedger, Upload
 from lightning_sdiloco.federation.wire import (
     CHUNK,
     CODES,
@@ -73,6 +75,8 @@ MAX_EVENTS = 1024
 MAX_WATCHING = 16  # times that a holder may watch at once; a site does once
 _GIVEN_UP = 600.0  # seconds without a connection after which an incomplete blob is dropped
 _AGAIN = 1.0  # seconds after which a failed attempt is repeated
+_FEW_DESCRIPTORS = 64  # unused descriptors of this process below which the hub says so
+_DESCRIPTORS = Path("/proc/self/fd")
 _NOISE = random.Random(0).randbytes(CHUNK)  # answers to pings; nothing on the way can compress it
 
 
@@ -302,9 +306,11 @@ class Hub:
         peer = peer_of(self._run, self._bundle, call, header, context)
         with self._lock:
             current = self._of_site.get(peer.name)
-        # While an incarnation of a site watches, no earlier or later one may make calls.
+        # While an incarnation of a site watches and has a lease, no earlier or later one may make
+        # calls.
         is_other = current is not None and current.peer.incarnation != peer.incarnation
-        if call not in LOOKING and peer.role == "site" and is_other:
+        is_site = call not in LOOKING and peer.role == "site"
+        if is_site and is_other and self._calls.is_present(peer.name):
             raise Busy(
                 f"the name {peer.name} is in use by a running process: incarnation"
                 f" {peer.incarnation!r} is not the one that watches."
@@ -323,23 +329,37 @@ class Hub:
         start = checked_size(header.get("start", 0), size, "part")
         self._calls.admit(peer, about, key, size)
         try:
-            self.store.size(key)
-        except Missing:
-            upload = self._upload(peer, key, size)
-            # Some blobs are complete already: empty ones, and those whose sender asks what is
-            # missing.
-            is_complete = not upload.missing
-            for message in requests:
-                is_complete = upload.take(start, message) or is_complete
-                start += len(message)
-            if not is_complete:
-                return pack({"stored": False, "missing": upload.missing})
-            try:
-                upload.commit()
-            finally:
-                with self._lock:
-                    self._arriving.pop((peer.role, peer.name, key), None)
+            missing = self._take(peer, key, size, start, requests)
+        except NoSpace as error:
+            self._calls.lacks_room(peer, about, error)
+            raise
+        if missing is not None:
+            return pack({"stored": False, "missing": missing})
         return pack({"stored": True, "answer": self._calls.stored(peer, about, key, size)})
+
+    def _take(
+        self, peer: Peer, key: str, size: int, start: int, pieces: Iterator[bytes]
+    ) -> Ranges | None:
+        """Takes the pieces of a blob from a position on; returns which parts are missing, or None
+        if it is stored. With none missing, another call is about to store it.
+        """
+        with suppress(Missing):
+            self.store.size(key)
+            return None
+        upload = self._upload(peer, key, size)
+        # Some blobs are complete already: empty ones, and those whose sender asks what is missing.
+        is_complete = not upload.missing
+        for piece in pieces:
+            is_complete = upload.take(start, piece) or is_complete
+            start += len(piece)
+        if not is_complete:
+            return upload.missing
+        try:
+            upload.commit()
+        finally:
+            with self._lock:
+                self._arriving.pop((peer.role, peer.name, key), None)
+        return None
 
     def _upload(self, peer: Peer, key: str, size: int) -> Upload:
         place = (peer.role, peer.name, key)
@@ -516,6 +536,31 @@ def _bundle_of_hub(run: str, keys: str | Path | None, insecure: bool) -> Bundle 
     return bundle
 
 
+def raise_limit_of_descriptors() -> None:
+    """Lets this process have as many connections and files open as the machine allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        # Some systems allow less than they say.
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def scarce_descriptors() -> str | None:
+    """Returns a warning if this process can open hardly any more connections, where that is
+    known.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY or not _DESCRIPTORS.exists():
+        return None
+    used = len(os.listdir(_DESCRIPTORS))
+    if used <= limit - _FEW_DESCRIPTORS:
+        return None
+    return (
+        f"{used:,} of {limit:,} descriptors are in use: connections of strangers may keep sites"
+        " out. Let a firewall admit the sites only, or raise the limit (ulimit -n)."
+    )
+
+
 class HubService(Hub):
     """Serves a run to its sites, from what is on disk."""
 
@@ -547,11 +592,15 @@ class HubService(Hub):
             )
         if quorum is not None:
             imported(quorum)  # now, and not when a site names it
+        raise_limit_of_descriptors()
+        self._has_warned_of_descriptors = False
+        self._look_at_descriptors = time.monotonic()
         self._awake = threading.Event()
         self._closed = threading.Event()
         self.ledger = SQLiteLedger(ledger, must_exist=sites is None)
         try:
             blobs = BlobStore(Path(ledger).with_suffix(".store") if store is None else store)
+            blobs.drop_incomplete()
             find = partial(built_in, named=quorum)
             self.coordinator = Coordinator(
                 run, self.ledger, blobs, sites, find_quorum=find, refound=refound
@@ -595,8 +644,19 @@ class HubService(Hub):
             except (HubError, Refused, OSError) as error:
                 log.error("the run could not be copied: %s", error)
 
+    def _warn_of_descriptors(self) -> None:
+        now = time.monotonic()
+        if now < self._look_at_descriptors:
+            return
+        self._look_at_descriptors = now + _AGAIN
+        warning = scarce_descriptors()
+        if warning and not self._has_warned_of_descriptors:
+            log.error("%s", warning)
+        self._has_warned_of_descriptors = warning is not None
+
     def _tick(self) -> None:
         while not self._closed.is_set():
+            self._warn_of_descriptors()
             try:
                 seconds = self.coordinator.tick()
             except HubError as error:
@@ -605,5 +665,8 @@ class HubService(Hub):
             except Exception:
                 log.exception("the hub could not do its regular work, and tries again")
                 seconds = _AGAIN
+            began = time.monotonic()
             self._awake.wait(seconds)
             self._awake.clear()
+            # If the process was stopped, it most likely was here.
+            self.coordinator.resumed(time.monotonic() - began - seconds)

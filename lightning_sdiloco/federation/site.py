@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_sdiloco.algorithm.merge import Mix
 from lightning_sdiloco.comm.topology import Topology
@@ -46,6 +47,7 @@ from lightning_sdiloco.federation.messages import (
     Amended,
     Called,
     Contribution,
+    InnerRate,
     Lost,
     Record,
     Recorded,
@@ -64,6 +66,8 @@ _log = logging.getLogger(__name__)
 
 # How long a site waits for events at a time, in seconds.
 _MOMENT = 0.05
+# Inner learning rates of sites that differ by more than this factor are not those of one schedule.
+_UNLIKE_RATES = 1.25
 _ERRORS = {kind.__name__: kind for kind in (AgreementError, ExchangeError, Refused, ValueError)}
 
 
@@ -225,6 +229,15 @@ class SharedConnection:
         )
 
 
+def inner_rate_of(optimizers: Sequence[Optimizer]) -> float | None:
+    """Returns the learning rate of the first optimizer, unless a device would have to be asked."""
+    for optimizer in optimizers:
+        rate = optimizer.param_groups[0].get("lr")
+        is_on_device = isinstance(rate, Tensor) and rate.device.type != "cpu"
+        return None if rate is None or is_on_device else float(rate)
+    return None
+
+
 def to_part(fragment: FragmentState, shards: Sequence[State]) -> bytes:
     """Returns the part of an outer state for a fragment: outer parameters, outer optimizer and
     untrained state.
@@ -331,6 +344,9 @@ class FederatedWorld:
         # True if the hub cannot be reached, and if that is because its history is another one.
         self._is_alone = False
         self._has_parted = False
+        # The inner learning rate of the other sites, and whether this one has compared its own.
+        self._rate_of_others: float | None = None
+        self._has_compared_rates = False
         # Why rounds do not close, as the hub says; empty if they do.
         self._waits_for = ""
         # The requests of all ranks, as of the last launch.
@@ -404,8 +420,29 @@ class FederatedWorld:
             travelling=tuple(fragment.untrained.changed_since(buffers)),
             step_time=self._rounds.step_clock.seconds,
         )
+        self._compare_rates()
         self._rounds.link.note(self._connection.hub.sends_bytes_per_s)
         self._encode(self._rounds.chosen(launch), begun, (began, time.perf_counter()))
+
+    def _compare_rates(self) -> None:
+        """Warns, once, if this site trains with another inner learning rate than the others: its
+        schedule is its own, and begins with its own first step.
+        """
+        rate = inner_rate_of(self._rounds.inner_optimizers)
+        self.follower.inner_lr = rate
+        common_rate = self._rate_of_others
+        if rate is None or common_rate is None or self._has_compared_rates:
+            return
+        self._has_compared_rates = True
+        if max(rate, common_rate) > _UNLIKE_RATES * min(rate, common_rate):
+            _log.warning(
+                "The inner learning rate of %s is %.3g, and the other sites' is %.3g. Each site has"
+                " a schedule of its own, which counts its own steps: begin it where the others are,"
+                " and give all sites the same max_steps.",
+                self.follower.site,
+                rate,
+                common_rate,
+            )
 
     def _encode(self, launch: Launch, begun: Contribution, launched: Span) -> None:
         # The engine does not ask for the result, which is no `Arrival`.
@@ -556,6 +593,8 @@ class FederatedWorld:
         launched = self._launched.get(record.fragment)
         encoded = launched.encoded if launched else None
         was_finite = encoded is None or encoded.sent.finite
+        progress = self.follower.fragments[record.fragment]
+        lost_before = progress.lost_steps
         action = self.follower.land(record, stepped.before, stepped.after)
         del self._applying[record.fragment]
         self._blobs.pop(record.key, None)
@@ -581,7 +620,9 @@ class FederatedWorld:
         if launched is not None:
             launch_span = launched.flight.launch_span
             launched_at = launched.flight.launch.step
-        landing = landing._replace(launched_at=launched_at)
+        landing = landing._replace(
+            launched_at=launched_at, lost_steps=progress.lost_steps - lost_before
+        )
         return completed(landing, launch_span, wait, max(0.0, wait[1] - launch_span[1]), step)
 
     def _warn(self, record: Record, action: MergeAction) -> None:
@@ -680,6 +721,8 @@ class FederatedWorld:
             case Amended():
                 _log.warning("An operator has amended the terms of the run: %s", event.terms)
                 self.follower.terms = event.terms
+            case InnerRate():
+                self._rate_of_others = event.rate
             case Recorded():
                 self._learn(event)
             case StateWanted():

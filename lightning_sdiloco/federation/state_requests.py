@@ -7,6 +7,7 @@ import logging
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lightning_sdiloco.federation.codec import decoded, encoded, plain, read
 from lightning_sdiloco.federation.ledger import Ledger
@@ -28,8 +29,10 @@ log = logging.getLogger(__name__)
 
 # seconds after which another site is asked for a state that the first has not begun to send
 _PATIENCE = 60.0
-# seconds that a site may take to send a state, and for which others can fetch it afterwards
+# seconds that a site may take to send a state, and others to fetch it
 _SENDING = 3600.0
+# seconds after which a state is asked for again that had no room in the store
+_NO_ROOM = 30.0
 _SNAPSHOT = "the snapshot"  # the source of a state that the hub itself has kept
 
 Store = BlobStore | InMemoryStore
@@ -47,6 +50,8 @@ class StateRequest:
         for_snapshot: True if the hub keeps it.
         askers: The sites that need it, each with the sources that it refuses.
         state: The state, from when the donor has named its blobs.
+        sent: The keys of blobs that the donor has sent, or is sending.
+        lacks_room: True if some blob had no room in the store: the state will not be complete.
     """
 
     name: str
@@ -56,6 +61,17 @@ class StateRequest:
     for_snapshot: bool
     askers: dict[str, frozenset[str]] = field(default_factory=dict)
     state: Snapshot | None = None
+    sent: set[str] = field(default_factory=set)
+    lacks_room: bool = False
+
+
+class Handed(NamedTuple):
+    """A state that sites are fetching: they may for ``until``, and all begin before ``begun``."""
+
+    parts: tuple[Payload, ...]
+    askers: tuple[str, ...]
+    begun: float
+    until: float
 
 
 class States:
@@ -83,16 +99,28 @@ class States:
         for name, text in journal.notes("snapshot/").items():
             self.snapshots[name] = read(Snapshot, decoded(text, MOST_BYTES), "snapshot")
         self._requests: dict[str, StateRequest] = {}
-        # The blobs of states that sites are fetching, and until when they may.
-        self._handed: list[tuple[float, tuple[Payload, ...]]] = []
+        self._handed: list[Handed] = []
 
-    def keys(self) -> set[str]:
+    def keys(self, ledger: Ledger) -> set[str]:
         """Returns the keys of all blobs that are still of use."""
-        self._handed = [handed for handed in self._handed if handed[0] > self._clock()]
-        states = [parts for _, parts in self._handed]
+        self._forget_fetched(ledger)
+        states = [handed.parts for handed in self._handed]
         states += [snapshot.parts for snapshot in self.snapshots.values()]
         states += [request.state.parts for request in self._requests.values() if request.state]
-        return {part.key for parts in states for part in parts}
+        keys = {part.key for parts in states for part in parts}
+        return keys.union(*(request.sent for request in self._requests.values()))
+
+    def _forget_fetched(self, ledger: Ledger) -> None:
+        """Forgets the states that no site fetches any more."""
+        now = self._clock()
+        sites = set(ledger.present(now))
+        fetching = {site for site in sites if not ledger.members[site].follows}
+        handed = []
+        for state in self._handed:
+            is_fetched = now < state.until and bool(fetching.intersection(state.askers))
+            if is_fetched or now < state.begun:
+                handed.append(state)
+        self._handed = handed
 
     # Requests
 
@@ -111,6 +139,7 @@ class States:
         elif isinstance(source, StateHeader) and _SNAPSHOT not in without:
             snapshots = self.snapshots.values()
             parts = next(snapshot.parts for snapshot in snapshots if snapshot.header == source)
+            self._hand(parts, (site,), ledger.terms.lease)
             self._notify(event_of(StateOffered(_SNAPSHOT, source, parts)), [site])
         else:
             log.warning(
@@ -148,11 +177,22 @@ class States:
     def awaits_snapshot(self) -> bool:
         return any(request.for_snapshot for request in self._requests.values())
 
-    def note_sending(self, donor: str) -> None:
+    def note_sending(self, donor: str, key: str) -> None:
         """Notes that a donor is sending a blob: it gets time for the others."""
         for request in self._requests.values():
-            if request.donor == donor:
+            if request.donor == donor and not request.lacks_room:
+                request.sent.add(key)
                 request.until = max(request.until, self._clock() + _SENDING)
+
+    def note_no_room(self, donor: str) -> None:
+        """Notes that the store has no room for a blob of a donor: after a while another site is
+        asked, or the same.
+        """
+        for request in self._requests.values():
+            if request.donor == donor and not (request.lacks_room or request.state):
+                request.lacks_room = True
+                request.sent.clear()
+                request.until = self._clock() + _NO_ROOM
 
     def request(self, name: str, donor: str) -> StateRequest | None:
         """Returns a request, if it still is for this donor."""
@@ -167,13 +207,17 @@ class States:
             if request.state and holds(self._store, request.state.parts)
         ]
 
-    def hand_on(self, request: StateRequest, state: Snapshot) -> None:
+    def hand_on(self, request: StateRequest, state: Snapshot, lease: float) -> None:
         """Ends a request: offers its state to the sites that need one."""
         del self._requests[request.name]
         if request.askers:
-            self._handed.append((self._clock() + _SENDING, state.parts))
+            self._hand(state.parts, list(request.askers), lease)
             offered = StateOffered(request.donor, state.header, state.parts)
             self._notify(event_of(offered), list(request.askers))
+
+    def _hand(self, parts: Sequence[Payload], askers: Sequence[str], lease: float) -> None:
+        now = self._clock()
+        self._handed.append(Handed(tuple(parts), tuple(askers), now + lease, now + _SENDING))
 
     def give_up(self, ledger: Ledger | None, gone: str | None) -> bool:
         """Asks another site if a donor does not answer, or has gone, or sends no heartbeat; returns
@@ -205,7 +249,8 @@ class States:
         self._journal.note({**notes, name: encoded(plain(state))})
         self.snapshots[name] = state
 
-    def drop_all_but(self, headers: Collection[StateHeader]) -> None:
+    def drop_all_but(self, headers: Collection[StateHeader]) -> bool:
+        """Drops the other snapshots; returns whether there were any."""
         dropped = []
         for name, snapshot in self.snapshots.items():
             if snapshot.header not in headers:
@@ -214,6 +259,7 @@ class States:
             self._journal.note(dict.fromkeys(dropped))
             for name in dropped:
                 del self.snapshots[name]
+        return bool(dropped)
 
     def snapshots_until(self, rounds: Sequence[int]) -> dict[str, Snapshot]:
         """Returns the snapshots that were taken at these rounds or before."""

@@ -306,8 +306,11 @@ class BlobStore:
             Path(root).mkdir(mode=0o700, parents=True, exist_ok=True)
             self.spool = Path(root) / "incomplete"
             self.spool.mkdir(exist_ok=True)
-        # By key: when this process stored a blob, on the clock of time.monotonic().
-        self._stored: dict[str, float] = {}
+
+    def drop_incomplete(self) -> None:
+        """Drops what an earlier process has left of blobs that did not arrive whole."""
+        for path in self.spool.iterdir():
+            path.unlink()
 
     @property
     def free(self) -> int | None:
@@ -369,17 +372,15 @@ class BlobStore:
             self._folder.mkdir(exist_ok=True)
             spooled.replace(self._folder / key)
             sync_folder(self._folder)
-        self._stored[key] = time.monotonic()
 
-    def retain(self, keys: Collection[str], age: float = 600.0) -> int:
-        """Drops all blobs except the named ones and recent ones, which no record may name yet."""
-        now = time.monotonic()
+    def retain(self, keys: Collection[str]) -> int:
+        """Drops all blobs except these; returns how many."""
         dropped = 0
         self._files.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             for path in self._files.ls(self._blobs, detail=False):
                 key = str(path).rpartition("/")[2]
-                if key not in keys and now - self._stored.get(key, -age) >= age:
+                if key not in keys:
                     self.drop(key)
                     dropped += 1
         return dropped
@@ -387,7 +388,6 @@ class BlobStore:
     def drop(self, key: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._files.rm_file(f"{self._blobs}/{key}")
-        self._stored.pop(key, None)
 
 
 class InMemoryStore:
@@ -409,7 +409,7 @@ class InMemoryStore:
     def size(self, key: str) -> int:
         return len(self.get(key))
 
-    def retain(self, keys: Collection[str], age: float = 0.0) -> int:
+    def retain(self, keys: Collection[str]) -> int:
         before = len(self._blobs)
         self._blobs = {key: blob for key, blob in self._blobs.items() if key in keys}
         return before - len(self._blobs)

@@ -152,14 +152,16 @@ _SIZES: list[tuple[str, int | str]] = [
     ("grpc.http2.write_buffer_size", 256 << 10),
 ]
 _PING_MS = 10_000
+# Making a connection takes up to six times the way to the hub: those of TCP, TLS and HTTP/2.
+LONGEST_CONNECTING_MS = 20_000
 
 CLIENT_OPTIONS: list[tuple[str, int | str]] = [
     *_SIZES,
     # Their own connections; otherwise gRPC joins channels to the same address.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
-    # It also limits how long connecting may take: with less, a site far away never connects.
-    ("grpc.min_reconnect_backoff_ms", 5_000),
+    # It also limits how long connecting may take: a site 2 s away needs 12 s.
+    ("grpc.min_reconnect_backoff_ms", LONGEST_CONNECTING_MS),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
     ("grpc.keepalive_time_ms", _PING_MS),
@@ -177,6 +179,8 @@ SERVER_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_metadata_size", 8 << 10),
+    # A stranger that connects and says nothing is disconnected; a site 2 s away needs 12 s.
+    ("grpc.server_handshake_timeout_ms", LONGEST_CONNECTING_MS),
 ]
 
 CODES: Mapping[type[HubError | Refused], str] = {

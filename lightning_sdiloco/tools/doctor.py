@@ -31,7 +31,7 @@ from rich.table import Table
 
 from lightning_sdiloco.comm.topology import GroupLayout, checked_worker_groups
 from lightning_sdiloco.errors import Refused
-from lightning_sdiloco.federation.client import HubClient, hub_addresses
+from lightning_sdiloco.federation.client import LIMIT_OF_DISTANCE, HubClient, hub_addresses
 from lightning_sdiloco.federation.keys import load, wall_clock
 from lightning_sdiloco.federation.run_config import ChosenQuorum
 from lightning_sdiloco.federation.wire import HubError, HubUnreachable
@@ -703,6 +703,8 @@ def _check_connection(mailbox: HubClient, seconds: float, numbers: Numbers) -> I
 
 def _fix_of(refusal: Exception, insecure: bool) -> str:
     """Returns the advice for a hub that refuses a call or does not answer it."""
+    if LIMIT_OF_DISTANCE in str(refusal):
+        return "Find a shorter way to the hub, or a hub that is nearer to all sites."
     if isinstance(refusal, HubUnreachable):
         if insecure:
             return (
@@ -727,7 +729,9 @@ def _check_run(status: Numbers) -> Iterator[Finding]:
         yield Finding("ok", "run", f"not founded yet: {missing}")
         return
     if status["trouble"]:
-        yield Finding("wrong", "run", str(status["trouble"]), "Ask the hub's operator.")
+        # A site that is missing for the quorum may be the one that is about to join.
+        finding = Finding("wrong", "run", str(status["trouble"]), "Ask the hub's operator.")
+        yield finding._replace(state="slow") if status.get("lost_quorum") else finding
     needs = status["disk"]["still_needs"]
     free = status["disk"]["free"]
     if free is not None:

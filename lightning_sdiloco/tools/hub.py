@@ -289,6 +289,16 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
         "late",
         "Contributions of a site that arrived after their round had closed.",
     ),
+    "lost_steps": (
+        "counter",
+        "lost_steps",
+        "Inner steps of a site's process that count nowhere because their launches were late.",
+    ),
+    "lost_share": (
+        "gauge",
+        "lost_share",
+        "Share of these among the inner steps of the process.",
+    ),
     "not_finite": (
         "counter",
         "not_finite",

@@ -316,7 +316,20 @@ def _site_as_text(head: Rank) -> str:
         restarted = f" It was started again {times}."
     return (
         f"This is {head.name}, one site of a federation, which waits for no other.{restarted} Of"
-        f" the {len(landings)} rounds of fragments that landed here, sites counted: {counted}."
+        f" the {len(landings)} rounds of fragments that landed here, sites counted:"
+        f" {counted}.{_losses_as_text(head)}"
+    )
+
+
+def _losses_as_text(head: Rank) -> str:
+    """Describes the training of a site that counts nowhere, as an average over the fragments."""
+    dropped = sum(landing.lost_steps for landing in head.landings)
+    trained = len(head.steps) * len(head.fragments)
+    if not dropped or not trained:
+        return ""
+    return (
+        f" Launches that were late cost {dropped / len(head.fragments):.1f} of its"
+        f" {len(head.steps)} inner steps, {dropped / trained:.1%}."
     )
 
 

@@ -47,6 +47,7 @@ class LandingRecord(NamedTuple):
     diagnostics: Numbers | None
     link_gbit_s: float | None = None
     sites: Sequence[str] = ()
+    lost_steps: int = 0
 
     @staticmethod
     def of(line: Line, ahead: float) -> "LandingRecord":

@@ -3,6 +3,7 @@ cut.
 """
 
 import json
+import queue
 import socket
 import threading
 import time
@@ -86,12 +87,18 @@ class Noting:
     def heartbeat(self, peer: Any, about: dict[str, Any]) -> None:
         self.seen.append(f"heartbeat {peer.name}")
 
+    def is_present(self, site: str) -> bool:
+        return True
+
     def gone(self, peer: Any) -> None:
         self.seen.append(f"gone {peer.name} {peer.incarnation[:2]}")
 
     def admit(self, peer: Any, about: dict[str, Any], key: str, size: int) -> None:
         if size != about.get("size", size):
             raise Refused("the run config says another size")
+
+    def lacks_room(self, peer: Any, about: dict[str, Any], error: Exception) -> None:
+        self.seen.append(f"no room for {peer.name}")
 
     def stored(self, peer: Any, about: dict[str, Any], key: str, size: int) -> dict[str, Any]:
         if (peer.name, key) in self.taken:
@@ -194,6 +201,34 @@ class Line:
         for end in (source, sink):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+
+class SlowLine(Line):
+    """A line on which every byte takes some seconds; making a connection to its near end does
+    not.
+    """
+
+    delay = 2.0
+
+    def _carry(self, source: socket.socket, sink: socket.socket, way: str) -> None:
+        pending = queue.SimpleQueue[tuple[float, bytes]]()
+        threading.Thread(target=self._deliver, args=(pending, sink), daemon=True).start()
+        received = b"more"
+        while received:
+            received = b""
+            with suppress(OSError):
+                received = source.recv(1 << 16)
+            pending.put((time.monotonic() + self.delay, received))
+
+    def _deliver(self, pending: "queue.SimpleQueue[tuple[float, bytes]]", sink: Any) -> None:
+        with suppress(OSError):
+            while True:
+                arrives_at, received = pending.get()
+                time.sleep(max(0.0, arrives_at - time.monotonic()))
+                if not received:
+                    sink.shutdown(socket.SHUT_RDWR)
+                    return
+                sink.sendall(received)
 
 
 # With rules

@@ -39,6 +39,9 @@ SITE: dict[str, Any] = {
     "rounds_behind": 1,
     "share": 0.75,
     "late": 3,
+    "lost_steps": 12.5,
+    "lost_share": 0.031,
+    "inner_lr": 0.0004,
     "not_finite": 1,
     "too_long": 4,
     "incarnations": 2,
@@ -66,6 +69,7 @@ METRICS = {
     'sdiloco_site_last_heartbeat_seconds{run="llm",site="a"} 0.42',
     'sdiloco_site_weight_share{run="llm",site="b"} 0.25',
     'sdiloco_site_late_total{run="llm",site="a"} 3.0',
+    'sdiloco_site_lost_steps_total{run="llm",site="a"} 12.5',
     'sdiloco_site_too_long_total{run="llm",site="a"} 4.0',
     'sdiloco_site_sent_bytes_total{run="llm",site="a"} 2.5e+06',
     'sdiloco_fragment_round{fragment="1",run="llm"} 7.0',
@@ -372,10 +376,10 @@ def check_report_of_a_running_hub(world: World, options: list[str]) -> None:
     with patch.object(BlobStore, "free", 99):
         report = examined(*options)
     assert report["disk"]["state"] == "slow"
-    # Two fragments with payloads of 16 bytes, of 50 rounds, and a state.
+    # Two fragments with payloads of 16 bytes, of 52 rounds, and a state.
     snapshots = world.service.coordinator._states.snapshots.values()
     state = sum(part.size for snapshot in snapshots for part in snapshot.parts)
-    payloads = sum(50 - fragment["round"] for fragment in report["status"]["fragments"])
+    payloads = sum(52 - fragment["round"] for fragment in report["status"]["fragments"])
     needs = report["status"]["disk"]["still_needs"]
     assert needs == 16 * payloads + state
     missing = f"the hub has 99 bytes free, but the run will need {readable(needs)} more"

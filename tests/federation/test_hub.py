@@ -11,9 +11,11 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -144,7 +146,6 @@ def as_json(message: Any) -> Any:
     return json.loads(message.to_bytes())
 
 
-@patch("lightning_sdiloco.federation.remote._LONGEST_LEASE", 0.2)
 def test_forbidden_messages_of_a_member_are_refused_and_the_run_continues(world: World) -> None:
     follower = world.found_run("a", rounds=1).follower
     stranger = world.client("b")
@@ -181,7 +182,7 @@ def test_forbidden_messages_of_a_member_are_refused_and_the_run_continues(world:
     world.more(1)
 
 
-@patch("lightning_sdiloco.federation.remote._LONGEST_LEASE", 0.2)
+@patch("lightning_sdiloco.federation.remote._MARGIN", 0.2)
 def test_other_settings_and_a_name_in_use_are_refused_and_the_run_continues(world: World) -> None:
     world.found_run("a", rounds=1)
     for settings, message in (
@@ -199,7 +200,7 @@ def test_other_settings_and_a_name_in_use_are_refused_and_the_run_continues(worl
             connection.events()
         connection.close()
     # A name in use: it waits for as long as a process that died could be in its way.
-    second = world.connect("a")
+    second = world.connect("a", lease=0.2)
     with pytest.raises(Refused, match="in use by a running process"):
         second.agree(run_config(TERMS))
     second.hello(follower_of(second))
@@ -246,6 +247,9 @@ def test_announced_payloads_take_no_room_and_cannot_exceed_the_needs_of_the_run(
         announce("run_config", size)
     assert len(os.listdir(spool)) == 18
     assert sum(path.stat().st_blocks for path in spool.iterdir()) == 0
+    world.service.close()
+    world.start(1)
+    assert os.listdir(spool) == [], "nobody continues these"
     member: Any = world.join("a")
     world.rounds(1)
     for kind in ("payload", "state"):
@@ -268,10 +272,7 @@ def note_calls(world: World) -> list[Any]:
     return calls
 
 
-def test_replayed_calls_change_nothing_and_a_returning_quorum_closes_rounds_again(
-    world: World,
-) -> None:
-    world.terms = replace(TERMS, quorum=2)
+def test_replayed_calls_change_nothing(world: World) -> None:
     world.found_run("a", "b")
     calls = note_calls(world)
     world.rounds(4)
@@ -285,6 +286,13 @@ def test_replayed_calls_change_nothing_and_a_returning_quorum_closes_rounds_agai
     assert len(closed) > records
     weights = {counted.weight for record in closed for counted in record.counted}
     assert weights <= {ScriptedSite.samples * steps for steps in range(1, 40)}
+
+
+def test_a_lost_quorum_is_named_everywhere_and_a_returning_one_closes_rounds_again(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.terms = replace(TERMS, quorum=2)
+    world.found_run("a", "b", rounds=2)
     world.kill("b")
     # Open rounds close; then no more do, and the remaining site trains on.
     site = world.sites["a"]
@@ -292,8 +300,18 @@ def test_replayed_calls_change_nothing_and_a_returning_quorum_closes_rounds_agai
     rounds = list(site.rounds)
     train_for(site, TERMS.lease)
     assert site.rounds == rounds
+    # All hear of it who can do something: operators, the log, and the sites that are there.
+    lost = "rounds need 2 sites (quorum), but only 1 here: a. Missing: b (gone)"
+    status = world.status()
+    assert status["lost_quorum"]
+    assert status["trouble"].startswith(lost)
+    assert lost in told("status", *world.options_of("viewer")).replace("\n", " ")
+    assert lost in caplog.text
+    assert any(message.startswith(lost) for message in site.messages)
     world.join("b")
     world.more(2)
+    assert world.status()["trouble"] is None
+    assert "rounds can close again" in caplog.text
 
 
 def train_for(site: ScriptedSite, seconds: float) -> None:
@@ -623,7 +641,42 @@ def test_a_contribution_of_several_ranks_counts_once_every_ranks_payload_is_ther
     assert restarted.sends_bytes_per_s == 0
     world.service.close()
     with pytest.raises(ExchangeError, match="Each rank of a site calls the hub itself"):
-        world.connect("a").reach(seconds=0.0)
+        world.connect("a", patience=0.0).reach()
+
+
+def test_a_new_start_waits_for_the_lease_of_a_machine_that_died_without_a_word(
+    world: World,
+) -> None:
+    world.found_run("a", "b", rounds=1)
+    silent = world.sites.pop("b").connection
+    heartbeat = world.service.coordinator.heartbeat
+
+    def is_lost(peer: Peer, about: Any) -> None:
+        """The connection stays open, as that of a machine without power does for a while."""
+        if peer.incarnation != silent.incarnation:
+            heartbeat(peer, about)
+
+    with (
+        patch.object(world.service.coordinator, "heartbeat", is_lost),
+        patch("lightning_sdiloco.federation.remote._MARGIN", 1.0),
+    ):
+        world.sites["b"] = joined(world.connect("b", lease=TERMS.lease), world.terms)
+        world.more(1)
+
+
+def test_a_site_that_starts_before_its_hub_waits_for_its_patience(world: World) -> None:
+    world.start(sites=1)
+    world.service.close()
+    with pytest.raises(ExchangeError, match="has not reached the hub for patience=1 s"):
+        world.connect("a", patience=1.0).agree(run_config(TERMS))
+    waiting: Any = world.connect("a", patience=100.0)
+    times = chain([0.0], repeat(90.0))
+    waiting.now = lambda: next(times)
+    with ThreadPoolExecutor(1) as pool:
+        agreed = pool.submit(waiting.agree, run_config(TERMS))
+        time.sleep(0.5)
+        world.start(sites=1)
+        assert agreed.result(20).key == run_config(TERMS).key
 
 
 HALVES = (b"one half of it", b"the other half")

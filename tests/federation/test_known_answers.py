@@ -231,7 +231,7 @@ def test_lasting_ties_and_non_finite_values_are_errors_and_evicted_sites_stay_ou
     with pytest.raises(Refused, match="evicted"):
         join(ledger, "b", now=15.0)
     join(ledger, "b", now=15.0, born=2)
-    ledger.leave("b", incarnation(2))
+    ledger.leave("b", incarnation(2), 1.0)
     offer(ledger, contribution("a", 2, finite=False), now=15.0)
     with pytest.raises(AgreementError, match="No site has finite values in fragment 0: a"):
         close(ledger, 50.0)
@@ -241,13 +241,13 @@ def test_a_name_is_in_use_while_its_process_lives_and_is_told_its_launches() -> 
     ledger = ledger_of("a")
     with pytest.raises(Refused, match="in use by a running process"):
         join(ledger, "a", now=5.0, born=2)
-    ledger.leave("a", incarnation(1))
+    ledger.leave("a", incarnation(1), 1.0)
     join(ledger, "a", now=5.0, born=2)
     with pytest.raises(Refused, match="has not said hello"):
         heartbeat(ledger, "a", 6.0, born=1)
     with pytest.raises(Refused, match="has not said hello"):
         offer(ledger, contribution("x"))
-    ledger.leave("a", incarnation(1))
+    ledger.leave("a", incarnation(1), 1.0)
     assert ledger.present(6.0) == ["a"]
     assert ledger.contribute(A, incarnation(2), 6.0) is Answer.OPEN, (
         "a flight of the incarnation before"
@@ -258,7 +258,7 @@ def test_a_name_is_in_use_while_its_process_lives_and_is_told_its_launches() -> 
     running = ledger_of("ab")
     offer(running, A, INFINITE_B)
     for ledger in (running, started(now=100.0, contributions=[A])):
-        ledger.leave("a", incarnation(1))
+        ledger.leave("a", incarnation(1), 1.0)
         assert hello(ledger, "a", 2, 101.0).standing == (Standing(0, incarnation(1)),)
         assert hello(ledger, "b", 1, 101.0).standing == (), "it cannot count"
 
@@ -280,6 +280,40 @@ def test_a_hub_that_comes_back_goes_on_where_it_was_and_refuses_a_damaged_ledger
     for damaged in ([second], [first, replace(second, previous=RUN_CONFIG)], [first, first]):
         with pytest.raises(AgreementError, match="does not follow on"):
             started(damaged)
+
+
+def test_after_a_pause_of_the_hub_sites_from_before_it_are_awaited_for_a_lease() -> None:
+    ledger = ledger_of("abc")
+    offer(ledger, A, B)
+    append(ledger, ledger.due(3.0))
+    ledger.evict("c")
+    ledger.leave("b", incarnation(), 90.0)  # its connection broke during the pause
+    ledger.resume(100.0)
+    assert ledger.present(100.0) == ["a", "b"]
+    # Or breaks now, as that of any site that has waited for an answer.
+    ledger.leave("a", incarnation(), 100.1)
+    join(ledger, "a", now=100.2)
+    offer(ledger, contribution("a", 2), now=100.3)
+    assert close(ledger, 100.3) == []
+    join(ledger, "b", now=101.0)
+    offer(ledger, contribution("b", 2), now=101.1)
+    assert close(ledger, 101.1) == ["ab"]
+    ledger.leave("b", incarnation(), 120.0)
+    assert ledger.present(105.0) == ["a"], "the while is over"
+
+
+def test_a_lost_quorum_names_the_sites_that_are_missing_and_what_to_do() -> None:
+    ledger = ledger_of("ab", quorum=All(2))
+    offer(ledger, A, B)
+    close(ledger)
+    assert ledger.lost_quorum(1.0) is None
+    heartbeat(ledger, "a", 5.0)
+    lost = ledger.lost_quorum(11.0)
+    assert lost is not None
+    assert "only 1 here: a. Missing: b (silent)" in lost
+    assert "--quorum" in lost
+    assert ledger.lost_quorum(99.0) is None, "nobody is there that waits"
+    assert ledger_of("a", quorum=DynamicBackup(1.0)).lost_quorum(1.0) is None
 
 
 def test_a_joiner_gets_the_most_advanced_state_or_a_snapshot_and_never_begins_afresh() -> None:

@@ -22,6 +22,7 @@ from lightning_sdiloco import DenseBeginning, Federation, OuterOptimizer
 from lightning_sdiloco.compression import FP4, ByLink, ErrorFeedback, Int2, RandomK, Threshold
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
 from lightning_sdiloco.federation.codec import plain, read
+from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.keys import add_keys, init_keys
 from lightning_sdiloco.federation.messages import Record, Recorded
 from lightning_sdiloco.federation.run_config import Terms
@@ -447,10 +448,36 @@ def test_a_site_that_drops_late_contributions_still_mixes(
     run.lost[0, 0] += 8
     run.lost[0, 1] += 10
     run.check()
+    status: Any = run.hub.coordinator.status()
+    fragments = len(status["fragments"])
+    lost = status["sites"]["s0"]
+    assert lost["lost_steps"] == round(18 / fragments, 1)
+    assert lost["lost_share"] == round(18 / (41 * fragments), 4)
+    assert status["sites"]["s1"]["lost_steps"] == 0
 
 
 def first_parameter(site: Site) -> Tensor:
     return next(site.model.parameters()).detach().flatten()
+
+
+def test_a_site_that_joins_in_mid_schedule_hears_that_its_learning_rate_differs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = founded(1, **CHOICES)[0]
+    rate = first.optimizer.param_groups[0]["lr"]
+    first.optimizer.param_groups[0]["lr"] = rate / 10
+    train([first], 20)
+    equal_site = Site(first.hub, 1, **CHOICES)
+    equal_site.optimizer.param_groups[0]["lr"] = rate / 9
+    fresh = Site(first.hub, 2, **CHOICES)
+    train([first, equal_site, fresh], 40)
+    warnings = [text for text in caplog.messages if "inner learning rate" in text]
+    assert len(warnings) == 1, warnings
+    (warning,) = warnings
+    assert f"of s2 is {rate:.3g}, and the other sites' is {rate / 10:.3g}" in warning
+    sites: Any = first.hub.coordinator.status()["sites"]
+    rates = [sites[f"s{index}"]["inner_lr"] for index in range(3)]
+    assert rates == pytest.approx([rate / 10, rate / 9, rate])
 
 
 class SlowPayloads:
@@ -598,6 +625,55 @@ def test_sites_train_on_while_the_hub_lacks_its_ledger_and_count_everything_late
     sites[0].reconnect()
     with pytest.raises(ExchangeError, match=r"patience=1 s.*The hub knows 2 rounds"):
         train(sites, 1)
+
+
+def test_sites_with_checkpoints_newer_than_a_backup_refound_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    killed = founded(2, steps=40, **CHOICES)
+    hub = killed[0].hub
+    states = [site.state() for site in killed]
+    rounds_before = killed[0].fragments[0].applied.round
+    for site in killed:
+        site.die()
+    # The other way: a hub on the backup says in words that it is no way.
+    hub.journal = earlier(hub, 2)
+    hub.restart()
+    sites = [Site(hub, index, **CHOICES) for index in range(2)]
+    for site, state in zip(sites, states, strict=True):
+        site.resume(state)
+    train(sites, 1)
+    trouble = str(hub.coordinator.status()["trouble"])
+    assert "s0 has applied 4 rounds of fragment 0, and this ledger has 1" in trouble
+    assert "sdiloco hub --refound" in trouble
+    assert caplog.messages.count(trouble) == 1
+    assert any("sdiloco hub --refound" in text for text in caplog.messages if "Site s0" in text)
+    hub.journal = SQLiteLedger(MEMORY)
+    hub.coordinator = Coordinator("run", hub.journal, hub.store, 2, hub.clock, refound=True)
+    hub.coordinator.start(hub.notify)
+    for site in (*sites, *sites):
+        site.die()
+        site.reconnect()
+    train(sites, 40)
+    assert agree(sites)
+    assert sites[0].fragments[0].applied.round > rounds_before
+
+
+def test_after_a_pause_of_the_hub_no_round_closes_with_the_first_site_alone() -> None:
+    first, second = founded(2, steps=12, sync_every=4, overlap_steps=1, grace="auto")
+    hub = first.hub
+    hub.passes(100.0)
+    hub.coordinator.resumed(100.0)
+    first.die()
+    second.die()
+    first.reconnect()
+    rounds_before = len(hub.counted())
+    train([first], 12)
+    second.reconnect()
+    train([first, second], 12)
+    counted = hub.counted()[rounds_before:]
+    assert counted
+    assert all(sites == ["s0", "s1"] for sites in counted)
 
 
 def test_sites_that_have_more_than_a_run_that_was_rolled_back_end_at_once() -> None:

@@ -7,6 +7,7 @@ import datetime
 import json
 import logging
 import os
+import resource
 import shutil
 import socket
 import struct
@@ -59,7 +60,7 @@ from lightning_sdiloco.federation.wire import (
     pack,
     unpack,
 )
-from tests.federation.hubs import Line, Served, make_keys, put, until
+from tests.federation.hubs import Line, Served, SlowLine, World, make_keys, put, until
 from tests.federation.scripted import RUN
 from tests.federation.test_known_answers import contribution
 
@@ -394,7 +395,7 @@ def test_disk_errors_of_the_hub_are_reported_to_its_members(served: Served) -> N
     site = served.client("site-a")
     dropped = put(site, b"old")
     damaged = put(site, bytes(3 * CHUNK))
-    served.store.retain([damaged], age=0)
+    served.store.retain([damaged])
     with pytest.raises(Missing, match=dropped):
         site.get(dropped)
     with (Path(served.store.url) / "blobs" / damaged).open("rb+") as file:
@@ -407,6 +408,38 @@ def test_disk_errors_of_the_hub_are_reported_to_its_members(served: Served) -> N
 
 
 # A hub for each test
+
+
+def test_a_connection_without_a_hello_ends_and_the_others_stay(tmp_path: Path, keys: Path) -> None:
+    options = [*server.SERVER_OPTIONS, ("grpc.server_handshake_timeout_ms", 1_000)]
+    assert dict(server.SERVER_OPTIONS)["grpc.server_handshake_timeout_ms"] == 20_000
+    with patch.object(server, "SERVER_OPTIONS", options), Served(tmp_path, keys) as served:
+        site = served.client("site-a")
+        assert answers(site)
+        strangers = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(20)]
+        for stranger in strangers:
+            stranger.settimeout(20.0)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b"", "the hub ends it"
+            stranger.close()
+        assert answers(site)
+
+
+def test_a_hub_raises_its_limit_of_descriptors_and_says_when_few_are_left(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+    try:
+        world.start(1)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+        with patch.object(server, "_FEW_DESCRIPTORS", hard):
+            until(lambda: "strangers" in caplog.text)
+        line = next(text for text in caplog.messages if "strangers" in text)
+        assert f"of {hard:,} descriptors are in use" in line
+        assert "firewall" in line
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @patch.object(server, "_SILENT", 3.0)
@@ -559,6 +592,33 @@ def test_a_member_that_does_not_listen_is_cut_off_and_the_hub_keeps_nothing_for_
     hub.hub.push(Event("more", {}))
     assert next(quick).kind == "more"
     until(lambda: [session.peer.name for session in hub.hub._sessions] == ["viewer"])
+
+
+def test_a_site_two_seconds_away_connects_and_gets_its_events(hub: Served) -> None:
+    line = SlowLine(hub.port)
+    site = hub.client("site-a", port=line.port, timeout=10.0, heartbeat=1.0, channels=1)
+
+    def is_connected() -> bool:
+        with contextlib.suppress(HubUnreachable):
+            return answers(site)
+        return False
+
+    until(is_connected, 60.0)
+    events = site.events(dict)
+    with ThreadPoolExecutor(1) as pool:
+        welcome = pool.submit(lambda: next(event for event in events if event.kind == "welcome"))
+        assert welcome.result(60.0).header == {"to": "site-a"}
+    line.close()
+
+
+def test_a_site_too_far_away_hears_the_limit(hub: Served) -> None:
+    line = SlowLine(hub.port)
+    options = {**dict(client.CLIENT_OPTIONS), "grpc.min_reconnect_backoff_ms": 5_000}
+    with patch.object(client, "CLIENT_OPTIONS", list(options.items())):
+        site = hub.client("site-a", port=line.port, channels=1)
+    with pytest.raises(HubUnreachable, match="longer than 6 s"):
+        site.round_trip()
+    line.close()
 
 
 def test_a_silent_hub_is_gone_after_some_beats_and_lines_to_nowhere_are_made_again(

@@ -509,13 +509,17 @@ class Hub(Process):
             self.close_rounds()
             self.world.judge.check_open_rounds(self)
             if self.disk.is_real and self.world.random.random() < 0.02:
-                self.coordinator.store.retain(self.coordinator._needed(self.ledger.kept_from))
+                self.coordinator.store.retain(self.coordinator._in_use())
         self.world.after(TICK, self.tick)
 
     def close_rounds(self) -> None:
         self.coordinator.tick()
-        if self.alive and self.coordinator.trouble:
-            self.world.operator_evicts(self, self.coordinator.trouble)
+        trouble = self.coordinator.trouble
+        now = self.world.now
+        is_passing = self.ledger.lost_quorum(now) or self.ledger.older_than_sites(now)
+        # Sites come back, and so does the newest ledger: nobody is evicted for these.
+        if self.alive and trouble and not is_passing:
+            self.world.operator_evicts(self, trouble)
             self.coordinator.tick()
 
     def receive(self, *message: Any) -> None:

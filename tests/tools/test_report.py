@@ -23,7 +23,7 @@ from lightning_sdiloco.planning.workload import Groups, Model
 from lightning_sdiloco.tools import report as series
 from lightning_sdiloco.tools.output import drawn
 from lightning_sdiloco.tools.report import THEMES, draw_sites, judge, pictures_of
-from lightning_sdiloco.tools.run_files import Run, changes, read_run, records_in, trace
+from lightning_sdiloco.tools.run_files import Rank, Run, changes, read_run, records_in, trace
 from tests.fits import fit
 from tests.ranks import run_processes
 from tests.tools.command import refused, told
@@ -328,6 +328,13 @@ def test_the_advice_counts_on_the_exchange_that_ran(
         assert verdict.sentences[1].startswith("Set exchange='auto'. The planner expects")
 
 
+def sentence_of_losses(rank: Rank, lost: int) -> str:
+    steps = len(rank.steps)
+    mean = lost / len(rank.fragments)
+    share = mean / steps
+    return f" Launches that were late cost {mean:.1f} of its {steps} inner steps, {share:.1%}."
+
+
 def test_a_site_reports_the_counted_sites_and_its_start(tmp_path: Path) -> None:
     lines, _ = Recording(link=0.01).lines()
     start = lines[0]
@@ -335,6 +342,7 @@ def test_a_site_reports_the_counted_sites_and_its_start(tmp_path: Path) -> None:
     counted_sites = (["a", "b"], ["a", "b"], ["a"], ["a"])
     for landing, sites in zip(landings(lines), counted_sites, strict=True):
         landing["sites"] = sites
+    landings(lines)[1]["lost_steps"] = 5
     # It was killed after its last step, and started again.
     lines.append({**start, "time": 5.0, "step": 20})
     run = written(tmp_path, [lines])
@@ -344,6 +352,7 @@ def test_a_site_reports_the_counted_sites_and_its_start(tmp_path: Path) -> None:
     assert f"{site} It was started again once." in sentence
     assert sentence.endswith(
         "Of the 4 rounds of fragments that landed here, sites counted: a in 4, b in 2."
+        + sentence_of_losses(run.ranks[0], 5)
     )
     events = [text for _, text in changes(run.ranks[0])]
     assert events == [

@@ -1,0 +1,57 @@
+"""Blobs that nothing names yet: a site sends a blob first, and then the message that names it.
+
+The coordinator owns the `UnnamedBlobs` of its run, and holds its lock for every call.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_sdiloco.federation.keys import Peer
+from lightning_sdiloco.federation.messages import Payload
+
+# Seconds after which no message will name a blob, however long its sender stays.
+_LONGEST = 3600.0
+
+
+@dataclass
+class _Unnamed:
+    """A blob that is kept until the lease of its sender ends, and never beyond ``latest``."""
+
+    until: float
+    latest: float
+
+
+class UnnamedBlobs:
+    """Keeps each blob for as long as its sender has a lease, and may still name it."""
+
+    def __init__(self) -> None:
+        # By sender: its blobs by key.
+        self._blobs: defaultdict[Peer, dict[str, _Unnamed]] = defaultdict(dict)
+
+    def add(self, key: str, sender: Peer, now: float, lease: float) -> None:
+        """Notes a blob that is arriving or has arrived; it is kept for a lease at least."""
+        self._blobs[sender][key] = _Unnamed(now + lease, now + _LONGEST)
+
+    def renew(self, sender: Peer, until: float) -> None:
+        """Prolongs the lease of a sender."""
+        for unnamed in self._blobs.get(sender, {}).values():
+            unnamed.until = max(unnamed.until, until)
+
+    def discard(self, payloads: Iterable[Payload], sender: Peer) -> None:
+        """Notes that no other message of a sender will name these blobs."""
+        for payload in payloads:
+            self._blobs.get(sender, {}).pop(payload.key, None)
+
+    def keys(self, now: float) -> set[str]:
+        """Returns the keys of all blobs that may still be named."""
+        keys = set[str]()
+        for sender, blobs in list(self._blobs.items()):
+            for key, unnamed in list(blobs.items()):
+                if min(unnamed.until, unnamed.latest) > now:
+                    keys.add(key)
+                else:
+                    del blobs[key]
+            if not blobs:
+                del self._blobs[sender]
+        return keys
