@@ -15,12 +15,12 @@ launched for it.
 """
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from lightning_sdiloco.algorithm.weighting import outlying
+from lightning_sdiloco.algorithm.guard import Length, Past, TooLong, outlying, remembered
 from lightning_sdiloco.errors import AgreementError, Refused
 from lightning_sdiloco.federation.messages import (
     Call,
@@ -178,6 +178,8 @@ class Ledger:
             deque(maxlen=RETENTION) for _ in range(terms.fragments)
         ]
         self.evicted = set(evicted)
+        # By fragment and site: the lengths that the guard compares.
+        self._pasts: list[dict[str, Past]] = [{} for _ in range(terms.fragments)]
         self._timings = Timings()
         self._ending = False
         for record in records:
@@ -384,11 +386,10 @@ class Ledger:
                 continue
             try:
                 majority = self._majority(fragment, round, now)
+                if majority:
+                    records.append(self._record(fragment, majority, self.seq + len(records)))
             except AgreementError as error:
                 undecided.append(error)
-                continue
-            if majority:
-                records.append(self._record(fragment, majority, self.seq + len(records)))
         if undecided and not records:
             raise undecided[0]
         return records
@@ -399,11 +400,18 @@ class Ledger:
         """
         too_long = self._too_long(fragment, majority)
         counted = tuple(launched for launched in majority if launched.site not in too_long)
+        if not counted:
+            raise AgreementError(
+                f"Every contribution to round {self.closed[fragment].next_round} of fragment"
+                f" {fragment} is far too long: {', '.join(sorted(too_long))}. The round waits for"
+                " another site. Evict the sites that are wrong (sdiloco hub evict), and start them"
+                " again without their checkpoints."
+            )
         counted_sites = {launched.site for launched in counted}
         left_out = []
         for site, launched in sorted(self.open[fragment].contributions.items()):
             if site in too_long:
-                left_out.append(LeftOut(site, "too long", _rounded(too_long[site])))
+                left_out.append(_left_out(site, too_long[site]))
             elif site not in counted_sites:
                 left_out.append(LeftOut(site, launched.reason or "other outer parameters"))
         timings = sorted(self._timings.unrecorded.get(fragment, {}).items())
@@ -462,25 +470,19 @@ class Ledger:
             " sites that are wrong (sdiloco hub evict), so that they fetch a state from the others."
         )
 
-    def _too_long(self, fragment: int, majority: Sequence[Contribution]) -> dict[str, float]:
-        """Returns the sites whose outer gradients the guard leaves out, and how many times too
-        long each is.
-        """
+    def _too_long(self, fragment: int, majority: Sequence[Contribution]) -> dict[str, TooLong]:
+        """Returns the sites whose outer gradients the guard leaves out, and why."""
         if self.terms.guard is None:
             return {}
-        earlier = defaultdict[str, list[float]](list)
-        for record in self.history[fragment]:
-            for counted in record.counted:
-                earlier[counted.site].append(self._length(counted))
-        lengths = {launched.site: self._length(launched) for launched in majority}
-        return outlying(lengths, earlier, self.terms.guard)
+        return outlying(self._lengths(majority), self._pasts[fragment], self.terms.guard)
 
-    def _length(self, contribution: Contribution) -> float:
-        """Returns the norm per inner step: some sites have trained more steps than others, for
-        instance without the hub.
-        """
-        steps = max(contribution.steps, self.terms.least_steps(contribution.round))
-        return math.sqrt(contribution.norm_squared) / steps
+    def _lengths(self, contributions: Iterable[Contribution]) -> dict[str, Length]:
+        lengths = dict[str, Length]()
+        for launched in contributions:
+            norm = math.sqrt(launched.norm_squared)
+            steps = max(launched.steps, self.terms.least_steps(launched.round))
+            lengths[launched.site] = Length(norm, steps, launched.path)
+        return lengths
 
     def append(self, record: Record) -> None:
         closed = self.closed[record.fragment]
@@ -493,6 +495,10 @@ class Ledger:
         self.seq += 1
         self.closed[record.fragment] = record.position
         self.history[record.fragment].append(record)
+        by_guard = [left_out.site for left_out in record.left_out if left_out.is_by_guard]
+        self._pasts[record.fragment] = remembered(
+            self._lengths(record.counted), by_guard, self._pasts[record.fragment]
+        )
         self.closing.pop(record.fragment, None)
         round = self.open.pop(record.fragment, None)
         self._timings.closes(record, round.opened if round else None)
@@ -644,6 +650,13 @@ class Timings:
             arrived, time = self._arrived.get((fragment, site), (0, 0.0))
             if arrived == record.round:
                 self._counted[fragment, site] = contribution.incarnation, time
+
+
+def _left_out(site: str, too_long: TooLong) -> LeftOut:
+    times = _rounded(too_long.times)
+    if too_long.is_beside_others:
+        return LeftOut(site, "too long beside the others", times)
+    return LeftOut(site, "too long", times)
 
 
 def _rounded(number: float) -> float:
