@@ -122,7 +122,7 @@ class Answer(Enum):
 @dataclass
 class Member:
     """A site with a lease, which ends at ``until``. It ``follows`` if it is near enough to
-    contribute.
+    contribute, and ``followed_at`` is when that was first known.
     """
 
     incarnation: str
@@ -130,6 +130,12 @@ class Member:
     follows: bool
     applied: tuple[int, ...]
     connected: bool = True
+    followed_at: float = 0.0
+
+    def follow(self, follows: bool, now: float) -> None:
+        if follows and not self.follows:
+            self.followed_at = now
+        self.follows = follows
 
 
 @dataclass
@@ -243,7 +249,7 @@ class Ledger:
     def heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
         member = self._member(heartbeat.site, heartbeat.incarnation)
         member.until = now + self.terms.lease
-        member.follows = heartbeat.follows
+        member.follow(heartbeat.follows, now)
         member.applied = heartbeat.applied
 
     def leave(self, site: str, incarnation: str) -> bool:
@@ -333,7 +339,7 @@ class Ledger:
             round = self._take(contribution, now, now)
             # A new launch shows that its site follows, a moment before its next heartbeat says so.
             member = self.members[contribution.site]
-            member.follows = member.follows or contribution.incarnation == incarnation
+            member.follow(member.follows or contribution.incarnation == incarnation, now)
             self._timings.arrives(contribution, now, round.opened)
         elif answer is Answer.LATE:
             self._timings.arrives_late(contribution, now)
@@ -428,13 +434,23 @@ class Ledger:
         )
 
     def _closes(self, fragment: int, round: OpenRound, sites: list[str], now: float) -> bool:
+        begun = min(round.arrived.values())
+        if self._is_first(fragment):
+            # Only beside others can a first contribution be judged, so all founders take part.
+            present = self.present(now)
+            if not {*present} <= {*sites, *round.arrived}:
+                return False
+            begun = max([begun, *(self.members[site].followed_at for site in present)])
         if self._call(fragment).final:
             # No site can count later, so the round waits for all that are alive.
             return all(site in round.arrived for site in sites)
         awaited = self.quorum.awaited(tuple(self.history[fragment]), sites)
         if self.quorum.closes(round.arrived, awaited, now):
             return True
-        return now >= min(round.arrived.values()) + self.terms.grace
+        return now >= begun + self.terms.grace
+
+    def _is_first(self, fragment: int) -> bool:
+        return self.closed[fragment] == self.base[fragment]
 
     def _majority(self, fragment: int, round: OpenRound, now: float) -> list[Contribution]:
         """Returns the contributions that count: those measured against the outer parameters that
@@ -509,8 +525,12 @@ class Ledger:
         lease or a tie.
         """
         deadlines = [member.until for member in self.members.values()]
-        for round in self.open.values():
-            deadlines += [arrived + self.terms.grace for arrived in round.arrived.values()]
+        for fragment, round in self.open.items():
+            begun = [*round.arrived.values()]
+            if self._is_first(fragment):
+                followed = [member.followed_at for member in self.members.values()]
+                begun.append(max([min(begun), *followed]))
+            deadlines += [time + self.terms.grace for time in begun]
             if round.undecided_since:
                 deadlines.append(round.undecided_since + self.terms.lease)
         return min((time for time in deadlines if time > now), default=now + self.terms.lease)

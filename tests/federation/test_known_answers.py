@@ -416,6 +416,29 @@ def test_a_round_of_contributions_that_are_far_too_long_waits_for_another_site()
     assert close(ledger, 9.0) == ["a"]
 
 
+def test_the_first_round_waits_until_all_founders_follow_and_for_the_grace_after_that() -> None:
+    ledger = ledger_of("a")
+    hello(ledger, "b")
+    offer(ledger, A)
+    assert ledger.due(2.9) == []
+    assert ledger.due(9.0) == [], "b fetches a state"
+    join(ledger, "ab", 9.0)
+    assert ledger.next_due(9.0) == 9.0 + TERMS.grace
+    assert ledger.due(9.0 + TERMS.grace - 0.1) == []
+    assert close(ledger, 9.0 + TERMS.grace) == ["a"]
+    hello(ledger, "c", now=11.0)
+    offer_norms(ledger, 2, {"a": 1.0, "b": 1.0})
+    assert close(ledger, 11.0) == ["ab"], "later rounds wait for no site that does not follow"
+
+
+def test_the_first_round_does_not_wait_for_a_founder_whose_lease_has_ended() -> None:
+    ledger = ledger_of("a")
+    hello(ledger, "b")
+    offer(ledger, A)
+    heartbeat(ledger, "a", TERMS.lease)
+    assert close(ledger, TERMS.lease + 0.1) == ["a"]
+
+
 def test_a_run_is_founded_once_by_sites_with_one_run_config() -> None:
     run_config = run_config_of(1)
     founding = Founding(2)
