@@ -237,7 +237,7 @@ def test_compressions_know_no_others_and_federation_rules_no_clock_chance_or_fil
     for member in members:
         assert SOURCE.imports[member] <= bases, member
     assert SOURCE.imports[f"{NAME}.compression.base"] <= ground
-    arithmetic = [f"{NAME}.algorithm.{name}" for name in ("schedule", "weighting")]
+    arithmetic = [f"{NAME}.algorithm.{name}" for name in ("guard", "schedule")]
     for module in RULES:
         assert tops_of(module) & CLOCKS_AND_FILES == set(), module
         assert SOURCE.imports[module] <= {*RULES, f"{NAME}.errors", *arithmetic}, module

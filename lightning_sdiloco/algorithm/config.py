@@ -19,11 +19,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_sdiloco.algorithm.as_data import Data, Fields, as_data, as_text, describes, read_text
 from lightning_sdiloco.algorithm.direction import ELEMENTWISE, EQUALISED, Direction, direction_for
 from lightning_sdiloco.algorithm.gossip import Everyone, Route, check_compression
+from lightning_sdiloco.algorithm.guard import GUARD
 from lightning_sdiloco.algorithm.merge import LandingRule, Mix
 from lightning_sdiloco.algorithm.partition import checked_fragments
 from lightning_sdiloco.algorithm.reduce import TwoShot, check_exchange, kind_and_backend
 from lightning_sdiloco.algorithm.schedule import DenseBeginning, LaunchSchedule, Schedule
-from lightning_sdiloco.algorithm.weighting import GUARD, Aggregation, Weighing
+from lightning_sdiloco.algorithm.weighting import Aggregation, Weighing
 from lightning_sdiloco.compression import Compression, resolve
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -259,9 +260,8 @@ class OuterOptimizer:
         clip_norm: Longer outer gradients of a group are scaled down to this norm. None clips
             nothing.
         outlier_guard: A group is left out of the mean if its outer gradient is more than this many
-            times as long as usual: as the median of its own last norms, of which there must be
-            four, and more where the other groups' have grown, too. ``"auto"``: 10. None leaves out
-            none.
+            times as long as usual: for its own last norms and the growth of the others', or beside
+            the others'. ``"auto"``: 5. None leaves out none.
         offload: True keeps outer parameters and outer momentum in page-locked host memory.
             ``"auto"``: on CUDA devices.
         direction: The map of the mean outer gradient before the optimizer steps.

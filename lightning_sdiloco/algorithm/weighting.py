@@ -1,7 +1,5 @@
 """The control vector of a launch, and the weights of groups in a mean, which follow from it and so
 are alike in all groups.
-
-It needs no tensor: the hub of a federation uses the same guard.
 """
 
 import struct
@@ -9,13 +7,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from math import hypot, inf, sqrt
+from math import sqrt
 from operator import or_
-from statistics import median, median_high
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from typing_extensions import override
 
+from lightning_sdiloco.algorithm.guard import (
+    REMEMBERED,
+    Length,
+    Past,
+    joined_pasts,
+    outlying,
+    remembered,
+)
 from lightning_sdiloco.errors import AgreementError
 
 _CONTROL = struct.Struct("<IIHeIqdQB7x")
@@ -24,18 +29,6 @@ CONTROL_BYTES = _CONTROL.size
 
 # The largest number of a half-precision float.
 _LONGEST_STEP = 65504.0
-
-Member = TypeVar("Member")
-"""A group by its number, or a site by its name."""
-
-GUARD = 10.0
-"""How many times as long is too long, by default."""
-
-REMEMBERED = 8
-"""The most last norms that a new one is compared with."""
-
-_ENOUGH = 4
-_OTHERS = 2
 
 # A group that is left out this many times in a row will not recover.
 _MOST_LEFT_OUT = 3
@@ -217,8 +210,7 @@ class Weighing(ABC):
 class Aggregation(Weighing):
     """Weighs the groups of a mean by what they trained, clips and guards them.
 
-    The state of a fragment is the last norms of the outer gradients, by group: at most eight each,
-    the oldest first.
+    The state of a fragment is what the guard remembers of each group; see `Past`.
 
     Args:
         clip_norm: Longer outer gradients are scaled down to this norm; with None, none is.
@@ -230,126 +222,55 @@ class Aggregation(Weighing):
     guard: float | None = None
 
     @override
-    def start(self, groups: int) -> list[list[float]]:
-        return [[] for _ in range(groups)]
+    def start(self, groups: int) -> list[WeighingState]:
+        return [Past().plain() for _ in range(groups)]
 
     @override
-    def count(self, controls: Sequence[Control], state: Sequence[Sequence[float]] = ()) -> Count:
-        candidates = may_count(controls)
-        norms = {group: controls[group].norm for group in candidates}
-        outliers = tuple[int, ...]()
-        if self.guard is not None:
-            outliers = tuple(outlying(norms, dict(enumerate(state)), self.guard))
-        factors = by_training(controls, [group for group in candidates if group not in outliers])
+    def count(self, controls: Sequence[Control], state: Sequence[object] = ()) -> Count:
+        lengths = self._lengths(controls)
+        outliers = self._outliers(lengths, state)
+        factors = by_training(controls, [group for group in lengths if group not in outliers])
         if self.clip_norm is not None:
             for group in factors:
-                if norms[group] > self.clip_norm:
-                    factors[group] *= self.clip_norm / norms[group]
+                norm = controls[group].norm
+                if norm > self.clip_norm:
+                    factors[group] *= self.clip_norm / norm
         return Count(factors, outliers)
 
-    @override
-    def heard(
-        self, controls: Sequence[Control], state: Sequence[Sequence[float]]
-    ) -> list[list[float]]:
-        return remembered(state, controls)
+    def _lengths(self, controls: Sequence[Control]) -> dict[int, Length]:
+        lengths = dict[int, Length]()
+        for group in may_count(controls):
+            # Groups launch after the same inner steps, so their learning rates are alike.
+            lengths[group] = Length(controls[group].norm, controls[group].weight)
+        return lengths
+
+    def _outliers(self, lengths: Mapping[int, Length], state: Sequence[object]) -> tuple[int, ...]:
+        # A group without others is at liberty.
+        if self.guard is None or len(state) == 1:
+            return ()
+        return tuple(outlying(lengths, _pasts(state), self.guard))
 
     @override
-    def joined(self, states: Sequence[Sequence[Sequence[float]]], groups: int) -> list[list[float]]:
-        """Returns the norms of all these fragments together: those of a part are at most as
+    def heard(self, controls: Sequence[Control], state: Sequence[object]) -> list[WeighingState]:
+        lengths = self._lengths(controls)
+        outliers = self._outliers(lengths, state)
+        counted = {group: length for group, length in lengths.items() if group not in outliers}
+        pasts = remembered(counted, outliers, _pasts(state))
+        return [pasts.get(group, Past()).plain() for group in range(len(controls))]
+
+    @override
+    def joined(self, states: Sequence[Sequence[object]], groups: int) -> list[WeighingState]:
+        """Returns the lengths of all these fragments together: those of a part are at most as
         long.
         """
-        joined = self.start(groups)
-        for group, norms in enumerate(joined):
-            newest_first = zip(*(reversed(state[group]) for state in states), strict=False)
-            norms += [hypot(*norms_of_round) for norms_of_round in newest_first]
-            norms.reverse()
+        joined = list[WeighingState]()
+        for group in range(groups):
+            joined.append(joined_pasts([Past.read(state[group]) for state in states]).plain())
         return joined
 
 
-def remembered(norms: Sequence[Sequence[float]], controls: Sequence[Control]) -> list[list[float]]:
-    """Returns the norms to remember once a flight has landed; see `Aggregation`."""
-    last_norms = [list(norms_of_group) for norms_of_group in norms]
-    for group in may_count(controls):
-        last_norms[group].append(controls[group].norm)
-    return [norms_of_group[-REMEMBERED:] for norms_of_group in last_norms]
-
-
-# The guard: an outer gradient is too long to count, compared with the past of its group, and with
-# the growth of the other groups in this round
-
-
-def usual(
-    member: Member, norms: Mapping[Member, float], past: Mapping[Member, Sequence[float]]
-) -> float:
-    """Returns how long an outer gradient usually is; 0 if that is not known.
-
-    It is the median of the group's own last norms, of which there must be four. If the other norms
-    of the round are longer than the medians of their groups, it grows by the median of these
-    ratios, since the training has changed. It is at least the median of the other norms, if there
-    are two.
-
-    Args:
-        member: The group or site.
-        norms: The norms of all that could count in a round.
-        past: The last norms of each, at most eight.
-
-    Examples:
-        >>> usual("a", {"a": 40.0, "b": 1.0, "c": 1.0}, {"b": [1.0] * 4, "c": [1.0] * 4})
-        0.0
-        >>> usual("a", {"a": 40.0, "b": 6.0}, {"a": [2.0] * 4, "b": [3.0] * 4})
-        4.0
-    """
-    own_median = _median_of_past(past.get(member, ()))
-    if not own_median:
-        return 0.0
-    growths = list[float]()
-    peer_norms = list[float]()
-    for peer, norm in norms.items():
-        if peer == member:
-            continue
-        peer_norms.append(norm)
-        peer_median = _median_of_past(past.get(peer, ()))
-        if 0 < peer_median < inf:
-            growths.append(norm / peer_median)
-    usual_norm = own_median
-    if growths:
-        usual_norm *= max(1.0, median_high(growths))
-    if len(peer_norms) >= _OTHERS:
-        return max(usual_norm, median_high(peer_norms))
-    return usual_norm
-
-
-def _median_of_past(last: Sequence[float]) -> float:
-    """Returns the median of a group's last norms; 0 while there are too few."""
-    if len(last) < _ENOUGH:
-        return 0.0
-    return median(last)
-
-
-def outlying(
-    norms: Mapping[Member, float], past: Mapping[Member, Sequence[float]], guard: float
-) -> dict[Member, float]:
-    """Returns the outliers, each with how many times as long as usual it is.
-
-    A group without enough norms of its own is none: its data may be unlike the others'. If all are
-    that far off, the training has changed, and none is at fault.
-
-    Examples:
-        >>> outlying({"a": 1.0, "b": 40.0, "c": 1.0}, {"b": [1.0] * 4}, guard=10.0)
-        {'b': 40.0}
-        >>> outlying({"a": 1.0, "b": 40.0, "c": 1.0}, {}, guard=10.0)
-        {}
-        >>> outlying({"a": 9.5, "b": 10.5}, {"a": [1.0] * 4, "b": [1.0] * 4}, guard=10.0)
-        {}
-    """
-    outliers = dict[Member, float]()
-    for member, norm in norms.items():
-        usual_norm = usual(member, norms, past)
-        if usual_norm > 0 and norm / usual_norm > guard:
-            outliers[member] = norm / usual_norm
-    if len(outliers) == len(norms):
-        return {}
-    return outliers
+def _pasts(state: Sequence[object]) -> dict[int, Past]:
+    return {group: Past.read(saved) for group, saved in enumerate(state)}
 
 
 class Weighed(NamedTuple):

@@ -24,11 +24,12 @@ from lightning_sdiloco.algorithm.config import (
     refuse_unknown,
 )
 from lightning_sdiloco.algorithm.gossip import Route
+from lightning_sdiloco.algorithm.guard import REMEMBERED
 from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.reduce import TwoShot
 from lightning_sdiloco.algorithm.schedule import DenseBeginning, LaunchSchedule, Schedule
-from lightning_sdiloco.algorithm.weighting import REMEMBERED, Absences, Exclusions, Weighing
+from lightning_sdiloco.algorithm.weighting import Absences, Exclusions, Weighing
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.comm.watch import WorldWatch
 from lightning_sdiloco.compression import Compression

@@ -486,6 +486,18 @@ class Rounds:
                 fragment.write_outer(self._topology.in_group, stays=True)
                 self._recover_optimizers(fragment)
 
+    @property
+    def inner_rate(self) -> float:
+        """The largest learning rate of the inner optimizers; 0 if none is known on the host."""
+        rates = [0.0]
+        for optimizer in self.inner_optimizers:
+            for group in optimizer.param_groups:
+                rate = group.get("lr")
+                is_on_host = not isinstance(rate, Tensor) or rate.device.type == "cpu"
+                if rate is not None and is_on_host:
+                    rates.append(float(rate))
+        return max(rates)
+
     def _recover_optimizers(self, fragment: FragmentState) -> None:
         """Forgets the state of inner optimizers for parameters for which it is not finite.
         In-group collective.

@@ -104,13 +104,13 @@ class SiteStatistics:
 
     def count(self, record: Record, left_out: LeftOut) -> None:
         self.not_finite += left_out.reason == "not finite"
-        self.too_long += left_out.reason == "too long"
+        self.too_long += left_out.is_by_guard
         log.warning(
             "round %d of fragment %d leaves out the contribution of %s: %s",
             record.round,
             record.fragment,
             left_out.site,
-            left_out.reason,
+            record.why(left_out.site),
         )
 
 

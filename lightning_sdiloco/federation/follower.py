@@ -76,6 +76,7 @@ class Progress:
         digest: Digest of the outer parameters; None if the site has none that are right.
         steps: Inner steps that the site holds; see [Note: the weight of a site].
         samples: Samples that it holds.
+        path: Sum of the learning rates of these inner steps; 0 if unknown.
         flight: The contribution whose round has not landed.
         call: The last round that the hub has called.
         skipped: The last round whose call the site has declined.
@@ -86,7 +87,8 @@ class Progress:
         refused: The last round whose record was measured against other outer parameters.
         late: The action for a contribution that arrives too late.
         dropped: True if the last contribution was dropped for that.
-        too_long: How many contributions in a row were left out as too long.
+        too_long: The last contributions that counted or that the guard left out, one bit each, the
+            last one lowest: 1 for each that it left out.
         is_fresh: True if nothing that this site has launched is held outside a flight.
         lost_steps: Inner steps of launches that were dropped, since this incarnation began.
         apart: The launch in an open round from which the held training is apart.
@@ -99,6 +101,7 @@ class Progress:
     digest: Digest | None = None
     steps: int = 0
     samples: int = 0
+    path: float = 0.0
     flight: InFlight | None = None
     call: Call | None = None
     skipped: int = 0
@@ -192,6 +195,7 @@ class Progress:
         """Drops the training that is held."""
         self.steps = 0
         self.samples = 0
+        self.path = 0.0
 
     def forget(self) -> None:
         """Notes that the outer parameters are wrong: all training against them is worth
@@ -279,7 +283,7 @@ class Progress:
         return MergeAction.CARRY if holds and self._is_apart(counted) else MergeAction.TAKE
 
     def _landing_uncounted(self, flight: InFlight | None, left_out: LeftOut | None) -> MergeAction:
-        if flight and left_out and left_out.reason == "too long":
+        if flight and left_out and left_out.is_by_guard:
             return MergeAction.TAKE
         return self.late if flight and not self.dropped else MergeAction.CARRY
 
@@ -288,6 +292,7 @@ class Progress:
             if landing is MergeAction.CARRY:
                 self.steps += self.flight.steps
                 self.samples += self.flight.own.weight
+                self.path += self.flight.own.path
             if landing is MergeAction.DROP:
                 self.lost_steps += self.flight.steps
             self.flight = None
@@ -330,6 +335,7 @@ _SAVED = (
     "digest",
     "steps",
     "samples",
+    "path",
     "ended",
     "dropped",
     "too_long",
@@ -337,8 +343,9 @@ _SAVED = (
     "flight",
 )
 
-# A site whose contributions are too long this many times in a row will not recover.
-_MOST_TOO_LONG = 3
+# A site of whose last contributions the guard has left out so many will not recover.
+_JUDGED = 16
+_MOST_LEFT_OUT = 8
 
 
 class Follower:
@@ -495,12 +502,15 @@ class Follower:
 
     # Training
 
-    def trained(self, samples: int, steps: int = 1) -> None:
-        """Counts an inner step, or the inner steps from before the site joined."""
+    def trained(self, samples: int, steps: int = 1, rate: float = 0.0) -> None:
+        """Counts an inner step, or the inner steps from before the site joined, and their learning
+        rate.
+        """
         self._trained_steps += steps
         for progress in self.fragments:
             progress.steps += steps
             progress.samples += samples
+            progress.path += steps * rate
 
     def finish(self) -> None:
         self._finishing = True
@@ -562,6 +572,7 @@ class Follower:
             payloads=(),
             steps=progress.steps,
             exact=progress.is_last(self.terms),
+            path=progress.path,
         )
         progress.flight = InFlight(begun, step, progress.steps)
         progress.launched_at = step
@@ -652,20 +663,24 @@ class Follower:
             return MergeAction.REFUSE
         action = progress.landing(record, self.site)
         progress.land(action, record.position, after)
-        left_out = record.without(self.site)
-        if left_out and left_out.reason == "too long":
-            progress.too_long += 1
-        else:
-            progress.too_long = 0
-        if progress.too_long >= _MOST_TOO_LONG:
-            raise AgreementError(
-                f"{self.site}'s contributions to fragment {record.fragment} were left out"
-                f" {progress.too_long} times in a row: they were too long compared with its earlier"
-                " ones and the other sites'. This site leaves, and the others continue. Look at its"
-                " data, its learning rate and its machine; restarted without a checkpoint, it"
-                " begins from the others' state."
-            )
+        self._judge(progress, record)
         return action
+
+    def _judge(self, progress: Progress, record: Record) -> None:
+        """Counts how often the guard has left this site out; too often is an error."""
+        left_out = record.without(self.site)
+        is_out = left_out is not None and left_out.is_by_guard
+        if is_out or record.of(self.site) is not None:
+            progress.too_long = (progress.too_long << 1 | is_out) % (1 << _JUDGED)
+        count = progress.too_long.bit_count()
+        if is_out and count >= _MOST_LEFT_OUT:
+            raise AgreementError(
+                f"{count} of the last {_JUDGED} contributions of {self.site} to fragment"
+                f" {record.fragment} were left out, the last one because {record.why(self.site)}."
+                " This site leaves, and the others continue. Look at its data, its learning rate"
+                " and its machine; restarted without a checkpoint, it begins from the others'"
+                " state."
+            )
 
     # States
 
@@ -709,7 +724,9 @@ class Follower:
         hints = get_type_hints(Progress, include_extras=True)
         loaded = list[Progress]()
         for fragment, (saved, digest) in enumerate(zip(state["fragments"], digests, strict=True)):
-            fields = {name: read(hints[name], saved[name], name) for name in _SAVED}
+            # What earlier versions did not save has its default.
+            names = [name for name in _SAVED if name in saved]
+            fields = {name: read(hints[name], saved[name], name) for name in names}
             closed = fields["applied"].round
             progress = Progress(fragment, late=self._late, closed=closed, **fields)
             loaded.append(progress)

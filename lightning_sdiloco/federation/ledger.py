@@ -15,12 +15,12 @@ launched for it.
 """
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from lightning_sdiloco.algorithm.weighting import outlying
+from lightning_sdiloco.algorithm.guard import Length, Past, TooLong, outlying, remembered
 from lightning_sdiloco.errors import AgreementError, Refused
 from lightning_sdiloco.federation.messages import (
     Call,
@@ -122,7 +122,7 @@ class Answer(Enum):
 @dataclass
 class Member:
     """A site with a lease, which ends at ``until``. It ``follows`` if it is near enough to
-    contribute.
+    contribute, and ``followed_at`` is when that was first known.
     """
 
     incarnation: str
@@ -130,6 +130,12 @@ class Member:
     follows: bool
     applied: tuple[int, ...]
     connected: bool = True
+    followed_at: float = 0.0
+
+    def follow(self, follows: bool, now: float) -> None:
+        if follows and not self.follows:
+            self.followed_at = now
+        self.follows = follows
 
 
 @dataclass
@@ -178,6 +184,8 @@ class Ledger:
             deque(maxlen=RETENTION) for _ in range(terms.fragments)
         ]
         self.evicted = set(evicted)
+        # By fragment and site: the lengths that the guard compares.
+        self._pasts: list[dict[str, Past]] = [{} for _ in range(terms.fragments)]
         self._timings = Timings()
         self._ending = False
         for record in records:
@@ -252,7 +260,7 @@ class Ledger:
     def heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
         member = self._member(heartbeat.site, heartbeat.incarnation)
         member.until = now + self.terms.lease
-        member.follows = heartbeat.follows
+        member.follow(heartbeat.follows, now)
         member.applied = heartbeat.applied
 
     def leave(self, site: str, incarnation: str, now: float) -> bool:
@@ -390,7 +398,7 @@ class Ledger:
             round = self._take(contribution, now, now)
             # A new launch shows that its site follows, a moment before its next heartbeat says so.
             member = self.members[contribution.site]
-            member.follows = member.follows or contribution.incarnation == incarnation
+            member.follow(member.follows or contribution.incarnation == incarnation, now)
             self._timings.arrives(contribution, now, round.opened)
         elif answer is Answer.LATE:
             self._timings.arrives_late(contribution, now)
@@ -443,11 +451,10 @@ class Ledger:
                 continue
             try:
                 majority = self._majority(fragment, round, now)
+                if majority:
+                    records.append(self._record(fragment, majority, self.seq + len(records)))
             except AgreementError as error:
                 undecided.append(error)
-                continue
-            if majority:
-                records.append(self._record(fragment, majority, self.seq + len(records)))
         if undecided and not records:
             raise undecided[0]
         return records
@@ -458,11 +465,18 @@ class Ledger:
         """
         too_long = self._too_long(fragment, majority)
         counted = tuple(launched for launched in majority if launched.site not in too_long)
+        if not counted:
+            raise AgreementError(
+                f"Every contribution to round {self.closed[fragment].next_round} of fragment"
+                f" {fragment} is far too long: {', '.join(sorted(too_long))}. The round waits for"
+                " another site. Evict the sites that are wrong (sdiloco hub evict), and start them"
+                " again without their checkpoints."
+            )
         counted_sites = {launched.site for launched in counted}
         left_out = []
         for site, launched in sorted(self.open[fragment].contributions.items()):
             if site in too_long:
-                left_out.append(LeftOut(site, "too long", _rounded(too_long[site])))
+                left_out.append(_left_out(site, too_long[site]))
             elif site not in counted_sites:
                 left_out.append(LeftOut(site, launched.reason or "other outer parameters"))
         timings = sorted(self._timings.unrecorded.get(fragment, {}).items())
@@ -479,13 +493,23 @@ class Ledger:
         )
 
     def _closes(self, fragment: int, round: OpenRound, sites: list[str], now: float) -> bool:
+        begun = min(round.arrived.values())
+        if self._is_first(fragment):
+            # Only beside others can a first contribution be judged, so all founders take part.
+            present = self.present(now)
+            if not {*present} <= {*sites, *round.arrived}:
+                return False
+            begun = max([begun, *(self.members[site].followed_at for site in present)])
         if self._call(fragment).final:
             # No site can count later, so the round waits for all that are alive.
             return all(site in round.arrived for site in sites)
         awaited = self.quorum.awaited(tuple(self.history[fragment]), sites)
         if self.quorum.closes(round.arrived, awaited, now):
             return True
-        return now >= min(round.arrived.values()) + self.terms.grace
+        return now >= begun + self.terms.grace
+
+    def _is_first(self, fragment: int) -> bool:
+        return self.closed[fragment] == self.base[fragment]
 
     def _majority(self, fragment: int, round: OpenRound, now: float) -> list[Contribution]:
         """Returns the contributions that count: those measured against the outer parameters that
@@ -521,25 +545,19 @@ class Ledger:
             " sites that are wrong (sdiloco hub evict), so that they fetch a state from the others."
         )
 
-    def _too_long(self, fragment: int, majority: Sequence[Contribution]) -> dict[str, float]:
-        """Returns the sites whose outer gradients the guard leaves out, and how many times too
-        long each is.
-        """
+    def _too_long(self, fragment: int, majority: Sequence[Contribution]) -> dict[str, TooLong]:
+        """Returns the sites whose outer gradients the guard leaves out, and why."""
         if self.terms.guard is None:
             return {}
-        earlier = defaultdict[str, list[float]](list)
-        for record in self.history[fragment]:
-            for counted in record.counted:
-                earlier[counted.site].append(self._length(counted))
-        lengths = {launched.site: self._length(launched) for launched in majority}
-        return outlying(lengths, earlier, self.terms.guard)
+        return outlying(self._lengths(majority), self._pasts[fragment], self.terms.guard)
 
-    def _length(self, contribution: Contribution) -> float:
-        """Returns the norm per inner step: some sites have trained more steps than others, for
-        instance without the hub.
-        """
-        steps = max(contribution.steps, self.terms.least_steps(contribution.round))
-        return math.sqrt(contribution.norm_squared) / steps
+    def _lengths(self, contributions: Iterable[Contribution]) -> dict[str, Length]:
+        lengths = dict[str, Length]()
+        for launched in contributions:
+            norm = math.sqrt(launched.norm_squared)
+            steps = max(launched.steps, self.terms.least_steps(launched.round))
+            lengths[launched.site] = Length(norm, steps, launched.path)
+        return lengths
 
     def append(self, record: Record) -> None:
         closed = self.closed[record.fragment]
@@ -552,6 +570,10 @@ class Ledger:
         self.seq += 1
         self.closed[record.fragment] = record.position
         self.history[record.fragment].append(record)
+        by_guard = [left_out.site for left_out in record.left_out if left_out.is_by_guard]
+        self._pasts[record.fragment] = remembered(
+            self._lengths(record.counted), by_guard, self._pasts[record.fragment]
+        )
         self.closing.pop(record.fragment, None)
         round = self.open.pop(record.fragment, None)
         self._timings.closes(record, round.opened if round else None)
@@ -562,8 +584,12 @@ class Ledger:
         lease or a tie.
         """
         deadlines = [member.until for member in self.members.values()]
-        for round in self.open.values():
-            deadlines += [arrived + self.terms.grace for arrived in round.arrived.values()]
+        for fragment, round in self.open.items():
+            begun = [*round.arrived.values()]
+            if self._is_first(fragment):
+                followed = [member.followed_at for member in self.members.values()]
+                begun.append(max([min(begun), *followed]))
+            deadlines += [time + self.terms.grace for time in begun]
             if round.undecided_since:
                 deadlines.append(round.undecided_since + self.terms.lease)
         return min((time for time in deadlines if time > now), default=now + self.terms.lease)
@@ -717,6 +743,13 @@ class Timings:
             arrived, time = self._arrived.get((fragment, site), (0, 0.0))
             if arrived == record.round:
                 self._counted[fragment, site] = contribution.incarnation, time
+
+
+def _left_out(site: str, too_long: TooLong) -> LeftOut:
+    times = _rounded(too_long.times)
+    if too_long.is_beside_others:
+        return LeftOut(site, "too long beside the others", times)
+    return LeftOut(site, "too long", times)
 
 
 def _rounded(number: float) -> float:

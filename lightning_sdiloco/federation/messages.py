@@ -44,6 +44,7 @@ from lightning_sdiloco.federation.codec import (
 from lightning_sdiloco.federation.run_config import Terms
 
 _MOST_SHARDS = 4096
+_SHOWN = 5
 
 
 class Payload(NamedTuple):
@@ -90,6 +91,8 @@ class Contribution(Message):
     norm_squared: float = 0.0
     steps: int = absent_if_empty(0)
     exact: bool = absent_if_empty(False)
+    # The sum of the learning rates of these inner steps; 0 if unknown.
+    path: float = absent_if_empty(0.0)
 
     @property
     def launch(self) -> LaunchId:
@@ -111,12 +114,23 @@ class Contribution(Message):
 
 class LeftOut(NamedTuple):
     """Why a contribution does not count; one that is too long is ``times`` times as long as
-    usual.
+    usual, for the site itself or beside the others.
     """
 
     site: Name
-    reason: Literal["not finite", "no samples", "other outer parameters", "too long"]
+    reason: Literal[
+        "not finite",
+        "no samples",
+        "other outer parameters",
+        "too long",
+        "too long beside the others",
+    ]
     times: float = 0.0
+
+    @property
+    def is_by_guard(self) -> bool:
+        """True if the guard of the run has left it out."""
+        return self.reason.startswith("too long")
 
 
 class Timing(NamedTuple):
@@ -184,6 +198,22 @@ class Record(Message):
                 return left_out
         return None
 
+    def why(self, site: str) -> str:
+        """Says why a site's contribution does not count, and with whom it was compared."""
+        left_out = self.without(site)
+        if left_out is None:
+            return "it is not in this record"
+        if not left_out.is_by_guard:
+            return left_out.reason
+        sites = [contribution.site for contribution in self.counted]
+        names = ", ".join(sites[:_SHOWN])
+        if len(sites) > _SHOWN:
+            names += f" and {len(sites) - _SHOWN} more"
+        length = f"it is {left_out.times:.4g} times as long as usual"
+        if left_out.reason == "too long":
+            return f"{length} for {site} itself, in its last rounds and by the growth of {names}"
+        return f"{length} beside {names}"
+
     @classmethod
     def from_bytes(cls, text: bytes) -> "Record":
         """Refuses a record whose contributions cannot make one round: it would split the sites that
@@ -248,7 +278,7 @@ class Heartbeat(Message):
     Attributes:
         trained_steps: Inner steps of this incarnation, in each fragment, summed over the fragments.
         lost_steps: Those of them that were launched late and dropped.
-        inner_lr: Its inner learning rate at the last launch, of its first optimizer.
+        inner_lr: Its largest inner learning rate at the last launch.
     """
 
     site: Name

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Annotated, Literal
 
+from lightning_sdiloco.algorithm.guard import GUARD
 from lightning_sdiloco.algorithm.schedule import DenseBeginning, Schedule
-from lightning_sdiloco.algorithm.weighting import GUARD
 from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.federation.codec import (
     CLASS_PATH,

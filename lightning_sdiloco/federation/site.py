@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_sdiloco.algorithm.merge import Mix
 from lightning_sdiloco.comm.topology import Topology
@@ -80,6 +79,7 @@ class RankReport(NamedTuple):
         now: The time of this rank.
         requests: Bits that this rank requests of all ranks.
         samples: Samples that this rank has trained since the last report.
+        rate: The learning rate of its last inner step.
     """
 
     events: list[tuple[str, Json]]
@@ -87,15 +87,19 @@ class RankReport(NamedTuple):
     now: float
     requests: int
     samples: int
+    rate: float
 
 
 class SiteReport(NamedTuple):
-    """The same at all ranks: new events, the time, and the requests and samples of all ranks."""
+    """The same at all ranks: new events, the time, the requests and samples of all ranks, and their
+    largest learning rate.
+    """
 
     events: list[SiteEvent]
     now: float
     requests: int
     samples: int
+    rate: float
 
 
 class _Fetching(NamedTuple):
@@ -159,11 +163,11 @@ class SharedConnection:
         founded = RunConfig.from_bytes(text)
         return founded, founded.terms if amended is None else read(Terms, amended, "terms")
 
-    def hear(self, requests: int = 0, samples: int = 0) -> SiteReport:
+    def hear(self, requests: int = 0, samples: int = 0, rate: float = 0.0) -> SiteReport:
         """Returns the events since the last call, and what all ranks request and have trained."""
         if self._ranks.size == 1:
-            return SiteReport(self.hub.events(), self.hub.now(), requests, samples)
-        values: list[Json] = self.on_all_ranks(lambda: tuple(self._report(requests, samples)))
+            return SiteReport(self.hub.events(), self.hub.now(), requests, samples, rate)
+        values: list[Json] = self.on_all_ranks(lambda: tuple(self._report(requests, samples, rate)))
         reports = [RankReport(*fields) for fields in values]
         events = self._read(reports[0].events)
         for rank, report in enumerate(reports):
@@ -173,9 +177,10 @@ class SharedConnection:
                 if recorded is not None:
                     events.append(recorded)
         samples = sum(report.samples for report in reports)
-        return SiteReport(events, reports[0].now, requests, samples)
+        rate = max(report.rate for report in reports)
+        return SiteReport(events, reports[0].now, requests, samples, rate)
 
-    def _report(self, requests: int, samples: int) -> RankReport:
+    def _report(self, requests: int, samples: int, rate: float) -> RankReport:
         events = list[tuple[str, Json]]()
         fetched = dict[str, bool]()
         for event in self.hub.events():
@@ -185,7 +190,7 @@ class SharedConnection:
                     self._payloads[event.record.key] = event.blobs
                 event = Recorded(event.record, None)
             events.append((type(event).__name__, plain(event)))
-        return RankReport(events, fetched, self.hub.now(), requests, samples)
+        return RankReport(events, fetched, self.hub.now(), requests, samples, rate)
 
     def _read(self, plain_events: Sequence[tuple[str, Json]]) -> list[SiteEvent]:
         """Returns the events of the first rank, except records, which all ranks begin to fetch."""
@@ -227,15 +232,6 @@ class SharedConnection:
         return set(
             self.on_all_ranks(lambda: {key for key, work in pending.items() if work.is_ready})[0]
         )
-
-
-def inner_rate_of(optimizers: Sequence[Optimizer]) -> float | None:
-    """Returns the learning rate of the first optimizer, unless a device would have to be asked."""
-    for optimizer in optimizers:
-        rate = optimizer.param_groups[0].get("lr")
-        is_on_device = isinstance(rate, Tensor) and rate.device.type != "cpu"
-        return None if rate is None or is_on_device else float(rate)
-    return None
 
 
 def to_part(fragment: FragmentState, shards: Sequence[State]) -> bytes:
@@ -428,7 +424,7 @@ class FederatedWorld:
         """Warns, once, if this site trains with another inner learning rate than the others: its
         schedule is its own, and begins with its own first step.
         """
-        rate = inner_rate_of(self._rounds.inner_optimizers)
+        rate = self._rounds.inner_rate or None
         self.follower.inner_lr = rate
         common_rate = self._rate_of_others
         if rate is None or common_rate is None or self._has_compared_rates:
@@ -628,16 +624,13 @@ class FederatedWorld:
     def _warn(self, record: Record, action: MergeAction) -> None:
         """Warns if this site's contribution does not count in a record."""
         left_out = record.without(self.follower.site)
-        if left_out and left_out.reason in ("too long", "not finite"):
-            reason = "it was not finite"
-            if left_out.reason == "too long":
-                reason = f"{left_out.times:.4g} times as long as usual"
+        if left_out and (left_out.is_by_guard or left_out.reason == "not finite"):
             _log.warning(
                 "This site's contribution to round %d of fragment %d was left out: %s. It takes the"
                 " outer parameters of that fragment.",
                 record.round,
                 record.fragment,
-                reason,
+                record.why(left_out.site),
             )
         if action is MergeAction.DROP and not self._has_warned_of_drop:
             self._has_warned_of_drop = True
@@ -673,7 +666,7 @@ class FederatedWorld:
         site = self.follower.site
         topology = self._topology
         left_out = record.without(site)
-        is_outlying = left_out is not None and left_out.reason == "too long"
+        is_outlying = left_out is not None and left_out.is_by_guard
         bytes_received = 0
         for fetch in fetched_by(topology.group_rank, topology.group_size, record):
             # A site has its own payloads.
@@ -701,10 +694,10 @@ class FederatedWorld:
         if not self._has_said_hello:
             self._has_said_hello = True
             self._connection.hub.hello(self.follower)
-        report = self._connection.hear(requests, self._samples)
+        report = self._connection.hear(requests, self._samples, self._rounds.inner_rate)
         self._now = report.now
         if self._has_trained:
-            self.follower.trained(report.samples)
+            self.follower.trained(report.samples, rate=report.rate)
             self._has_trained = False
             self._samples = 0
         self._send()

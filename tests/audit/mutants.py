@@ -45,6 +45,7 @@ TESTS = {
     "algorithm/partition.py": ("algorithm/test_partition.py",),
     "algorithm/reduce.py": ("algorithm/test_reduction.py", "engine/test_payloads.py"),
     "algorithm/schedule.py": ("algorithm/test_schedule.py", "engine/test_policies.py"),
+    "algorithm/guard.py": ("algorithm/test_guard.py",),
     "algorithm/weighting.py": ("algorithm/test_aggregation.py", "engine/test_guard.py"),
     "engine": ("engine/test_reference.py", "engine/test_agreement.py", "engine/test_every_way.py"),
     "engine/background.py": ("engine/test_reference.py", "engine/test_accelerator.py"),

@@ -370,11 +370,14 @@ def test_a_round_is_the_last_where_it_is_to_be_and_all_that_may_count_in_it_is_e
     assert ledger.calls() == ([Call(0, 2, final=True)] if expects_last_round else [])
 
 
-def offer_norms(ledger: Ledger, round: int, norms: dict[str, float], **steps: int) -> None:
+def offer_norms(
+    ledger: Ledger, round: int, norms: dict[str, float], rate: float = 0.0, **steps: int
+) -> None:
     """Offers outer gradients of these norms, of sites that have trained 8 steps, or so many."""
     for site, norm in norms.items():
-        sent = contribution(site, round, norm_squared=norm**2, steps=steps.get(site, 8))
-        offer(ledger, sent)
+        count = steps.get(site, 8)
+        path = rate * count
+        offer(ledger, contribution(site, round, norm_squared=norm**2, steps=count, path=path))
 
 
 def after_four_rounds(norms: dict[str, float], **changes: Any) -> tuple[Ledger, list[Record]]:
@@ -400,7 +403,7 @@ def test_a_site_too_long_for_its_own_past_is_left_out_even_by_a_restarted_hub() 
     before.append(records[-1])
     for ledger in (before, started(records)):
         join(ledger, "ac")
-        # Two are compared with their own past; a single one is not.
+        # Two are compared with their own past; a single one is so only by far more.
         offer_norms(ledger, 6, {"a": 1.0, "c": 22.0})
         assert close(ledger, 9.0) == ["a"]
         offer_norms(ledger, 7, {"c": 22.0})
@@ -410,10 +413,11 @@ def test_a_site_too_long_for_its_own_past_is_left_out_even_by_a_restarted_hub() 
 @pytest.mark.parametrize(
     ("guard", "norms", "steps", "counted"),
     [
-        (10.0, {"a": 1.0, "b": 40.0, "c": 1.0}, 80, "abc"),
-        (10.0, {"a": 1.0, "b": 40.0, "c": 1.0}, 8, "ac"),
-        (None, {"a": 1.0, "b": 40.0, "c": 1.0}, 8, "abc"),
-        (10.0, {"a": 9.0, "b": 40.0, "c": 30.0}, 8, "abc"),
+        (5.0, {"a": 1.0, "b": 40.0, "c": 1.0}, 80, "abc"),
+        (5.0, {"a": 1.0, "b": 60.0, "c": 1.0}, 80, "ac"),
+        (5.0, {"a": 1.0, "b": 6.0, "c": 1.0}, 8, "ac"),
+        (None, {"a": 1.0, "b": 6.0, "c": 1.0}, 8, "abc"),
+        (5.0, {"a": 9.0, "b": 40.0, "c": 30.0}, 8, "abc"),
     ],
 )
 def test_a_site_that_trained_longer_may_be_longer_and_nobody_is_left_out_if_all_are(
@@ -423,6 +427,50 @@ def test_a_site_that_trained_longer_may_be_longer_and_nobody_is_left_out_if_all_
     ledger, _ = after_four_rounds(dict.fromkeys("abc", 1.0), guard=guard)
     offer_norms(ledger, 5, norms, b=steps)
     assert close(ledger) == [counted]
+
+
+def test_a_restart_of_the_learning_rate_at_one_site_leaves_nobody_out() -> None:
+    ledger = ledger_of("ab")
+    for number in range(1, 9):
+        offer_norms(ledger, number, {"a": 0.01, "b": 0.01}, rate=1e-4)
+        assert close(ledger) == ["ab"]
+    offer_norms(ledger, 9, {"a": 0.44}, rate=1e-2)
+    offer_norms(ledger, 9, {"b": 0.01}, rate=1e-4)
+    assert close(ledger) == ["ab"]
+
+
+def test_a_round_of_contributions_that_are_far_too_long_waits_for_another_site() -> None:
+    ledger, _ = after_four_rounds({"a": 1.0, "b": 1.0})
+    offer_norms(ledger, 5, {"b": 1e5})
+    with pytest.raises(
+        AgreementError, match=r"round 5 of fragment 0 is far too long: b\. .* evict"
+    ):
+        ledger.due(9.0)
+    offer_norms(ledger, 5, {"a": 1.0})
+    assert close(ledger, 9.0) == ["a"]
+
+
+def test_the_first_round_waits_until_all_founders_follow_and_for_the_grace_after_that() -> None:
+    ledger = ledger_of("a")
+    hello(ledger, "b")
+    offer(ledger, A)
+    assert ledger.due(2.9) == []
+    assert ledger.due(9.0) == [], "b fetches a state"
+    join(ledger, "ab", 9.0)
+    assert ledger.next_due(9.0) == 9.0 + TERMS.grace
+    assert ledger.due(9.0 + TERMS.grace - 0.1) == []
+    assert close(ledger, 9.0 + TERMS.grace) == ["a"]
+    hello(ledger, "c", now=11.0)
+    offer_norms(ledger, 2, {"a": 1.0, "b": 1.0})
+    assert close(ledger, 11.0) == ["ab"], "later rounds wait for no site that does not follow"
+
+
+def test_the_first_round_does_not_wait_for_a_founder_whose_lease_has_ended() -> None:
+    ledger = ledger_of("a")
+    hello(ledger, "b")
+    offer(ledger, A)
+    heartbeat(ledger, "a", TERMS.lease)
+    assert close(ledger, TERMS.lease + 0.1) == ["a"]
 
 
 def test_a_run_is_founded_once_by_sites_with_one_run_config() -> None:

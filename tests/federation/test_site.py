@@ -719,18 +719,25 @@ def test_a_site_whose_parameters_become_one_constant_costs_the_others_nothing(
     assert faulty == pytest.approx(fmean(sound), abs=3 * stdev(sound))
     round = 100 // 8 + 1
     contribution = f"This site's contribution to round {round} of fragment 0"
-    assert f"{contribution} was left out" in caplog.text
+    assert f"{contribution} was left out: it is" in caplog.text
+    hub = f"round {round} of fragment 0 leaves out the contribution of s{count - 1}: it is"
+    assert hub in caplog.text
 
 
-def test_a_site_that_is_left_out_again_and_again_is_asked_to_leave() -> None:
+@pytest.mark.parametrize("period", [1, 2], ids=["always", "in every second round"])
+def test_a_site_that_is_left_out_again_and_again_is_asked_to_leave(period: int) -> None:
     sites = founded(3, steps=48, **GUARDED)
 
     def train_with_a_constant() -> None:
-        for _ in range(40):
-            become_a_constant(sites[2])
+        for step in range(160):
+            if step // 8 % period == 0:
+                become_a_constant(sites[2])
             train(sites, 1)
 
-    with pytest.raises(AgreementError, match="were left out 3 times in a row"):
+    message = (
+        "8 of the last 16 contributions of s2 to fragment . were left out, the last one because"
+    )
+    with pytest.raises(AgreementError, match=f"{message} it is .* for s2 itself, .* of s0, s1"):
         train_with_a_constant()
     remaining = sites[:2]
     sites[2].die()

@@ -155,7 +155,7 @@ MUTANTS = [
     Mutant("a site believes any hub", 19, Progress, "learn", learn_anything),
     Mutant(
         "a site leaves as soon as it has launched",
-        2,
+        8,
         Follower,
         "finished",
         property(finished_when_launched),
@@ -164,7 +164,7 @@ MUTANTS = [
     Mutant("a last round takes what was rounded", 0, Ledger, "_call", call_as_ever),
     Mutant(
         "a site that has come is there for ever",
-        2,
+        0,
         Ledger,
         "present",
         lambda self, now: sorted(self.members),

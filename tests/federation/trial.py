@@ -1218,7 +1218,22 @@ class Judge:
     def can_close(self, hub: Hub, open_round: OpenRound) -> bool:
         contributions = open_round.contributions.values()
         digests = {sent.digest for sent in contributions if not sent.reason}
-        return len(digests) == 1 and len(contributions) >= self.fewest(hub)
+        is_enough = len(digests) == 1 and len(contributions) >= self.fewest(hub)
+        return is_enough and not self.awaits_founders(hub, open_round)
+
+    @staticmethod
+    def awaits_founders(hub: Hub, open_round: OpenRound) -> bool:
+        """Whether a first round waits for sites that do not follow yet, or for their grace."""
+        if any(sent.round > 1 for sent in open_round.contributions.values()):
+            return False
+        world = hub.world
+        for site, member in hub.ledger.members.items():
+            if member.until <= world.now:
+                continue
+            is_new = world.now <= member.followed_at + world.terms.grace
+            if is_new or not (member.follows or site in open_round.arrived):
+                return True
+        return False
 
     @staticmethod
     def is_beyond_grace(hub: Hub, open_round: OpenRound) -> bool:

@@ -1,0 +1,312 @@
+"""Groups that train noisy bowls, for the guard: plain numbers, thousands of rounds in a second.
+
+Every group walks down a bowl of its own with Adam or SGD, and sends its outer gradient. Outages,
+restarts of the learning rate, unlike speeds and data are honest; faults are not.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import cos, pi
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_sdiloco.algorithm.guard import (
+    GUARD,
+    Length,
+    Past,
+    TooLong,
+    outlying,
+    remembered,
+)
+
+Vector = npt.NDArray[np.float64]
+Fault = Callable[[Vector, int], Vector]
+"""What becomes of an outer gradient, given the number of its round."""
+
+VALUES = 48
+_OUTER_RATE = 0.7
+_OUTER_MOMENTUM = 0.9
+
+
+def honest(gradient: Vector, round: int) -> Vector:
+    return gradient
+
+
+def constant(rate: float) -> Callable[[int], float]:
+    return lambda step: rate
+
+
+def warm_restarts(rate: float, period: int) -> Callable[[int], float]:
+    """Returns the learning rates of ``CosineAnnealingWarmRestarts``, which go down to 0."""
+    return lambda step: rate * (1.0 + cos(pi * (step % period) / period)) / 2.0
+
+
+def warm_up(rate: float, steps: int) -> Callable[[int], float]:
+    return lambda step: rate * min(1.0, (step + 1) / steps)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Honest groups.
+
+    Attributes:
+        groups: How many there are.
+        unlike: How far their bowls lie apart, in units of how far they are from the start.
+        speeds: Inner steps of each group in a round.
+        rates: The learning rate by inner step.
+        adam: Adam, or plain SGD.
+        outages: For each round, the groups that send nothing, and train on.
+        away: For each round, the groups that do not run.
+        apart: Whether each group moves values of its own, and weight decay the others.
+    """
+
+    groups: int
+    unlike: float = 0.3
+    speeds: Sequence[int] = (10,)
+    rates: Callable[[int], float] = constant(0.02)
+    adam: bool = True
+    outages: Callable[[int], Sequence[int]] = lambda round: ()
+    away: Callable[[int], Sequence[int]] = lambda round: ()
+    apart: bool = False
+
+
+@dataclass
+class _Group:
+    """A group that trains."""
+
+    number: int
+    goal: Vector
+    values: Vector
+    first: Vector = field(init=False)
+    second: Vector = field(init=False)
+    seen: int = 0
+    steps: int = 0
+    path: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.first = np.zeros(VALUES)
+        self.second = np.zeros(VALUES)
+
+    def train(self, world: "World", steps: int) -> None:
+        scenario = world.scenario
+        for _ in range(steps):
+            rate = scenario.rates(self.seen)
+            gradient = world.bowl * (self.values - self.goal) + world.noise()
+            if scenario.apart:
+                is_its_own = np.arange(VALUES) % scenario.groups == self.number
+                gradient = gradient * is_its_own
+                self.values = self.values * (1.0 - 0.01 * rate)
+            self.seen += 1
+            self.values = self.values - rate * self._direction(gradient, scenario.adam)
+            self.steps += 1
+            self.path += rate
+
+    def _direction(self, gradient: Vector, adam: bool) -> Vector:
+        if not adam:
+            return gradient
+        self.first = 0.9 * self.first + 0.1 * gradient
+        self.second = 0.99 * self.second + 0.01 * gradient**2
+        first = self.first / (1.0 - 0.9**self.seen)
+        second = self.second / (1.0 - 0.99**self.seen)
+        direction: Vector = first / (np.sqrt(second) + 1e-8)
+        return direction
+
+
+@dataclass
+class World:
+    """Groups in rounds, with a guard.
+
+    Attributes:
+        contributions: How many the guard has judged.
+        alarms: Those that it has left out: round, group and why.
+    """
+
+    scenario: Scenario
+    seed: int
+    guard: float | None = GUARD
+    knows_rates: bool = True
+    faults: Mapping[int, Fault] = field(default_factory=dict)
+    contributions: int = 0
+    alarms: list[tuple[int, int, TooLong]] = field(default_factory=list)
+    pasts: dict[int, Past] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._chance = np.random.default_rng(self.seed)
+        self.bowl = np.exp(self._chance.uniform(-3.0, 1.0, VALUES))
+        middle = self._chance.normal(size=VALUES)
+        self.outer = np.zeros(VALUES)
+        self._momentum = np.zeros(VALUES)
+        self.goals = []
+        for _ in range(self.scenario.groups):
+            apart = self._chance.normal(size=VALUES)
+            self.goals.append(middle + self.scenario.unlike * apart)
+        self._groups = [
+            _Group(number, goal, self.outer.copy()) for number, goal in enumerate(self.goals)
+        ]
+
+    def noise(self) -> Vector:
+        return self._chance.normal(scale=0.3, size=VALUES)
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the honest groups at the outer values."""
+        honest = [goal for group, goal in enumerate(self.goals) if group not in self.faults]
+        return float(np.mean([np.sum(self.bowl * (self.outer - goal) ** 2) / 2 for goal in honest]))
+
+    def run(self, rounds: int) -> "World":
+        for round in range(rounds):
+            self.round(round)
+        return self
+
+    def round(self, round: int) -> None:
+        gradients = dict[int, Vector]()
+        away = self.scenario.away(round)
+        silent = self.scenario.outages(round)
+        speeds = self.scenario.speeds
+        for number, group in enumerate(self._groups):
+            if number in away:
+                group.values = self.outer.copy()
+                group.steps = 0
+                group.path = 0.0
+                continue
+            group.train(self, speeds[number % len(speeds)])
+            if number not in silent:
+                gradient = self.outer - group.values
+                gradients[number] = self.faults.get(number, honest)(gradient, round)
+        if gradients:
+            self._land(gradients, self._judged(gradients, round))
+
+    def _judged(self, gradients: Mapping[int, Vector], round: int) -> list[int]:
+        lengths = dict[int, Length]()
+        for number, gradient in gradients.items():
+            group = self._groups[number]
+            norm = float(np.linalg.norm(np.clip(gradient, -1e150, 1e150)))
+            lengths[number] = Length(norm, group.steps, group.path if self.knows_rates else 0.0)
+        outliers = dict[int, TooLong]()
+        if self.guard is not None:
+            outliers = outlying(lengths, self.pasts, self.guard)
+        self.contributions += len(lengths)
+        self.alarms += [(round, number, why) for number, why in outliers.items()]
+        counted = {number: length for number, length in lengths.items() if number not in outliers}
+        self.pasts = remembered(counted, outliers, self.pasts)
+        return [*counted]
+
+    def _land(self, gradients: Mapping[int, Vector], counted: Sequence[int]) -> None:
+        if counted:
+            weights = [self._groups[number].steps for number in counted]
+            mean: Any = np.average(
+                [gradients[number] for number in counted], axis=0, weights=weights
+            )
+            self._momentum = _OUTER_MOMENTUM * self._momentum + mean
+            step = mean + _OUTER_MOMENTUM * self._momentum
+            self.outer = self.outer - _OUTER_RATE * step
+        for number in gradients:
+            group = self._groups[number]
+            group.values = self.outer.copy()
+            group.steps = 0
+            group.path = 0.0
+
+
+# What happens to honest groups, and faults
+
+
+def for_rounds(count: int, period: int, groups: Sequence[int]) -> Callable[[int], Sequence[int]]:
+    """Returns the groups, in the last so many of ``period`` rounds."""
+    return lambda round: groups if round % period >= period - count else ()
+
+
+def _scenarios(groups: int) -> dict[str, list[Scenario]]:
+    sgd: dict[str, Any] = {"adam": False, "rates": constant(0.05)}
+    speeds = (5, 10, 25, 12)
+    restarts = warm_restarts(0.02, 200)
+    hub = for_rounds(29, 60, range(groups))
+    return {
+        "like and unlike data": [
+            Scenario(groups),
+            Scenario(groups, unlike=3.0),
+            Scenario(groups, **sgd),
+        ],
+        "each trains values of its own": [Scenario(groups, apart=True)],
+        "the hub away for 29 rounds": [
+            Scenario(groups, outages=hub),
+            Scenario(groups, outages=hub, **sgd),
+        ],
+        "one without the hub for 5 and 29 rounds": [
+            Scenario(groups, outages=for_rounds(29, 60, (0,))),
+            Scenario(groups, outages=for_rounds(5, 20, (0,)), unlike=3.0),
+        ],
+        "unequal speed": [
+            Scenario(groups, speeds=speeds),
+            Scenario(groups, speeds=speeds, rates=warm_up(0.02, 2000)),
+        ],
+        "warm restarts": [
+            Scenario(groups, rates=restarts),
+            Scenario(groups, rates=restarts, speeds=speeds),
+            Scenario(groups, rates=warm_restarts(0.02, 1000), speeds=speeds),
+            Scenario(groups, adam=False, rates=warm_restarts(0.1, 200), speeds=speeds),
+        ],
+        "one that comes back": [
+            Scenario(groups, unlike=3.0, away=for_rounds(20, 50, (1,))),
+            Scenario(
+                groups,
+                unlike=3.0,
+                away=for_rounds(6, 25, (1,)),
+                rates=warm_restarts(0.02, 300),
+            ),
+        ],
+    }
+
+
+def _all_scenarios() -> dict[str, list[Scenario]]:
+    scenarios = dict[str, list[Scenario]]()
+    for groups in (2, 3, 5, 8):
+        for name, of_name in _scenarios(groups).items():
+            scenarios.setdefault(name, []).extend(of_name)
+    return scenarios
+
+
+HONEST = _all_scenarios()
+BEGINS = 40
+"""The round in which faults begin."""
+
+
+def _times(factor: float, first: int = 0, period: int = 1) -> Fault:
+    def spoil(gradient: Vector, round: int) -> Vector:
+        is_faulty = round >= BEGINS and round % period == first
+        return gradient * factor if is_faulty else gradient
+
+    return spoil
+
+
+def _constant(value: float, rounds: range, period: int = 1) -> Fault:
+    def spoil(gradient: Vector, round: int) -> Vector:
+        is_faulty = round in rounds and round % period == 0
+        return np.full_like(gradient, value) if is_faulty else gradient
+
+    return spoil
+
+
+def _grown(factor: float) -> Fault:
+    def spoil(gradient: Vector, round: int) -> Vector:
+        grown: Vector = gradient * factor ** min(max(0, round - BEGINS), 300)
+        return grown
+
+    return spoil
+
+
+_ON = range(BEGINS, 1 << 30)
+FAULTS: dict[str, Fault] = {
+    "a constant": _constant(30.0, _ON),
+    "two with a constant": _constant(30.0, _ON),
+    "a constant in every second round": _constant(30.0, _ON, period=2),
+    "1e20 in the first round": _constant(1e20, range(1)),
+    "10 times as long": _times(10.0),
+    "10 times as long in every second round": _times(10.0, period=2),
+    "-10 times as long": _times(-10.0),
+    "3 times as long": _times(3.0),
+    "longer by 1.5 in each round": _grown(1.5),
+    "longer by 1.05 in each round": _grown(1.05),
+    "the sign flipped": _times(-1.0),
+}

@@ -1,0 +1,406 @@
+"""The guard: which outer gradients are too long to count.
+
+It needs no tensor: the hub of a federation asks it, too. It decides from plain numbers that all
+know alike, so it decides the same everywhere.
+
+[Note: the model of lengths] The more a group trains between two launches, the longer its outer
+gradient, but ever more slowly: after 300 inner steps it may be as long as after 10. So
+
+    norm = level of the group * growth of the round * distance / (distance + half)
+
+The distance is the sum of the learning rates of the inner steps, or their number where a learning
+rate is unknown. A level is a median over the last eight rounds, of the lengths that counted. Equal
+distances say nothing about ``half``: the guard tries 13 of them, and keeps all that explain these
+lengths almost as well as the best one does. Usual is the longest length that one of them allows.
+All lengths are compared as logarithms, which are computed here: those of the C library differ in
+their last bit between machines, and with it the judgement could.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import frexp, inf, ldexp, sqrt
+from operator import attrgetter
+from statistics import fmean, median, median_high
+from typing import Generic, NamedTuple, TypeVar
+
+Member = TypeVar("Member")
+"""A group by its number, or a site by its name."""
+
+GUARD = 5.0
+"""How many times as long is too long, by default."""
+
+REMEMBERED = 8
+"""The rounds whose lengths a new one is compared with."""
+
+FIRST = 1e4
+"""How many times as long as the others' is too long where nothing else is known."""
+
+_ENOUGH = 4
+_PEERS = 2
+# The rounds over which a scale is averaged, and by how much one round can change it.
+_SCALED = 64
+_LARGEST_CHANGE = 0.7
+# In units of the median distance.
+_HALVES = [4.0**power for power in range(-6, 7)]
+# By how much more a curve may miss the last lengths than the best one does, on average.
+_TOLERANCE = 0.25
+# The largest logarithm of a length, and the least sum of learning rates that says anything.
+_LARGEST = 700.0
+_SHORTEST_PATH = 1e-30
+
+
+_LOG_2 = 0.6931471805599453
+
+
+def _log(number: float) -> float:
+    """Returns the natural logarithm, by operations that are exact to the bit everywhere."""
+    if number == inf:
+        return inf
+    mantissa, exponent = frexp(number)
+    ratio = (mantissa - 1.0) / (mantissa + 1.0)
+    square = ratio * ratio
+    series = 0.0
+    for power in range(35, 0, -2):
+        series = series * square + 1.0 / power
+    return exponent * _LOG_2 + 2.0 * ratio * series
+
+
+def _exp(logarithm: float) -> float:
+    """Returns a number by its natural logarithm, within `_LARGEST`, in the same way."""
+    logarithm = max(-_LARGEST, min(logarithm, _LARGEST))
+    exponent = round(logarithm / _LOG_2)
+    remainder = logarithm - exponent * _LOG_2
+    series = 1.0
+    for number in range(16, 0, -1):
+        series = 1.0 + series * remainder / number
+    return ldexp(series, exponent)
+
+
+class Length(NamedTuple):
+    """The length of an outer gradient, and how far its group trained for it.
+
+    Attributes:
+        norm: Norm of the outer gradient.
+        steps: Inner steps, or another measure of training that grows with them.
+        path: Sum of the learning rates of these inner steps; 0 if unknown.
+    """
+
+    norm: float
+    steps: float
+    path: float = 0.0
+
+    @property
+    def log(self) -> float:
+        return _log(self.norm)
+
+    @property
+    def is_comparable(self) -> bool:
+        return 0.0 < self.norm < inf and self.steps > 0.0
+
+    @property
+    def has_path(self) -> bool:
+        return _SHORTEST_PATH < self.path < 1.0 / _SHORTEST_PATH
+
+
+class Past(NamedTuple):
+    """The lengths that the guard remembers of a group.
+
+    Attributes:
+        lengths: Those of the last eight rounds, the oldest first; None where it took no part.
+        scale: Logarithm of its norms over the others', as an average over many rounds.
+        rounds: How many rounds have made the scale, at most 64.
+    """
+
+    lengths: tuple[Length | None, ...] = ()
+    scale: float = 0.0
+    rounds: int = 0
+
+    @property
+    def measured(self) -> list[Length]:
+        return [length for length in self.lengths if length is not None]
+
+    def plain(self) -> dict[str, object]:
+        """Returns it as JSON."""
+        lengths = [None if length is None else list(length) for length in self.lengths]
+        return {"lengths": lengths, "scale": self.scale, "rounds": self.rounds}
+
+    @staticmethod
+    def read(saved: object) -> "Past":
+        """Reads what `plain` returned; what an earlier version has saved is forgotten."""
+        if not isinstance(saved, dict):
+            return Past()
+        lengths = (None if length is None else Length(*length) for length in saved["lengths"])
+        return Past(tuple(lengths), saved["scale"], saved["rounds"])
+
+
+class TooLong(NamedTuple):
+    """Why an outer gradient is left out: it is ``times`` as long as usual for its group, or as
+    usual beside the others.
+    """
+
+    times: float
+    is_beside_others: bool
+
+
+@dataclass(frozen=True)
+class _Curve(Generic[Member]):
+    """A possible course of lengths, with the level of each member that has enough of them."""
+
+    half: float
+    levels: Mapping[Member, float]
+
+    def usual(self, member: Member, distance: float) -> float:
+        """Returns the usual length of a member after a distance."""
+        return self.levels[member] + _saturation(distance, self.half)
+
+
+def _saturation(distance: float, half: float) -> float:
+    return _log(distance) - _log(distance + half)
+
+
+def _curves(
+    lengths: Mapping[Member, Sequence[Length]], distance: Callable[[Length], float]
+) -> list[_Curve[Member]]:
+    """Returns the curves that explain the last lengths, the flattest first; none if there are too
+    few lengths.
+    """
+    enough = {member: last for member, last in lengths.items() if len(last) >= _ENOUGH}
+    if not enough:
+        return []
+    distances = list[float]()
+    for last in enough.values():
+        distances += map(distance, last)
+    unit = median(distances)
+    curves = list[_Curve[Member]]()
+    # By member: by how much each curve misses its lengths.
+    misses = {member: list[float]() for member in enough}
+    for half in _HALVES:
+        levels = dict[Member, float]()
+        for member, last in enough.items():
+            heights = [length.log - _saturation(distance(length), half * unit) for length in last]
+            levels[member] = median(heights)
+            misses[member].append(fmean(abs(height - levels[member]) for height in heights))
+        curves.append(_Curve(half * unit, levels))
+    return _likely(curves, list(misses.values()))
+
+
+def _likely(
+    curves: Sequence[_Curve[Member]], misses: Sequence[Sequence[float]]
+) -> list[_Curve[Member]]:
+    """Returns the curves that miss the lengths by little more than the best one, on average over
+    the members.
+    """
+    excess = list[float]()
+    for number in range(len(curves)):
+        excess.append(fmean(missed[number] - min(missed) for missed in misses))
+    limit = min(excess) + _TOLERANCE
+    return [curve for curve, missed in zip(curves, excess, strict=True) if missed <= limit]
+
+
+@dataclass(frozen=True)
+class _Round(Generic[Member]):
+    """The lengths of a round that can be compared, the past of its members, and the curves that
+    explain it. All results are logarithms.
+    """
+
+    lengths: Mapping[Member, Length]
+    pasts: Mapping[Member, Past]
+    distance: Callable[[Length], float]
+
+    @staticmethod
+    def between(lengths: Mapping[Member, Length], pasts: Mapping[Member, Past]) -> "_Round[Member]":
+        comparable = {member: length for member, length in lengths.items() if length.is_comparable}
+        everything = [*comparable.values()]
+        for past in pasts.values():
+            everything += past.measured
+        by_path = all(length.has_path for length in everything)
+        return _Round(comparable, pasts, attrgetter("path" if by_path else "steps"))
+
+    @cached_property
+    def curves(self) -> Sequence[_Curve[Member]]:
+        lengths = {member: past.measured for member, past in self.pasts.items()}
+        return _curves(lengths, self.distance)
+
+    def growth(self, member: Member, curve: _Curve[Member]) -> float:
+        """Returns by how much the others are longer than a curve says; 0 if that is not known."""
+        growths = list[float]()
+        for peer, length in self.lengths.items():
+            if peer != member and peer in curve.levels:
+                growths.append(length.log - curve.usual(peer, self.distance(length)))
+        return median_high(growths or [0.0])
+
+    def usual_in_its_past(self, member: Member, length: Length) -> float | None:
+        """Returns the longest usual length by a member's own past; None if it has too little."""
+        if not self.curves or member not in self.curves[0].levels:
+            return None
+        distance = self.distance(length)
+        # Where the others have become shorter, a member may stay as it is.
+        usual_lengths = [self.curves[0].usual(member, distance)]
+        for curve in self.curves:
+            usual_lengths.append(curve.usual(member, distance) + self.growth(member, curve))
+        peers = self._peers(member, length)
+        if len(peers) >= _PEERS:
+            usual_lengths.append(median_high(peers.values()))
+        return max(usual_lengths)
+
+    def usual_beside_peers(self, member: Member, length: Length) -> float | None:
+        """Returns the usual length by the others' lengths in this round, each in the scale of its
+        member; None if too little is known.
+        """
+        scaled = list[float]()
+        for peer, length_of_peer in self._peers(member, length).items():
+            if self._is_scaled(peer):
+                scaled.append(length_of_peer - self.pasts[peer].scale)
+        if not self._is_scaled(member) or len(scaled) < _PEERS:
+            return None
+        return self.pasts[member].scale + median_high(scaled)
+
+    def usual_at_first(self, member: Member, length: Length) -> float | None:
+        """Returns the others' length in this round; None if there is none."""
+        peers = self._peers(member, length)
+        return median_high(peers.values()) if peers else None
+
+    def level_of_peers(self, member: Member) -> float | None:
+        """Returns the length of the others in this round, without their scales; None if too little
+        is known.
+        """
+        of_peers = list[float]()
+        for peer, length in self.lengths.items():
+            if peer != member and self._is_scaled(peer):
+                of_peers.append(length.log - self.pasts[peer].scale)
+        return median(of_peers) if of_peers else None
+
+    def scale(self, member: Member) -> float:
+        """Returns a member's length beside the others' in this round."""
+        level = self.level_of_peers(member)
+        if level is None:
+            level = median(length.log for length in self.lengths.values())
+        return self.lengths[member].log - level
+
+    def _is_scaled(self, member: Member) -> bool:
+        return member in self.pasts and self.pasts[member].rounds >= _ENOUGH
+
+    def _peers(self, member: Member, length: Length) -> dict[Member, float]:
+        """Returns the lengths of the others, at most as they would be after this distance."""
+        peers = dict[Member, float]()
+        for peer, length_of_peer in self.lengths.items():
+            if peer != member:
+                further = self.distance(length) / self.distance(length_of_peer)
+                peers[peer] = length_of_peer.log + _log(max(1.0, further))
+        return peers
+
+
+def outlying(
+    lengths: Mapping[Member, Length], pasts: Mapping[Member, Past], guard: float
+) -> dict[Member, TooLong]:
+    """Returns the members whose outer gradients are too long to count; see [Note: the model of
+    lengths].
+
+    Each is compared with its own past, of which there must be four lengths, and how the others have
+    grown; and with the present lengths of the others, if there are two, each in its own scale. A
+    member of which too little is known for both may have data unlike the others': it is compared
+    with their lengths as they are, and by `FIRST`. If all are too long, the training has changed,
+    and only those are left out that are too long by `FIRST`.
+
+    Args:
+        lengths: The lengths of all that could count in a round.
+        pasts: What is remembered of each.
+        guard: How many times as long as usual is too long.
+
+    Examples:
+        >>> always = Past(lengths=(Length(1.0, steps=10),) * 4)
+        >>> pasts = {"a": always, "b": always}
+        >>> list(outlying({"a": Length(1.0, 10), "b": Length(40.0, 10)}, pasts, guard=5.0))
+        ['b']
+        >>> outlying({"a": Length(1.0, 10), "b": Length(40.0, 10)}, {}, guard=5.0)
+        {}
+        >>> outlying({"a": Length(39.0, 10), "b": Length(40.0, 10)}, pasts, guard=5.0)
+        {}
+    """
+    round = _Round.between(lengths, pasts)
+    outliers = dict[Member, TooLong]()
+    for member, length in lengths.items():
+        too_long = None
+        if length.norm > 0.0 and length.steps > 0.0:
+            too_long = _judged(round, member, length, _log(guard))
+        if too_long is not None:
+            outliers[member] = too_long
+    if len(outliers) == len(lengths):
+        return {member: why for member, why in outliers.items() if why.times > FIRST}
+    return outliers
+
+
+def _judged(round: _Round[Member], member: Member, length: Length, guard: float) -> TooLong | None:
+    in_its_past = round.usual_in_its_past(member, length)
+    if in_its_past is not None and length.log > guard + in_its_past:
+        return TooLong(_exp(length.log - in_its_past), is_beside_others=False)
+    beside_peers = round.usual_beside_peers(member, length)
+    # Unlike data may drive a group apart from the others, but not so far.
+    if beside_peers is not None and length.log > 2.0 * guard + beside_peers:
+        return TooLong(_exp(length.log - beside_peers), is_beside_others=True)
+    at_first = round.usual_at_first(member, length)
+    is_unknown = in_its_past is None and beside_peers is None
+    if is_unknown and at_first is not None and length.log > _log(FIRST) + at_first:
+        return TooLong(_exp(length.log - at_first), is_beside_others=True)
+    return None
+
+
+def remembered(
+    counted: Mapping[Member, Length], left_out: Iterable[Member], pasts: Mapping[Member, Past]
+) -> dict[Member, Past]:
+    """Returns what to remember after a round.
+
+    A member that the guard has left out is remembered as if its length had been usual: so being
+    left out teaches the guard nothing, and the member still follows the others' growth.
+
+    Args:
+        counted: The lengths that counted.
+        left_out: The members that the guard has left out.
+        pasts: What was remembered before.
+    """
+    left_out = set(left_out)
+    round = _Round.between(counted, pasts)
+    new_pasts = dict[Member, Past]()
+    for member in dict.fromkeys([*pasts, *counted]):
+        past = pasts.get(member, Past())
+        newest: Length | None = None
+        if member in round.lengths:
+            newest = counted[member]
+            # One alone shows nothing of how it is beside the others.
+            if len(round.lengths) > 1:
+                past = _rescaled(past, round.scale(member))
+        elif member in left_out and past.measured:
+            newest = _usual_length(past, round.level_of_peers(member))
+        lengths = (*past.lengths, newest)[-REMEMBERED:]
+        if any(lengths):
+            new_pasts[member] = past._replace(lengths=lengths)
+    return new_pasts
+
+
+def _rescaled(past: Past, scale: float) -> Past:
+    rounds = min(past.rounds + 1, _SCALED)
+    change = scale - past.scale
+    if past.rounds >= _ENOUGH:
+        change = max(-_LARGEST_CHANGE, min(change, _LARGEST_CHANGE))
+    return past._replace(scale=past.scale + change / rounds, rounds=rounds)
+
+
+def _usual_length(past: Past, level_of_peers: float | None) -> Length:
+    last = past.measured[-1]
+    if level_of_peers is None or past.rounds < _ENOUGH:
+        return last
+    return last._replace(norm=_exp(past.scale + level_of_peers))
+
+
+def joined_pasts(pasts: Sequence[Past]) -> Past:
+    """Returns the past of a group in a fragment that holds the parameters of several."""
+    lengths = list[Length | None]()
+    for of_round in zip(*(reversed(past.lengths) for past in pasts), strict=False):
+        parts = [length for length in of_round if length is not None]
+        joined: Length | None = None
+        if len(parts) == len(of_round):
+            joined = parts[0]._replace(norm=sqrt(sum(part.norm * part.norm for part in parts)))
+        lengths.append(joined if joined and joined.is_comparable else None)
+    lengths.reverse()
+    return Past(tuple(lengths))
