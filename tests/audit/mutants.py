@@ -62,7 +62,7 @@ TESTS = {
     "federation": (
         "federation/test_messages.py",
         "federation/test_known_answers.py",
-        "federation/test_trial.py",
+        "federation/test_simulate.py",
         "federation/test_site.py",
     ),
 }

@@ -74,6 +74,11 @@ class Part:
     def steps(self) -> list[int]:
         return self.held + (self.flight or [])
 
+    def copied(self) -> "Part":
+        copy = replace(self, held=list(self.held))
+        copy.local = self.local.copy()
+        return copy
+
     def drop(self) -> None:
         self.local = self.values.outer.copy()
         self.forget_steps()
@@ -281,11 +286,13 @@ class ScriptedSite:
             digest=part.values.digest,
             payloads=(Payload(key_of(payload), len(payload)),),
             finite=bool(np.isfinite(gradient).all()),
+            norm_squared=self.norm_squared(gradient),
         )
         contribution = follower.complete(encoded)
         if contribution is None:
             part.held = []
             return
+        self.before_contributing(contribution, payload)
         self.before_launch(contribution, part)
         part.finite = encoded.finite
         part.flight = part.held
@@ -299,6 +306,13 @@ class ScriptedSite:
     def contribute(self, contribution: Contribution) -> None:
         payload = self.parts[contribution.fragment].payload
         self.connection.contribute(contribution, {contribution.payloads[0].key: payload})
+
+    def norm_squared(self, gradient: np.ndarray) -> float:
+        """Returns nothing that a guard could judge."""
+        return 0.0
+
+    def before_contributing(self, contribution: Contribution, payload: bytes) -> None:
+        """Runs before a contribution is in flight."""
 
     def before_launch(self, contribution: Contribution, part: Part) -> None:
         """Runs before a contribution is in flight."""

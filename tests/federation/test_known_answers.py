@@ -1,5 +1,5 @@
-"""Known answers of a hub, a quorum and a site: messages and times; the trial and its mutants show
-the rules.
+"""Known answers of a hub, a quorum and a site: messages and times. The simulation
+shows that the rules keep their promises together.
 """
 
 import json

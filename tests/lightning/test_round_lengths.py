@@ -183,14 +183,14 @@ def test_a_search_for_a_learning_rate_leaves_the_rounds_to_the_fit(rank: int) ->
 
 
 class Fitted:
-    """What a fit has chosen and trained."""
+    """The choice and the bits of a fit."""
 
     def __init__(self, strategy: Any, model: nn.Module) -> None:
         self.settings = strategy.engine.settings
         self.parameters = [fits.whole(parameter) for parameter in model.parameters()]
 
     def is_like(self, fitted: "Fitted") -> bool:
-        """Whether settings and bits are the same."""
+        """Returns whether settings and bits are the same."""
         same_settings = self.settings.described() == fitted.settings.described()
         return same_settings and all(map(torch.equal, self.parameters, fitted.parameters))
 
