@@ -88,7 +88,7 @@ def points(finished: Runs) -> list[Point]:
         wanted = {
             name: pairs
             for name, pairs in settings.items()
-            if ", rate " not in name and "H=100" not in name
+            if not any(part in name for part in (", rate ", "H=100", "M=1 ", "bare name"))
         }
         for compared in comparison.compared(finished, wanted):
             training, _ = wanted[compared.name][0]

@@ -328,8 +328,9 @@ class Site(ScriptedSite, Process):
             return
         if not self.stopped:
             self.repair_link()
+            is_quiet = self.world.quiet_records is not None
             for contribution in self.follower.outstanding():
-                if self.world.random.random() < 0.3:
+                if self.world.random.random() < 0.3 or is_quiet:
                     self.contribute(contribution)
             self.report()
             self.world.judge.count_steps(self)
@@ -1570,7 +1571,9 @@ class Judge:
         world = hub.world
         if hub.disk.is_full or hub.disk.is_failing:
             world.blocked_at = world.now
-        is_blocked = world.now < world.blocked_at + AGAIN
+        trouble = hub.coordinator.trouble or ""
+        # A round of nothing but values that are far too long waits for another site, and says so.
+        is_blocked = world.now < world.blocked_at + AGAIN or "far too long" in trouble
         overdue = {}
         for fragment, open_round in hub.ledger.open.items():
             if is_blocked or not self.can_close(hub, open_round):
