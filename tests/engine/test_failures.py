@@ -26,6 +26,7 @@ from lightning_sdiloco import (
     AgreementError,
     ExchangeError,
     Landing,
+    OuterOptimizer,
     StreamingDiLoCoStrategy,
     WorkerGroups,
 )
@@ -156,17 +157,20 @@ def test_one_event_of_which_several_fragments_tell_is_no_error(
     assert_survives([2 * sync_every], sync_every, sync_every - 1, resumes, **choices)
 
 
-def test_an_overflown_norm_is_no_error() -> None:
+@pytest.mark.parametrize(("guard", "outlying"), [(None, ()), ("auto", (1,))])
+def test_an_overflown_norm_is_no_error(guard: Any, outlying: tuple[int, ...]) -> None:
     def enlarge(models: list[Any]) -> None:
         for parameter in models[1].parameters():
             parameter.fill_(1e38)
 
-    run = Groups(**ONE, compression="fp32", mixing=0.0)
+    outer = OuterOptimizer(outlier_guard=guard)
+    run = Groups(**ONE, compression="fp32", mixing=0.0, outer_optimizer=outer)
     run.until(3)
     (landing,) = run.step(then=enlarge)
     assert landing.left_out == ()
+    assert landing.outlying == outlying
     largest = [float(values.abs().max()) for values in run.groups.outer_state_dict().values()]
-    assert min(largest) > 1e37
+    assert (min(largest) > 1e37) == (guard is None)
 
 
 MASK = torch.tensor([float("-inf"), 0.0])

@@ -450,7 +450,7 @@ def test_a_round_of_contributions_that_are_far_too_long_waits_for_another_site()
     assert close(ledger, 9.0) == ["a"]
 
 
-def test_the_first_round_waits_until_all_founders_follow_and_for_the_grace_after_that() -> None:
+def test_the_first_round_waits_for_all_founders_and_for_the_grace_after_that() -> None:
     ledger = ledger_of("a")
     hello(ledger, "b")
     offer(ledger, A)
