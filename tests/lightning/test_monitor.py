@@ -740,11 +740,12 @@ START = (
 )
 
 
-BY_LENGTH = " (for the N,N inner steps of this fit)"
-
-
 def without_numbers(text: str) -> str:
-    return re.sub(r"[\d.]+( (bytes|kB|MB)| [kM]bit/s)?", "N", text)
+    """Returns a line without its numbers, and without the reason of a ``sync_every`` that was left
+    out.
+    """
+    without = re.sub(r"[\d.]+( (bytes|kB|MB)| [kM]bit/s)?", "N", text)
+    return without.replace(" (for the N,N inner steps of this fit)", "")
 
 
 def lines_of(page: str) -> list[str]:
@@ -765,11 +766,9 @@ def test_one_line_lists_active_settings_and_another_the_load_of_the_link(
     # All four fragments in four steps are more than the largest in two.
     assert float(rate) * BITS[unit] >= 8 * largest / float(window) * 0.98
     assert 1 <= float(rate) < 1000
-    # Its reader gives no number of inner steps.
-    on_page = [without_numbers(line).replace(BY_LENGTH, "") for line in lines_of(PAGE)]
+    on_page = [without_numbers(line) for line in lines_of(PAGE)]
     assert on_page == [without_numbers(start), without_numbers(load)]
     # A guide shows them shortened, for groups of one rank.
     for shortened, line in zip(lines_of(CITIES), (start, load), strict=True):
         for part in shortened.replace("1 rank,", "2 ranks,").split("..."):
-            words = without_numbers(part).replace(BY_LENGTH, "")
-            assert words in without_numbers(line), shortened
+            assert without_numbers(part) in without_numbers(line), shortened
