@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -56,7 +56,7 @@ class Point:
     ddp_lrs: tuple[float, ...] = (2e-3, 3e-3)
     budget: float = 20.0
     validation_windows: int = VALIDATION_WINDOWS
-    precision: str = "bf16-mixed"
+    precision: Literal["32-true", "bf16-mixed"] = "bf16-mixed"
 
 
 POINTS = {
@@ -77,8 +77,7 @@ class Curve:
 
     def ddp(self, seed: int, lr: float | None = None) -> Training:
         point = self.point
-        training: Any = Training
-        return training(
+        return Training(
             point.size,
             None,
             groups=1,
@@ -116,18 +115,18 @@ class Curve:
 
     def stages(self) -> Iterator[list[Training]]:
         """Yields what is trained, what is worth most first."""
-        first = SEEDS[0]
-        m8, m4, m8_elementwise, m1, m4_elementwise = self.by_name(first).values()
-        tried = [self.ddp(first, lr) for lr in self.point.ddp_lrs]
-        yield [m8, m8_elementwise, m4, *tried, m1, m4_elementwise]
+        yield [*self.tried(SEEDS[0]), *self.by_name(SEEDS[0]).values()]
         for seed in SEEDS[1:]:
-            tried = [self.ddp(seed, lr) for lr in self.point.ddp_lrs]
-            yield [*(self.grouped(groups, seed) for groups in GROUPS), *tried]
+            yield [*self.tried(seed), *(self.grouped(groups, seed) for groups in GROUPS)]
+
+    def tried(self, seed: int) -> list[Training]:
+        """Returns DDP at each of its rates."""
+        return [self.ddp(seed, lr) for lr in self.point.ddp_lrs]
 
     def best_ddp(self, seed: int, finished: Runs) -> Run | None:
         """Returns DDP's better run; None until it has tried all its rates."""
-        tried = [finished.get(self.ddp(seed, lr)) for lr in self.point.ddp_lrs]
-        finished_runs = [run for run in tried if run is not None]
+        tried = self.tried(seed)
+        finished_runs = [run for run in map(finished.get, tried) if run is not None]
         if len(finished_runs) < len(tried):
             return None
         return min(finished_runs, key=lambda run: float(run["loss"]))

@@ -296,7 +296,7 @@ class HubClient:
         connecting = [
             partial(self._answer, message, channel, _CONNECTING) for channel in self._channels[1:]
         ]
-        self._raise_first(self._at_once(connecting, lambda: 0))
+        _raise_first(self._at_once(connecting, lambda: 0))
         for at_once, size in _STEPS:
             began = time.perf_counter()
             self._burst(up, at_once, size)
@@ -320,15 +320,11 @@ class HubClient:
 
         began = time.perf_counter()
         tasks = [partial(ping, channel) for channel in self._channels[1:] * at_once]
-        self._raise_first(self._at_once(tasks, moments.__len__))
+        _raise_first(self._at_once(tasks, moments.__len__))
         # A connection starts slowly, so only the second half of the time is measured.
         middle = (began + max(moments)) / 2
         answers = sum(moment > middle for moment in moments)
         return 8 * size * answers / max(max(moments) - middle, 1e-9)
-
-    def _raise_first(self, errors: Sequence[Failure]) -> None:
-        if errors:
-            raise errors[0]
 
     def _ping(self, sent_bytes: int, answer_bytes: int) -> bytes:
         header = self._header() | {"call": "ping", "about": {"bytes": answer_bytes}}
@@ -670,6 +666,11 @@ class HubClient:
         finally:
             over.set()
             call.cancel()
+
+
+def _raise_first(errors: Sequence[Failure]) -> None:
+    if errors:
+        raise errors[0]
 
 
 class _Way:
