@@ -25,7 +25,7 @@ from lightning_sdiloco.lightning.options import Options
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.tools.run_files import read_run
 from tests import fits
-from tests.fits import LIGHTNING, Announced, SomeBatches, at, on, said_by, save
+from tests.fits import LIGHTNING, OTHER, Announced, SomeBatches, at, on, said_by, save
 from tests.ranks import agreed, in_ranks
 from tests.training import mlp
 
@@ -77,7 +77,7 @@ def stop(trainer: Any, *_: Any) -> None:
 
 def length_and_line(rank: int, batches: int = 2, **choices: Any) -> tuple[int, str]:
     """The ``sync_every`` of a fit, of which a batch is trained, and the line at its start."""
-    messages = said_by(LIGHTNING)
+    messages = said_by(LIGHTNING, OTHER)
     of_trainer = {
         name: choices.pop(name) for name in ("max_steps", "max_epochs") if name in choices
     }
@@ -257,7 +257,7 @@ def test_rounds_grow_until_the_link_hides_them_with_the_bits_of_a_given_number(
 
 @in_ranks(2)
 def test_rounds_that_grow_for_a_slow_link_are_warned_of_and_ten_remain(rank: int) -> None:
-    messages = said_by("lightning_sdiloco", LIGHTNING)
+    messages = said_by("lightning_sdiloco", LIGHTNING, OTHER)
     fit_over(rank, FAST)
     assert not [text for text in messages if "Chosen: sync_every" in text]
     fit_over(rank, SLOW, steps=600)
