@@ -1,5 +1,6 @@
 """Streaming DiLoCo for PyTorch Lightning: train one model on worker groups joined by slow links."""
 
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -122,6 +123,22 @@ if TYPE_CHECKING or find_spec("lightning") is not None:
         "StreamingDiLoCoStrategy",
     ]
 
+# Public names of the room of compressions alone. It imports torch, and whoever only asks whether a
+# name exists must not wait for that.
+_COMPRESSIONS = (
+    "ByLink",
+    "ErrorFeedback",
+    "FP8",
+    "Int2",
+    "Int4",
+    "Int8",
+    "MXFP4",
+    "RandomBlock",
+    "RandomK",
+    "Threshold",
+    "TopK",
+)
+
 _EXAMPLES = {
     "ByMedian": "edit.py",
     "ByNorm": "edit.py",
@@ -135,6 +152,19 @@ _EXAMPLES = {
 
 class _IsAnExample(ImportError, ValueError):
     """A name is not part of the package: an import error, and a wrong value of a configuration."""
+
+
+def _advice(name: str) -> str:
+    """Returns the end of the message about a name that the package does not have."""
+    if not name[0].isupper():
+        return ""
+    if name in _COMPRESSIONS:
+        return f". Import it from {__name__}.compression"
+    close = get_close_matches(name, [*__all__, *_COMPRESSIONS], 1)
+    if not close:
+        return f". {__name__}.__all__ lists its public names"
+    home = __name__ if close[0] in __all__ else f"{__name__}.compression"
+    return f". Did you mean {home}.{close[0]}?"
 
 
 register_when_imported()
@@ -153,7 +183,7 @@ if not TYPE_CHECKING:
                 f" Copy examples/methods/{_EXAMPLES[name]} from the repository next to your script,"
                 " and import it from there."
             )
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_advice(name)}")
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

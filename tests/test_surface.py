@@ -14,6 +14,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import lightning_sdiloco
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.tools.cli import main
@@ -110,6 +112,26 @@ def test_the_public_surface_is_the_recorded_one() -> None:
     assert set(before["compressions"]) <= set(now["compressions"])
     now["compressions"] = before["compressions"]
     assert now == before
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("TopK", "Import it from lightning_sdiloco.compression"),
+        ("Fp4", "Did you mean lightning_sdiloco.FP4?"),
+        ("TopKs", "Did you mean lightning_sdiloco.compression.TopK?"),
+        ("Nonsense", "lightning_sdiloco.__all__ lists its public names"),
+    ],
+)
+def test_names_of_other_modules_and_typos_are_corrected(name: str, advice: str) -> None:
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}'. {re.escape(advice)}"):
+        getattr(lightning_sdiloco, name)
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'$"):
+        lightning_sdiloco.nonsense  # noqa: B018
+
+
+def test_the_compressions_that_are_pointed_to_exist() -> None:
+    assert set(lightning_sdiloco._COMPRESSIONS) < set(lightning_sdiloco.compression.__all__)
 
 
 if __name__ == "__main__":

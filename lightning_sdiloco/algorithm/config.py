@@ -28,6 +28,7 @@ from lightning_sdiloco.algorithm.weighting import Aggregation, Weighing
 from lightning_sdiloco.compression import Compression, resolve
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+_SHORTEST_TIMEOUT = timedelta(seconds=0.1)
 
 UNTRAINED_KINDS = ("mean", "first", "own")
 """How state that no optimizer trains may be handled; see docs/untrained-state.md."""
@@ -289,6 +290,10 @@ class OuterOptimizer:
     direction: Literal["auto", "equalised", "elementwise"] | Direction = AUTO
     matrices: Mapping[str, int] | None = None
 
+    def __new__(cls, *_: object, **arguments: object) -> "OuterOptimizer":
+        refuse_unknown(cls.__name__, [field.name for field in fields(cls)], arguments)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         _make_plain(self)
         self._check_make()
@@ -489,8 +494,8 @@ class Settings:
         _require(
             self,
             "timeout",
-            isinstance(timeout, timedelta) and timeout > timedelta(0),
-            "it must be a positive timedelta",
+            isinstance(timeout, timedelta) and timeout >= _SHORTEST_TIMEOUT,
+            "it must be a timedelta of a tenth of a second at least",
             advice,
             timedelta,
         )
@@ -864,12 +869,39 @@ _INSTEAD = {
         ),
     ),
     **dict.fromkeys(("quorum", "grace"), ("federation", _TOGETHER)),
+    **dict.fromkeys(
+        ("quantize", "should_quantize"),
+        (
+            "compression",
+            "is compression here: 'fp4' is the default, and 'fp32' quantizes nothing",
+        ),
+    ),
+    **dict.fromkeys(
+        ("warmup_steps", "warmup"),
+        (
+            "dense_beginning",
+            "is dense_beginning here: DenseBeginning(rounds) exchanges more often in its first"
+            " rounds. Eight groups and more have one by default",
+        ),
+    ),
 }
 """For misplaced arguments: the one to use, and the correction."""
 
+_BESIDE = "belongs to the strategy: give {right}={{value}} beside outer_optimizer"
+_BESIDE_THE_OUTER_OPTIMIZER = {
+    name: ("make", _BESIDE.format(right=right))
+    for name, right in {
+        "lr": "outer_lr",
+        "outer_lr": "outer_lr",
+        "momentum": "outer_momentum",
+        "outer_momentum": "outer_momentum",
+    }.items()
+}
+"""The same for arguments of an `OuterOptimizer`, which a strategy may have."""
+
 _SAME = {
     **dict.fromkeys(("H", "inner_steps"), "sync_every"),
-    **dict.fromkeys(("tau", "fragment_sync_delay"), "overlap_steps"),
+    **dict.fromkeys(("tau", "delay", "fragment_sync_delay"), "overlap_steps"),
     **dict.fromkeys(("alpha", "fragment_update_alpha"), "mixing"),
     **dict.fromkeys(("M", "num_groups", "num_replicas", "num_workers"), "worker_groups"),
     **dict.fromkeys(("P", "num_fragments"), "fragments"),
@@ -888,9 +920,10 @@ def refuse_unknown(owner: str, names: Collection[str], arguments: Mapping[str, o
         TypeError: If there is no such argument.
     """
     unknown = {name: value for name, value in arguments.items() if name not in names}
+    misplaced = {**_INSTEAD, **_BESIDE_THE_OUTER_OPTIMIZER}
     corrections = []
     for name, value in unknown.items():
-        right_name, correction = _INSTEAD.get(name, (_SAME.get(name), "is called {taken} here"))
+        right_name, correction = misplaced.get(name, (_SAME.get(name), "is called {taken} here"))
         if right_name not in names:
             continue
         if value is None:

@@ -45,8 +45,9 @@ class SimulatedGroups:
         settings: As in `StreamingDiLoCo`, without ``worker_groups``.
 
     Raises:
-        ValueError: As `StreamingDiLoCo` does, or if there are no models, or two groups share a
-            model, a trainable parameter, or the state of an optimizer.
+        ValueError: As `StreamingDiLoCo` does, or if there are no models, models differ in names,
+            shapes or dtypes, or two groups share a model, a trainable parameter, or the state of an
+            optimizer.
 
     Examples:
         >>> import torch
@@ -73,6 +74,7 @@ class SimulatedGroups:
         if not models:
             raise ValueError("models is empty. Give one model for each simulated worker group.")
         _require_own_parameters(models)
+        require_same_signatures([signature(model) for model in models])
         optimizers = inner_optimizers or [()] * len(models)
         _require_own_state(optimizers)
         _start_from_first(models, optimizers)

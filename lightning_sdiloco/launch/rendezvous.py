@@ -46,9 +46,14 @@ _SECONDS_PER_ATTEMPT = 5.0
 _PING = b"\r\n\r\n"
 _GREETING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + _PING
 
-_SHOWN_BYTES = 48
+# Asks whether a store has the key under which torch counts the ranks of its own process group, and
+# the answer if it has: ranks of this package do not count there, and a store shows the key to no
+# client.
+_WORKERS = b"init/"
+_HAS_WORKERS = struct.pack("=BQQ", 5, 1, len(_WORKERS)) + _WORKERS
+_YES = b"\0"
 
-_SHOWN_RANKS = 8
+_SHOWN_BYTES = 48
 
 _SHOWN_RANKS = 8
 
@@ -61,6 +66,11 @@ _OTHER_RANK = "If this is not the first node, give it another NODE_RANK."
 # Keys of the store: the token of the process that keeps it, and a message of another rank 0.
 _KEEPER = "sdiloco/keeper"
 _SECOND = "sdiloco/second"
+
+_OTHER_SCRIPT = (
+    " A process at this address waits for torch's own process group, as with strategy='ddp': give"
+    " all ranks the same script with the same strategy."
+)
 
 
 def say_node_rank(node_rank: int) -> str:
@@ -118,7 +128,7 @@ class Rendezvous:
                     f"{missing} did not come to {self.address} within"
                     f" {self._timeout.total_seconds():g} s ({name}). {self.world_size} ranks are"
                     " expected. Start that number, give all of them the same address and port, and"
-                    f" see in their output why they ended.{self._second()}{self._advice}"
+                    f" see in their output why they ended.{self._strangers()}{self._advice}"
                 )
             if self.rank == 0:
                 _log.warning(
@@ -126,17 +136,22 @@ class Rendezvous:
                     " its own output.%s%s",
                     missing,
                     self.address,
-                    self._second(),
+                    self._strangers(),
                     self._advice,
                 )
 
-    def _second(self) -> str:
-        """Returns the message of another process that takes itself for rank 0; nothing if there is
-        none.
+    def _strangers(self) -> str:
+        """Returns the message about processes that are here, but not as one of these ranks: a
+        second rank 0, or one that waits for the process group of torch.
         """
-        if not self._store.check([_SECOND]):
-            return ""
-        return self._store.get(_SECOND).decode()
+        message = ""
+        if self._store.check([_SECOND]):
+            message += self._store.get(_SECOND).decode()
+        host, _, port = self.address.rpartition(":")
+        answer = _greet(host, int(port), _SECONDS_PER_ATTEMPT, _HAS_WORKERS, len(_YES))
+        if answer == _PING + _YES:
+            message += _OTHER_SCRIPT
+        return message
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -292,9 +307,11 @@ def wait_for_store(
         time.sleep(0.2)
 
 
-def _greet(host: str, port: int, seconds: float) -> bytes | OSError:
-    """Returns the answer of an address to a greeting: nothing if it is silent; an error if it
-    cannot be reached.
+def _greet(
+    host: str, port: int, seconds: float, question: bytes = b"", nbytes: int = 0
+) -> bytes | OSError:
+    """Returns the answer of an address to a greeting, and to a question whose answer has so many
+    bytes: nothing if it is silent; an error if it cannot be reached.
     """
     answer = bytearray()
 
@@ -302,8 +319,8 @@ def _greet(host: str, port: int, seconds: float) -> bytes | OSError:
         connection.settimeout(seconds)
         # It may close the connection, too.
         with suppress(OSError):
-            connection.sendall(_GREETING)
-            while len(answer) < len(_PING):
+            connection.sendall(_GREETING + question)
+            while len(answer) < len(_PING) + nbytes:
                 part = connection.recv(_SHOWN_BYTES)
                 if not part:
                     break

@@ -480,6 +480,12 @@ def test_simulated_groups_that_would_train_the_same_parameters_are_refused() -> 
     SimulatedGroups([nn.Sequential(shared, nn.Linear(5, 3)) for _ in range(2)])
 
 
+def test_simulated_groups_with_unlike_models_are_refused() -> None:
+    message = refusal(SimulatedGroups, [nn.Linear(2, 2), nn.Linear(2, 3)])
+    shapes = "weight is (2, 2) torch.float32 on rank 0, (3, 2) torch.float32 on rank 1"
+    assert message.startswith(f"The model differs between ranks: {shapes}")
+
+
 # Routes: groups that average with partners, each with its own outer parameters
 
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.5}

@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from copy import copy
 from datetime import timedelta
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore, init_process_group
 
 from lightning_sdiloco.launch import reachability, rendezvous
 from lightning_sdiloco.launch.reachability import (
@@ -97,7 +98,24 @@ def test_ranks_meet_and_unreachable_addresses_are_named_on_all_of_them(
         message = refusal(rendezvous_of(rank, 3, 1.0).all_gather, "places", None)
         words = "Rank 2 did not come to 127.0.0.1:.* within 1 s .*3 ranks are expected"
         assert re.search(words, message)
+        assert "strategy" not in message
     meeting.all_gather("end", None)  # the store ends with rank 0
+
+
+def test_a_rank_of_another_strategy_is_told_apart_from_one_that_is_late() -> None:
+    for ours in (0, 1):
+        run_processes(meet_a_rank_of_torch, 2, ours, timeout=60)
+
+
+def meet_a_rank_of_torch(rank: int, world_size: int, ours: int) -> None:
+    if rank == ours:
+        meeting = rendezvous_of(rank, world_size, 1.5)
+        message = refusal(meeting.all_gather, "places", None)
+        assert f"Rank {1 - ours} did not come to 127.0.0.1:" in message
+        assert "give all ranks the same script with the same strategy." in message
+    else:
+        with suppress(RuntimeError):
+            init_process_group("gloo", timeout=timedelta(seconds=3))
 
 
 def store_after(seconds: float, port: int, use_libuv: bool) -> TCPStore:

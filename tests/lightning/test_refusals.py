@@ -101,7 +101,10 @@ OUT_OF_RANGE: Table = [
         ({"outer_momentum": value}, f"^outer_momentum={value} ... {MOMENTUM}")
         for value in (-0.1, 1.0)
     ),
-    ({"timeout": timedelta(0)}, "^timeout= ... it must be a positive "),
+    (
+        {"timeout": timedelta(milliseconds=99)},
+        "^timeout= ... it must be a timedelta of a tenth of a second ",
+    ),
     *(
         ({"compression": name}, f"^compression={name!r} ... 'fp32', 'bf16', 'fp8', ")
         for name in ("fp5", "FP4", None)
@@ -137,7 +140,7 @@ OF_ANOTHER_TYPE: Table = [
         {"worker_groups": 2.0},
         f"^worker_groups=2.0 is of type float, not a whole number: {WHOLE[:27]}",
     ),
-    ({"timeout": 60}, "^timeout=60 is of type int, not timedelta: it must be a positive timedelta"),
+    ({"timeout": 60}, "^timeout=60 is of type int, not timedelta: it must be a timedelta of a tenth of a second"),
     (
         {"timeout": 30},
         "Choose another timeout; datetime.timedelta(seconds=30) is that number of seconds.",
@@ -291,6 +294,9 @@ FORMER: Table = [
     ({"tau": 5}, "tau=5 is called overlap_steps here."),
     ({"alpha": 0.5}, "alpha=0.5 is called mixing here."),
     ({"num_fragments": 4}, "num_fragments=4 is called fragments here."),
+    ({"delay": 5}, "delay=5 is called overlap_steps here."),
+    ({"quantize": True}, "quantize=True is compression here: 'fp4' is the default"),
+    ({"warmup_steps": 0.1}, "warmup_steps=0.1 is dense_beginning here"),
     ({"outer_learning_rate": 0.7}, "outer_learning_rate=0.7 is called outer_lr here."),
     *(
         (
@@ -328,6 +334,19 @@ def settings_of(maker: Any) -> Settings:
         return maker.settings
     strategy = maker.strategy if isinstance(maker, L.Fabric) else maker
     return strategy._options.settings  # type: ignore[no-any-return]
+
+
+def test_the_rate_of_an_outer_optimizer_is_given_beside_it() -> None:
+    for name, right in {
+        "lr": "outer_lr",
+        "outer_lr": "outer_lr",
+        "momentum": "outer_momentum",
+    }.items():
+        message = refusal(OuterOptimizer, **{name: 0.5})
+        advice = f"{name}=0.5 belongs to the strategy: give {right}=0.5 beside outer_optimizer."
+        assert message == advice
+    message = refusal(OuterOptimizer, kind=TypeError, clip_nrm=1.0)
+    assert message == "OuterOptimizer has no argument 'clip_nrm'. Did you mean clip_norm?"
 
 
 def test_a_default_overlap_gives_way_to_a_shorter_round() -> None:
