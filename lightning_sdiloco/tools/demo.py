@@ -2,9 +2,12 @@
 their costs.
 
 All settings share model, seed, data and tokens (``examples/configs/base.yaml``). Each is a run of
-``pretrain_text.py`` that you can start by hand; its command is printed. Losses are measured. Times
-on the slow link are computed by the clock of the planner: from the step time measured here, the
-bytes of each method, and the link.
+``pretrain_text.py`` that you can start by hand; the numbers hold its command. Losses are measured.
+Times on the slow link are computed by the clock of the planner: from the step time measured here,
+the bytes of each method, and the link.
+
+Numbers of a setting are kept in a file of its own until all settings have been trained, so that an
+interrupted demo trains only those that are left.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import re
 import shlex
 import subprocess
 import sys
-import tempfile
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -72,7 +75,8 @@ def demo(
     Args:
         steps: Inner steps of each setting.
         settings: ddp, diloco or streaming_fp4; repeat for several. By default all are trained.
-        out: Folder for numbers and pictures.
+        out: Folder for numbers and pictures. After an interruption the same command goes on from
+            the settings that it holds.
 
     Examples:
         $ sdiloco demo
@@ -90,13 +94,47 @@ def demo(
             "There will be no picture: matplotlib is not installed. Install it with pip install"
             " matplotlib."
         )
-    results = {setting: train(setting, steps, console) for setting in settings or SETTINGS}
-    return tell(results, Path(out), console)
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted: Iterable[str] = settings or SETTINGS
+    results: dict[str, Numbers] = {}
+    try:
+        for name in wanted:
+            results[name] = trained(name, steps, folder, console)
+    except KeyboardInterrupt:
+        raise SystemExit(
+            f"Interrupted. {folder} keeps what was trained: {', '.join(results) or 'nothing yet'}."
+            " The same command trains the rest."
+        ) from None
+    text = tell(results, folder, console)
+    for name in results:
+        numbers_of(name, folder).unlink()
+    return text
+
+
+def numbers_of(setting: str, folder: Path) -> Path:
+    return folder / f"{setting}.json"
+
+
+def trained(setting: str, steps: int, folder: Path, console: Console) -> Numbers:
+    """Returns the numbers of a setting: those that an interrupted demo has kept, or of a new run."""
+    path = numbers_of(setting, folder)
+    command = training_command(setting, steps, path)
+    if path.exists():
+        numbers: Numbers = json.loads(path.read_text(encoding="utf-8"))
+        if numbers.get("command") == shlex.join(command):
+            console.print(f"{SETTINGS[setting]}: trained before the interruption, {path}")
+            return numbers
+    train(setting, command, steps, console)
+    numbers = json.loads(path.read_text(encoding="utf-8"))
+    numbers["command"] = shlex.join(command)
+    path.write_text(json.dumps(numbers), encoding="utf-8")
+    return numbers
 
 
 def training_command(setting: str, steps: int, output: Path) -> list[str]:
     """Returns the command that trains one setting and writes its numbers to a file."""
-    command = [sys.executable, str(EXAMPLES / "pretrain_text.py"), "fit"]
+    command = ["python", str(EXAMPLES / "pretrain_text.py"), "fit"]
     for name in ("base", setting):
         command += ["--config", str(CONFIGURATIONS / f"{name}.yaml")]
     command += [
@@ -108,40 +146,32 @@ def training_command(setting: str, steps: int, output: Path) -> list[str]:
     return [*command, f"--result={output}"]
 
 
-def train(setting: str, steps: int, console: Console) -> Numbers:
-    """Trains one setting with a progress bar on the terminal, and returns its numbers."""
-    with tempfile.TemporaryDirectory() as folder:
-        numbers = Path(folder) / f"{setting}.json"
-        command = training_command(setting, steps, numbers)
-        console.print(
-            f"$ {shlex.join(['python', *command[1:]])}",
-            style="dim",
-            soft_wrap=True,
-            highlight=False,
-            markup=False,
+def train(setting: str, command: list[str], steps: int, console: Console) -> None:
+    """Trains one setting with a progress bar on the terminal."""
+    output: list[str] = []
+    with (
+        Progress(*Progress.get_default_columns(), console=console) as progress,
+        subprocess.Popen(
+            [sys.executable, *command[1:]],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process,
+    ):
+        bar = progress.add_task(SETTINGS[setting], total=steps)
+        assert process.stdout is not None
+        for line in process.stdout:
+            step = re.fullmatch(r"step (\d+)\n", line)
+            if step:
+                progress.update(bar, completed=int(step[1]))
+            else:
+                output.append(line)
+    if process.returncode != 0:
+        console.print("".join(output[-60:]), highlight=False, markup=False)
+        raise SystemExit(
+            f"The setting {setting!r} ended with exit code {process.returncode}; its error is"
+            f" above. It was: {shlex.join(command)}"
         )
-        output: list[str] = []
-        with (
-            Progress(*Progress.get_default_columns(), console=console) as progress,
-            subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            ) as process,
-        ):
-            bar = progress.add_task(SETTINGS[setting], total=steps)
-            assert process.stdout is not None
-            for line in process.stdout:
-                step = re.fullmatch(r"step (\d+)\n", line)
-                if step:
-                    progress.update(bar, completed=int(step[1]))
-                else:
-                    output.append(line)
-        if process.returncode != 0:
-            console.print("".join(output[-60:]), highlight=False, markup=False)
-            raise SystemExit(
-                f"The setting {setting!r} ended with exit code {process.returncode}; its error is"
-                " above."
-            )
-        return json.loads(numbers.read_text(encoding="utf-8"))
 
 
 def add_times(results: dict[str, Numbers]) -> None:
@@ -173,7 +203,7 @@ def results_table(results: dict[str, Numbers]) -> Table:
     table.add_column("setting")
     for heading in ("loss", "perplexity", "bytes/rank", "vs. DDP", "here", "slow link"):
         table.add_column(heading, justify="right")
-    baseline = results.get("ddp", first)["bytes_sent"]
+    baseline = results["ddp"]["bytes_sent"] if "ddp" in results else 0
     for setting, row in results.items():
         table.add_row(SETTINGS[setting], *cells(row, baseline))
     return table
@@ -185,7 +215,7 @@ def cells(row: Numbers, baseline: int) -> list[str]:
         f"{row['val_loss']:.3f}",
         f"{row['val_perplexity']:.2f}",
         readable(row["bytes_sent"]),
-        f"1/{baseline / row['bytes_sent']:.0f}" if row["bytes_sent"] else "-",
+        f"1/{baseline / row['bytes_sent']:.0f}" if baseline and row["bytes_sent"] else "-",
         f"{row['train_seconds']:.0f} s",
         time_on_link(row),
     ]
@@ -219,7 +249,6 @@ def tell(results: dict[str, Numbers], folder: Path, console: Console) -> str:
     if {"ddp", "streaming_fp4"} <= results.keys():
         for sentence in sentences(results["ddp"], results["streaming_fp4"]):
             console.print(sentence, highlight=False)
-    folder.mkdir(parents=True, exist_ok=True)
     numbers = folder / "demo.json"
     rows = {setting: dict(row) for setting, row in results.items()}
     for row in rows.values():

@@ -140,7 +140,10 @@ OF_ANOTHER_TYPE: Table = [
         {"worker_groups": 2.0},
         f"^worker_groups=2.0 is of type float, not a whole number: {WHOLE[:27]}",
     ),
-    ({"timeout": 60}, "^timeout=60 is of type int, not timedelta: it must be a timedelta of a tenth of a second"),
+    (
+        {"timeout": 60},
+        "^timeout=60 is of type int, not timedelta: it must be a timedelta of a tenth of a second",
+    ),
     (
         {"timeout": 30},
         "Choose another timeout; datetime.timedelta(seconds=30) is that number of seconds.",

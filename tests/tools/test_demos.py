@@ -70,12 +70,45 @@ def test_the_demo_computes_the_times_of_its_runs_on_a_link() -> None:
 def test_the_demo_prints_saves_and_draws_the_results_of_its_runs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     folder = tmp_path / "out"
+    folder.mkdir()
     console = Console(record=True, width=200)
     assert demo.tell(invented_runs(), folder, console).count(str(tmp_path)) == 3
     assert "139,904 parameters" in " ".join(console.export_text().split())
     saved_runs = json.loads((folder / "demo.json").read_text())
     for path in demo.draw(tmp_path, saved_runs):
         assert path.read_bytes() == (folder / path.name).read_bytes()
+
+
+def test_an_interrupted_demo_trains_only_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = recorded_runs()
+    begun = []
+    interrupted = {"diloco"}
+
+    def train(setting: str, command: list[str], steps: int, console: Console) -> None:
+        begun.append(setting)
+        if setting in interrupted:
+            raise KeyboardInterrupt
+        run = runs[setting] | {"shapes": SHAPES, "steps": steps}
+        Path(command[-1].removeprefix("--result=")).write_text(json.dumps(run))
+
+    monkeypatch.setattr(demo, "train", train)
+    folder = tmp_path / "out"
+    with pytest.raises(SystemExit, match="keeps what was trained: ddp. The same command trains"):
+        demo.demo(steps=2186, out=str(folder))
+    interrupted.clear()
+    demo.demo(steps=2186, out=str(folder))
+    assert begun == ["ddp", "diloco", "diloco", "streaming_fp4"]
+    # Nothing of a demo that has ended is taken for a new one's.
+    assert not (folder / "ddp.json").exists()
+    assert (
+        "pretrain_text.py fit" in json.loads((folder / "demo.json").read_text())["ddp"]["command"]
+    )
+    interrupted.add("ddp")
+    with pytest.raises(SystemExit):
+        demo.demo(steps=2186, out=str(folder))
+    assert begun[-1] == "ddp"
 
 
 @pytest.mark.slow
