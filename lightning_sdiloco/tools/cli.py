@@ -13,8 +13,9 @@ import ast
 import os
 import re
 import sys
-from argparse import Action
+from argparse import SUPPRESS, Action
 from collections.abc import Callable, Container, Mapping, Sequence
+from copy import copy
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -24,7 +25,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 COMMANDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "demo": ("demo", ("demo",)),
@@ -55,6 +56,15 @@ _UNITS: Mapping[str, Mapping[str, float]] = {
     **dict.fromkeys(("--step-time", "--round-trip", "--grace"), _SECONDS),
 }
 """The options whose numbers may have a unit, and how large that is."""
+
+_EXAMPLES: Mapping[str, str] = {
+    "--params": "1B",
+    **dict.fromkeys(("--bandwidth", "--hub-bandwidth"), "100Mbit"),
+    "--step-time": "500ms",
+    "--round-trip": "50ms",
+    "--grace": "10s",
+}
+"""Numbers with a unit, for help."""
 
 _NEED_A_UNIT = ("--bandwidth", "--hub-bandwidth")
 """The options whose numbers must have a unit: people think of links in Mbit/s as well as in
@@ -247,12 +257,45 @@ _EXPECTED: Mapping[str, str] = {
 """How jsonargparse describes a wrong value, and how we do."""
 
 
+class _Help(DefaultHelpFormatter):
+    """Shows every option in one spelling; its type and default are part of its text."""
+
+    def _format_action_invocation(self, action: Action) -> str:
+        shown = copy(action)
+        shown.option_strings = [option for option in action.option_strings if "_" not in option]
+        return super()._format_action_invocation(shown)
+
+    def _get_help_string(self, action: Action) -> str:
+        if action.default == SUPPRESS:
+            return super()._get_help_string(action)
+        return action.help or ""
+
+
+def _in_words(option: str, type_hint: object, default: object) -> str:
+    """Returns the end of an option's help: what it takes, and its default."""
+    words = []
+    if option in _EXAMPLES:
+        words.append(f"number, for example {_EXAMPLES[option]}")
+    elif type_hint in (float, float | None):
+        words.append("number")
+    elif type_hint in (int, int | None):
+        words.append("whole number")
+    if default not in (None, SUPPRESS, False, "", []):
+        words.append(f"default: {default}")
+    if not words:
+        return ""
+    return f" ({', '.join(words)})"
+
+
 class _Parser(ArgumentParser):
     """Spells options with dashes as well, and takes flags and lists as is usual on a command
     line.
     """
 
     examples: Sequence[str] = ()
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(formatter_class=_Help, **kwargs)
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         text = super().format_help(*args, **kwargs)
@@ -276,6 +319,9 @@ class _Parser(ArgumentParser):
                 *spellings, action="append", default=[], help=kwargs["help"]
             )
         option = super().add_argument(*spellings, **kwargs)
+        type_hint = getattr(option, "_typehint", option.type)
+        words = _in_words(next(iter(spellings)), type_hint, option.default)
+        option.help = f"{option.help or ''}{words}"
         # For an option that is a class, jsonargparse would list all classes that are imported:
         # hundreds of torch's.
         option.extra_help = str

@@ -71,23 +71,22 @@ def plan(
     Args:
         model: LightningModule (or other module) by its class path, with --model.NAME for its
             arguments.
-        params: Number of parameters, such as 1e9 or 1B, instead of a model.
+        params: Parameters, instead of a model.
         layers: Number of layers, with --params.
-        step_time: Seconds of an inner step, without any exchange between groups.
+        step_time: Time of an inner step, without any exchange between groups.
         groups: Number of worker groups.
         group_size: Ranks in a worker group.
-        bandwidth: Bandwidth between a group and all others, in each direction, such as 100Mbit or
-            1Gbit.
-        hub_bandwidth: That of a federation's hub, such as 1Gbit: the groups are then its sites.
+        bandwidth: Bandwidth between a group and all others, in each direction.
+        hub_bandwidth: Bandwidth of a federation's hub; the groups are then its sites.
         quorum: The federation's quorum, which decides whom a round waits for: a number of sites, or
             a class such as DynamicBackup, with --quorum.least=0.5 for its arguments.
-        grace: Seconds for which rounds stay open after the first contribution; 10 by default; with
-            --quorum.
+        grace: Time for which rounds stay open after the first contribution, with --quorum; 10s by
+            default.
         delays: Seconds by which each site's contributions are late, as 0,0,12; with --quorum.
         links: YAML file with the Gbit/s of each group's link, a list or a mapping from names,
             instead of --bandwidth and --groups. The plan takes the slowest link, and shows what two
             shots gain with parts that suit the links.
-        round_trip: Seconds to another group and back: 50 ms is 0.05.
+        round_trip: Time to another group and back.
         loss: Share of packets lost: 0.1 % is 0.001.
         sync_every: Inner steps between two launches of the same fragment.
         overlap_steps: Inner steps from the launch of a fragment to its landing. By default 5, or as

@@ -116,7 +116,7 @@ UNSUITABLE = {
     "plan --hub_bandwidth=1": f"--hub-bandwidth 1 has no unit. {RATES}, as in 1Mbit.",
     "plan --params 1b": "--params 1b has the unknown unit 'b'. Give one of k, M, B, T.",
     "plan --params many": (
-        "--params many: not a number. It takes: Number of parameters, such as 1e9 or 1B"
+        "--params many: not a number. It takes: Parameters, instead of a model."
     ),
     "plan --step-time=5min": "--step-time 5min has the unknown unit 'min'. Give one of us, ms, s.",
     "plan --groups=two": "--groups two: not a whole number. It takes: Number of worker groups.",
@@ -151,11 +151,26 @@ def test_an_unsuitable_value_is_refused_in_one_line_with_the_accepted_ones() -> 
 
 def test_every_option_has_help() -> None:
     for name, text in helps():
-        assert "--sync-every SYNC_EVERY, --sync_every SYNC_EVERY" in text or name != "schedule"
+        assert "  --sync-every SYNC_EVERY\n" in text or name != "schedule"
         # Without a description only the type and the default follow, in brackets.
         on_one_line = " ".join(text.split())
-        bare = re.findall(r" (--[a-z-]+(?: \S+)?) \((?:type|default|required)", on_one_line)
+        bare = re.findall(r" (--[a-z-]+(?: \S+)?) \((?:number|whole|default)", on_one_line)
         assert bare == [], name
+        # In one spelling, with types and defaults as people write them.
+        assert not re.search(r"--\w+_|\(type|null|Optional|Union", text), name
+
+
+def test_help_tells_units_and_defaults_in_eighty_columns() -> None:
+    helps_by_name = dict(helps())
+    plan = " ".join(helps_by_name["plan"].split())
+    assert "in each direction. (number, for example 100Mbit)" in plan
+    assert "--layers LAYERS Number of layers, with --params. (whole number) " in plan
+    assert (
+        "Inner steps of the whole run, for its total bytes. (whole number, default: 10000)" in plan
+    )
+    for name, text in helps_by_name.items():
+        options, _, _ = text.partition("\nexamples:")
+        assert max(map(len, options.splitlines())) <= 80, name
 
 
 def test_examples_of_the_help_are_commands_that_it_takes() -> None:

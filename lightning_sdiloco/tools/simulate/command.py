@@ -91,12 +91,11 @@ def simulate(
             strategy.
         seeds: Run each combination of the sweep or methods with each of these seeds, as 0,1,2, and
             compare it with the first.
-        bandwidth: Bandwidth between a group and all others, or a site and its hub, such as 100Mbit,
-            to predict the time.
-        round_trip: Seconds to another group and back: 50 ms is 0.05.
+        bandwidth: Bandwidth between a group and all others, or a site and its hub, to predict the
+            time.
+        round_trip: Time to another group and back.
         loss: Share of packets lost: 0.1 % is 0.001.
-        step_time: Seconds of an inner step there; by default as long as here. Required with
-            --sites.
+        step_time: Time of an inner step there; by default as long as here. Required with --sites.
         speeds: How fast each group is, as 1,1,0.5; 1 is the step time.
         delays: Seconds by which each site's contributions are late, as 0,0,12; with --sites.
         absence: When a group is away, in predicted seconds, as 1:30-90 for group 1. Repeat for
