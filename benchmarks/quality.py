@@ -84,7 +84,7 @@ class Model:
         alone: The best inner learning rates of groups of which nothing but H is said, by their
             number.
         tried: Those that both methods try there, by the number of groups.
-        alone_every: The values of H there.
+        alone_every: The values of H there, by the number of groups; 20 where it says nothing.
         seeds: The seeds there.
     """
 
@@ -95,7 +95,7 @@ class Model:
     every: Mapping[int, Sequence[int]] = field(default_factory=lambda: {2: (50,)})
     alone: Mapping[int, Rates] = field(default_factory=dict)
     tried: Mapping[int, Sequence[float]] = field(default_factory=dict)
-    alone_every: Sequence[int] = (20,)
+    alone_every: Mapping[int, Sequence[int]] = field(default_factory=dict)
     seeds: Sequence[int] = HELD_OUT
 
 
@@ -110,7 +110,7 @@ MODELS = {
         every={2: (50, 20, 100), 4: (50, 20, 100), 8: (20, 100)},
         alone={2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 6e-3), 8: Rates(9e-3, 6e-3)},
         tried={4: (6e-3, 8e-3), 8: (6e-3, 9e-3)},
-        alone_every=(20, 100),
+        alone_every={2: (20, 39, 100), 4: (20, 100), 8: (20, 100)},
     ),
     "0.2M": Model(Size(3, 64, 4, 128), {2: Rates(4.5e-3, 2e-3)}, batch=1),
     "0.5M": Model(
@@ -232,9 +232,10 @@ def by_itself(size: str) -> Iterator[tuple[str, Pair]]:
         for rate, seed in product(tried, TUNING):
             name = at_rate(f"{size}, M={groups}, H=20, by itself", rate)
             yield name, alone(size, groups, seed, Rates(rate, rate))
-    for groups, sync_every, seed in product(model.alone, model.alone_every, model.seeds):
-        name = f"{size}, M={groups}, H={sync_every}, by itself, other seeds"
-        yield name, alone(size, groups, seed, sync_every=sync_every)
+    for groups in model.alone:
+        for sync_every, seed in product(model.alone_every.get(groups, (20,)), model.seeds):
+            name = f"{size}, M={groups}, H={sync_every}, by itself, other seeds"
+            yield name, alone(size, groups, seed, sync_every=sync_every)
     for groups, seed in product(model.alone, model.seeds):
         name = f"{size}, M=1 on the batches of {groups}, H=20, by itself, other seeds"
         yield name, single(size, groups, seed)

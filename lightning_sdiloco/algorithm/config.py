@@ -87,7 +87,7 @@ def round_lengths(
     """Returns each ``sync_every`` that suits a fit of so many inner steps, the best first; the link
     decides which of them it hides.
 
-    The best one makes 180 rounds, as far as a flight takes at most a quarter of a round, and a
+    The best one makes 360 rounds, as far as a flight takes at most a quarter of a round, and a
     group sends at most what it sends with 20. Ten rounds remain, unless a flight would take more
     than half of each. How many groups there are does not matter: with the tokens fixed, more groups
     make fewer steps. See docs/choosing.md for what was measured.
@@ -98,7 +98,7 @@ def round_lengths(
         least: A lower bound.
 
     Examples:
-        >>> round_lengths(1786), round_lengths(7146), round_lengths(18_000), round_lengths(math.inf)
+        >>> round_lengths(7146), round_lengths(14_292), round_lengths(36_000), round_lengths(math.inf)
         ([20, 40, 80, 100], [39, 78, 100], [100], [100])
         >>> round_lengths(300), round_lengths(150), round_lengths(50)
         ([20, 26], [13], [10])
@@ -207,7 +207,7 @@ _MAY_CHANGE = ("exchange.backend", "outer_optimizer.offload", "timeout")
 
 # The rounds of a fit after which more help little, and the shortest round if that leaves enough of
 # them.
-_ROUNDS = 180
+_ROUNDS = 360
 _SHORT_ROUND = 20
 
 # From how many groups on a dense beginning is chosen, for which share of the inner steps, and its

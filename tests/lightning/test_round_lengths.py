@@ -35,9 +35,10 @@ from tests.training import mlp
     [
         (math.inf, [100]),
         (1_000_000, [100]),
-        (18_000, [100]),
-        (17_999, [99, 100]),
-        (7146, [39, 78, 100]),
+        (36_000, [100]),
+        (35_999, [99, 100]),
+        (14_292, [39, 78, 100]),
+        (7146, [20, 40, 80, 100]),
         (3573, [20, 40, 80, 100]),
         (1786, [20, 40, 80, 100]),
         (500, [20, 40, 45]),
@@ -54,7 +55,7 @@ def test_round_lengths_of_fits_are_known(steps: float, lengths: list[int]) -> No
 
 def test_rounds_leave_time_for_flights_and_a_lower_bound_holds() -> None:
     """A flight takes a quarter of a round where the fit is long enough, and at most half of it."""
-    assert round_lengths(5000, 0) == [27, 54, 100]
+    assert round_lengths(10_000, 0) == [27, 54, 100]
     assert round_lengths(5000, 15) == [60, 100]
     assert round_lengths(500, 15) == [44]
     assert round_lengths(50, 15) == [30]
@@ -95,7 +96,7 @@ def test_the_start_line_says_which_rounds_suit_the_fit_and_why(rank: int) -> Non
     cases: list[tuple[dict[str, Any], int, str]] = [
         ({"max_steps": 300}, 20, "sync_every=20 (for the 300 inner steps of this fit), overlap"),
         ({"max_steps": 150}, 13, "sync_every=13 (for the 150 inner steps of this fit), overlap"),
-        ({"max_steps": 7146}, 39, "sync_every=39 (for the 7,146 inner steps of this fit), "),
+        ({"max_steps": 14_292}, 39, "sync_every=39 (for the 14,292 inner steps of this fit), "),
         ({"max_steps": 90_000}, 100, "sync_every=100 (for the 90,000 inner steps of this fit), "),
         ({"max_epochs": -1}, 100, "sync_every=100 (the default), overlap_steps=5, "),
         ({"max_steps": 2000, "overlap_steps": 8}, 32, "sync_every=32 (for the 2,000 inner "),
@@ -117,8 +118,8 @@ def test_the_start_line_says_which_rounds_suit_the_fit_and_why(rank: int) -> Non
 
 @in_ranks(2)
 def test_ranks_with_unequal_numbers_of_batches_choose_alike(rank: int) -> None:
-    """The shortest fit counts: 7,200 steps, of which 180 rounds have 40."""
-    Fit._known_steps = property(lambda fit: 7200 + 3600 * rank)
+    """The shortest fit counts: 14,400 steps, of which 360 rounds have 40."""
+    Fit._known_steps = property(lambda fit: 14_400 + 7200 * rank)
     assert length_and_line(rank, max_epochs=1)[0] == 40
 
 
@@ -157,9 +158,9 @@ def test_a_resumed_fit_takes_the_rounds_of_its_checkpoint_and_later_ones_their_o
     assert lengths(None, 300, saves=by_length) == [20]
     assert lengths(None, 300, saves=by_number, sync_every=7) == [7]
     for path, sync_every in ((by_length, 20), (by_number, 7)):
-        assert lengths(path, 20_000, 7200) == [sync_every, 40]
+        assert lengths(path, 40_000, 14_400) == [sync_every, 40]
         # Rounds that restart may be of any length.
-        assert lengths(path, 20_000, resume="restart") == [100]
+        assert lengths(path, 40_000, resume="restart") == [100]
     message = fits.refusal(lengths, by_length, 300, sync_every=100)
     assert "sync_every was 20, now it is 100" in message
 
@@ -251,8 +252,8 @@ def test_rounds_grow_until_the_link_hides_them_with_the_bits_of_a_given_number(
     # Before the choice a checkpoint has none; afterwards nothing is measured again.
     assert slow.is_like(fit_over(rank, SLOW, early, steps=600))
     assert slow.is_like(fit_over(rank, None, late, steps=600))
-    assert fit_over(rank, FAST, early, steps=7200).settings.sync_every == 40
-    assert fit_over(rank, None, early, steps=20_000).settings.sync_every == 100
+    assert fit_over(rank, FAST, early, steps=14_400).settings.sync_every == 40
+    assert fit_over(rank, None, early, steps=40_000).settings.sync_every == 100
 
 
 @in_ranks(2)
@@ -276,7 +277,7 @@ def test_small_models_long_fits_and_given_numbers_measure_no_link(rank: int) -> 
     assert fit_over(rank, None, steps=10, sync_every=100).settings.sync_every == 100
     options_module.measure_link = lambda *_: pytest.fail("nothing has to be measured")
     assert length_and_line(rank, max_steps=300)[0] == 20
-    assert fit_over(rank, None, steps=18_000).settings.sync_every == 100
+    assert fit_over(rank, None, steps=36_000).settings.sync_every == 100
 
 
 @in_ranks(2)
