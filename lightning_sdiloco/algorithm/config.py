@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from difflib import get_close_matches
+from functools import wraps
 from numbers import Integral, Number
-from typing import Any, Literal, NamedTuple, TypeGuard, get_args
+from typing import Any, Literal, NamedTuple, TypeGuard, TypeVar, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -248,6 +249,24 @@ _POLICIES = {
 }
 
 
+_Choices = TypeVar("_Choices")
+
+
+def _names_unknown_arguments(of_class: type[_Choices]) -> type[_Choices]:
+    """Makes a dataclass refuse arguments that it does not have, and say what to write."""
+    init = of_class.__init__
+    names = [field.name for field in fields(of_class)]  # type: ignore[arg-type]
+
+    @wraps(init)
+    def checked_init(self: _Choices, *args: object, **arguments: object) -> None:
+        refuse_unknown(of_class.__name__, names, arguments)
+        init(self, *args, **arguments)
+
+    of_class.__init__ = checked_init  # type: ignore[assignment, method-assign]
+    return of_class
+
+
+@_names_unknown_arguments
 @dataclass(frozen=True)
 class OuterOptimizer:
     """The outer step: its optimizer, and what happens to outer gradients before it and to outer
@@ -289,10 +308,6 @@ class OuterOptimizer:
     offload: bool | Literal["auto"] = AUTO
     direction: Literal["auto", "equalised", "elementwise"] | Direction = AUTO
     matrices: Mapping[str, int] | None = None
-
-    def __new__(cls, *_: object, **arguments: object) -> "OuterOptimizer":
-        refuse_unknown(cls.__name__, [field.name for field in fields(cls)], arguments)
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         _make_plain(self)
