@@ -43,7 +43,12 @@ from benchmarks.models import SMALL, TEN_MILLION, TINY, Size
 from benchmarks.runs import Runs
 from benchmarks.training import CUT, Training
 from lightning_sdiloco import OuterOptimizer
-from lightning_sdiloco.algorithm.config import Settings, dense_for, round_lengths
+from lightning_sdiloco.algorithm.config import (
+    Settings,
+    dense_for,
+    overlap_in_round,
+    round_lengths,
+)
 from lightning_sdiloco.algorithm.schedule import DenseBeginning
 
 Pair = tuple[Training, Training]
@@ -204,10 +209,11 @@ def alone(
     """
     rates = rates or MODELS[size].alone[groups]
     steps = pair(size, groups, rates=rates)[0].steps
+    choices: dict[str, Any] = {"fragments": "strided", "outer_optimizer": EQUALISED}
     if sync_every is None:
         sync_every = round_lengths(steps)[0]
+        choices["overlap_steps"] = overlap_in_round(sync_every)
     dense = dense_for(groups, steps, Settings(sync_every=sync_every))
-    choices: dict[str, Any] = {"fragments": "strided", "outer_optimizer": EQUALISED}
     choices |= {"dense_beginning": dense} if dense else {}
     return pair(size, groups, seed, rates, inner, sync_every=sync_every, **choices)
 

@@ -4,6 +4,7 @@ place.
 ``outer_lr``, ``outer_momentum`` and ``mixing`` may be ``"auto"``; see `recommended`.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -11,7 +12,7 @@ from datetime import timedelta
 from difflib import get_close_matches
 from functools import wraps
 from numbers import Integral, Number
-from typing import Any, Literal, NamedTuple, TypeGuard, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeGuard, TypeVar, cast, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -82,35 +83,45 @@ def overlap_for(sync_every: int, overlap_steps: int | None) -> int:
     return min(DEFAULT_OVERLAP_STEPS, sync_every - 1)
 
 
+def overlap_in_round(sync_every: int) -> int:
+    """Returns how many inner steps a fragment flies in rounds whose length was chosen."""
+    return min(DEFAULT_OVERLAP_STEPS, sync_every // 4)
+
+
 def round_lengths(
-    steps: float, overlap_steps: int = DEFAULT_OVERLAP_STEPS, least: int = 1
+    steps: float, short_round: int = 10, overlap_steps: int | None = None, least: int = 1
 ) -> list[int]:
     """Returns each ``sync_every`` that suits a fit of so many inner steps, the best first; the link
     decides which of them it hides.
 
-    The best one makes 360 rounds, as far as a flight takes at most a quarter of a round, and a
-    group sends at most what it sends with 20. Ten rounds remain, unless a flight would take more
-    than half of each. How many groups there are does not matter: with the tokens fixed, more groups
-    make fewer steps. See docs/choosing.md for what was measured.
+    The best one makes 350 rounds, as far as a flight takes at most a quarter of a round. Ten rounds
+    remain, unless a flight would take more than half of each. How many groups there are does not
+    matter: with the tokens fixed, more groups make fewer steps. See docs/choosing.md for what was
+    measured.
 
     Args:
         steps: The inner steps of the fit; infinite if they are not known.
-        overlap_steps: Inner steps from the launch of a fragment to its landing.
+        short_round: The fewest inner steps of a round in a fit with enough of them.
+        overlap_steps: Inner steps from the launch of a fragment to its landing. None: they follow
+            the length of a round.
         least: A lower bound.
 
     Examples:
-        >>> round_lengths(7146), round_lengths(14_292), round_lengths(36_000), round_lengths(math.inf)
-        ([20, 40, 80, 100], [39, 78, 100], [100], [100])
-        >>> round_lengths(300), round_lengths(150), round_lengths(50)
-        ([20, 26], [13], [10])
+        >>> round_lengths(1786), round_lengths(7146), round_lengths(14_000), round_lengths(math.inf)
+        ([10, 20, 40, 80, 100], [20, 40, 80, 100], [40, 80, 100], [100])
+        >>> round_lengths(1786, short_round=20), round_lengths(150), round_lengths(50)
+        ([20, 40, 80, 100], [10, 13], [10])
     """
     if steps == math.inf:
         return [DEFAULT_SYNC_EVERY]
-    shortest = max(least, min(DEFAULT_SYNC_EVERY, max(_SHORT_ROUND // 2, 2 * overlap_steps)))
+    longest_flight = DEFAULT_OVERLAP_STEPS if overlap_steps is None else overlap_steps
+    if overlap_steps is None:
+        overlap_steps = overlap_in_round(short_round)
+    shortest = max(least, min(DEFAULT_SYNC_EVERY, max(_SHORTEST_ROUND, 2 * overlap_steps)))
     # The last fragment launches up to a round later than the first.
-    with_enough = int(steps - overlap_steps) // (ENOUGH_ROUNDS + 1)
+    with_enough = int(steps - longest_flight) // (ENOUGH_ROUNDS + 1)
     longest = max(shortest, min(DEFAULT_SYNC_EVERY, with_enough))
-    wanted = max(_SHORT_ROUND, 4 * overlap_steps, int(steps) // _ROUNDS)
+    wanted = max(short_round, 4 * overlap_steps, int(steps) // _ROUNDS)
     length = max(shortest, min(wanted, longest))
     lengths = list[int]()
     while length < longest:
@@ -206,10 +217,9 @@ def dense_for(
 # A run that is resumed with other values of these trains on exactly as before, up to its end.
 _MAY_CHANGE = ("exchange.backend", "outer_optimizer.offload", "timeout")
 
-# The rounds of a fit after which more help little, and the shortest round if that leaves enough of
-# them.
-_ROUNDS = 360
-_SHORT_ROUND = 20
+# The rounds of a fit after which more help little, and the shortest round.
+_ROUNDS = 350
+_SHORTEST_ROUND = 10
 
 # From how many groups on a dense beginning is chosen, for which share of the inner steps, and its
 # fewest rounds.
@@ -249,24 +259,21 @@ _POLICIES = {
 }
 
 
-_Choices = TypeVar("_Choices")
+Init = TypeVar("Init", bound=Callable[..., None])
 
 
-def _names_unknown_arguments(of_class: type[_Choices]) -> type[_Choices]:
-    """Makes a dataclass refuse arguments that it does not have, and say what to write."""
-    init = of_class.__init__
-    names = [field.name for field in fields(of_class)]  # type: ignore[arg-type]
+def names_checked(init: Init) -> Init:
+    """Makes a constructor say what to write in place of an argument that it does not have."""
+    names = [*inspect.signature(init).parameters][1:]
 
     @wraps(init)
-    def checked_init(self: _Choices, *args: object, **arguments: object) -> None:
-        refuse_unknown(of_class.__name__, names, arguments)
+    def checked(self: Any, *args: Any, **arguments: Any) -> None:
+        refuse_unknown(type(self).__name__, names, arguments)
         init(self, *args, **arguments)
 
-    of_class.__init__ = checked_init  # type: ignore[assignment, method-assign]
-    return of_class
+    return cast(Init, checked)
 
 
-@_names_unknown_arguments
 @dataclass(frozen=True)
 class OuterOptimizer:
     """The outer step: its optimizer, and what happens to outer gradients before it and to outer
@@ -414,6 +421,9 @@ class OuterOptimizer:
             "outer_optimizer.direction": _name(self.direction),
             "outer_optimizer.matrices": self.matrices,
         }
+
+
+OuterOptimizer.__init__ = names_checked(OuterOptimizer.__init__)  # type: ignore[method-assign]
 
 
 def _name(choice: Callable[..., object] | str | None) -> str | None:

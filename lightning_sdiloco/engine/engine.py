@@ -2,16 +2,14 @@
 what landed.
 """
 
-import inspect
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import wraps
 from os import PathLike
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +19,7 @@ from lightning_sdiloco.algorithm.config import (
     DEFAULT_TIMEOUT,
     OuterOptimizer,
     Settings,
-    refuse_unknown,
+    names_checked,
 )
 from lightning_sdiloco.algorithm.gossip import Route
 from lightning_sdiloco.algorithm.guard import REMEMBERED
@@ -97,21 +95,6 @@ class Counts:
     in_flight_s: float = 0.0
 
 
-Init = TypeVar("Init", bound=Callable[..., None])
-
-
-def _names_checked(init: Init) -> Init:
-    """Makes a constructor say what to write in place of an argument that it does not have."""
-    names = [*inspect.signature(init).parameters][1:]
-
-    @wraps(init)
-    def checked(self: Any, *args: Any, **arguments: Any) -> None:
-        refuse_unknown(type(self).__name__, names, arguments)
-        init(self, *args, **arguments)
-
-    return cast(Init, checked)
-
-
 class StreamingDiLoCo:
     """Streaming DiLoCo for any PyTorch training loop (https://arxiv.org/abs/2501.18512).
 
@@ -185,7 +168,7 @@ class StreamingDiLoCo:
         (4, 2)
     """
 
-    @_names_checked
+    @names_checked
     def __init__(
         self,
         model: nn.Module,

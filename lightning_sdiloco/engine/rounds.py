@@ -38,7 +38,7 @@ from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.config import Settings, read_settings
 from lightning_sdiloco.algorithm.gossip import Leg
 from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.schedule import Every, Heard, LaunchSchedule, Schedule
@@ -625,21 +625,34 @@ class Rounds:
             **({"link": self.link.last} if self.link.last else {}),
         }
 
+    def _require_same_outer_step(self, saved: Mapping[str, str]) -> None:
+        """Refuses a state with another outer optimizer, or another schedule of it."""
+        for part, description in self.described().items():
+            if saved[part] != description:
+                raise ValueError(
+                    f"The state was saved with another {part}: it was {saved[part]}, now it is"
+                    f" {description}. Resume with the one it was saved with."
+                )
+
     @torch.no_grad()
     def load_records(self, state: dict[str, Any]) -> None:
         require_same_fragments(self.fragments, state["fragments"])
-        for part, description in self.described().items():
-            saved_description = state["described"][part]
-            if saved_description != description:
-                raise ValueError(
-                    f"The state was saved with another {part}: it was {saved_description}, now it"
-                    f" is {description}. Resume with the one it was saved with."
-                )
+        # A state may have been saved before its rounds were chosen, and so before any launch.
+        saved_every = read_settings(state["settings"])["sync_every"]
+        rounds_are_the_same = saved_every == self.settings.sync_every
+        if rounds_are_the_same:
+            self._require_same_outer_step(state["described"])
+        elif state["counts"]["launches"]:
+            raise ValueError(
+                f"The state was saved with sync_every={saved_every}, now it is"
+                f" {self.settings.sync_every}. Resume with the one it was saved with."
+            )
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             fragment.load_state_dict(saved)
         # Of a run of an earlier version the rounds began after its warm-up.
         self._begin_at(max(state["rounds_began_at"], state.get("warmup_steps", 0)))
-        self._schedule_state = state["schedule"]
+        if rounds_are_the_same:
+            self._schedule_state = state["schedule"]
         self.link.last = list(state.get("link", ()))
 
 

@@ -31,13 +31,14 @@ from lightning_sdiloco.algorithm.config import (
     dense_for,
     is_whole,
     overlap_for,
+    overlap_in_round,
     read_settings,
     round_lengths,
 )
 from lightning_sdiloco.algorithm.reduce import TwoShot, kind_and_backend
 from lightning_sdiloco.algorithm.schedule import DenseBeginning
 from lightning_sdiloco.comm.topology import Topology, checked_worker_groups
-from lightning_sdiloco.engine.matrices import with_direction
+from lightning_sdiloco.engine.matrices import MOST_VALUES, with_direction
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.federation.config import Federation
 from lightning_sdiloco.lightning.host import State
@@ -79,6 +80,11 @@ _PLACEHOLDERS: Mapping[str, object] = {
 _ENOUGH_SECONDS = 0.5
 _LEAST_BYTES = 2**16
 _MOST_BYTES = 2**24
+
+# The fewest inner steps of a round that is chosen in a fit with enough of them. Large models lose
+# less in longer rounds, and their matrices take more of the time in short ones.
+_SHORT_ROUND = 10
+_SHORT_ROUND_OF_LARGE = 20
 
 # Bytes per second that a device reads and writes in its memory.
 _MEMORY_RATES = {"cpu": 1e10}
@@ -316,7 +322,7 @@ class Options:
         """Chooses the best ``sync_every`` for the length of the fit; it stays open if the link has
         to be measured first.
         """
-        lengths = self._round_lengths()
+        lengths = self._round_lengths(model)
         self.settings = self._with_rounds(lengths[0])
         self.why_rounds = "the default"
         if self.steps < math.inf:
@@ -329,19 +335,24 @@ class Options:
             # What is smaller than the smallest message that is measured is hidden by every link.
             self.chooses_rounds = method.bytes_per_step * lengths[0] > _LEAST_BYTES
 
-    def _round_lengths(self) -> list[int]:
+    def _round_lengths(self, model: nn.Module) -> list[int]:
         """Returns each ``sync_every`` that suits the fit, the best first."""
         dense = self.settings.dense_beginning
         least = 1
         if dense is not None and not self.chooses_dense:
             least = 2 * dense.sync_every
-        return round_lengths(self.steps, self.settings.overlap_steps, least)
+        overlap_steps = None if self.overlap_gives_way else self.settings.overlap_steps
+        values = sum(parameter.numel() for parameter in trainable(model).values())
+        short_round = _SHORT_ROUND
+        if values > MOST_VALUES:
+            short_round = _SHORT_ROUND_OF_LARGE
+        return round_lengths(self.steps, short_round, overlap_steps, least)
 
     def _with_rounds(self, sync_every: int) -> Settings:
         """Returns the settings with this ``sync_every``, which a default overlap follows."""
         overlap_steps = self.settings.overlap_steps
         if self.overlap_gives_way:
-            overlap_steps = overlap_for(sync_every, None)
+            overlap_steps = overlap_in_round(sync_every)
         return replace(self.settings, sync_every=sync_every, overlap_steps=overlap_steps)
 
     def _choose_rounds(self, model: nn.Module, topology: Topology, step_time: float) -> None:
@@ -352,7 +363,8 @@ class Options:
         """
         self.chooses_rounds = False
         best = self.settings.sync_every
-        candidates = [self._with_rounds(length) for length in self._round_lengths()]
+        lengths = self._round_lengths(model)
+        candidates = [self._with_rounds(length) for length in lengths]
         number = self._first_hidden(candidates, model, topology, step_time)
         self.settings = candidates[-1 if number is None else number]
         if self.settings.sync_every > best:
@@ -486,16 +498,24 @@ class Options:
 
     # The choice of the planner
 
+    def _restore_rounds(self, saved: Fields) -> None:
+        """Takes the rounds of a checkpoint, as far as they were chosen when it was saved."""
+        names = ["sync_every"]
+        if self.overlap_gives_way:
+            names.append("overlap_steps")
+        chosen: State = {name: saved[name] for name in names if is_whole(saved.get(name))}
+        self.settings = replace(self.settings, **chosen)
+        if "sync_every" in chosen:
+            self.follows_length = False
+            self.chooses_rounds = False
+            self.why_rounds = "from the checkpoint"
+
     def restore(self, saved: Fields) -> None:
         """Takes the settings of a checkpoint that suit, and the planner's choice if it holds it."""
         saved = read_settings(saved)
         self.settings = self.settings.taken_from(saved)
-        sync_every = saved.get("sync_every")
-        if self.follows_length and is_whole(sync_every):
-            self.settings = self._with_rounds(sync_every)
-            self.follows_length = False
-            self.chooses_rounds = False
-            self.why_rounds = "from the checkpoint"
+        if self.follows_length:
+            self._restore_rounds(saved)
         if self.chooses_dense:
             dense = saved.get("dense_beginning")
             self.chooses_dense = dense == AUTO

@@ -82,7 +82,7 @@ class GroupStrategy:
         worker_groups: Number of worker groups (M in the paper); consecutive ranks form a group.
             ``"auto"``: one per node if there are several nodes, otherwise one per device.
         sync_every: Inner steps between two launches of the same fragment (H in the paper). None:
-            20 to 100 by the length of the fit, and 100 if that is not known; see docs/choosing.md.
+            10 to 100 by the length of the fit, and 100 if that is not known; see docs/choosing.md.
             Here and for ``overlap_steps``, ``"auto"`` lets the planner choose: it measures the
             first inner steps and the link between groups.
         overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper),

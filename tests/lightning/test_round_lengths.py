@@ -35,15 +35,14 @@ from tests.training import mlp
     [
         (math.inf, [100]),
         (1_000_000, [100]),
-        (36_000, [100]),
-        (35_999, [99, 100]),
-        (14_292, [39, 78, 100]),
+        (35_000, [100]),
+        (34_999, [99, 100]),
+        (14_000, [40, 80, 100]),
         (7146, [20, 40, 80, 100]),
-        (3573, [20, 40, 80, 100]),
-        (1786, [20, 40, 80, 100]),
-        (500, [20, 40, 45]),
-        (225, [20]),
-        (224, [19]),
+        (3573, [10, 20, 40, 80, 100]),
+        (1786, [10, 20, 40, 80, 100]),
+        (500, [10, 20, 40, 45]),
+        (225, [10, 20]),
         (115, [10]),
         (3, [10]),
         (0, [10]),
@@ -55,14 +54,16 @@ def test_round_lengths_of_fits_are_known(steps: float, lengths: list[int]) -> No
 
 def test_rounds_leave_time_for_flights_and_a_lower_bound_holds() -> None:
     """A flight takes a quarter of a round where the fit is long enough, and at most half of it."""
-    assert round_lengths(10_000, 0) == [27, 54, 100]
-    assert round_lengths(5000, 15) == [60, 100]
-    assert round_lengths(500, 15) == [44]
-    assert round_lengths(50, 15) == [30]
-    assert round_lengths(50, 99) == [100]
-    assert round_lengths(math.inf, 99) == [100]
-    assert round_lengths(5000, 5, 64) == [64, 100]
-    assert round_lengths(50, 5, 64) == [64]
+    assert round_lengths(10_000, overlap_steps=0) == [28, 56, 100]
+    assert round_lengths(5000, overlap_steps=15) == [60, 100]
+    assert round_lengths(500, overlap_steps=15) == [44]
+    assert round_lengths(50, overlap_steps=15) == [30]
+    assert round_lengths(50, overlap_steps=99) == [100]
+    assert round_lengths(math.inf, overlap_steps=99) == [100]
+    assert round_lengths(5000, least=64) == [64, 100]
+    assert round_lengths(50, least=64) == [64]
+    assert round_lengths(5000, 20) == [20, 40, 80, 100]
+    assert round_lengths(224, 20) == [19]
 
 
 def test_at_least_ten_rounds_of_every_suitable_length_fit() -> None:
@@ -94,9 +95,9 @@ def length_and_line(rank: int, batches: int = 2, **choices: Any) -> tuple[int, s
 @in_ranks(2)
 def test_the_start_line_says_which_rounds_suit_the_fit_and_why(rank: int) -> None:
     cases: list[tuple[dict[str, Any], int, str]] = [
-        ({"max_steps": 300}, 20, "sync_every=20 (for the 300 inner steps of this fit), overlap"),
-        ({"max_steps": 150}, 13, "sync_every=13 (for the 150 inner steps of this fit), overlap"),
-        ({"max_steps": 14_292}, 39, "sync_every=39 (for the 14,292 inner steps of this fit), "),
+        ({"max_steps": 300}, 10, "sync_every=10 (for the 300 inner steps of this fit), overlap"),
+        ({"max_steps": 150}, 10, "sync_every=10 (for the 150 inner steps of this fit), overlap"),
+        ({"max_steps": 14_000}, 40, "sync_every=40 (for the 14,000 inner steps of this fit), "),
         ({"max_steps": 90_000}, 100, "sync_every=100 (for the 90,000 inner steps of this fit), "),
         ({"max_epochs": -1}, 100, "sync_every=100 (the default), overlap_steps=5, "),
         ({"max_steps": 2000, "overlap_steps": 8}, 32, "sync_every=32 (for the 2,000 inner "),
@@ -118,8 +119,8 @@ def test_the_start_line_says_which_rounds_suit_the_fit_and_why(rank: int) -> Non
 
 @in_ranks(2)
 def test_ranks_with_unequal_numbers_of_batches_choose_alike(rank: int) -> None:
-    """The shortest fit counts: 14,400 steps, of which 360 rounds have 40."""
-    Fit._known_steps = property(lambda fit: 14_400 + 7200 * rank)
+    """The shortest fit counts: 14,000 steps, of which 350 rounds have 40."""
+    Fit._known_steps = property(lambda fit: 14_000 + 7000 * rank)
     assert length_and_line(rank, max_epochs=1)[0] == 40
 
 
@@ -155,14 +156,14 @@ def test_a_resumed_fit_takes_the_rounds_of_its_checkpoint_and_later_ones_their_o
     lengths = partial(lengths_of_fits, rank)
     by_length = tmp_path / "by_length.ckpt"
     by_number = tmp_path / "by_number.ckpt"
-    assert lengths(None, 300, saves=by_length) == [20]
+    assert lengths(None, 300, saves=by_length) == [10]
     assert lengths(None, 300, saves=by_number, sync_every=7) == [7]
-    for path, sync_every in ((by_length, 20), (by_number, 7)):
-        assert lengths(path, 40_000, 14_400) == [sync_every, 40]
+    for path, sync_every in ((by_length, 10), (by_number, 7)):
+        assert lengths(path, 40_000, 14_000) == [sync_every, 40]
         # Rounds that restart may be of any length.
         assert lengths(path, 40_000, resume="restart") == [100]
     message = fits.refusal(lengths, by_length, 300, sync_every=100)
-    assert "sync_every was 20, now it is 100" in message
+    assert "sync_every was 10, now it is 100" in message
 
 
 @in_ranks(2)
@@ -177,7 +178,7 @@ def test_a_search_for_a_learning_rate_leaves_the_rounds_to_the_fit(rank: int) ->
     finder = LearningRateFinder(num_training_steps=20)
     trainer = fits.trainer(strategy=strategy, devices=2, max_steps=300, callbacks=[finder])
     trainer.fit(Rated(), SomeBatches(rank, 20))
-    assert strategy.engine.settings.sync_every == 20
+    assert strategy.engine.settings.sync_every == 10
 
 
 # The link
@@ -230,9 +231,9 @@ FAST = Link(gbit_s=1.0, round_trip=0.001)
 SLOW = Link(gbit_s=4.5e-5, round_trip=0.001)
 SLOWEST = Link(gbit_s=1e-7, round_trip=0.001)
 LONGER = (
-    "Chosen: sync_every={}, although 20 suits the {} inner steps of this fit better: {} as the"
+    "Chosen: sync_every={}, although 10 suits the {} inner steps of this fit better: {} as the"
     " measured inner step takes 1 s and the link carries {} with a round trip of 1 ms. Give"
-    " sync_every=20 if you prefer to wait."
+    " sync_every=10 if you prefer to wait."
 )
 
 
@@ -245,14 +246,14 @@ def test_rounds_grow_until_the_link_hides_them_with_the_bits_of_a_given_number(
     fast = fit_over(rank, FAST)
     slow = fit_over(rank, SLOW, steps=600, callbacks=[at({7: save(early), 9: save(late)})])
     lengths = [fast.settings.sync_every, slow.settings.sync_every]
-    assert lengths == [20, 40]
+    assert lengths == [10, 40]
     assert agreed(lengths)
-    assert fast.is_like(fit_over(rank, None, sync_every=20))
+    assert fast.is_like(fit_over(rank, None, sync_every=10, overlap_steps=2))
     assert slow.is_like(fit_over(rank, None, steps=600, sync_every=40))
     # Before the choice a checkpoint has none; afterwards nothing is measured again.
     assert slow.is_like(fit_over(rank, SLOW, early, steps=600))
     assert slow.is_like(fit_over(rank, None, late, steps=600))
-    assert fit_over(rank, FAST, early, steps=14_400).settings.sync_every == 40
+    assert fit_over(rank, FAST, early, steps=14_000).settings.sync_every == 40
     assert fit_over(rank, None, early, steps=40_000).settings.sync_every == 100
 
 
@@ -276,7 +277,7 @@ def test_rounds_that_grow_for_a_slow_link_are_warned_of_and_ten_remain(rank: int
 def test_small_models_long_fits_and_given_numbers_measure_no_link(rank: int) -> None:
     assert fit_over(rank, None, steps=10, sync_every=100).settings.sync_every == 100
     options_module.measure_link = lambda *_: pytest.fail("nothing has to be measured")
-    assert length_and_line(rank, max_steps=300)[0] == 20
+    assert length_and_line(rank, max_steps=300)[0] == 10
     assert fit_over(rank, None, steps=36_000).settings.sync_every == 100
 
 
@@ -287,5 +288,5 @@ def test_records_hold_the_rounds_that_were_chosen_for_the_link(rank: int, tmp_pa
     assert chosen.settings.sync_every == 40
     if rank == 0:
         lines = (tmp_path / "rank_00000.jsonl").read_text().splitlines()
-        assert json.loads(lines[0])["settings"]["sync_every"] == 20
+        assert json.loads(lines[0])["settings"]["sync_every"] == 10
         assert read_run(tmp_path).ranks[0].about["settings"]["sync_every"] == 40
