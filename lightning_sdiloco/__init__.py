@@ -2,10 +2,11 @@
 
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_sdiloco.registration import register_when_imported
-from lightning_sdiloco.version import VERSION
+from lightning_sdiloco.version import VERSION, require_one_distribution
 
 if TYPE_CHECKING:
     from lightning_sdiloco.algorithm.config import OuterOptimizer
@@ -137,6 +138,7 @@ class _IsAnExample(ImportError, ValueError):
     """A name is not part of the package: an import error, and a wrong value of a configuration."""
 
 
+require_one_distribution(Path(__file__).parents[1])
 register_when_imported()
 
 if not TYPE_CHECKING:
@@ -144,7 +146,7 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         """Imports a name when it is used: torch takes a second, a distribution two more."""
         if name in __all__:
-            return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+            return getattr(_module_of(name), name)
         if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
         if name in _EXAMPLES:
@@ -154,6 +156,17 @@ if not TYPE_CHECKING:
                 " and import it from there."
             )
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def _module_of(name: str) -> Any:
+        try:
+            return import_module(f"{__name__}.{_MODULES[name]}")
+        except ModuleNotFoundError as error:
+            if not str(error.name).startswith(f"{__name__}."):
+                raise
+            raise ImportError(
+                f"lightning_sdiloco.{name} is not in lightning-sdiloco-hub, which is for the machine"
+                " of a hub. Install lightning-sdiloco in its place."
+            ) from error
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

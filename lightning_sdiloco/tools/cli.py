@@ -6,7 +6,8 @@ the summary, and the lines behind a $ are the examples of its help. A parameter 
 positional, one of type bool is a flag, and one that is a list can be given several times. A
 parameter that is a dataclass stands for its fields, options that several subcommands share. An
 error that a user can make is a ``ValueError``: its message goes to stderr, and the command ends
-with exit code 2. A subcommand is imported only when it runs, because some need no torch.
+with exit code 2. A subcommand is imported only when it runs, because some need no torch. The
+distribution for hubs has only those.
 """
 
 import ast
@@ -158,6 +159,8 @@ def parser_of(names: Container[str]) -> ArgumentParser:
     parser = _Parser(prog="sdiloco", description="Tools for Streaming DiLoCo.", version=version)
     subcommands = parser.add_subcommands(dest="command")
     for name, (_, functions) in COMMANDS.items():
+        if not _file_of(name).exists():
+            continue
         has_function = name in functions
         summary = " ".join(_summary(name, function) for function in functions)
         if has_function:
@@ -187,11 +190,15 @@ def _function(name: str, function: str) -> Callable[..., str]:
     return command
 
 
+def _file_of(name: str) -> Path:
+    """Returns the file of a subcommand, which the distribution for hubs may lack."""
+    return Path(__file__).parent / f"{COMMANDS[name][0].replace('.', '/')}.py"
+
+
 @cache
 def _summary(name: str, function: str) -> str:
     """Returns the first paragraph of a function's docstring, without importing it."""
-    file = Path(__file__).parent / f"{COMMANDS[name][0].replace('.', '/')}.py"
-    module = ast.parse(file.read_text(encoding="utf-8"))
+    module = ast.parse(_file_of(name).read_text(encoding="utf-8"))
     (definition,) = (
         node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == function
     )
@@ -287,7 +294,12 @@ class _Parser(ArgumentParser):
         unknown = re.match(r"unrecognized arguments: --([\w-]+)(?:[= ](\S+))?", message)
         command = re.search(r"invalid choice: '([^']+)' \(choose from ([^)]*)\)", message)
         close: list[str] = []
-        if command:
+        if command and command[1] in COMMANDS and not _file_of(command[1]).exists():
+            message += (
+                f"\nsdiloco {command[1]} is not in lightning-sdiloco-hub: install"
+                " lightning-sdiloco in its place."
+            )
+        elif command:
             close = get_close_matches(command[1], re.findall(r"[\w-]+", command[2]), n=1)
         elif unknown:
             message += self._refusal_of_setting(unknown[1], unknown[2] or "...")
