@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.reduce import AllReduce, all_reduce_for
 from lightning_sdiloco.algorithm.weighting import Aggregation, Control, Count, combined, plain
@@ -69,8 +70,19 @@ class Encoded(NamedTuple):
 
 
 class Stepped(NamedTuple):
+    """What a record does to the outer parameters.
+
+    Attributes:
+        before: Their digest without it.
+        after: Their digest with it.
+        outer: The new ones, gathered over the ranks.
+        moved: What it has added to them, gathered.
+        arrival: What lands, in so far as this site has a flight in that round.
+    """
+
     before: int
     after: int
+    outer: Tensor
     moved: Tensor
     arrival: Arrival
 
@@ -199,9 +211,12 @@ class SiteArithmetic:
         record: Record,
         blobs: Mapping[str, Bytes],
         before: OuterState,
+        launch: Launch | None,
         encoded: Encoded | None,
     ) -> Stepped:
-        """Applies a record to an outer state; ``encoded`` is this site's flight in that round."""
+        """Applies a record to an outer state; ``launch`` is that of this site in that round, and
+        ``encoded`` what it has sent.
+        """
         fragment = self._fragments[record.fragment]
         average = self._average(record, blobs, before)
         began = time.perf_counter()
@@ -215,12 +230,15 @@ class SiteArithmetic:
                 fragment, before, average.values, average.mean, self._site, is_dense=is_dense
             )
         gathered = fragment.layout.all_gather(outer.values, self._site)
+        rows = [gathered]
+        if launch is not None:
+            rows = landed_rows(fragment, launch, outer.values, gathered, self._landing, self._site)
         untrained = self._untrained(fragment, record, average.sources, encoded)
         span = span_from(began, average.values.device)
         arrival = Arrival(
             commit=_commit(fragment, outer, encoded),
             rule=self._landing,
-            gathered=[gathered],
+            gathered=rows,
             untrained=untrained,
             changed=0,
             trained=average.trained,
@@ -230,7 +248,7 @@ class SiteArithmetic:
         digests = digests_of(
             [average.values, outer.values], [fragment.layout.start] * 2, self._site
         )
-        return Stepped(digests[0], digests[1], moved, arrival)
+        return Stepped(digests[0], digests[1], gathered, moved, arrival)
 
     def _average(self, record: Record, blobs: Mapping[str, Bytes], before: OuterState) -> _Average:
         """Decodes the payloads of a record and averages them (line 8). In-group collective."""
@@ -432,6 +450,23 @@ class SiteArithmetic:
         start = source.all_reduce.payload_bytes(fragment.layout.shard_lengths(source.ranks)[0])
         sizes = sizes_of(fragment.untrained).sent(source.is_exact)
         return unpacked(to_bytes(source.payloads[0][start:]), sizes)
+
+
+def landed_rows(
+    fragment: FragmentState,
+    launch: Launch,
+    after: Tensor,
+    gathered: Tensor,
+    rule: LandingRule,
+    ranks: Communicator,
+) -> list[Tensor]:
+    """Returns what a landing rule asks for of a launch and the outer parameters ``after`` it, of
+    which ``gathered`` is known. In-group collective.
+    """
+    rows = []
+    for row in rule.gathered(launch.gradient, launch.outer, after):
+        rows.append(gathered if row is after else fragment.layout.all_gather(row, ranks))
+    return rows
 
 
 def _control_of(contribution: Contribution) -> Control:

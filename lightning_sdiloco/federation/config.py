@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lightning_sdiloco.algorithm.config import Settings, fault_of, is_real, is_whole
-from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.reduce import kind_and_backend
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import FP4, ErrorFeedback, Float32
@@ -195,8 +194,6 @@ class Federation:
             settings.weighing is not None,
             "sites come and go, and are weighed by their samples",
         )
-        has_rule = isinstance(settings.mixing, LandingRule)
-        refuse("mixing", has_rule, "how a site lands depends on whether it counted")
         if self.mean == "hub":
             if settings.outer.clip_norm is not None:
                 raise ValueError(

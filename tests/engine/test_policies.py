@@ -38,7 +38,7 @@ from lightning_sdiloco import (
 )
 from lightning_sdiloco.algorithm.config import SPARSE_GAINS, OuterStep, Settings, recommended
 from lightning_sdiloco.algorithm.gossip import RandomPairs, Ring, Route
-from lightning_sdiloco.algorithm.merge import Carry, LandingRule
+from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.reduce import TwoShot
 from lightning_sdiloco.algorithm.schedule import Every, Heard, LaunchSchedule, Schedule, Selective
 from lightning_sdiloco.algorithm.weighting import Aggregation, Control, Count, Weighing
@@ -332,7 +332,6 @@ def test_impossible_and_incompatible_choices_are_refused_by_name() -> None:
         two_shots["compression"] = ErrorFeedback(code)
         assert_groups_refuse(f"{words}ErrorFeedback", **two_shots)
     assert_sites_refuse("schedule", Selective(), Rarer())
-    assert_sites_refuse("mixing", Carry(), DelayCompensation())
     assert_sites_refuse("weighing", ByNorm(), ZScore(), ByMedian(), Loudest())
     assert_sites_refuse("exchange", TwoShot([1.0]))
     assert_sites_refuse("route", RandomPairs())
