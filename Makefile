@@ -113,15 +113,17 @@ gpu:
 gpu-curve:
 	PYTHONPATH=. $(PYTHON) -m benchmarks.curve --corpus $(CORPUS) --workers 2 --minutes $(MINUTES) --json docs/benchmarks/curve.json
 
-# A wheel with fp4.c in it, tagged for the oldest glibc that its library runs with, and one without for everything else.
+# A wheel with fp4.c in it, tagged for the oldest glibc that its library runs with, one without for everything else, and
+# that of a hub, which `make slow` runs without torch.
 dist: $(VENV)/.installed-dev
 	rm -rf dist build/linux
 	$(BIN)/python -m build --no-isolation --outdir build/linux
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/linux/*.whl
 	HATCH_BUILD_NO_HOOKS=true $(BIN)/python -m build --no-isolation --wheel --outdir dist
 	mv build/linux/*.tar.gz dist
+	$(BIN)/python -m build --no-isolation --wheel --outdir dist hub
 	$(BIN)/twine check --strict dist/*
-	for wheel in dist/*.whl; do .ci/try-wheel "$$wheel" $(VENV) || exit; done
+	for wheel in dist/lightning_sdiloco-*.whl; do .ci/try-wheel "$$wheel" $(VENV) || exit; done
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

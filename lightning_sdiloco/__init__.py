@@ -3,10 +3,12 @@
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lightning_sdiloco.registration import register_when_imported
-from lightning_sdiloco.version import VERSION
+from lightning_sdiloco.version import VERSION, require_one_distribution
 
 if TYPE_CHECKING:
     from lightning_sdiloco.algorithm.config import OuterOptimizer
@@ -167,6 +169,7 @@ def _advice(name: str) -> str:
     return f". Did you mean {home}.{close[0]}?"
 
 
+require_one_distribution(Path(__file__).parents[1])
 register_when_imported()
 
 if not TYPE_CHECKING:
@@ -174,7 +177,7 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         """Imports a name when it is used: torch takes a second, a distribution two more."""
         if name in __all__:
-            return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+            return getattr(_module_of(name), name)
         if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
         if name in _EXAMPLES:
@@ -184,6 +187,17 @@ if not TYPE_CHECKING:
                 " and import it from there."
             )
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_advice(name)}")
+
+    def _module_of(name: str) -> ModuleType:
+        try:
+            return import_module(f"{__name__}.{_MODULES[name]}")
+        except ModuleNotFoundError as error:
+            if not str(error.name).startswith(f"{__name__}."):
+                raise
+            raise ImportError(
+                f"lightning_sdiloco.{name} is not in lightning-sdiloco-hub, which is for the machine"
+                " of a hub. Install lightning-sdiloco in its place."
+            ) from error
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

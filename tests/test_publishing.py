@@ -40,7 +40,7 @@ def test_every_package_that_developers_install_has_its_version_in_the_constraint
 
 
 FILES_WITH_ADDRESSES = ("pyproject.toml", "CITATION.cff", "SECURITY.md")
-FILES_WITH_ADDRESSES += ("CODE_OF_CONDUCT.md", "README.md")
+FILES_WITH_ADDRESSES += ("CODE_OF_CONDUCT.md", "README.md", "hub/pyproject.toml", "hub/README.md")
 
 
 def test_a_release_refuses_every_address_that_is_still_to_be_given() -> None:

@@ -217,6 +217,25 @@ def test_rooms_below_lightning_need_only_torch_and_arithmetic_not_even_that() ->
     check_needs([f"{NAME}.{name}" for name in arithmetic], STANDARD)
 
 
+# The files of the distribution for hubs.
+HUB_FILES = re.findall(
+    r'^"\.\./(\S+)" = "\1"$', (ROOT / "hub" / "pyproject.toml").read_text(), flags=re.MULTILINE
+)
+
+
+def test_the_hubs_wheel_has_just_the_modules_of_its_commands_and_they_need_no_torch() -> None:
+    at_import = {NAME: {f"{NAME}.registration", f"{NAME}.version"}}  # others when they are used
+    modules = set[str]()
+    pending = {f"{NAME}.tools.{name}" for name in ("cli", "hub", "keys", "status")}
+    while pending:
+        module = pending.pop()
+        modules.add(module)
+        parents = {module.rpartition(".")[0]} - {""}
+        pending |= (parents | at_import.get(module, SOURCE.imports[module])) - modules
+    assert sorted(str(SOURCE.files[module].relative_to(ROOT)) for module in modules) == HUB_FILES
+    check_needs(modules - {NAME}, PLAIN | {"fsspec", "jsonargparse", "numpy", "rich"})
+
+
 CLOCKS_AND_FILES = {
     *("time", "datetime", "random", "secrets", "os", "pathlib", "socket", "threading", "asyncio")
 }

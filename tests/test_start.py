@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import scripts
-from tests.test_rules import LIGHTNING, ROOT
+from tests.test_rules import HUB_FILES, LIGHTNING, ROOT
 
 TRAINERS = """
 from {trainer} import Trainer
@@ -60,12 +60,12 @@ assert all(hasattr(lightning_sdiloco, name) for name in lightning_sdiloco.__all_
 """
 
 
-def run_python(code: str, without: set[str] = frozenset()) -> str:
-    """Runs a script in a process in which some packages seem not to be installed; returns the
-    printed text.
+def run_python(code: str, without: set[str] = frozenset(), folder: Path = ROOT) -> str:
+    """Runs a script in a folder and a process in which some packages seem not to be installed;
+    returns the printed text.
     """
     hidden = f"import sys; sys.modules.update(dict.fromkeys({sorted(without)}))\n"
-    return scripts.run_python("-c", hidden + code, folder=ROOT)
+    return scripts.run_python("-c", hidden + code, folder=folder)
 
 
 @pytest.mark.parametrize(("distribution", "absent"), [tuple(OURS), tuple(OURS)[::-1]])
@@ -129,20 +129,57 @@ def test_both_distributions_and_their_command_lines_find_the_strategies() -> Non
     assert names == ["StreamingDiLoCoStrategy"] * 2
 
 
-def test_the_engine_trains_without_lightning_and_plain_commands_import_no_torch(
-    tmp_path: Path,
-) -> None:
+def test_the_engine_trains_without_lightning() -> None:
     run_python(TRAINING, without=LIGHTNING | {"jsonargparse", "rich"})
-    commands = {"--help": 0, "--version": 0, f"keys init {tmp_path}/keys": 0}
+
+
+def hub_folder(folder: Path) -> Path:
+    """Copies the files of the distribution for hubs, as its wheel has them."""
+    for name in HUB_FILES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text((ROOT / name).read_text())
+    return folder
+
+
+def test_the_commands_of_a_hub_run_without_torch_and_start_without_numpy(tmp_path: Path) -> None:
+    commands = {"--help": 0, "--version": 0, f"keys init {tmp_path}/keys": 0, "doctor": 2}
     commands |= {"hub": 2, "hub end --hub=127.0.0.1:1": 2, "status --hub=127.0.0.1:1": 2}
+    modules = [name.removesuffix(".py").replace("/", ".") for name in HUB_FILES]
     code = f"""
+import importlib
 from lightning_sdiloco.tools.cli import main
 for words, code in {commands}.items():
     try:
         main(words.split())
     except SystemExit as over:
         assert over.code == code, words
-    assert {{"torch", "lightning", "pytorch_lightning", "numpy"}} & sys.modules.keys() == set(), words
-print("all")
+    assert sys.modules.get("numpy") is None, words
+for name in {modules}:
+    importlib.import_module(name)
+import lightning_sdiloco
+lightning_sdiloco.DynamicBackup
+try:
+    lightning_sdiloco.Federation
+except ImportError as error:
+    print(error)
 """
-    assert run_python(code).splitlines()[-1] == "all"
+    output = run_python(code, LIGHTNING | {"torch", "triton"}, hub_folder(tmp_path / "hub"))
+    assert "sdiloco doctor is not in lightning-sdiloco-hub" in output
+    assert "lightning_sdiloco.Federation is not in lightning-sdiloco-hub" in output
+
+
+def test_both_distributions_in_one_folder_are_refused(tmp_path: Path) -> None:
+    folder = hub_folder(tmp_path)
+    (folder / "lightning_sdiloco_hub-0.1.0.dist-info").mkdir()
+    code = """
+import os
+import lightning_sdiloco
+os.mkdir("lightning_sdiloco-0.2.0.dist-info")
+del sys.modules["lightning_sdiloco"]
+try:
+    import lightning_sdiloco
+except ImportError as error:
+    print(error)
+"""
+    output = run_python(code, folder=folder)
+    assert "lightning-sdiloco and lightning-sdiloco-hub are both installed" in output

@@ -20,9 +20,17 @@ import torch
 from torch import Tensor
 
 from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.reduce import AllReduce, all_reduce_for
-from lightning_sdiloco.algorithm.weighting import Aggregation, Control, Count, combined, plain
+from lightning_sdiloco.algorithm.weighting import (
+    Aggregation,
+    Control,
+    Count,
+    Weighing,
+    combined,
+    plain,
+)
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import resolve, weighted_mean
@@ -69,8 +77,19 @@ class Encoded(NamedTuple):
 
 
 class Stepped(NamedTuple):
+    """What a record does to the outer parameters.
+
+    Attributes:
+        before: Their digest without it.
+        after: Their digest with it.
+        outer: The new ones, gathered over the ranks.
+        moved: What it has added to them, gathered.
+        arrival: What lands, in so far as this site has a flight in that round.
+    """
+
     before: int
     after: int
+    outer: Tensor
     moved: Tensor
     arrival: Arrival
 
@@ -145,7 +164,7 @@ class SiteArithmetic:
         self._exact_all_reduce = all_reduce_for(
             settings.exchange, topology.num_groups, resolve("fp32"), kept_share
         )
-        self._aggregation = Aggregation(settings.outer.clip_norm)
+        self._weighing = weighing_of(settings)
         self._landing = settings.landing
 
     # Line 7: the outer gradient becomes payloads
@@ -199,9 +218,12 @@ class SiteArithmetic:
         record: Record,
         blobs: Mapping[str, Bytes],
         before: OuterState,
+        launch: Launch | None,
         encoded: Encoded | None,
     ) -> Stepped:
-        """Applies a record to an outer state; ``encoded`` is this site's flight in that round."""
+        """Applies a record to an outer state; ``launch`` is that of this site in that round, and
+        ``encoded`` what it has sent.
+        """
         fragment = self._fragments[record.fragment]
         average = self._average(record, blobs, before)
         began = time.perf_counter()
@@ -215,12 +237,15 @@ class SiteArithmetic:
                 fragment, before, average.values, average.mean, self._site, is_dense=is_dense
             )
         gathered = fragment.layout.all_gather(outer.values, self._site)
+        rows = [gathered]
+        if launch is not None:
+            rows = landed_rows(fragment, launch, outer.values, gathered, self._landing, self._site)
         untrained = self._untrained(fragment, record, average.sources, encoded)
         span = span_from(began, average.values.device)
         arrival = Arrival(
             commit=_commit(fragment, outer, encoded),
             rule=self._landing,
-            gathered=[gathered],
+            gathered=rows,
             untrained=untrained,
             changed=0,
             trained=average.trained,
@@ -230,7 +255,7 @@ class SiteArithmetic:
         digests = digests_of(
             [average.values, outer.values], [fragment.layout.start] * 2, self._site
         )
-        return Stepped(digests[0], digests[1], moved, arrival)
+        return Stepped(digests[0], digests[1], gathered, moved, arrival)
 
     def _average(self, record: Record, blobs: Mapping[str, Bytes], before: OuterState) -> _Average:
         """Decodes the payloads of a record and averages them (line 8). In-group collective."""
@@ -238,7 +263,7 @@ class SiteArithmetic:
         fragment = self._fragments[record.fragment]
         values = fragment.storage.load(before.values)
         controls = [_control_of(contribution) for contribution in record.counted]
-        count = plain(controls) if record.final else self._aggregation.count(controls)
+        count = plain(controls) if record.final else self._weighing.count(controls, None)
         sources = self._received(record, blobs)
         # A mean of the hub is one payload, which is taken as it is.
         mean_count = Count({0: 1.0}) if record.mean else count
@@ -434,6 +459,30 @@ class SiteArithmetic:
         return unpacked(to_bytes(source.payloads[0][start:]), sizes)
 
 
+def weighing_of(settings: Settings) -> Weighing:
+    """Returns how contributions count among those that the hub's guard has let through; it has no
+    state.
+    """
+    return settings.weighing or Aggregation(settings.outer.clip_norm)
+
+
+def landed_rows(
+    fragment: FragmentState,
+    launch: Launch,
+    after: Tensor,
+    gathered: Tensor,
+    rule: LandingRule,
+    ranks: Communicator,
+) -> list[Tensor]:
+    """Returns what a landing rule asks for of a launch and the outer parameters ``after`` it, of
+    which ``gathered`` is known. In-group collective.
+    """
+    rows = []
+    for row in rule.gathered(launch.gradient, launch.outer, after):
+        rows.append(gathered if row is after else fragment.layout.all_gather(row, ranks))
+    return rows
+
+
 def _control_of(contribution: Contribution) -> Control:
     return Control(
         contribution.fragment,
@@ -524,7 +573,7 @@ def self_test(settings: Settings, fragments: Sequence[Fragment], device: torch.d
         controls.append(
             Control(0, 1, 0, 3 + group, 0, norm_squared(gradient), changed=0, finite=True)
         )
-    count = Aggregation(settings.outer.clip_norm).count(controls)
+    count = weighing_of(settings).count(controls, None)
     optimizer = outer_optimizer_for(settings, [outer])
     state = optimizer.take_initial()[0]
     seal = hashlib.sha256(repr(proofs(fragments, settings.outer.map, device)).encode())

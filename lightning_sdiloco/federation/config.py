@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_sdiloco.algorithm.config import Settings, fault_of, is_real, is_whole
-from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.reduce import kind_and_backend
+from lightning_sdiloco.algorithm.weighting import Weighing
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import FP4, ErrorFeedback, Float32
 from lightning_sdiloco.engine.fragments import FragmentState
@@ -182,9 +182,19 @@ class Federation:
 
         kind, backend = kind_and_backend(settings.exchange)
         has_second_hop = kind not in ("auto", "gather")
-        refuse("exchange", has_second_hop, "in its second hop each site would wait for all others")
+        refuse(
+            "exchange",
+            has_second_hop,
+            "in its second hop each site would wait for all others. Federation(mean='hub') also"
+            " bounds what a site fetches",
+        )
         refuse("exchange", backend == "nccl", "a site reaches its hub over gRPC")
-        refuse("schedule", settings.schedule is not None, "a site launches when the hub calls it")
+        refuse(
+            "schedule",
+            settings.schedule is not None,
+            "a site launches when the hub calls it, and the hub knows only the lengths of rounds in"
+            " the run config, sync_every and dense_beginning",
+        )
         refuse(
             "route",
             settings.route is not None,
@@ -192,12 +202,12 @@ class Federation:
         )
         refuse(
             "weighing",
-            settings.weighing is not None,
-            "sites come and go, and are weighed by their samples",
+            _has_memory(settings.weighing),
+            "a site that joins lacks what it remembers of earlier rounds",
         )
-        has_rule = isinstance(settings.mixing, LandingRule)
-        refuse("mixing", has_rule, "how a site lands depends on whether it counted")
         if self.mean == "hub":
+            is_weighed = settings.weighing is not None
+            refuse("weighing", is_weighed, "with mean='hub' the hub weighs sites by their samples")
             if settings.outer.clip_norm is not None:
                 raise ValueError(
                     f"clip_norm={settings.outer.clip_norm:g} does not work with mean='hub', which"
@@ -268,6 +278,14 @@ def code_of(settings: Settings) -> Literal["fp4", "fp32"] | None:
     if type(codec) is FP4:
         return "fp4"
     return "fp32" if type(codec) is Float32 else None
+
+
+def _has_memory(weighing: Weighing | None) -> bool:
+    """Returns whether a weighing decides by what it has heard in earlier rounds."""
+    if weighing is None:
+        return False
+    kind = type(weighing)
+    return kind.start is not Weighing.start or kind.heard is not Weighing.heard
 
 
 def _is_sharded(fragment: FragmentState) -> bool:

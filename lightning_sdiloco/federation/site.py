@@ -38,6 +38,7 @@ from lightning_sdiloco.federation.arithmetic import (
     Stepped,
     digests_of,
     fetched_by,
+    landed_rows,
 )
 from lightning_sdiloco.federation.codec import Bytes, Json, plain, read
 from lightning_sdiloco.federation.follower import Follower, MergeAction
@@ -334,6 +335,8 @@ class FederatedWorld:
         self._refused: list[str] = []
         # The time of the last events.
         self._now = time.monotonic()
+        # The inner step, as of the last launches.
+        self._step = 0
         self._has_said_hello = False
         self._has_left = False
         self._has_warned_of_drop = False
@@ -361,6 +364,7 @@ class FederatedWorld:
         """Waits until the hub has let this site in, it has a state, and all records so far have
         landed.
         """
+        self._step = step
         self.hear()
         while not self._has_joined():
             # One landing at a time: far behind, a state is faster, and arrives meanwhile.
@@ -390,6 +394,7 @@ class FederatedWorld:
         """Launches what is due; returns how many fragments. All ranks learn the requests of each
         rank at once.
         """
+        self._step = step
         self.requested = self.hear(self._rounds.requests.take())
         for call in self.follower.skips():
             self._connection.hub.skip(call)
@@ -570,6 +575,7 @@ class FederatedWorld:
                 record,
                 self._blobs[record.key],
                 self._rounds.fragments[progress.fragment].outer,
+                launched.flight.launch if launched else None,
                 launched.encoded if launched else None,
             )
             self._applying[progress.fragment] = Applying(record, self._in_background(work))
@@ -605,17 +611,18 @@ class FederatedWorld:
             return None
         self._rounds.reshard()
         self._warn(record, action)
-        self._commit(record, stepped, action)
+        launched_at = step
+        if launched is not None:
+            launched_at = launched.flight.launch.step
+        self._commit(record, stepped, action, step - launched_at)
         if not was_finite:
             self._rounds.recover(record.fragment)
         self._drop_landed()
         landing = self._reported(record, stepped.arrival.landing, encoded)
         wait = wait or (arrived_at, arrived_at)
         launch_span = (wait[0], wait[0])
-        launched_at = step
         if launched is not None:
             launch_span = launched.flight.launch_span
-            launched_at = launched.flight.launch.step
         landing = landing._replace(
             launched_at=launched_at, lost_steps=progress.lost_steps - lost_before
         )
@@ -643,20 +650,30 @@ class FederatedWorld:
                 record.fragment,
             )
 
-    def _commit(self, record: Record, stepped: Stepped, action: MergeAction) -> None:
-        """Does to the values of a fragment what an action says."""
+    def _commit(self, record: Record, stepped: Stepped, action: MergeAction, steps: int) -> None:
+        """Does to the values of a fragment what an action says, ``steps`` inner steps after the
+        launch.
+        """
         fragment = self._rounds.fragments[record.fragment]
         arrival = stepped.arrival
         if action is MergeAction.CARRY:
             fragment.carry(arrival, stepped.moved)
             return
+        landing = arrival.landing
+        index = record.index_of(self.follower.site)
+        mixes = action.mixes and index not in landing.outlying
         # The memory of a compression changes only if what it encoded has counted.
-        is_counted = record.index_of(self.follower.site) in arrival.landing.counted
-        if not (action.mixes and is_counted):
+        if not (mixes and index in landing.counted):
             commit = fragment.committed()._replace(outer=arrival.commit.outer)
             arrival = arrival._replace(commit=commit)
-        rule = arrival.rule if action.mixes else Mix(0.0)
-        fragment.land(arrival, rule, 0, final=record.final)
+        rule = arrival.rule
+        if not mixes:
+            rule = Mix(0.0)
+            arrival = arrival._replace(gathered=[stepped.outer])
+        elif not landing.counted:
+            # Where no site has trained, nothing moves.
+            rule = Mix(1.0)
+        fragment.land(arrival, rule, steps, final=record.final)
         if action is MergeAction.TAKE and not record.final:
             fragment.memory = None
             fragment.tuning = None
@@ -666,7 +683,9 @@ class FederatedWorld:
         site = self.follower.site
         topology = self._topology
         left_out = record.without(site)
-        is_outlying = left_out is not None and left_out.is_by_guard
+        is_outlying = record.index_of(site) in landing.outlying
+        if left_out is not None and left_out.is_by_guard:
+            is_outlying = True
         bytes_received = 0
         for fetch in fetched_by(topology.group_rank, topology.group_size, record):
             # A site has its own payloads.
@@ -876,8 +895,14 @@ class FederatedWorld:
         if action is MergeAction.CARRY:
             fragment.layout.shift(after - before)
             return
-        rule = self._rounds.settings.landing if action.mixes else Mix(0.0)
-        fragment.layout.land(rule, [after], 0)
+        if action.mixes:
+            launch = self._launched[fragment.index].flight.launch
+            rule = self._rounds.settings.landing
+            outer = fragment.load_outer()
+            rows = landed_rows(fragment, launch, outer, after, rule, in_group)
+            fragment.layout.land(rule, rows, self._step - launch.step)
+        else:
+            fragment.layout.land(Mix(0.0), [after], 0)
         fragment.untrained.write()
         fragment.memory = None
         fragment.tuning = None

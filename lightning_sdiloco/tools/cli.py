@@ -6,7 +6,8 @@ the summary, and the lines behind a $ are the examples of its help. A parameter 
 positional, one of type bool is a flag, and one that is a list can be given several times. A
 parameter that is a dataclass stands for its fields, options that several subcommands share. An
 error that a user can make is a ``ValueError``: its message goes to stderr, and the command ends
-with exit code 2. A subcommand is imported only when it runs, because some need no torch.
+with exit code 2. A subcommand is imported only when it runs, because some need no torch. The
+distribution for hubs has only those.
 """
 
 import ast
@@ -167,7 +168,7 @@ def parser_of(names: Container[str]) -> ArgumentParser:
     version = import_module("lightning_sdiloco").__version__
     parser = _Parser(prog="sdiloco", description="Tools for Streaming DiLoCo.", version=version)
     subcommands = parser.add_subcommands(dest="command")
-    for name, (_, functions) in COMMANDS.items():
+    for name, functions in _installed().items():
         has_function = name in functions
         summary = " ".join(_summary(name, function) for function in functions)
         if has_function:
@@ -197,11 +198,19 @@ def _function(name: str, function: str) -> Callable[..., str]:
     return command
 
 
+def _installed() -> dict[str, tuple[str, ...]]:
+    """Returns the functions of the subcommands that this distribution has."""
+    return {name: functions for name, (_, functions) in COMMANDS.items() if _file_of(name).exists()}
+
+
+def _file_of(name: str) -> Path:
+    return Path(__file__).parent / f"{COMMANDS[name][0].replace('.', '/')}.py"
+
+
 @cache
 def _summary(name: str, function: str) -> str:
     """Returns the first paragraph of a function's docstring, without importing it."""
-    file = Path(__file__).parent / f"{COMMANDS[name][0].replace('.', '/')}.py"
-    module = ast.parse(file.read_text(encoding="utf-8"))
+    module = ast.parse(_file_of(name).read_text(encoding="utf-8"))
     (definition,) = (
         node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == function
     )
@@ -245,6 +254,15 @@ def _called(command: Callable[..., str], options: object) -> str:
     for name, cls in _shared_options(command).items():
         arguments[name] = cls(**{field.name: arguments.pop(field.name) for field in fields(cls)})
     return command(**arguments)
+
+
+def _where_it_is(name: str) -> str:
+    """Returns what to install for a subcommand that this distribution lacks."""
+    if name not in COMMANDS.keys() - _installed().keys():
+        return ""
+    return (
+        f"\nsdiloco {name} is not in lightning-sdiloco-hub: install lightning-sdiloco in its place."
+    )
 
 
 _EXPECTED: Mapping[str, str] = {
@@ -334,6 +352,7 @@ class _Parser(ArgumentParser):
         command = re.search(r"invalid choice: '([^']+)' \(choose from ([^)]*)\)", message)
         close: list[str] = []
         if command:
+            message += _where_it_is(command[1])
             close = get_close_matches(command[1], re.findall(r"[\w-]+", command[2]), n=1)
         elif unknown:
             message += self._refusal_of_setting(unknown[1], unknown[2] or "...")

