@@ -28,6 +28,9 @@ AUDIT_ARGS ?=
 # another's end when it is through.
 PYTEST_ARGS ?= --numprocesses 4 --dist worksteal --reruns 1
 
+# Hundreds of processes import the package, and each process of pytest all tests: without bytecode that takes twice as long.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 BUILT_FROM := pyproject.toml hatch_build.py lightning_sdiloco/compression/fp4.c
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
