@@ -1,7 +1,7 @@
 # Everything a fresh checkout needs; each target first installs what it uses into .venv.
 #   make demo    train with two worker groups on the CPU and compare with DDP
 #   make demo-federation    a hub and three sites on this machine: one is killed, and comes back
-#   make test    run the fast tests: six minutes on two cores
+#   make test    run the fast tests
 #   make large   run those with models of real sizes
 #   make slow    run those that take more than a minute each; make long: both in one run, as .ci/run does
 #   make chaos   let everything that can fail in a federation fail, for ten minutes; make soak: a thousand times, for hours
@@ -23,7 +23,7 @@ MINUTES ?= 9
 CORPUS ?= data/linux.xz
 AUDIT_ARGS ?=
 # Many tests start several ranks and bound their waits. On a busy machine one may be held up for longer, so a test that
-# fails is tried once more, and shows as R and in the summary. They wait for half of their time: four at a time keep two
+# fails is tried once more, and shows as R and in the summary. They often wait for each other: four at a time keep two
 # cores busy. Neighbours share what they have trained, so each process starts with a stretch of its own, and takes from
 # another's end when it is through.
 PYTEST_ARGS ?= --numprocesses 4 --dist worksteal --reruns 1
