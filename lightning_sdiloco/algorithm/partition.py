@@ -233,13 +233,8 @@ def _repeated(prefix: str, children: dict[str, list[str]]) -> set[str]:
     """Returns the numbered children that are alike, if there are at least two and they hold at
     least half of the parameters of numbered children.
     """
-    # Children with the same names of parameters are compared once: a model may have a thousand.
-    children_by_names = dict[frozenset[str], list[str]]()
-    for child, names in children.items():
-        if re.fullmatch(r"\d+", child):
-            start = len(prefix) + len(child) + 1
-            inner_names = frozenset(name[start:] for name in names)
-            children_by_names.setdefault(inner_names, []).append(child)
+    # Children with equal names of parameters are compared once: a model may have a thousand.
+    children_by_names = _numbered_children_by_names(prefix, children)
     largest = set[str]()
     most_names = 0
     all_names = 0
@@ -247,16 +242,28 @@ def _repeated(prefix: str, children: dict[str, list[str]]) -> set[str]:
         all_names += len(names_of_child) * len(equal_children)
         alike = set[str]()
         number = 0
-        for inner_names, children_of_names in children_by_names.items():
-            if _are_alike(names_of_child, inner_names):
+        for names, children_of_names in children_by_names.items():
+            if _are_alike(names_of_child, names):
                 alike.update(children_of_names)
-                number += len(inner_names) * len(children_of_names)
+                number += len(names) * len(children_of_names)
         if number > most_names:
             largest = alike
             most_names = number
     if len(largest) < 2 or 2 * most_names < all_names:
         return set()
     return largest
+
+
+def _numbered_children_by_names(
+    prefix: str, children: dict[str, list[str]]
+) -> dict[frozenset[str], list[str]]:
+    children_by_names = dict[frozenset[str], list[str]]()
+    for child, names in children.items():
+        if re.fullmatch(r"\d+", child):
+            start = len(prefix) + len(child) + 1
+            inner_names = frozenset(name[start:] for name in names)
+            children_by_names.setdefault(inner_names, []).append(child)
+    return children_by_names
 
 
 def _are_alike(left: frozenset[str], right: frozenset[str]) -> bool:
