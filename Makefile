@@ -1,9 +1,9 @@
 # Everything a fresh checkout needs; each target first installs what it uses into .venv.
 #   make demo    train with two worker groups on the CPU and compare with DDP
 #   make demo-federation    a hub and three sites on this machine: one is killed, and comes back
-#   make test    run the fast tests: six minutes on two cores
+#   make test    run the fast tests
 #   make large   run those with models of real sizes
-#   make slow    run those that take more than a minute each
+#   make slow    run those that take more than a minute each; make long: both in one run, as .ci/run does
 #   make chaos   let everything that can fail in a federation fail, for ten minutes; make soak: a thousand times, for hours
 #   make foreign run projects that were written for DDP, in .venv-foreign
 #   make oldest  run tests of the strategies with the oldest Lightning that is allowed, in .venv-oldest
@@ -23,9 +23,13 @@ MINUTES ?= 9
 CORPUS ?= data/linux.xz
 AUDIT_ARGS ?=
 # Many tests start several ranks and bound their waits. On a busy machine one may be held up for longer, so a test that
-# fails is tried once more, and shows as R and in the summary. They wait for a third of their time: three at a time keep
-# two cores busy.
-PYTEST_ARGS ?= --numprocesses 3 --reruns 1
+# fails is tried once more, and shows as R and in the summary. They often wait for each other: four at a time keep two
+# cores busy. Neighbours share what they have trained, so each process starts with a stretch of its own, and takes from
+# another's end when it is through.
+PYTEST_ARGS ?= --numprocesses 4 --dist worksteal --reruns 1
+
+# Hundreds of processes import the package, and each process of pytest all tests: without bytecode that takes twice as long.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
 BUILT_FROM := pyproject.toml hatch_build.py lightning_sdiloco/compression/fp4.c
@@ -43,7 +47,7 @@ OLDEST_TESTS := tests/test_surface.py \
 NEWEST_TESTS := tests/algorithm tests/compression tests/comm tests/engine \
   $(patsubst %,tests/lightning/test_%.py,register strategy fabric sharded checkpoint works_with loops)
 
-.PHONY: venv demo demo-federation test large slow chaos soak foreign oldest newest audit coverage mutants gpu gpu-curve dist lint types docs clean
+.PHONY: venv demo demo-federation test large slow long chaos soak foreign environment-foreign oldest environment-oldest newest audit coverage mutants gpu gpu-curve dist lint types docs clean
 
 venv: $(VENV)/.installed
 
@@ -60,11 +64,20 @@ test: $(VENV)/.installed-test
 large slow: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m $@ $(PYTEST_ARGS)
 
+# While the slow ones wait for processes, the large ones train.
+long: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "large or slow" $(PYTEST_ARGS)
+
 # One after the other, and once: who stands still is timed.
 chaos soak: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m $@ tests/chaos/test_chaos.py
 
-foreign:
+foreign: environment-foreign
+	OMP_NUM_THREADS=1 .venv-foreign/bin/python -m pytest -m foreign $(PYTEST_ARGS) tests/foreign tests/lightning/test_loggers.py
+
+environment-foreign: .venv-foreign/.installed-vision
+
+.venv-foreign/.installed-vision: $(BUILT_FROM) $(CONSTRAINTS) Makefile
 	$(MAKE) .venv-foreign/.installed-foreign VENV=.venv-foreign
 	@# These ask for older releases of what the others need, and run with the newer ones.
 	.venv-foreign/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint $(CONSTRAINTS) \
@@ -72,10 +85,13 @@ foreign:
 	@# In a folder of their own: see tests/foreign/__init__.py.
 	.venv-foreign/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint $(CONSTRAINTS) \
 	  --upgrade --target .venv-foreign/vision anomalib kornia lightly segmentation-models-pytorch timm torchgeo torchvision
-	OMP_NUM_THREADS=1 .venv-foreign/bin/python -m pytest -m foreign $(PYTEST_ARGS) tests/foreign tests/lightning/test_loggers.py
+	@touch $@
 
 oldest: build/constraints-oldest.txt
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=$< PYTEST_ARGS='$(PYTEST_ARGS) $(OLDEST_TESTS)'
+
+environment-oldest: build/constraints-oldest.txt
+	$(MAKE) .venv-oldest/.installed-test VENV=.venv-oldest CONSTRAINTS=$<
 
 # The first pin of a package counts: the other versions are those of constraints.txt, torch among them.
 build/constraints-oldest.txt: constraints.txt Makefile

@@ -3,6 +3,7 @@
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import pytest
@@ -22,6 +23,19 @@ OTHER = "pytorch_lightning"
 # The arguments of a Trainer that are off unless a test turns them on.
 NOISY = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 SHORT = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
+
+
+def _look_for_callbacks_once() -> None:
+    """Every Trainer looks through all installed distributions for callbacks, which takes a tenth of
+    a short fit. Processes that are forked from this one inherit the result.
+    """
+    for distribution, fabric in ((LIGHTNING, "lightning.fabric"), (OTHER, "lightning_fabric")):
+        registry: Any = importlib.import_module(f"{fabric}.utilities.registry")
+        registry.entry_points = cache(registry.entry_points)
+        registry.entry_points(group=f"{distribution}.callbacks_factory")
+
+
+_look_for_callbacks_once()
 
 
 def since(version: str) -> pytest.MarkDecorator:

@@ -2,6 +2,8 @@
 of experts are measured rightly.
 """
 
+import contextlib
+import io
 import json
 import re
 import sys
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ranks import run_processes
 from tests.scripts import ROOT, run_python
 
 EXAMPLES = ROOT / "examples"
@@ -95,24 +98,21 @@ def test_distance_overlap_and_use_of_routers_have_known_answers() -> None:
     assert moe.use_of(torch.tensor([[0, 1], [0, 7]])).tolist() == [0.5, 0.25, 0, 0, 0, 0, 0, 0.25]
 
 
+def routers_at_landings(rank: int, world_size: int, mixing: float) -> tuple[Any, str]:
+    """The distances, overlaps and uses of routers by step and layer, and the lines that a rank
+    prints about them.
+    """
+    settings = {"sync_every": 6, "overlap_steps": 1, "mixing": mixing, "fragments": [["*"]]}
+    watch = moe.train(26, **settings)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        moe.tell(watch)
+    return watch.seen, printed.getvalue()
+
+
 @pytest.mark.parametrize("mixing", [0.0, 0.5])
-def test_a_landing_makes_routers_as_much_alike_as_mixing_says(
-    mixing: float, tmp_path: Path
-) -> None:
+def test_a_landing_makes_routers_as_much_alike_as_mixing_says(mixing: float) -> None:
     """All parameters land together, so groups without mixing become the same model."""
-    settings = f"sync_every=6, overlap_steps=1, mixing={mixing}, fragments=[['*']]"
-    script = tmp_path / "train.py"
-    lines = [
-        "import sys, torch",
-        f"sys.path.insert(0, {str(EXAMPLES)!r})",
-        "import moe",
-        f"watch = moe.train(26, {settings})",
-        "moe.rank_zero_only(torch.save)(watch.seen, 'seen.pt')",
-        "moe.tell(watch)",
-    ]
-    script.write_text("\n".join(lines))
-    printed = run_python(script, folder=tmp_path)
-    seen = torch.load(tmp_path / "seen.pt")
+    (seen, printed), (_, nothing) = run_processes(routers_at_landings, 2, mixing)
     assert list(seen) == [(step, layer) for step in (7, 13, 19, 25) for layer in range(moe.LAYERS)]
     for (apart, alike, use), (apart_after, alike_after, use_after) in seen.values():
         assert 0 < apart < 2
@@ -121,3 +121,4 @@ def test_a_landing_makes_routers_as_much_alike_as_mixing_says(
         assert alike_after == 1 if mixing == 0 else alike_after > alike - 0.1
         assert float(use.sum()) == pytest.approx(float(use_after.sum())) == pytest.approx(1)
     assert len(re.findall(r"\d\.\d{3} -> \d\.\d{3}", printed)) == 2 * len(seen)
+    assert nothing == "", "only the first rank tells"

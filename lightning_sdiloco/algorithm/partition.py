@@ -233,26 +233,40 @@ def _repeated(prefix: str, children: dict[str, list[str]]) -> set[str]:
     """Returns the numbered children that are alike, if there are at least two and they hold at
     least half of the parameters of numbered children.
     """
-    inner_names = dict[str, set[str]]()
-    for child, names in children.items():
-        if re.fullmatch(r"\d+", child):
-            start = len(prefix) + len(child) + 1
-            inner_names[child] = {name[start:] for name in names}
+    # Children with equal names of parameters are compared once: a model may have a thousand.
+    children_by_names = _numbered_children_by_names(prefix, children)
     largest = set[str]()
     most_names = 0
-    for names_of_child in inner_names.values():
-        alike = {child for child, names in inner_names.items() if _are_alike(names_of_child, names)}
-        number = sum(len(inner_names[child]) for child in alike)
+    all_names = 0
+    for names_of_child, equal_children in children_by_names.items():
+        all_names += len(names_of_child) * len(equal_children)
+        alike = set[str]()
+        number = 0
+        for names, children_of_names in children_by_names.items():
+            if _are_alike(names_of_child, names):
+                alike.update(children_of_names)
+                number += len(names) * len(children_of_names)
         if number > most_names:
             largest = alike
             most_names = number
-    all_names = sum(map(len, inner_names.values()))
     if len(largest) < 2 or 2 * most_names < all_names:
         return set()
     return largest
 
 
-def _are_alike(left: set[str], right: set[str]) -> bool:
+def _numbered_children_by_names(
+    prefix: str, children: dict[str, list[str]]
+) -> dict[frozenset[str], list[str]]:
+    children_by_names = dict[frozenset[str], list[str]]()
+    for child, names in children.items():
+        if re.fullmatch(r"\d+", child):
+            start = len(prefix) + len(child) + 1
+            inner_names = frozenset(name[start:] for name in names)
+            children_by_names.setdefault(inner_names, []).append(child)
+    return children_by_names
+
+
+def _are_alike(left: frozenset[str], right: frozenset[str]) -> bool:
     return len(left & right) / min(len(left), len(right)) >= _ALIKE
 
 

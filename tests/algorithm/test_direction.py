@@ -106,23 +106,25 @@ def test_zero_and_non_finite_matrices_pass_unchanged_beside_directed_ones() -> N
 
 
 PROGRAM = """
-import hashlib, torch
+import hashlib, sys, torch
 from lightning_sdiloco.algorithm.direction import equalised
 def digest(values): return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:8]
 def matrix(rows, columns):
     numbers = torch.arange(rows * columns) * 7919 % 10007 - 5003
     return numbers.view(rows, columns).float() * torch.linspace(1, 3, columns).mul(64).round() / 4096
 shapes = (700, 900), (48, 144), (3, 2000), (2048, 8), (333, 77)
-print(*(digest(equalised(matrix(*shape))) for shape in shapes))
-print(*(digest(matrix(*shape) @ matrix(*shape).T) for shape in shapes))
+for threads in map(int, sys.argv[1:]):
+    torch.set_num_threads(threads)
+    print(*(digest(equalised(matrix(*shape))) for shape in shapes))
+    print(*(digest(matrix(*shape) @ matrix(*shape).T) for shape in shapes))
 """
 
 
-ENVIRONMENTS = [
-    {"OMP_NUM_THREADS": "1"},
-    {"OMP_NUM_THREADS": "3"},
-    {"OMP_NUM_THREADS": "2", "ATEN_CPU_CAPABILITY": "default"},
-    {"OMP_NUM_THREADS": "1", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
+# Numbers of threads, each with an environment that only a new process reads.
+THREADS: list[tuple[list[str], dict[str, str]]] = [
+    (["1", "3"], {}),
+    (["2"], {"ATEN_CPU_CAPABILITY": "default"}),
+    (["1"], {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}),
 ]
 
 
@@ -130,13 +132,15 @@ def test_the_bits_do_not_depend_on_threads_and_instructions() -> None:
     """Those of an ordinary product of matrices do, if there are kernels that differ."""
     directions = set[str]()
     products = set[str]()
-    for environment in ENVIRONMENTS:
+    for threads, environment in THREADS:
+        command = [sys.executable, "-c", PROGRAM, *threads]
         printed = subprocess.check_output(
-            [sys.executable, "-c", PROGRAM], env=os.environ | environment, text=True, timeout=120
+            command, env=os.environ | environment, text=True, timeout=120
         )
-        direction, product = printed.splitlines()
-        directions.add(direction)
-        products.add(product)
+        lines = printed.splitlines()
+        assert len(lines) == 2 * len(threads)
+        directions.update(lines[::2])
+        products.update(lines[1::2])
     assert len(directions) == 1, directions
     if len(products) == 1:
         pytest.skip(

@@ -4,6 +4,7 @@ exactly one fragment.
 
 import itertools
 import math
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -163,6 +164,13 @@ def test_blocks_are_found_in_wrapped_and_compiled_models_and_every_tensor_goes_o
     for way in WAYS:
         partition_sizes = parameter_sizes(cut(model, way))
         assert sorted(partition_sizes) == sorted(sizes.items()), "a tied one once"
+
+
+def test_thousands_of_blocks_are_found_in_less_than_a_second() -> None:
+    parameters = [Parameter(f"layers.{layer}.weight", 4, 2) for layer in range(5000)]
+    start = time.process_time()
+    assert len(find_blocks(parameters)) == 5000
+    assert time.process_time() - start < 1
 
 
 def test_names_are_those_of_the_user_where_submodules_are_compiled() -> None:
