@@ -632,6 +632,14 @@ class FederatedWorld:
                 record.fragment,
                 record.why(left_out.site),
             )
+        if left_out and left_out.is_of_buffers:
+            _log.warning(
+                "The buffers that this site sent for round %d of fragment %d were left out: %s. It"
+                " takes the outer ones.",
+                record.round,
+                record.fragment,
+                record.why(left_out.site),
+            )
         if action is MergeAction.DROP and not self._has_warned_of_drop:
             self._has_warned_of_drop = True
             _log.warning(
@@ -657,6 +665,8 @@ class FederatedWorld:
             arrival = arrival._replace(commit=commit)
         rule = arrival.rule if action.mixes else Mix(0.0)
         fragment.land(arrival, rule, 0, final=record.final)
+        if self.follower.site in record.without_buffers:
+            fragment.untrained.write()
         if action is MergeAction.TAKE and not record.final:
             fragment.memory = None
             fragment.tuning = None
