@@ -18,7 +18,7 @@ their last bit between machines, and with it the judgement could.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import frexp, inf, ldexp, sqrt
 from operator import attrgetter
 from statistics import fmean, median, median_high
@@ -57,8 +57,11 @@ _SHORTEST_PATH = 1e-30
 
 
 _LOG_2 = 0.6931471805599453
+_LOG_SERIES = [1.0 / power for power in range(35, 0, -2)]
 
 
+# Every round compares the lengths of the last eight again.
+@lru_cache(maxsize=1 << 16)
 def _log(number: float) -> float:
     """Returns the natural logarithm, by operations that are exact to the bit everywhere."""
     if number == inf:
@@ -67,8 +70,8 @@ def _log(number: float) -> float:
     ratio = (mantissa - 1.0) / (mantissa + 1.0)
     square = ratio * ratio
     series = 0.0
-    for power in range(35, 0, -2):
-        series = series * square + 1.0 / power
+    for coefficient in _LOG_SERIES:
+        series = series * square + coefficient
     return exponent * _LOG_2 + 2.0 * ratio * series
 
 

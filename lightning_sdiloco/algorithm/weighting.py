@@ -298,8 +298,10 @@ class Aggregation(Weighing):
 def _pasts(state: Sequence[Any], part: str = "") -> dict[int, Past]:
     pasts = dict[int, Past]()
     for group, saved in enumerate(state):
-        # Earlier versions have saved nothing of buffers.
-        pasts[group] = Past.read(saved.get(part) if part else saved)
+        if part:
+            # Earlier versions have saved nothing of buffers.
+            saved = saved.get(part) if isinstance(saved, dict) else None
+        pasts[group] = Past.read(saved)
     return pasts
 
 
