@@ -176,15 +176,15 @@ class SiteArithmetic:
         """Completes a contribution with the payloads of all ranks, and what the hub and the sites
         judge it by. In-group collective.
         """
-        gradient = launch.gradient
-        norm = norm_squared(gradient)
+        norm = norm_squared(launch.gradient)
         # A norm that is not finite does not decide: it may overflow where every value is finite.
-        is_finite = isfinite(norm) or bool(gradient.isfinite().all())
+        is_finite = isfinite(norm) or bool(launch.gradient.isfinite().all())
         shard_digest = digest(launch.outer, start=self._fragments[launch.fragment].layout.start)
         # A norm that overflows is reported as the largest number, for the guard.
         shard_norm = min(norm, _LARGEST) if is_finite else 0.0
-        shard = (payload, shard_digest, is_finite, shard_norm, begun.buffers)
-        shards = self._site.all_gather_object(shard)
+        shards = self._site.all_gather_object(
+            (payload, shard_digest, is_finite, shard_norm, begun.buffers)
+        )
         payloads, digests, are_finite, norms, buffers = zip(*shards, strict=True)
         return replace(
             begun,

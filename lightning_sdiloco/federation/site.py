@@ -690,7 +690,7 @@ class FederatedWorld:
         return landing._replace(
             left_out=() if was_finite else (0,),
             outlying=(0,) if is_outlying else (),
-            wrong_buffers=(0,) if left_out and left_out.is_of_buffers else (),
+            wrong_buffers=(0,) if site in record.without_buffers else (),
             bytes_sent=bytes_sent,
             bytes_received=bytes_received,
             sites=tuple(contribution.site for contribution in record.counted),
