@@ -160,11 +160,11 @@ class World:
         groups = range(self.scenario.groups)
         away = list(self.scenario.away(round))
         self._begin_again(away)
-        here = [number for number in groups if number not in away]
-        self._train(here)
+        training = [number for number in groups if number not in away]
+        self._train(training)
         silent = self.scenario.outages(round)
         gradients = dict[int, Vector]()
-        for number in here:
+        for number in training:
             if number not in silent:
                 gradient = self.outer - self._values[number]
                 gradients[number] = self.faults.get(number, honest)(gradient, round)

@@ -77,9 +77,9 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
 
 
-def loss_of(model: nn.Module, data: int, number: int) -> Tensor:
+def loss_of(model: nn.Module, stream: int, number: int) -> Tensor:
     """The loss of a batch, whose targets follow from the inputs and some noise."""
-    inputs, noise = batch(data, number)
+    inputs, noise = batch(stream, number)
     weights = torch.arange(15.0).reshape(5, 3).sin()
     return nn.functional.mse_loss(model(inputs), (inputs @ weights).tanh() + 0.3 * noise)
 
@@ -128,7 +128,8 @@ def trained_loss(mean: str, seed: int, fault: Fault | None = None) -> float:
     faulty = {f"s{index}" for index in fault.sites} if fault else set[str]()
     assert {entry.site for record in hub.records() for entry in record.left_out} == faulty
     model = sites[0].model.eval()
-    return fmean(float(loss_of(model, 99, number)) for number in range(50))
+    with torch.no_grad():
+        return fmean(float(loss_of(model, 99, number)) for number in range(50))
 
 
 @pytest.mark.slow

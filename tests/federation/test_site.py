@@ -904,8 +904,8 @@ def test_buffers_far_too_large_are_left_out_and_named_while_the_site_counts(
     status = hub.coordinator.status()["sites"]
     assert [status[f"s{site}"]["wrong_buffers"] for site in range(5)] == [0, 1, 0, 2, 1]
     assert "round 1 of fragment 0 leaves out the buffers of s1: its buffers are 1" in caplog.text
-    said = "The buffers that this site sent for round 1 of fragment 0 were left out: its buffers"
-    assert said in caplog.text
+    warning = "The buffers that this site sent for round 1 of fragment 0 were left out: its buffers"
+    assert warning in caplog.text
 
 
 @pytest.mark.parametrize("mean", ["sites", "hub"])
@@ -916,8 +916,8 @@ def test_buffers_that_are_not_finite_are_named_by_the_hub_and_their_site(
     assert wrong_buffers(hub) == [(2, "s1", "buffers not finite")]
     assert hub.coordinator.status()["sites"]["s1"]["wrong_buffers"] == 1
     assert "round 2 of fragment 0 leaves out the buffers of s1: buffers not finite" in caplog.text
-    said = "The buffers that this site sent for round 2 of fragment 0 were left out: buffers not"
-    assert said in caplog.text
+    warning = "The buffers that this site sent for round 2 of fragment 0 were left out: buffers not"
+    assert warning in caplog.text
 
 
 def set_parameters(model: nn.Module, values: Tensor) -> None:
