@@ -295,7 +295,7 @@ class Aggregation(Weighing):
         return joined
 
 
-def _pasts(state: Sequence[Any], part: str = "") -> dict[int, Past]:
+def _pasts(state: Sequence[object], part: str = "") -> dict[int, Past]:
     pasts = dict[int, Past]()
     for group, saved in enumerate(state):
         if part:
