@@ -1,7 +1,7 @@
 """The guard in the training of a language model with 110,000 parameters in four groups."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -44,13 +44,14 @@ def trained(spoil: Spoil | None = None) -> Trained:
     loop = Loop(training, text)
     landings = list[Landing]()
     first, *_, last = loop.engines
-    fly = last.rounds._synchronizer.fly
+    synchronizer: Any = last.rounds._synchronizer
+    fly = synchronizer.fly
 
     def fly_spoilt(launch: Launch) -> object:
         is_faulty = launch.purpose is Purpose.ROUND and launch.step in FAULTY
         return fly(spoil(launch) if spoil and is_faulty else launch)
 
-    last.rounds._synchronizer.fly = fly_spoilt
+    synchronizer.fly = fly_spoilt
     while loop.step < training.steps:
         loop.run(steps=loop.step + 1)
         if first.last_landing is not None and first.last_landing not in landings:
