@@ -73,48 +73,6 @@ class Scenario:
 
 
 @dataclass
-class _Group:
-    """A group that trains."""
-
-    number: int
-    goal: Vector
-    values: Vector
-    first: Vector = field(init=False)
-    second: Vector = field(init=False)
-    seen: int = 0
-    steps: int = 0
-    path: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.first = np.zeros(VALUES)
-        self.second = np.zeros(VALUES)
-
-    def train(self, world: "World", steps: int) -> None:
-        scenario = world.scenario
-        for _ in range(steps):
-            rate = scenario.rates(self.seen)
-            gradient = world.bowl * (self.values - self.goal) + world.noise()
-            if scenario.apart:
-                is_its_own = np.arange(VALUES) % scenario.groups == self.number
-                gradient = gradient * is_its_own
-                self.values = self.values * (1.0 - 0.01 * rate)
-            self.seen += 1
-            self.values = self.values - rate * self._direction(gradient, scenario.adam)
-            self.steps += 1
-            self.path += rate
-
-    def _direction(self, gradient: Vector, adam: bool) -> Vector:
-        if not adam:
-            return gradient
-        self.first = 0.9 * self.first + 0.1 * gradient
-        self.second = 0.99 * self.second + 0.01 * gradient**2
-        first = self.first / (1.0 - 0.9**self.seen)
-        second = self.second / (1.0 - 0.99**self.seen)
-        direction: Vector = first / (np.sqrt(second) + 1e-8)
-        return direction
-
-
-@dataclass
 class World:
     """Groups in rounds, with a guard.
 
@@ -133,21 +91,59 @@ class World:
     pasts: dict[int, Past] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        groups = self.scenario.groups
         self._chance = np.random.default_rng(self.seed)
         self.bowl = np.exp(self._chance.uniform(-3.0, 1.0, VALUES))
         middle = self._chance.normal(size=VALUES)
         self.outer = np.zeros(VALUES)
         self._momentum = np.zeros(VALUES)
-        self.goals = []
-        for _ in range(self.scenario.groups):
-            apart = self._chance.normal(size=VALUES)
-            self.goals.append(middle + self.scenario.unlike * apart)
-        self._groups = [
-            _Group(number, goal, self.outer.copy()) for number, goal in enumerate(self.goals)
-        ]
+        apart = self._chance.normal(size=(groups, VALUES))
+        self.goals = middle + self.scenario.unlike * apart
+        # A row for each group: its values, and the state of its optimizer.
+        self._values = np.zeros((groups, VALUES))
+        self._first = np.zeros((groups, VALUES))
+        self._second = np.zeros((groups, VALUES))
+        # The inner steps of each group, since the start and since its last launch, and its path.
+        self._seen = np.zeros(groups, int)
+        self._steps = np.zeros(groups, int)
+        self._path = np.zeros(groups)
 
-    def noise(self) -> Vector:
-        return self._chance.normal(scale=0.3, size=VALUES)
+    def _train(self, numbers: Sequence[int]) -> None:
+        speeds = self.scenario.speeds
+        steps = np.array([speeds[number % len(speeds)] for number in numbers])
+        for step in range(max(steps, default=0)):
+            self._step(np.array(numbers)[steps > step])
+
+    def _step(self, rows: npt.NDArray[np.int64]) -> None:
+        """Makes an inner step in some groups."""
+        scenario = self.scenario
+        rates = np.array([[scenario.rates(int(seen))] for seen in self._seen[rows]])
+        noise = self._chance.normal(scale=0.3, size=(len(rows), VALUES))
+        gradients = self.bowl * (self._values[rows] - self.goals[rows]) + noise
+        if scenario.apart:
+            gradients *= np.arange(VALUES) % scenario.groups == rows[:, None]
+            self._values[rows] *= 1.0 - 0.01 * rates
+        self._seen[rows] += 1
+        self._values[rows] -= rates * self._directions(rows, gradients)
+        self._steps[rows] += 1
+        self._path[rows] += rates[:, 0]
+
+    def _directions(self, rows: npt.NDArray[np.int64], gradients: Vector) -> Vector:
+        if not self.scenario.adam:
+            return gradients
+        self._first[rows] = 0.9 * self._first[rows] + 0.1 * gradients
+        self._second[rows] = 0.99 * self._second[rows] + 0.01 * gradients**2
+        seen = self._seen[rows, None]
+        first = self._first[rows] / (1.0 - 0.9**seen)
+        second = self._second[rows] / (1.0 - 0.99**seen)
+        directions: Vector = first / (np.sqrt(second) + 1e-8)
+        return directions
+
+    def _begin_again(self, numbers: Sequence[int]) -> None:
+        """Groups take the outer values."""
+        self._values[numbers] = self.outer
+        self._steps[numbers] = 0
+        self._path[numbers] = 0.0
 
     @property
     def loss(self) -> float:
@@ -161,19 +157,16 @@ class World:
         return self
 
     def round(self, round: int) -> None:
-        gradients = dict[int, Vector]()
-        away = self.scenario.away(round)
+        groups = range(self.scenario.groups)
+        away = list(self.scenario.away(round))
+        self._begin_again(away)
+        training = [number for number in groups if number not in away]
+        self._train(training)
         silent = self.scenario.outages(round)
-        speeds = self.scenario.speeds
-        for number, group in enumerate(self._groups):
-            if number in away:
-                group.values = self.outer.copy()
-                group.steps = 0
-                group.path = 0.0
-                continue
-            group.train(self, speeds[number % len(speeds)])
+        gradients = dict[int, Vector]()
+        for number in training:
             if number not in silent:
-                gradient = self.outer - group.values
+                gradient = self.outer - self._values[number]
                 gradients[number] = self.faults.get(number, honest)(gradient, round)
         if gradients:
             self._land(gradients, self._judged(gradients, round))
@@ -181,9 +174,9 @@ class World:
     def _judged(self, gradients: Mapping[int, Vector], round: int) -> list[int]:
         lengths = dict[int, Length]()
         for number, gradient in gradients.items():
-            group = self._groups[number]
             norm = float(np.linalg.norm(np.clip(gradient, -1e150, 1e150)))
-            lengths[number] = Length(norm, group.steps, group.path if self.knows_rates else 0.0)
+            path = float(self._path[number]) if self.knows_rates else 0.0
+            lengths[number] = Length(norm, int(self._steps[number]), path)
         outliers = dict[int, TooLong]()
         if self.guard is not None:
             outliers = outlying(lengths, self.pasts, self.guard)
@@ -195,18 +188,14 @@ class World:
 
     def _land(self, gradients: Mapping[int, Vector], counted: Sequence[int]) -> None:
         if counted:
-            weights = [self._groups[number].steps for number in counted]
+            weights = self._steps[[*counted]]
             mean: Any = np.average(
                 [gradients[number] for number in counted], axis=0, weights=weights
             )
             self._momentum = _OUTER_MOMENTUM * self._momentum + mean
             step = mean + _OUTER_MOMENTUM * self._momentum
             self.outer = self.outer - _OUTER_RATE * step
-        for number in gradients:
-            group = self._groups[number]
-            group.values = self.outer.copy()
-            group.steps = 0
-            group.path = 0.0
+        self._begin_again([*gradients])
 
 
 # What happens to honest groups, and faults

@@ -16,7 +16,7 @@ from tests.way import way_of_one_gradient
 ROOT = Path(__file__).parent.parent
 
 PACKAGE = {
-    "tokens": 253_100,
+    "tokens": 255_200,
     "tokens a statement": 11.0,
     "complexity over 15": 0,
     "complexity over 10": 48,
@@ -100,7 +100,7 @@ def test_only_functions_with_options_of_users_have_more_than_25_locals() -> None
 def test_the_way_of_one_gradient_does_not_grow() -> None:
     way = way_of_one_gradient()
     assert len(way.files) <= 26
-    assert way.changes_of_file <= 326
+    assert way.changes_of_file <= 336
 
 
 def test_every_measure_counts_its_kind(tmp_path: Path) -> None:

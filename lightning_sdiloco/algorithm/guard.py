@@ -16,9 +16,9 @@ All lengths are compared as logarithms, which are computed here: those of the C 
 their last bit between machines, and with it the judgement could.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import frexp, inf, ldexp, sqrt
 from operator import attrgetter
 from statistics import fmean, median, median_high
@@ -36,6 +36,12 @@ REMEMBERED = 8
 FIRST = 1e4
 """How many times as long as the others' is too long where nothing else is known."""
 
+BUFFERS = 100.0
+"""How many times as large as usual buffers are too large."""
+
+NOT_FINITE = 3.4028234663852886e38
+"""The size of buffers that are not finite: the largest number of a control vector."""
+
 _ENOUGH = 4
 _PEERS = 2
 # The rounds over which a scale is averaged, and by how much one round can change it.
@@ -51,8 +57,11 @@ _SHORTEST_PATH = 1e-30
 
 
 _LOG_2 = 0.6931471805599453
+_LOG_SERIES = [1.0 / power for power in range(35, 0, -2)]
 
 
+# Every round compares the lengths of the last eight again.
+@lru_cache(maxsize=1 << 16)
 def _log(number: float) -> float:
     """Returns the natural logarithm, by operations that are exact to the bit everywhere."""
     if number == inf:
@@ -61,8 +70,8 @@ def _log(number: float) -> float:
     ratio = (mantissa - 1.0) / (mantissa + 1.0)
     square = ratio * ratio
     series = 0.0
-    for power in range(35, 0, -2):
-        series = series * square + 1.0 / power
+    for coefficient in _LOG_SERIES:
+        series = series * square + coefficient
     return exponent * _LOG_2 + 2.0 * ratio * series
 
 
@@ -391,6 +400,46 @@ def _usual_length(past: Past, level_of_peers: float | None) -> Length:
     if level_of_peers is None or past.rounds < _ENOUGH:
         return last
     return last._replace(norm=_exp(past.scale + level_of_peers))
+
+
+def with_large_buffers(
+    sizes: Mapping[Member, float], pasts: Mapping[Member, Past]
+) -> dict[Member, float]:
+    """Returns the members whose buffers are too large to count, and how many times as large as
+    usual they are.
+
+    Sizes are compared as lengths are, by `BUFFERS`. But statistics grow with no distance.
+
+    Args:
+        sizes: How many times as large as the outer values the buffers of each member are; 0 if they
+            have not changed, `NOT_FINITE` if one is not finite.
+        pasts: What is remembered of the sizes of each.
+
+    Examples:
+        >>> sizes = {"a": 1.0, "b": 1.2, "c": 1e20}
+        >>> list(with_large_buffers(sizes, {}))
+        ['c']
+    """
+    outliers = outlying(_as_lengths(sizes), pasts, BUFFERS)
+    return {member: too_long.times for member, too_long in outliers.items()}
+
+
+def remembered_sizes(
+    sizes: Mapping[Member, float], left_out: Collection[Member], pasts: Mapping[Member, Past]
+) -> dict[Member, Past]:
+    """Returns what to remember of the sizes of buffers after a round, of which some were left
+    out.
+    """
+    counted = {member: size for member, size in sizes.items() if member not in left_out}
+    return remembered(_as_lengths(counted), left_out, pasts)
+
+
+def _as_lengths(sizes: Mapping[Member, float]) -> dict[Member, Length]:
+    lengths = dict[Member, Length]()
+    for member, size in sizes.items():
+        if 0.0 < size < NOT_FINITE:
+            lengths[member] = Length(size, steps=1.0)
+    return lengths
 
 
 def joined_pasts(pasts: Sequence[Past]) -> Past:

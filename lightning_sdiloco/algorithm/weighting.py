@@ -20,10 +20,12 @@ from lightning_sdiloco.algorithm.guard import (
     joined_pasts,
     outlying,
     remembered,
+    remembered_sizes,
+    with_large_buffers,
 )
 from lightning_sdiloco.errors import AgreementError
 
-_CONTROL = struct.Struct("<IIHeIqdQB7x")
+_CONTROL = struct.Struct("<IIHeIqdQBf3x")
 
 CONTROL_BYTES = _CONTROL.size
 
@@ -53,6 +55,8 @@ class Control(NamedTuple):
         changed: Buffers of the fragment that changed since its last landing, one bit each.
         finite: True if the outer gradient is finite.
         step_time: Seconds of an inner step, to three digits; 0 if unknown.
+        buffers: How large the buffers are that changed, as multiples of the outer ones; 0 if none
+            did.
 
     Examples:
         >>> control = Control(2, 100, requests=0, weight=50, digest=-5, norm_squared=0.25, changed=0, finite=True)
@@ -69,6 +73,7 @@ class Control(NamedTuple):
     changed: int
     finite: bool
     step_time: float = 0.0
+    buffers: float = 0.0
 
     @property
     def norm(self) -> float:
@@ -77,14 +82,15 @@ class Control(NamedTuple):
 
     def packed(self) -> bytearray:
         """Returns the control vector as ``CONTROL_BYTES`` bytes."""
-        return bytearray(_CONTROL.pack(*self[:3], min(self.step_time, _LONGEST_STEP), *self[3:-1]))
+        step_time = min(self.step_time, _LONGEST_STEP)
+        return bytearray(_CONTROL.pack(*self[:3], step_time, *self[3:-2], self.buffers))
 
     @staticmethod
     def unpacked(packed: bytearray | memoryview) -> "Control":
         """Reads a control vector back from its bytes."""
-        fields = list(_CONTROL.unpack(packed))
+        *fields, buffers = _CONTROL.unpack(packed)
         step_time = fields.pop(3)
-        control = Control._make([*fields, step_time])
+        control = Control._make([*fields, step_time, buffers])
         return control._replace(finite=bool(control.finite))
 
     @staticmethod
@@ -92,8 +98,8 @@ class Control(NamedTuple):
         """Returns the control vector of a group, given those of its ranks, so that all shards of a
         fragment decide alike.
 
-        A buffer has changed in a group if it has changed on one of its ranks. A group has trained
-        if all its ranks have.
+        A buffer has changed in a group if it has changed on one of its ranks; the first rank sends
+        it. A group has trained if all its ranks have.
         """
         weight = 0
         if all(rank.weight for rank in ranks):
@@ -117,6 +123,7 @@ class Count(NamedTuple):
             The mean is the sum of the products divided by the number of these groups: a factor of 1
             changes no bit.
         outlying: The groups that the guard leaves out.
+        wrong_buffers: The groups that count without their buffers, which are too large.
 
     Examples:
         >>> gradients, count = (3.0, 100.0, 5.0), Count({0: 1.0, 2: 1.0}, outlying=(1,))
@@ -126,6 +133,7 @@ class Count(NamedTuple):
 
     factors: dict[int, float]
     outlying: tuple[int, ...] = ()
+    wrong_buffers: tuple[int, ...] = ()
 
 
 def plain(controls: Sequence[Control]) -> Count:
@@ -210,7 +218,8 @@ class Weighing(ABC):
 class Aggregation(Weighing):
     """Weighs the groups of a mean by what they trained, clips and guards them.
 
-    The state of a fragment is what the guard remembers of each group; see `Past`.
+    The state of a fragment is what the guard remembers of each group; see `Past`: of its lengths,
+    and of the sizes of its buffers.
 
     Args:
         clip_norm: Longer outer gradients are scaled down to this norm; with None, none is.
@@ -235,7 +244,8 @@ class Aggregation(Weighing):
                 norm = controls[group].norm
                 if norm > self.clip_norm:
                     factors[group] *= self.clip_norm / norm
-        return Count(factors, outliers)
+        sizes = {group: controls[group].buffers for group in factors}
+        return Count(factors, outliers, self._wrong_buffers(sizes, state))
 
     def _lengths(self, controls: Sequence[Control]) -> dict[int, Length]:
         lengths = dict[int, Length]()
@@ -250,13 +260,29 @@ class Aggregation(Weighing):
             return ()
         return tuple(outlying(lengths, _pasts(state), self.guard))
 
+    def _wrong_buffers(
+        self, sizes: Mapping[int, float], state: Sequence[object]
+    ) -> tuple[int, ...]:
+        if self.guard is None or len(state) == 1:
+            return ()
+        too_large = with_large_buffers(sizes, _pasts(state, "buffers"))
+        # If the buffers of all are too large, training has changed.
+        return tuple(too_large) if len(too_large) < len(sizes) else ()
+
     @override
     def heard(self, controls: Sequence[Control], state: Sequence[object]) -> list[WeighingState]:
         lengths = self._lengths(controls)
         outliers = self._outliers(lengths, state)
         counted = {group: length for group, length in lengths.items() if group not in outliers}
         pasts = remembered(counted, outliers, _pasts(state))
-        return [pasts.get(group, Past()).plain() for group in range(len(controls))]
+        sizes = {group: controls[group].buffers for group in counted}
+        wrong_buffers = self._wrong_buffers(sizes, state)
+        pasts_of_sizes = remembered_sizes(sizes, wrong_buffers, _pasts(state, "buffers"))
+        states = list[WeighingState]()
+        for group in range(len(controls)):
+            buffers = pasts_of_sizes.get(group, Past()).plain()
+            states.append({**pasts.get(group, Past()).plain(), "buffers": buffers})
+        return states
 
     @override
     def joined(self, states: Sequence[Sequence[object]], groups: int) -> list[WeighingState]:
@@ -269,8 +295,14 @@ class Aggregation(Weighing):
         return joined
 
 
-def _pasts(state: Sequence[object]) -> dict[int, Past]:
-    return {group: Past.read(saved) for group, saved in enumerate(state)}
+def _pasts(state: Sequence[object], part: str = "") -> dict[int, Past]:
+    pasts = dict[int, Past]()
+    for group, saved in enumerate(state):
+        if part:
+            # Earlier versions have saved nothing of buffers.
+            saved = saved.get(part) if isinstance(saved, dict) else None
+        pasts[group] = Past.read(saved)
+    return pasts
 
 
 class Weighed(NamedTuple):

@@ -239,6 +239,7 @@ class StreamingDiLoCo:
             self._direction_cost = DirectionCost()
         self._counts = Counts()
         self._exclusions = Exclusions()
+        self._buffer_exclusions = Exclusions()
         self._unfinished: dict[str, Any] = {}
         self._is_closed = False
         self.watch = WorldWatch(_ADVICE, "inner steps")
@@ -342,6 +343,7 @@ class StreamingDiLoCo:
         counts.bytes_received += landing.bytes_received
         if self.site is None and self.topology.rank == 0:
             self._say_who_is_left_out(landing)
+            self._say_whose_buffers_are_wrong(landing)
         if self._direction_cost is not None and self.topology.rank == 0:
             mapping_s = landing.seconds("outer_step")
             self._direction_cost.note(landing.fragment, time.perf_counter(), mapping_s)
@@ -370,6 +372,22 @@ class StreamingDiLoCo:
                     " sdiloco/groups_outlying tell of more.",
                     group,
                     reason,
+                    landing.fragment,
+                    landing.launched_at,
+                    REMEMBERED,
+                )
+
+    def _say_whose_buffers_are_wrong(self, landing: Landing) -> None:
+        exclusions = self._buffer_exclusions
+        for group in landing.wrong_buffers:
+            if exclusions.begins(group, landing.launched_at, self.settings.sync_every):
+                _log.warning(
+                    "The buffers of worker group %d are too large for outlier_guard: those of"
+                    " fragment %d, launched after inner step %d, are left out of the mean, and the"
+                    " group takes the outer ones. Look at its data. Until they have counted for %d"
+                    " rounds, only Landing and the metric sdiloco/groups_wrong_buffers tell of"
+                    " more.",
+                    group,
                     landing.fragment,
                     landing.launched_at,
                     REMEMBERED,

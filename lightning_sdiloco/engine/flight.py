@@ -350,6 +350,7 @@ class Flight:
             norm_squared=norm_squared,
             changed=fragment.untrained.changed(launch.buffers, everything=is_unlike),
             step_time=launch.step_time,
+            buffers=0.0 if is_unlike else self._size_of_buffers(),
         )
         word = torch.frombuffer(control.packed(), dtype=torch.uint8)
         if topology.group_size == 1:
@@ -357,6 +358,10 @@ class Flight:
         words = topology.stages[_SEND].all_gather(word)
         of_ranks = [Control.unpacked(rank_word.numpy().data) for rank_word in words]
         return torch.frombuffer(Control.merged(of_ranks).packed(), dtype=torch.uint8)
+
+    def _size_of_buffers(self) -> float:
+        untrained = self._fragment.untrained
+        return untrained.size(self._launch.buffers, untrained.changed_since(self._launch.buffers))
 
     def _post_second_hop(self) -> None:
         """Posts the untrained state that travels, and the mean of this group's part."""
@@ -790,6 +795,8 @@ class _UntrainedMessages:
         sizes = [self._state.nbytes(index) for index in self._travelling]
         pieces: dict[int, dict[str, Tensor]] = {index: {} for index in self._travelling}
         for group in count.factors:
+            if group in count.wrong_buffers:
+                continue
             of_group = of_groups[group].to(device).split(sizes)
             for index, piece in zip(self._travelling, of_group, strict=True):
                 pieces[index][f"worker group {group}"] = piece
@@ -901,6 +908,7 @@ def reported(
         spans=spans,
         diagnostics=None,
         step_times=tuple([control.step_time for control in controls]),
+        wrong_buffers=count.wrong_buffers,
         direction_norm=outer.direction_norm,
     )
 

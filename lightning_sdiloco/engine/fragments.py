@@ -194,6 +194,8 @@ class Landing(NamedTuple):
             matrix.
         lost_steps: In a federation: inner steps of this site that count nowhere, because what it
             launched was late.
+        wrong_buffers: The groups that counted without their buffers, which ``outlier_guard`` left
+            out: they were too large.
 
     Examples:
         >>> from lightning_sdiloco import SimulatedGroups
@@ -225,6 +227,7 @@ class Landing(NamedTuple):
     step_times: tuple[float, ...] = ()
     direction_norm: float = math.nan
     lost_steps: int = 0
+    wrong_buffers: tuple[int, ...] = ()
 
     def seconds(self, name: str) -> float:
         """Returns how long one of the `spans` was; 0 if there was none."""

@@ -452,6 +452,8 @@ class Rounds:
             land(arrival, arrival.rule, step - launch.step, final=not is_round)
             if is_round:
                 self._note_round(launch, arrival)
+            if self._topology.group_index in arrival.landing.wrong_buffers:
+                fragment.untrained.write()
             if self._topology.group_index in arrival.landing.left_out:
                 self.recover(fragment.index)
             seconds = flight.pending.seconds

@@ -28,11 +28,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
 from itertools import compress
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightning_sdiloco.algorithm.guard import NOT_FINITE
 from lightning_sdiloco.algorithm.merge import mix
 from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.comm.topology import Topology
@@ -664,6 +666,27 @@ class UntrainedState:
                 changed.append(index)
         return changed
 
+    def size(self, snapshot: Sequence[Tensor], indices: Iterable[int]) -> float:
+        """Returns how large the tensors at some indices of a snapshot are: the largest value of a
+        tensor over its largest outer value, or over 1 if these are all 0; of all tensors the most.
+
+        Whole numbers, and tensors that groups keep, do not count. It is `NOT_FINITE` if a value is
+        not finite whose outer value is.
+        """
+        extents = list[Tensor]()
+        for index in indices:
+            is_outer = index < len(self.outer) and self.outer[index].numel() > 0
+            if is_outer and self.outer[index].is_floating_point():
+                extents.append(_extents(snapshot[index], self.outer[index]))
+        if not extents:
+            return 0.0
+        size = 0.0
+        for largest, largest_outer in torch.stack(extents).tolist():
+            if not isfinite(largest):
+                return NOT_FINITE
+            size = max(size, largest / (largest_outer or 1.0))
+        return min(size, NOT_FINITE / 2.0)
+
     def nbytes(self, index: int) -> int:
         """Returns how many bytes of a message the values at an index take."""
         return self.outer[index].numel() * self.outer[index].element_size()
@@ -766,6 +789,12 @@ class UntrainedState:
     def _load_outer(self, outer: Sequence[Tensor]) -> None:
         pairs = zip(outer, self.outer, strict=True)
         self.outer = [values.to(before.device, before.dtype, copy=True) for values, before in pairs]
+
+
+def _extents(values: Tensor, outer: Tensor) -> Tensor:
+    """Returns the largest magnitudes of values and of outer values, where these are finite."""
+    rows = torch.stack([values.to(torch.float32), outer.to(torch.float32)])
+    return torch.where(outer.isfinite(), rows.abs(), 0.0).flatten(1).amax(dim=1)
 
 
 def _bit(index: int) -> int:

@@ -187,6 +187,7 @@ class SiteArithmetic:
             # Rank 0 sends the untrained state for all ranks.
             blob += sent_untrained(fragment.untrained, launch, begun.exact)
         payload = Payload(key_of(blob), len(blob))
+        begun = replace(begun, buffers=fragment.untrained.size(launch.buffers, launch.travelling))
         sent = self._described(launch, begun, payload)
         return Encoded(sent, {payload.key: blob}, encoded.memory, encoded.tuning, launch.buffers)
 
@@ -194,21 +195,24 @@ class SiteArithmetic:
         """Completes a contribution with the payloads of all ranks, and what the hub and the sites
         judge it by. In-group collective.
         """
-        gradient = launch.gradient
-        norm = norm_squared(gradient)
+        norm = norm_squared(launch.gradient)
         # A norm that is not finite does not decide: it may overflow where every value is finite.
-        is_finite = isfinite(norm) or bool(gradient.isfinite().all())
+        is_finite = isfinite(norm) or bool(launch.gradient.isfinite().all())
         shard_digest = digest(launch.outer, start=self._fragments[launch.fragment].layout.start)
         # A norm that overflows is reported as the largest number, for the guard.
         shard_norm = min(norm, _LARGEST) if is_finite else 0.0
-        shards = self._site.all_gather_object((payload, shard_digest, is_finite, shard_norm))
-        payloads, digests, are_finite, norms = zip(*shards, strict=True)
+        shards = self._site.all_gather_object(
+            (payload, shard_digest, is_finite, shard_norm, begun.buffers)
+        )
+        payloads, digests, are_finite, norms, buffers = zip(*shards, strict=True)
         return replace(
             begun,
             digest=combined(list(digests)),
             payloads=tuple(Payload(*fields) for fields in payloads),
             finite=all(are_finite),
             norm_squared=min(sum(norms), _LARGEST),
+            # Rank 0 sends the buffers.
+            buffers=buffers[0],
         )
 
     # Lines 8 to 11: the mean and the outer step
@@ -430,7 +434,11 @@ class SiteArithmetic:
         """
         travels = len(fragment.untrained.outer)
         sent = dict[int, dict[str, Tensor]]()
+        # The hub has left these out of its mean.
+        without_buffers = set[str]() if record.mean else record.without_buffers
         for contribution, source in zip(record.counted, sources, strict=False):
+            if contribution.site in without_buffers:
+                continue
             for index, values in self._changed_by(fragment, source).items():
                 # Tensors that sites keep are theirs until all sites have sent them.
                 if index < travels or record.final:

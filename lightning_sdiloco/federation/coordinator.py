@@ -98,6 +98,7 @@ class SiteStatistics:
     inner_lr: float | None = None
     not_finite: int = 0
     too_long: int = 0
+    wrong_buffers: int = 0
     bytes: int = 0
     rate: float = 0.0
     began: dict[str, float] = field(default_factory=dict)
@@ -105,10 +106,12 @@ class SiteStatistics:
     def count(self, record: Record, left_out: LeftOut) -> None:
         self.not_finite += left_out.reason == "not finite"
         self.too_long += left_out.is_by_guard
+        self.wrong_buffers += left_out.is_of_buffers
         log.warning(
-            "round %d of fragment %d leaves out the contribution of %s: %s",
+            "round %d of fragment %d leaves out the %s of %s: %s",
             record.round,
             record.fragment,
+            "buffers" if left_out.is_of_buffers else "contribution",
             left_out.site,
             record.why(left_out.site),
         )
@@ -910,6 +913,7 @@ class Coordinator:
             "inner_lr": statistics.inner_lr,
             "not_finite": statistics.not_finite,
             "too_long": statistics.too_long,
+            "wrong_buffers": statistics.wrong_buffers,
             "incarnations": statistics.incarnations,
             "bytes": statistics.bytes,
             "bytes_per_second": round(statistics.rate),

@@ -20,7 +20,16 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from lightning_sdiloco.algorithm.guard import Length, Past, TooLong, outlying, remembered
+from lightning_sdiloco.algorithm.guard import (
+    NOT_FINITE,
+    Length,
+    Past,
+    TooLong,
+    outlying,
+    remembered,
+    remembered_sizes,
+    with_large_buffers,
+)
 from lightning_sdiloco.errors import AgreementError, Refused
 from lightning_sdiloco.federation.messages import (
     Call,
@@ -184,8 +193,9 @@ class Ledger:
             deque(maxlen=RETENTION) for _ in range(terms.fragments)
         ]
         self.evicted = set(evicted)
-        # By fragment and site: the lengths that the guard compares.
+        # By fragment and site: the lengths that the guard compares, and the sizes of buffers.
         self._pasts: list[dict[str, Past]] = [{} for _ in range(terms.fragments)]
+        self._sizes: list[dict[str, Past]] = [{} for _ in range(terms.fragments)]
         self._timings = Timings()
         self._ending = False
         for record in records:
@@ -473,7 +483,7 @@ class Ledger:
                 " again without their checkpoints."
             )
         counted_sites = {launched.site for launched in counted}
-        left_out = []
+        left_out = self._wrong_buffers(fragment, counted)
         for site, launched in sorted(self.open[fragment].contributions.items()):
             if site in too_long:
                 left_out.append(_left_out(site, too_long[site]))
@@ -559,6 +569,20 @@ class Ledger:
             lengths[launched.site] = Length(norm, steps, launched.path)
         return lengths
 
+    def _wrong_buffers(self, fragment: int, counted: Iterable[Contribution]) -> list[LeftOut]:
+        """Returns the sites that count without their buffers, and why."""
+        sizes = {launched.site: launched.buffers for launched in counted}
+        too_large = dict[str, float]()
+        if self.terms.guard is not None:
+            too_large = with_large_buffers(sizes, self._sizes[fragment])
+        left_out = list[LeftOut]()
+        for site, size in sizes.items():
+            if size >= NOT_FINITE:
+                left_out.append(LeftOut(site, "buffers not finite"))
+            elif site in too_large:
+                left_out.append(LeftOut(site, "buffers too large", _rounded(too_large[site])))
+        return left_out
+
     def append(self, record: Record) -> None:
         closed = self.closed[record.fragment]
         if (record.seq, record.round, record.previous) != (self.seq, closed.round + 1, closed.key):
@@ -573,6 +597,10 @@ class Ledger:
         by_guard = [left_out.site for left_out in record.left_out if left_out.is_by_guard]
         self._pasts[record.fragment] = remembered(
             self._lengths(record.counted), by_guard, self._pasts[record.fragment]
+        )
+        sizes = {launched.site: launched.buffers for launched in record.counted}
+        self._sizes[record.fragment] = remembered_sizes(
+            sizes, record.without_buffers, self._sizes[record.fragment]
         )
         self.closing.pop(record.fragment, None)
         round = self.open.pop(record.fragment, None)

@@ -115,7 +115,8 @@ def averaged(
     for contribution, weight in zip(record.counted, weights, strict=True):
         values, changed = _sent(contribution, get, sizes, code)
         mean += np.float32(len(weights) * weight / sum(weights)) * values
-        changed_by_site.append(changed)
+        if contribution.site not in record.without_buffers:
+            changed_by_site.append(changed)
     mean /= np.float32(len(weights))
     if record.final:
         # A last mean is exact, and no mean comes after it.

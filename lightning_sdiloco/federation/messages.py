@@ -93,6 +93,8 @@ class Contribution(Message):
     exact: bool = absent_if_empty(False)
     # The sum of the learning rates of these inner steps; 0 if unknown.
     path: float = absent_if_empty(0.0)
+    # How large the buffers are, as `UntrainedState.size` says; 0 if none has changed.
+    buffers: float = absent_if_empty(0.0)
 
     @property
     def launch(self) -> LaunchId:
@@ -113,8 +115,8 @@ class Contribution(Message):
 
 
 class LeftOut(NamedTuple):
-    """Why a contribution does not count; one that is too long is ``times`` times as long as
-    usual, for the site itself or beside the others.
+    """Why a contribution does not count, or why its buffers do not; one that is too long, or whose
+    buffers are too large, is ``times`` times as long as usual.
     """
 
     site: Name
@@ -124,6 +126,8 @@ class LeftOut(NamedTuple):
         "other outer parameters",
         "too long",
         "too long beside the others",
+        "buffers not finite",
+        "buffers too large",
     ]
     times: float = 0.0
 
@@ -131,6 +135,11 @@ class LeftOut(NamedTuple):
     def is_by_guard(self) -> bool:
         """True if the guard of the run has left it out."""
         return self.reason.startswith("too long")
+
+    @property
+    def is_of_buffers(self) -> bool:
+        """True if only its buffers do not count."""
+        return self.reason.startswith("buffers")
 
 
 class Timing(NamedTuple):
@@ -198,11 +207,22 @@ class Record(Message):
                 return left_out
         return None
 
+    @property
+    def without_buffers(self) -> set[str]:
+        """The sites that count without their buffers, which are too large."""
+        sites = set[str]()
+        for left_out in self.left_out:
+            if left_out.reason == "buffers too large":
+                sites.add(left_out.site)
+        return sites
+
     def why(self, site: str) -> str:
         """Says why a site's contribution does not count, and with whom it was compared."""
         left_out = self.without(site)
         if left_out is None:
             return "it is not in this record"
+        if left_out.reason == "buffers too large":
+            return f"its buffers are {left_out.times:.4g} times as large as usual"
         if not left_out.is_by_guard:
             return left_out.reason
         sites = [contribution.site for contribution in self.counted]

@@ -639,6 +639,14 @@ class FederatedWorld:
                 record.fragment,
                 record.why(left_out.site),
             )
+        if left_out and left_out.is_of_buffers:
+            _log.warning(
+                "The buffers that this site sent for round %d of fragment %d were left out: %s. It"
+                " takes the outer ones.",
+                record.round,
+                record.fragment,
+                record.why(left_out.site),
+            )
         if action is MergeAction.DROP and not self._has_warned_of_drop:
             self._has_warned_of_drop = True
             _log.warning(
@@ -674,6 +682,8 @@ class FederatedWorld:
             # Where no site has trained, nothing moves.
             rule = Mix(1.0)
         fragment.land(arrival, rule, steps, final=record.final)
+        if self.follower.site in record.without_buffers:
+            fragment.untrained.write()
         if action is MergeAction.TAKE and not record.final:
             fragment.memory = None
             fragment.tuning = None
@@ -699,6 +709,7 @@ class FederatedWorld:
         return landing._replace(
             left_out=() if was_finite else (0,),
             outlying=(0,) if is_outlying else (),
+            wrong_buffers=(0,) if site in record.without_buffers else (),
             bytes_sent=bytes_sent,
             bytes_received=bytes_received,
             sites=tuple(contribution.site for contribution in record.counted),

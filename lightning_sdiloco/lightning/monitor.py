@@ -64,7 +64,12 @@ _CHARTS = {
     "Outer step": ("outer_lr", "outer_momentum_norm"),
     "Local from outer parameters": ("local_distance",),
     "Compression error": ("compression_error",),
-    "Groups": ("groups_counted", "groups_left_out", "groups_outlying"),
+    "Groups": (
+        "groups_counted",
+        "groups_left_out",
+        "groups_outlying",
+        "groups_wrong_buffers",
+    ),
 }
 
 SUMMED = tuple(
@@ -76,6 +81,7 @@ SUMMED = tuple(
         "exposed_wait_ms",
         "groups_left_out",
         "groups_outlying",
+        "groups_wrong_buffers",
     )
 )
 """Scalars of which a row of the loggers holds the sum over the landings since the last row."""
@@ -104,6 +110,7 @@ def scalars_of(landing: Landing) -> dict[str, float]:
         "groups_counted": len(landing.counted),
         "groups_left_out": len(landing.left_out),
         "groups_outlying": len(landing.outlying),
+        "groups_wrong_buffers": len(landing.wrong_buffers),
     }
     if "relay" in landing.spans:
         numbers["second_hop_ms"] = 1000 * landing.seconds("relay")

@@ -305,6 +305,11 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
         "Contributions of a site that were left out because they were not finite.",
     ),
     "too_long": ("counter", "too_long", "Contributions of a site that the guard left out."),
+    "wrong_buffers": (
+        "counter",
+        "wrong_buffers",
+        "Contributions of a site whose buffers were too large or not finite.",
+    ),
     "incarnations": ("counter", "starts", "How often a site has joined as a new process."),
     "bytes": ("counter", "sent_bytes", "Bytes that a site has sent."),
     "bytes_per_second": (

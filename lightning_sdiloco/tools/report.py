@@ -397,6 +397,12 @@ def _agreement_as_text(run: Run) -> list[str]:
             f"Of all outer gradients, {left_out} were left out of a mean because they were not"
             f" finite, and {outlying} because outlier_guard found them too long."
         )
+    wrong_buffers = sum(len(landing.wrong_buffers) for landing in landings)
+    if wrong_buffers:
+        sentences.append(
+            f"Buffers were left out {wrong_buffers} times because outlier_guard found them too"
+            " large."
+        )
     last = [curve[-1][1] for curve in cosines_of(run).values()]
     if len(last) > 1:
         cosine = sum(last) / len(last)

@@ -48,6 +48,7 @@ class LandingRecord(NamedTuple):
     link_gbit_s: float | None = None
     sites: Sequence[str] = ()
     lost_steps: int = 0
+    wrong_buffers: Sequence[int] = ()
 
     @staticmethod
     def of(line: Line, ahead: float) -> "LandingRecord":

@@ -8,7 +8,7 @@ from contextlib import closing
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from lightning_sdiloco.federation.coordinator import Status
@@ -57,7 +57,7 @@ def as_table(status: Status) -> Group:
 
 
 def _table_of_sites(sites: dict[str, Status]) -> Table:
-    table = Table("site", "state", title="sites", title_justify="left")
+    table = Table("site", Column("state", min_width=8), title="sites", title_justify="left")
     for name in (
         "last heartbeat",
         "behind",
@@ -66,7 +66,7 @@ def _table_of_sites(sites: dict[str, Status]) -> Table:
         "lost",
         "inner lr",
         "not finite",
-        "too long",
+        "too long, buffers",
         "incarnations",
         "sent",
         "rate",
@@ -85,7 +85,7 @@ def _table_of_sites(sites: dict[str, Status]) -> Table:
             f"{site['lost_steps']:g} steps, {site['lost_share']:.1%}",
             "-" if site["inner_lr"] is None else f"{site['inner_lr']:.3g}",
             str(site["not_finite"]),
-            str(site["too_long"]),
+            f"{site['too_long']}, {site['wrong_buffers']}",
             str(site["incarnations"]),
             readable(site["bytes"]),
             f"{readable(site['bytes_per_second'])}/s",

@@ -11,6 +11,7 @@ from benchmarks.lengths import FAULTS, HONEST, Scenario, World, honest
 from lightning_sdiloco.algorithm.guard import (
     FIRST,
     GUARD,
+    NOT_FINITE,
     Length,
     Past,
     TooLong,
@@ -19,6 +20,8 @@ from lightning_sdiloco.algorithm.guard import (
     joined_pasts,
     outlying,
     remembered,
+    remembered_sizes,
+    with_large_buffers,
 )
 
 Round = dict[str, Length]
@@ -159,6 +162,50 @@ def test_the_guard_judges_any_numbers_alike_in_any_order(rounds: list[Round], gu
         counted = {group: length for group, length in lengths.items() if group not in outliers}
         pasts = remembered(counted, outliers, pasts)
         assert all(length.is_comparable for past in pasts.values() for length in past.measured)
+
+
+FIVE = dict.fromkeys("abcde", 1.0)
+
+
+def after_sizes(*rounds: dict[str, float]) -> dict[str, Past]:
+    """What is remembered after rounds in which the buffers of all have counted."""
+    pasts: dict[str, Past] = {}
+    for sizes in rounds:
+        pasts = remembered_sizes(sizes, (), pasts)
+    return pasts
+
+
+KNOWN = after_sizes(*[FIVE] * 4)
+
+
+@pytest.mark.parametrize(
+    ("pasts", "sizes", "expected"),
+    [
+        ({}, {"a": 1.0, "b": 1e20}, {"b": 1e20}),
+        ({}, {"b": 1e20}, {}),
+        ({}, {"a": 1.0, "b": 0.9 * FIRST}, {}),
+        ({}, FIVE | {"d": 1e20, "e": 1e20}, {"d": 1e20, "e": 1e20}),
+        (KNOWN, FIVE | {"b": 99.0}, {}),
+        (KNOWN, FIVE | {"b": 101.0}, {"b": 101.0}),
+        (KNOWN, FIVE | {"d": 1e20, "e": 1e20}, {"d": 1e20, "e": 1e20}),
+        (KNOWN, {"a": 1.0, "b": 1e20}, {"b": 1e20}),
+        # The statistics of all have grown.
+        (KNOWN, dict.fromkeys(FIVE, 5e3), {}),
+        (KNOWN, FIVE | {"a": 0.0, "b": NOT_FINITE}, {}),
+    ],
+)
+def test_buffers_are_too_large_if_they_are_100_times_as_large_as_usual(
+    pasts: dict[str, Past], sizes: dict[str, float], expected: dict[str, float]
+) -> None:
+    assert with_large_buffers(sizes, pasts) == pytest.approx(expected)
+
+
+def test_buffers_that_are_always_too_large_never_become_usual() -> None:
+    sizes = FIVE | {"b": 300.0}
+    pasts = KNOWN
+    for _ in range(30):
+        assert with_large_buffers(sizes, pasts) == {"b": pytest.approx(300.0)}
+        pasts = remembered_sizes(sizes, ["b"], pasts)
 
 
 def too_long(world: World) -> list[tuple[int, int, TooLong]]:

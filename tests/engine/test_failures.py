@@ -229,6 +229,29 @@ def test_buffers_that_are_not_finite_reach_no_other_group_and_not_the_outer_mode
     assert "'7.running_var' of worker group 1." in warning
 
 
+@pytest.mark.parametrize("spoilt_after", [3, 23])
+def test_buffers_far_too_large_are_left_out_and_named_while_the_group_counts(
+    spoilt_after: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = with_buffers(3, overlap_steps=1)
+    run.until(spoilt_after)
+
+    def spoil(models: list[Any]) -> None:
+        models[1][7].running_var[1] = 1e20
+
+    run.step(then=spoil)
+    (landing,) = run.step()
+    assert landing.counted == (0, 1, 2)
+    assert landing.wrong_buffers == (1,)
+    for group in range(3):
+        assert shown(run, group).abs().max() < 100
+    assert torch.equal(run.models[1][7].running_var, shown(run, 0)[1])
+    run.until(spoilt_after + 20)
+    assert all(statistics(model).abs().max() < 100 for model in run.models)
+    (warning,) = caplog.messages
+    assert "The buffers of worker group 1 are too large for outlier_guard" in warning
+
+
 def test_the_outer_buffer_is_kept_where_no_group_has_a_finite_value() -> None:
     run = with_buffers(2)
     run.until(7)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_sdiloco import DynamicBackup, Federation
+from lightning_sdiloco.algorithm.guard import NOT_FINITE
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Malformed, Refused
 from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.follower import Follower, MergeAction
@@ -408,6 +409,31 @@ def test_a_site_too_long_for_its_own_past_is_left_out_even_by_a_restarted_hub() 
         assert close(ledger, 9.0) == ["a"]
         offer_norms(ledger, 7, {"c": 22.0})
         assert close(ledger, 9.0) == ["c"]
+
+
+def offer_buffers(ledger: Ledger, round: int, **sizes: float) -> Record:
+    """Closes a round of sites with buffers of these sizes; returns its record."""
+    for site, size in sizes.items():
+        sent = contribution(site, round, norm_squared=1.0, steps=8)
+        offer(ledger, replace(sent, buffers=size))
+    (closed,) = ledger.due(1.0)
+    ledger.append(closed)
+    return closed
+
+
+def test_buffers_too_large_for_their_own_past_are_left_out_even_by_a_restarted_hub() -> None:
+    before = ledger_of("ab")
+    records = [offer_buffers(before, number, a=1.0, b=30.0) for number in range(1, 5)]
+    assert [closed.left_out for closed in records] == [()] * 4
+    for ledger in (before, started(records)):
+        join(ledger, "ab")
+        closed = offer_buffers(ledger, 5, a=1.0, b=6000.0)
+        assert closed.left_out == (LeftOut("b", "buffers too large", 200.0),)
+        assert names_in(closed) == "ab"
+        assert closed.without_buffers == {"b"}
+        closed = offer_buffers(ledger, 6, a=NOT_FINITE, b=30.0)
+        assert closed.left_out == (LeftOut("a", "buffers not finite"),)
+        assert closed.without_buffers == set()
 
 
 @pytest.mark.parametrize(

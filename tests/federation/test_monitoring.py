@@ -86,6 +86,7 @@ TROUBLES = {
     f"sdiloco_site_late_total{{{SITE_A}}}": "0x20 1+1x60",
     f"sdiloco_site_not_finite_total{{{SITE_A}}}": "0x20 1+1x60",
     f"sdiloco_site_too_long_total{{{SITE_A}}}": "0x20 1+1x60",
+    f"sdiloco_site_wrong_buffers_total{{{SITE_A}}}": "0x20 1+1x60",
     f"sdiloco_exposed_wait_ms_total{{{SITE_A}}}": "0+1000x20 20000+30000x60",
 }
 # Alerts that need a site that follows.

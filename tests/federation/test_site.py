@@ -947,6 +947,60 @@ def test_buffers_of_a_site_that_are_not_finite_reach_no_other(
     assert message in caplog.text
 
 
+def trained_with_buffers(mean: str, value: float, steps: dict[int, Sequence[int]]) -> VirtualHub:
+    """The hub of five sites with running statistics, some of which spoil a variance at some
+    steps.
+    """
+
+    def poison(rank: Site, step: int) -> None:
+        if step in steps.get(rank.index, ()):
+            rank.model[1].running_var[3] = value
+
+    choices = {**CHOICES, "compression": "fp32", "mixing": 0.5, "mean": mean}
+    sites = train_ranked((1, 2, 1, 1, 1), 32, normed, (4, 2, 4, 4, 4), poison, **choices)
+    agreed_parameters(sites, (3, 3, 3))
+    for rank in ranks_of(sites):
+        statistics = [*untrained_of(rank), rank.model[1].running_var]
+        assert all(values.abs().max() < 100 for values in statistics)
+    hub = sites[0][0].hub
+    assert {len(record.counted) for record in hub.records()} == {5}
+    return hub
+
+
+def wrong_buffers(hub: VirtualHub) -> list[tuple[int, str, str]]:
+    """The round, site and reason, wherever a record leaves out buffers."""
+    wrong = []
+    for record in hub.records(0):
+        wrong += [(record.round, entry.site, entry.reason) for entry in record.left_out]
+    return wrong
+
+
+@pytest.mark.parametrize("mean", ["sites", "hub"])
+def test_buffers_far_too_large_are_left_out_and_named_while_the_site_counts(
+    mean: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub = trained_with_buffers(mean, 1e20, {1: [7], 3: [15, 23], 4: [15]})
+    reason = "buffers too large"
+    assert wrong_buffers(hub)[:3] == [(1, "s1", reason), (2, "s3", reason), (2, "s4", reason)]
+    status = hub.coordinator.status()["sites"]
+    assert [status[f"s{site}"]["wrong_buffers"] for site in range(5)] == [0, 1, 0, 2, 1]
+    assert "round 1 of fragment 0 leaves out the buffers of s1: its buffers are 1" in caplog.text
+    warning = "The buffers that this site sent for round 1 of fragment 0 were left out: its buffers"
+    assert warning in caplog.text
+
+
+@pytest.mark.parametrize("mean", ["sites", "hub"])
+def test_buffers_that_are_not_finite_are_named_by_the_hub_and_their_site(
+    mean: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub = trained_with_buffers(mean, float("nan"), {1: [15]})
+    assert wrong_buffers(hub) == [(2, "s1", "buffers not finite")]
+    assert hub.coordinator.status()["sites"]["s1"]["wrong_buffers"] == 1
+    assert "round 2 of fragment 0 leaves out the buffers of s1: buffers not finite" in caplog.text
+    warning = "The buffers that this site sent for round 2 of fragment 0 were left out: buffers not"
+    assert warning in caplog.text
+
+
 def set_parameters(model: nn.Module, values: Tensor) -> None:
     nn.utils.vector_to_parameters(values, model.parameters())
 

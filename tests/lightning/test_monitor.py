@@ -68,7 +68,8 @@ def monitoring(**choices: Any) -> dict[str, Any]:
 def landing(**fields: Any) -> Landing:
     """A landing of which a test needs only some fields."""
     numbers = dict.fromkeys(Landing._fields, 0)
-    groups = dict.fromkeys(("group_norms", "counted", "left_out", "outlying"), ())
+    lists = ("group_norms", "counted", "left_out", "outlying", "wrong_buffers")
+    groups = dict.fromkeys(lists, ())
     spans = {"transfer": (1.0, 1.5), "land": (9.0, 10.0)}
     defaults = {"diagnostics": None, "spans": spans, "on_link_s": 0.5}
     return Landing(**{**numbers, **groups, **defaults, **fields})
