@@ -18,7 +18,7 @@ their last bit between machines, and with it the judgement could.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import frexp, inf, ldexp, sqrt
 from operator import attrgetter
 from statistics import fmean, median, median_high
@@ -51,8 +51,11 @@ _SHORTEST_PATH = 1e-30
 
 
 _LOG_2 = 0.6931471805599453
+# Of the series of a logarithm, the last one first: 1/35, 1/33, ..., 1.
+_COEFFICIENTS = tuple(1.0 / power for power in range(35, 0, -2))
 
 
+@lru_cache(1 << 12)
 def _log(number: float) -> float:
     """Returns the natural logarithm, by operations that are exact to the bit everywhere."""
     if number == inf:
@@ -61,8 +64,8 @@ def _log(number: float) -> float:
     ratio = (mantissa - 1.0) / (mantissa + 1.0)
     square = ratio * ratio
     series = 0.0
-    for power in range(35, 0, -2):
-        series = series * square + 1.0 / power
+    for coefficient in _COEFFICIENTS:
+        series = series * square + coefficient
     return exponent * _LOG_2 + 2.0 * ratio * series
 
 
@@ -175,12 +178,15 @@ def _curves(
     curves = list[_Curve[Member]]()
     # By member: by how much each curve misses its lengths.
     misses = {member: list[float]() for member in enough}
+    courses = {}
+    for member, last in enough.items():
+        courses[member] = [(length.log, distance(length)) for length in last]
     for half in _HALVES:
         levels = dict[Member, float]()
-        for member, last in enough.items():
-            heights = [length.log - _saturation(distance(length), half * unit) for length in last]
+        for member, course in courses.items():
+            heights = [log - _saturation(length, half * unit) for log, length in course]
             levels[member] = median(heights)
-            misses[member].append(fmean(abs(height - levels[member]) for height in heights))
+            misses[member].append(fmean([abs(height - levels[member]) for height in heights]))
         curves.append(_Curve(half * unit, levels))
     return _likely(curves, list(misses.values()))
 
@@ -191,9 +197,10 @@ def _likely(
     """Returns the curves that miss the lengths by little more than the best one, on average over
     the members.
     """
+    best = list(map(min, misses))
     excess = list[float]()
     for number in range(len(curves)):
-        excess.append(fmean(missed[number] - min(missed) for missed in misses))
+        excess.append(fmean([missed[number] - least for missed, least in zip(misses, best, strict=True)]))
     limit = min(excess) + _TOLERANCE
     return [curve for curve, missed in zip(curves, excess, strict=True) if missed <= limit]
 

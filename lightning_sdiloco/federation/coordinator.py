@@ -1043,12 +1043,13 @@ class Coordinator:
 
     def _close(self, record: Record, notes: Mapping[str, bytes | None] | None = None) -> None:
         """Makes a record durable, then announces it."""
+        text = record.to_bytes()
         dropped = dict.fromkeys(self.journal.notes(f"open/{record.fragment:06d}/"))
-        self.journal.append(record.seq, record.to_bytes(), dropped | dict(notes or {}))
+        self.journal.append(record.seq, text, dropped | dict(notes or {}))
         self.ledger.append(self._index.add(record))
         for left_out in record.left_out:
             self.statistics[left_out.site].count(record, left_out)
-        self._notify(Event("record", {}, record.to_bytes()))
+        self._notify(Event("record", {}, text))
         self._call()
         if record.final and all(map(self.ledger.has_ended, range(len(self.ledger.closed)))):
             log.info("run %s has ended", self.run)

@@ -230,9 +230,11 @@ class Progress:
             return True
         if finishing:
             return self.steps > 0
-        on_time = step - self.launched_at >= terms.steps_before(self.fragment, self.next_round)
-        answers = called is not None and self.skipped != called.round
-        return self.steps >= terms.least_steps(self.next_round) and (on_time or answers)
+        if self.steps < terms.least_steps(self.next_round):
+            return False
+        if called is not None and self.skipped != called.round:
+            return True
+        return step - self.launched_at >= terms.steps_before(self.fragment, self.next_round)
 
     # Landing
 

@@ -6,6 +6,7 @@ import pickle
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,15 @@ LENGTH = 4
 NOISE = np.random.default_rng(0).standard_normal((64, LENGTH)).astype(np.float32) / 16
 
 
+# Worlds ask for the same keys and digests again and again.
+known_key = lru_cache(1 << 12)(key_of)
+
+
+@lru_cache(1 << 12)
+def _digest_of(values: bytes) -> int:
+    return int(key_of(values)[:15], 16)
+
+
 class Values(NamedTuple):
     """Outer values, their momentum, and the truth about where they come from: the key of the
     record that made them.
@@ -47,7 +57,7 @@ class Values(NamedTuple):
 
     @property
     def digest(self) -> int:
-        return int(key_of(self.outer.tobytes())[:15], 16)
+        return _digest_of(self.outer.tobytes())
 
 
 def first_values(fragment: int, lineage: str = "", seed: int = 0) -> Values:
@@ -284,7 +294,7 @@ class ScriptedSite:
         encoded = replace(
             begun,
             digest=part.values.digest,
-            payloads=(Payload(key_of(payload), len(payload)),),
+            payloads=(Payload(known_key(payload), len(payload)),),
             finite=bool(np.isfinite(gradient).all()),
             norm_squared=self.norm_squared(gradient),
         )

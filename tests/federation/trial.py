@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
+from operator import attrgetter
 from random import Random
 from typing import Any, NamedTuple
 from unittest import mock
@@ -35,7 +36,7 @@ from lightning_sdiloco.federation import (
     quorum,
     state_requests,
 )
-from lightning_sdiloco.federation.codec import encoded, key_of, plain, read
+from lightning_sdiloco.federation.codec import encoded, plain, read
 from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.keys import Peer
@@ -62,7 +63,15 @@ from lightning_sdiloco.federation.messages import (
 from lightning_sdiloco.federation.run_config import ChosenQuorum, Terms
 from lightning_sdiloco.federation.store import LedgerError
 from lightning_sdiloco.federation.wire import Altered, HubError, Missing
-from tests.federation.scripted import RUN, Part, ScriptedSite, Values, first_values, run_config
+from tests.federation.scripted import (
+    RUN,
+    Part,
+    ScriptedSite,
+    Values,
+    first_values,
+    known_key,
+    run_config,
+)
 from tests.federation.simulated_disk import Crash, SimulatedDisk, SimulatedJournal, SimulatedStore
 
 # Each as often as it happens beside the others.
@@ -135,6 +144,10 @@ def faults_of(seed: int, sites: int) -> list[Fault]:
         site = f"s{random.randrange(sites)}"
         faults.append(Fault(time, random.choice(FAULTS), site, seconds, random.random()))
     return sorted(faults)
+
+
+# Before a world gives records short texts.
+real_text = Record.to_bytes
 
 
 @lru_cache(1 << 12)
@@ -395,7 +408,7 @@ class Site(ScriptedSite, Process):
         return blob
 
     def is_sound(self, key: str, blob: bytes) -> bool:
-        return key_of(blob) == key
+        return known_key(blob) == key
 
     def fetched(self, offer: StateOffered) -> StateArrived | None:
         """The offered state, perhaps with a flipped bit; none where a part is gone."""
@@ -497,7 +510,8 @@ class Site(ScriptedSite, Process):
         return gradient
 
     def norm_squared(self, gradient: np.ndarray) -> float:
-        return float(gradient @ gradient) if np.isfinite(gradient).all() else 0.0
+        norm_squared = float(gradient @ gradient)
+        return norm_squared if math.isfinite(norm_squared) else 0.0
 
     def before_launch(self, contribution: Contribution, part: Part) -> None:
         self.world.judge.check_launch(self, contribution, part)
@@ -584,6 +598,9 @@ class Hub(Process):
         self.beats: dict[str, Beat] = {}
         # Since when a round is open that should be closed, by fragment.
         self.overdue: dict[int, float] = {}
+        # By fragment: the contributors and the sites that are there, as the judge saw them in the
+        # status.
+        self.shown: dict[int, tuple[list[str], list[str]]] = {}
         self.ticks = 0
         self.is_awake = False
         self.journal = SimulatedJournal(disk)
@@ -764,8 +781,12 @@ def small_world() -> Iterator[None]:
         patches.enter_context(mock.patch.object(coordinator, "_TIDY_EVERY", 1.0))
         patches.enter_context(mock.patch.object(coordinator, "SNAPSHOT_EVERY", 4))
         patches.enter_context(mock.patch.object(ledger, "SNAPSHOT_EVERY", 4))
-        for kind in (Record, Contribution):
-            texts = Texts(kind)
+        numbers = count()
+        for kind, name_of in (
+            (Record, attrgetter("key")),
+            (Contribution, lambda contribution: next(numbers)),
+        ):
+            texts = Texts(kind, name_of)
             patches.enter_context(mock.patch.object(kind, "to_bytes", texts.write))
             patches.enter_context(mock.patch.object(kind, "from_bytes", texts.read))
         patches.enter_context(mock.patch.object(codec, "plain", Plain()))
@@ -773,9 +794,13 @@ def small_world() -> Iterator[None]:
 
 
 class Texts:
-    """Writes a message once, and reads only what it has not written: a text that was altered."""
+    """Gives a message a short text of its own, by which it is found again: other tests write and
+    read the real one. What it has not written is read as it is: a real text that was altered.
+    """
 
-    def __init__(self, kind: Any) -> None:
+    def __init__(self, kind: Any, name_of: Callable[[Any], object]) -> None:
+        self._kind = kind
+        self._name_of = name_of
         self._write = kind.to_bytes
         self._read = kind.from_bytes
         self._messages: dict[bytes, Any] = {}
@@ -785,15 +810,17 @@ class Texts:
     def _text_of(self, message: Any) -> bytes:
         _, text = self._texts.get(id(message), (None, None))
         if text is None:
-            text = self._write(message)
+            text = f"{self._kind.__name__} {self._name_of(message)}".encode()
             self._texts[id(message)] = message, text
             self._messages[text] = message
         return text
 
     def read(self, text: bytes) -> Any:
-        if text not in self._messages:
+        if text in self._messages:
+            return self._messages[text]
+        # A message is sealed by its real text.
+        with mock.patch.object(self._kind, "to_bytes", self._write):
             return self._read(text)
-        return self._messages[text]
 
 
 class Plain:
@@ -900,10 +927,12 @@ class World:
         delay = 0.02 + 0.06 * self.random.random()
         if self.now < self.slow_until:
             delay += self.random.random()
-        for kind in ("lose", "twice", "late"):
-            if self.faults.messages[kind, site]:
-                self.faults.messages[kind, site] -= 1
-                return {"lose": [], "twice": [delay, 10 * delay], "late": [delay + 1.0]}[kind]
+        messages = self.faults.messages
+        if messages:
+            for kind in ("lose", "twice", "late"):
+                if messages[kind, site]:
+                    messages[kind, site] -= 1
+                    return {"lose": [], "twice": [delay, 10 * delay], "late": [delay + 1.0]}[kind]
         return [delay]
 
     def flipped(self, original: bytes) -> bytes:
@@ -939,8 +968,9 @@ class World:
         if site.cut_down:
             return
         if events and events[0].kind == "record" and self.flips_now("flip_record"):
+            text = real_text(Record.from_bytes(events[0].body))
             with suppress(Malformed):
-                read_event(events[0]._replace(body=self.flipped(events[0].body)))
+                read_event(events[0]._replace(body=self.flipped(text)))
                 self.judge.violations.append(f"{site.name} took a damaged record")
             site.life.link_is_broken = True
             return
@@ -1334,13 +1364,17 @@ class Judge:
     def check_status(self, hub: Hub) -> None:
         """Looks whether the status shows who is not there, while rounds wait for a quorum."""
         ledger = hub.ledger
-        present = self.present(hub)
         for fragment, opened in ledger.open.items():
             if len(opened.contributions) >= self.fewest(hub):
                 continue
+            present = self.present(hub)
+            shown = (sorted(opened.contributions), present)
+            if hub.shown.get(fragment) == shown:
+                continue
+            hub.shown[fragment] = shown
             status = hub.coordinator.status()
-            shown = status["fragments"][fragment]
-            is_shown = shown["open"] and shown["here"] == sorted(opened.contributions)
+            fragment_status = status["fragments"][fragment]
+            is_shown = fragment_status["open"] and fragment_status["here"] == shown[0]
             for site, state in status["sites"].items():
                 is_shown &= state["state"] != "follows" or site in present
             self.deny(not is_shown, f"the status hides that {fragment} has no quorum")
