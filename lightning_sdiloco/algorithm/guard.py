@@ -200,7 +200,9 @@ def _likely(
     best = list(map(min, misses))
     excess = list[float]()
     for number in range(len(curves)):
-        excess.append(fmean([missed[number] - least for missed, least in zip(misses, best, strict=True)]))
+        excess.append(
+            fmean([missed[number] - least for missed, least in zip(misses, best, strict=True)])
+        )
     limit = min(excess) + _TOLERANCE
     return [curve for curve, missed in zip(curves, excess, strict=True) if missed <= limit]
 

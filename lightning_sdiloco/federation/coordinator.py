@@ -31,6 +31,7 @@ from lightning_sdiloco.errors import AgreementError, Malformed, Refused
 from lightning_sdiloco.federation.codec import Json, RoundNumber, decoded, encoded, plain, read
 from lightning_sdiloco.federation.keys import Peer
 from lightning_sdiloco.federation.ledger import Answer, Founding, Ledger, Member
+from lightning_sdiloco.federation.lost_payloads import LostPayloads
 from lightning_sdiloco.federation.messages import (
     MOST_BYTES,
     Amended,
@@ -46,6 +47,7 @@ from lightning_sdiloco.federation.messages import (
     Payload,
     Position,
     Record,
+    RoundId,
     Snapshot,
     StateHeader,
     Waiting,
@@ -60,7 +62,7 @@ from lightning_sdiloco.federation.run_config import (
     RunConfig,
     Terms,
 )
-from lightning_sdiloco.federation.state_requests import States, holds
+from lightning_sdiloco.federation.state_requests import Need, States, holds
 from lightning_sdiloco.federation.store import BlobStore, InMemoryStore, SQLiteLedger, sync_folder
 from lightning_sdiloco.federation.unnamed import UnnamedBlobs
 from lightning_sdiloco.federation.wire import CHUNK, Busy, Header, HubError, Missing, NoSpace
@@ -189,6 +191,7 @@ class Coordinator:
         self._wake: Callable[[], None] = lambda: None
         self._founding = Founding(sites or 1, find_quorum, refound)
         self._states = States(journal, store, clock, lambda event, to: self._notify(event, to))
+        self._lost = LostPayloads(store)
         self._index = RecordIndex([])
         self._ledger = self._opened() if self.run_config else None
         # By fragment and site: contributions whose payloads are still arriving, with the
@@ -608,7 +611,7 @@ class Coordinator:
             answer = self.ledger.examine(contribution, incarnation)
             has_payloads = holds(self.store, contribution.payloads)
             if answer is Answer.LATE:
-                self.statistics[site].late += 1
+                self.statistics[site].late += not self.ledger.has_counted(contribution)
                 if has_payloads:
                     self.ledger.contribute(contribution, incarnation, self._clock())
             if answer is not Answer.OPEN:
@@ -663,9 +666,9 @@ class Coordinator:
                 self._wake()
             case "state":
                 without = read(tuple[str, ...], about.get("without"), "without")
-                with self._lock:
-                    self._require_member(peer)
-                    self._states.ask(self.ledger, peer.name, without)
+                lacked = read(tuple[RoundId, ...], about.get("lacks", []), "lacks")
+                is_asked = self._ask_for_state(peer, Need(frozenset(without), lacked))
+                return ({} if is_asked else {"records": True}), b""
             case "give":
                 header = StateHeader.from_bytes(body)
                 parts = read(Parts, about.get("parts"), "parts")
@@ -701,6 +704,40 @@ class Coordinator:
         return {}
 
     # States
+
+    def _ask_for_state(self, peer: Peer, need: Need) -> bool:
+        """Gets a state for a site, or returns False: one that lacks payloads which are intact gets
+        their records again instead.
+        """
+        with self._lock:
+            self._require_member(peer)
+            records = [self._record_of(lacked) for lacked in need.beyond]
+        has_lost = False
+        for record in records:
+            # It reads payloads, and so takes a while.
+            damaged = self._lost.damaged(record)
+            with self._lock:
+                if damaged:
+                    has_lost = True
+                    self._lost.note(record, damaged)
+                else:
+                    self._lost.forget(record)
+                    self._notify(Event("record", {}, record.to_bytes()), [peer.name])
+        asks = has_lost or not records
+        if asks:
+            with self._lock:
+                self._states.ask(self.ledger, peer.name, need)
+        return asks
+
+    def _record_of(self, round_id: RoundId) -> Record:
+        fragment, round = round_id
+        number = None
+        if fragment < self.ledger.terms.fragments:
+            number = self._index.next_number(fragment, RoundNumber(round - 1))
+        if number is None:
+            raise Refused(f"round {round} of fragment {fragment} is not closed")
+        _, text = next(self.journal.read(number - 1))
+        return Record.from_bytes(text)
 
     def give(self, site: str, name: str, header: StateHeader, parts: Sequence[Payload]) -> None:
         """Takes the state that a site gives, and hands it on when its blobs are in the store."""
@@ -830,6 +867,7 @@ class Coordinator:
                     notes[name] = None
             self.journal.cut(count, {**notes, "ending": None, "rolled_back": b"1"})
             self._states.snapshots = snapshots
+            self._lost.clear()
             self.trouble = None
             self._ledger = self._opened()
             log.warning(
@@ -964,7 +1002,12 @@ class Coordinator:
             return None
         # A mean that had no room in the store is still waiting for it.
         waiting_for_room = self.trouble if self._ledger.closing else None
-        return waiting_for_room or self._ledger.lost_quorum(now) or self._older_than_sites(now)
+        return (
+            waiting_for_room
+            or self._lost.trouble(self._ledger, now)
+            or self._ledger.lost_quorum(now)
+            or self._older_than_sites(now)
+        )
 
     def _older_than_sites(self, now: float) -> str | None:
         advice = self.ledger.older_than_sites(now)

@@ -12,6 +12,7 @@ A record becomes an event when every rank has the payloads of it that it needs.
 
 import io
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -65,6 +66,8 @@ _log = logging.getLogger(__name__)
 
 # How long a site waits for events at a time, in seconds.
 _MOMENT = 0.05
+# Seconds after which a payload is sent again that the hub has lost.
+_AGAIN = 1.0
 # Inner learning rates of sites that differ by more than this factor are not those of one schedule.
 _UNLIKE_RATES = 1.25
 _ERRORS = {kind.__name__: kind for kind in (AgreementError, ExchangeError, Refused, ValueError)}
@@ -332,8 +335,9 @@ class FederatedWorld:
         self._blobs: dict[str, Mapping[str, Bytes]] = {}
         # Donors whose states were refused.
         self._refused: list[str] = []
-        # The time of the last events.
+        # The time of the last events; and when lost payloads are sent again, at the earliest.
         self._now = time.monotonic()
+        self._give_again_at = -math.inf
         self._has_said_hello = False
         self._has_left = False
         self._has_warned_of_drop = False
@@ -525,8 +529,20 @@ class FederatedWorld:
     def _look_after(self) -> None:
         self._send()
         if self.follower.reachable and self.follower.wants_state:
-            self._connection.hub.ask(self._refused)
+            self._connection.hub.ask(self._refused, self.follower.lacked_rounds)
+            self._give_again()
         self._connection.hub.heartbeat(self.follower)
+
+    def _give_again(self) -> None:
+        """Sends again, once in a while, what the hub may have lost of rounds that are closed."""
+        if self._now < self._give_again_at:
+            return
+        self._give_again_at = self._now + _AGAIN
+        for contribution in self.follower.outstanding():
+            launched = self._launched.get(contribution.fragment)
+            is_closed = self.follower.fragments[contribution.fragment].lacks_payloads
+            if is_closed and launched is not None and launched.encoded is not None:
+                self._connection.hub.contribute(contribution, launched.encoded.blobs)
 
     # Landing
 
@@ -758,7 +774,7 @@ class FederatedWorld:
             self._waits_for = ""
             _log.warning("Rounds close again.")
         record = event.record
-        self.follower.learn(record)
+        self.follower.learn(record, event.blobs is not None)
         applied = self.follower.fragments[record.fragment].applied
         if event.blobs is not None and record.round > applied.round:
             self._blobs[record.key] = event.blobs

@@ -173,7 +173,7 @@ class ScriptedSite:
             case Amended():
                 follower.terms = event.terms
             case Recorded():
-                follower.learn(event.record)
+                follower.learn(event.record, event.blobs is not None)
                 if event.blobs is not None:
                     self.blobs[event.record.key] = event.blobs
             case StateWanted() if event.founding or self.can_give():
@@ -278,8 +278,15 @@ class ScriptedSite:
     def report(self) -> None:
         """Asks for a state if it needs one, and sends a heartbeat."""
         if self.follower.wants_state:
-            self.connection.ask(self.refused_donors)
+            self.connection.ask(self.refused_donors, self.follower.lacked_rounds)
+            self.give_again()
         self.connection.heartbeat(self.follower)
+
+    def give_again(self) -> None:
+        """Sends again what the hub may have lost of rounds that are closed."""
+        for contribution in self.follower.outstanding():
+            if self.follower.fragments[contribution.fragment].lacks_payloads:
+                self.contribute(contribution)
 
     def gradient(self, part: Part) -> np.ndarray:
         return part.values.outer - part.local

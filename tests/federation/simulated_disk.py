@@ -10,7 +10,7 @@ from typing import Any
 from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.federation.codec import Bytes
 from lightning_sdiloco.federation.store import LedgerError
-from lightning_sdiloco.federation.wire import Missing, NoSpace
+from lightning_sdiloco.federation.wire import Altered, Missing, NoSpace
 from tests.federation.scripted import known_key
 
 ROOM = 1 << 40
@@ -179,12 +179,19 @@ class SimulatedStore:
         self.disk.unsynced_names.discard(key)
 
     def get(self, key: str) -> bytes:
+        blob = self.read(key)
+        if known_key(blob) != key:
+            raise Altered(f"the disk holds other bytes than those of {key}.")
+        return blob
+
+    def read(self, key: str) -> bytes:
+        """Returns a blob as it is on the disk."""
         if key not in self.disk.blobs:
             raise Missing(f"there is no blob {key}.")
         return self.disk.blobs[key]
 
     def size(self, key: str) -> int:
-        return len(self.get(key))
+        return len(self.read(key))
 
     def retain(self, keys: Collection[str], age: Any = None) -> int:
         """Drops all blobs but the named ones, and those that are younger than the store's age:

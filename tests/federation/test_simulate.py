@@ -14,7 +14,15 @@ from lightning_sdiloco.federation import coordinator, follower
 from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.follower import Follower, MergeAction, Progress
 from lightning_sdiloco.federation.ledger import Answer, Ledger, OpenRound
-from lightning_sdiloco.federation.messages import Call, Contribution, Event, Heartbeat, Record
+from lightning_sdiloco.federation.lost_payloads import LostPayloads
+from lightning_sdiloco.federation.messages import (
+    Call,
+    Contribution,
+    Event,
+    Heartbeat,
+    Position,
+    Record,
+)
 from lightning_sdiloco.federation.quorum import All
 from tests.federation.simulate import failing, main, played, shortest
 from tests.federation.simulated_disk import SimulatedDisk, SimulatedJournal, SimulatedStore
@@ -51,6 +59,7 @@ def test_nothing_diverges_in_a_thousand_histories(part: int) -> None:
 # These are the rules as they are:
 append = SimulatedJournal.append
 note = SimulatedJournal.note
+source = Ledger.source
 call = Ledger._call
 close = Coordinator._close
 close_due = Coordinator._close_due
@@ -61,6 +70,7 @@ needed = Coordinator._needed
 summation_order = Site.summation_order
 waits = Follower.waits
 land = Follower.land
+meet_hub = Progress.meet_hub
 landing = Progress.landing
 launches = Progress.launches
 load_state_dict = Follower.load_state_dict
@@ -99,10 +109,17 @@ def load_without_flights(self: Follower, state: Any, digests: Sequence[int]) -> 
     load_state_dict(self, {"fragments": fragments}, digests)
 
 
-def learn_anything(self: Progress, record: Record) -> None:
+def learn_anything(self: Progress, record: Record, has_payloads: bool) -> None:
     self.closed = max(self.closed, record.round)
     if record.round > self.applied.round:
         self.records[record.round] = record
+
+
+def meet_and_keep(self: Progress, closed: Position, kept_from: int) -> None:
+    """Keeps the records that were heard of the hub before."""
+    records = self.records
+    meet_hub(self, closed, kept_from)
+    self.records = records
 
 
 def finished_when_launched(self: Follower) -> bool:
@@ -151,6 +168,11 @@ def heartbeat_without_lease(self: Ledger, sent: Heartbeat, now: float) -> None:
 
 def kept_without_snapshot(self: Ledger) -> tuple[int, ...]:
     return tuple(max(0, closed.round - RETENTION) + 1 for closed in self.closed)
+
+
+def source_of_any(self: Ledger, site: str, now: float, without: Any = (), beyond: Any = ()) -> Any:
+    """Names donors that have not applied what the site lacks."""
+    return source(self, site, now, without)
 
 
 def despair(self: Coordinator, now: float) -> str | None:
@@ -290,6 +312,15 @@ PLANTED = [
         0,
         [(Follower, "finished", property(finished_when_launched))],
     ),
+    Planted(
+        "a site waits for payloads that the hub has lost",
+        0,
+        [(Progress, "lacks_payloads", property(always(False)))],
+    ),
+    Planted("a donor lacks the same payloads", 0, [(Ledger, "source", source_of_any)]),
+    Planted("the hub says nothing of lost payloads", 0, [(LostPayloads, "trouble", always(None))]),
+    Planted("an altered payload stays in the store", 0, [(SimulatedStore, "drop", always(None))]),
+    Planted("records of another hub are kept", 0, [(Progress, "meet_hub", meet_and_keep)]),
     Planted("a last round is like any other", 0, [(Ledger, "end", always(None))]),
     Planted("a last round takes what was rounded", 0, [(Ledger, "_call", call_as_ever)]),
 ]
