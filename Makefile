@@ -4,7 +4,7 @@
 #   make test    run the fast tests: six minutes on two cores
 #   make large   run those with models of real sizes
 #   make slow    run those that take more than a minute each
-#   make chaos   let everything that can fail in a federation fail, for ten minutes; make soak: a thousand times, for hours
+#   make chaos   let everything that can fail in a federation fail, for ten minutes; make soak: a thousand times, and over 5,000 rounds, for hours
 #   make foreign run projects that were written for DDP, in .venv-foreign
 #   make oldest  run tests of the strategies with the oldest Lightning that is allowed, in .venv-oldest
 #   make newest  run tests of the engine and the strategies with the newest torch, in .venv-newest: some gigabytes
@@ -62,7 +62,7 @@ large slow: $(VENV)/.installed-test
 
 # One after the other, and once: who stands still is timed.
 chaos soak: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m $@ tests/chaos/test_chaos.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m $@ tests/chaos
 
 foreign:
 	$(MAKE) .venv-foreign/.installed-foreign VENV=.venv-foreign

@@ -230,8 +230,8 @@ class Progress:
         """Takes in the position of a hub, which sends all records after the applied one again.
         Those that were heard of another hub, and have not landed, may not have happened in its run.
         """
-        known = self.records.get(closed.round)
-        if known is None or known.position != closed:
+        last_record = self.records.get(closed.round)
+        if last_record is None or last_record.position != closed:
             self.records = {}
         self.lacking = set()
         self.closed = max(self.applied.round, closed.round)

@@ -994,11 +994,11 @@ class World:
 
     # Time and network
 
-    def at(self, time: float, act: Callable[..., None], *arguments: Any) -> None:
+    def schedule(self, time: float, act: Callable[..., None], *arguments: Any) -> None:
         heapq.heappush(self.queue, (time, next(self.numbers), act, arguments))
 
     def after(self, delay: float, act: Callable[..., None], *arguments: Any) -> None:
-        self.at(self.now + delay, act, *arguments)
+        self.schedule(self.now + delay, act, *arguments)
 
     def within(self, least: float, most: float, act: Callable[..., None], *arguments: Any) -> None:
         self.after(self.random.uniform(least, most), act, *arguments)
@@ -1061,7 +1061,7 @@ class World:
         for delay in delays:
             arrival = max(self.now + delay, hub.arrivals.get(site.name, 0.0))
             hub.arrivals[site.name] = arrival
-            self.at(arrival, site.arrive, hub, peer.incarnation, *events)
+            self.schedule(arrival, site.arrive, hub, peer.incarnation, *events)
 
     # Returns of hubs and sites
 
@@ -1865,7 +1865,12 @@ class Judge:
         # others.
         is_calm = site.calm_since < world.now - QUIET + 1
         is_prompt = is_calm and site.speed <= 0.2 and world.terms.grace >= 0.65
-        counted = sum(record.of(site.name) is not None for record in records)
+        counted = 0
+        for record in records:
+            left_out = record.without(site.name)
+            # One very long gradient misleads the guard for a while.
+            is_misled = left_out and left_out.is_by_guard and self.counts["fault long_gradient"]
+            counted += record.of(site.name) is not None or bool(is_misled)
         share = counted / max(1, len(records))
         counts_rarely = is_prompt and not site.life.is_finishing and share < 0.5
         self.deny(counts_rarely, f"{site.name} counts in {share:.0%}")
