@@ -178,13 +178,10 @@ def _curves(
     curves = list[_Curve[Member]]()
     # By member: by how much each curve misses its lengths.
     misses = {member: list[float]() for member in enough}
-    courses = {}
-    for member, last in enough.items():
-        courses[member] = [(length.log, distance(length)) for length in last]
     for half in _HALVES:
         levels = dict[Member, float]()
-        for member, course in courses.items():
-            heights = [log - _saturation(length, half * unit) for log, length in course]
+        for member, last in enough.items():
+            heights = [length.log - _saturation(distance(length), half * unit) for length in last]
             levels[member] = median(heights)
             misses[member].append(fmean([abs(height - levels[member]) for height in heights]))
         curves.append(_Curve(half * unit, levels))

@@ -51,6 +51,7 @@ from lightning_sdiloco.federation.messages import (
     Snapshot,
     StateHeader,
     Waiting,
+    Welcome,
     Welcomed,
     event_of,
 )
@@ -665,10 +666,7 @@ class Coordinator:
                     self.ledger.skip(peer.name, peer.incarnation, call, self._clock())
                 self._wake()
             case "state":
-                without = read(tuple[str, ...], about.get("without"), "without")
-                lacked = read(tuple[RoundId, ...], about.get("lacks", []), "lacks")
-                is_asked = self._ask_for_state(peer, Need(frozenset(without), lacked))
-                return ({} if is_asked else {"records": True}), b""
+                return self._ask_for_state(peer, about), b""
             case "give":
                 header = StateHeader.from_bytes(body)
                 parts = read(Parts, about.get("parts"), "parts")
@@ -705,13 +703,15 @@ class Coordinator:
 
     # States
 
-    def _ask_for_state(self, peer: Peer, need: Need) -> bool:
-        """Gets a state for a site, or returns False: one that lacks payloads which are intact gets
-        their records again instead.
+    def _ask_for_state(self, peer: Peer, about: Header) -> Header:
+        """Gets a state for a site. One that lacks payloads which are intact gets their records
+        again instead.
         """
+        without = read(tuple[str, ...], about.get("without"), "without")
+        lacked_rounds = read(tuple[RoundId, ...], about.get("lacks", []), "lacks")
         with self._lock:
             self._require_member(peer)
-            records = [self._record_of(lacked) for lacked in need.beyond]
+            records = [self._record_of(lacked) for lacked in lacked_rounds]
         has_lost = False
         for record in records:
             # It reads payloads, and so takes a while.
@@ -723,11 +723,12 @@ class Coordinator:
                 else:
                     self._lost.forget(record)
                     self._notify(Event("record", {}, record.to_bytes()), [peer.name])
-        asks = has_lost or not records
-        if asks:
-            with self._lock:
-                self._states.ask(self.ledger, peer.name, need)
-        return asks
+        if records and not has_lost:
+            return {"records": True}
+        with self._lock:
+            need = Need(frozenset(without), lacked_rounds)
+            self._states.ask(self.ledger, peer.name, need)
+        return {}
 
     def _record_of(self, round_id: RoundId) -> Record:
         fragment, round = round_id
@@ -869,7 +870,17 @@ class Coordinator:
             self._states.snapshots = snapshots
             self._lost.clear()
             self.trouble = None
-            self._ledger = self._opened()
+            ledger = self._opened()
+            self._ledger = ledger
+            # Sites forget the records that are gone before they hear of others in their place.
+            welcome = Welcome(
+                tuple(ledger.closed),
+                ledger.kept_from,
+                rolled_back=True,
+                terms=self._amended,
+                founded_again=bool(self._base),
+            )
+            self._notify(event_of(Welcomed(welcome, ledger.snapshots.best)))
             log.warning(
                 "an operator has rolled the run back to round %d: %d records are left", round, count
             )

@@ -355,7 +355,13 @@ class HubConnection:
             self._submit("calls", self._ask, about)
 
     def _ask(self, about: Header) -> None:
-        if self._call("state", about).get("records"):
+        try:
+            answer = self._call("state", about)
+        except Refused:
+            # Rounds that this site has heard of may be gone, after a rollback.
+            self._say_hello()
+            raise
+        if answer.get("records"):
             # No state comes, but records again.
             self._asking = False
 

@@ -539,10 +539,13 @@ class FederatedWorld:
             return
         self._give_again_at = self._now + _AGAIN
         for contribution in self.follower.outstanding():
-            launched = self._launched.get(contribution.fragment)
-            is_closed = self.follower.fragments[contribution.fragment].lacks_payloads
-            if is_closed and launched is not None and launched.encoded is not None:
-                self._connection.hub.contribute(contribution, launched.encoded.blobs)
+            if self.follower.fragments[contribution.fragment].lacks_payloads:
+                self._give(contribution)
+
+    def _give(self, contribution: Contribution) -> None:
+        launched = self._launched.get(contribution.fragment)
+        if launched is not None and launched.encoded is not None:
+            self._connection.hub.contribute(contribution, launched.encoded.blobs)
 
     # Landing
 
@@ -757,6 +760,10 @@ class FederatedWorld:
         if not self._is_welcome(event.welcome):
             return
         self._drop_landed()
+        if event.welcome.rolled_back:
+            # Their rounds may have been closed before, and are not any more.
+            for contribution in self.follower.outstanding():
+                self._give(contribution)
         if self._is_alone:
             _log.warning("The hub is back: site %s sends what it has trained.", self.follower.site)
         self._is_alone = False

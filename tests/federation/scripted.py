@@ -192,6 +192,9 @@ class ScriptedSite:
         for fragment in self.follower.welcome(event.welcome):
             self.before_beginning_again(fragment, event.welcome)
             self.parts[fragment].drop()
+        if event.welcome.rolled_back:
+            for contribution in self.follower.outstanding():
+                self.contribute(contribution)
         snapshot = event.snapshot
         if not self.follower.wants_state or snapshot is None:
             return
