@@ -542,6 +542,12 @@ class FederatedWorld:
             if self.follower.fragments[contribution.fragment].lacks_payloads:
                 self._give(contribution)
 
+    def _give_after_rollback(self, welcome: Welcome) -> None:
+        """Sends flights again whose rounds had been closed, and are not any more."""
+        if welcome.rolled_back:
+            for contribution in self.follower.outstanding():
+                self._give(contribution)
+
     def _give(self, contribution: Contribution) -> None:
         launched = self._launched.get(contribution.fragment)
         if launched is not None and launched.encoded is not None:
@@ -760,10 +766,7 @@ class FederatedWorld:
         if not self._is_welcome(event.welcome):
             return
         self._drop_landed()
-        if event.welcome.rolled_back:
-            # Their rounds may have been closed before, and are not any more.
-            for contribution in self.follower.outstanding():
-                self._give(contribution)
+        self._give_after_rollback(event.welcome)
         if self._is_alone:
             _log.warning("The hub is back: site %s sends what it has trained.", self.follower.site)
         self._is_alone = False

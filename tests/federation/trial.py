@@ -1865,15 +1865,20 @@ class Judge:
         # others.
         is_calm = site.calm_since < world.now - QUIET + 1
         is_prompt = is_calm and site.speed <= 0.2 and world.terms.grace >= 0.65
-        counted = 0
-        for record in records:
-            left_out = record.without(site.name)
-            # One very long gradient misleads the guard for a while.
-            is_misled = left_out and left_out.is_by_guard and self.counts["fault long_gradient"]
-            counted += record.of(site.name) is not None or bool(is_misled)
+        counted = sum(self.is_counted(site, record) for record in records)
         share = counted / max(1, len(records))
         counts_rarely = is_prompt and not site.life.is_finishing and share < 0.5
         self.deny(counts_rarely, f"{site.name} counts in {share:.0%}")
+
+    def is_counted(self, site: Site, record: Record) -> bool:
+        """Returns whether a site counts, or would if one very long gradient had not misled the
+        guard.
+        """
+        left_out = record.without(site.name)
+        is_misled = self.counts["fault long_gradient"] > 0
+        return record.of(site.name) is not None or (
+            is_misled and left_out is not None and left_out.is_by_guard
+        )
 
     def check_end(self, world: World) -> None:
         if self.violations:
