@@ -4,7 +4,7 @@
 #   make test    run the fast tests
 #   make large   run those with models of real sizes
 #   make slow    run those that take more than a minute each; make long: both in one run, as .ci/run does
-#   make chaos   let everything that can fail in a federation fail, for ten minutes; make soak: a thousand times, for hours
+#   make chaos   let everything that can fail in a federation fail, for ten minutes; make soak: a thousand times, and over 5,000 rounds, for hours
 #   make foreign run projects that were written for DDP, in .venv-foreign
 #   make oldest  run tests of the strategies with the oldest Lightning that is allowed, in .venv-oldest
 #   make newest  run tests of the engine and the strategies with the newest torch, in .venv-newest: some gigabytes
@@ -70,7 +70,7 @@ long: $(VENV)/.installed-test
 
 # One after the other, and once: who stands still is timed.
 chaos soak: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m $@ tests/chaos/test_chaos.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m $@ tests/chaos
 
 foreign: environment-foreign
 	OMP_NUM_THREADS=1 .venv-foreign/bin/python -m pytest -m foreign $(PYTEST_ARGS) tests/foreign tests/lightning/test_loggers.py

@@ -57,11 +57,12 @@ _SHORTEST_PATH = 1e-30
 
 
 _LOG_2 = 0.6931471805599453
-_LOG_SERIES = [1.0 / power for power in range(35, 0, -2)]
+# Of the series of a logarithm, the last one first: 1/35, 1/33, ..., 1.
+_COEFFICIENTS = tuple(1.0 / power for power in range(35, 0, -2))
 
 
 # Every round compares the lengths of the last eight again.
-@lru_cache(maxsize=1 << 16)
+@lru_cache(1 << 16)
 def _log(number: float) -> float:
     """Returns the natural logarithm, by operations that are exact to the bit everywhere."""
     if number == inf:
@@ -70,7 +71,7 @@ def _log(number: float) -> float:
     ratio = (mantissa - 1.0) / (mantissa + 1.0)
     square = ratio * ratio
     series = 0.0
-    for coefficient in _LOG_SERIES:
+    for coefficient in _COEFFICIENTS:
         series = series * square + coefficient
     return exponent * _LOG_2 + 2.0 * ratio * series
 
@@ -189,7 +190,7 @@ def _curves(
         for member, last in enough.items():
             heights = [length.log - _saturation(distance(length), half * unit) for length in last]
             levels[member] = median(heights)
-            misses[member].append(fmean(abs(height - levels[member]) for height in heights))
+            misses[member].append(fmean([abs(height - levels[member]) for height in heights]))
         curves.append(_Curve(half * unit, levels))
     return _likely(curves, list(misses.values()))
 
@@ -200,9 +201,12 @@ def _likely(
     """Returns the curves that miss the lengths by little more than the best one, on average over
     the members.
     """
+    best = list(map(min, misses))
     excess = list[float]()
     for number in range(len(curves)):
-        excess.append(fmean(missed[number] - min(missed) for missed in misses))
+        excess.append(
+            fmean([missed[number] - least for missed, least in zip(misses, best, strict=True)])
+        )
     limit = min(excess) + _TOLERANCE
     return [curve for curve, missed in zip(curves, excess, strict=True) if missed <= limit]
 

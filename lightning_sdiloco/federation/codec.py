@@ -112,22 +112,29 @@ def key_of(blob: Bytes) -> str:
 
 def encoded(value: object) -> bytes:
     """Returns the one text of a value of JSON: equal values have equal bytes."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return _ENCODER.encode(value).encode()
+
+
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+_SCALARS = frozenset({str, int, float, bool, NoneType})
 
 
 def plain(value: object) -> Json:
+    kind: Hint = value.__class__
+    if kind in _SCALARS:
+        return value
     if isinstance(value, tuple | list):
         return [plain(element) for element in value]
-    if isinstance(value, Mapping):
-        return {name: plain(element) for name, element in value.items()}
-    kind: Hint = value.__class__
     if hasattr(kind, "__dataclass_fields__"):
+        may_lack = _may_lack(kind)
         fields_by_name = {}
         for name in _hints(kind):
             field_value = getattr(value, name)
-            if field_value or name not in _may_lack(kind):
+            if field_value or name not in may_lack:
                 fields_by_name[name] = plain(field_value)
         return fields_by_name
+    if isinstance(value, Mapping):
+        return {name: plain(element) for name, element in value.items()}
     return value
 
 

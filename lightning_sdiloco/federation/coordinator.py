@@ -31,6 +31,7 @@ from lightning_sdiloco.errors import AgreementError, Malformed, Refused
 from lightning_sdiloco.federation.codec import Json, RoundNumber, decoded, encoded, plain, read
 from lightning_sdiloco.federation.keys import Peer
 from lightning_sdiloco.federation.ledger import Answer, Founding, Ledger, Member
+from lightning_sdiloco.federation.lost_payloads import LostPayloads
 from lightning_sdiloco.federation.messages import (
     MOST_BYTES,
     Amended,
@@ -46,9 +47,11 @@ from lightning_sdiloco.federation.messages import (
     Payload,
     Position,
     Record,
+    RoundId,
     Snapshot,
     StateHeader,
     Waiting,
+    Welcome,
     Welcomed,
     event_of,
 )
@@ -60,7 +63,7 @@ from lightning_sdiloco.federation.run_config import (
     RunConfig,
     Terms,
 )
-from lightning_sdiloco.federation.state_requests import States, holds
+from lightning_sdiloco.federation.state_requests import Need, States, holds
 from lightning_sdiloco.federation.store import BlobStore, InMemoryStore, SQLiteLedger, sync_folder
 from lightning_sdiloco.federation.unnamed import UnnamedBlobs
 from lightning_sdiloco.federation.wire import CHUNK, Busy, Header, HubError, Missing, NoSpace
@@ -192,6 +195,7 @@ class Coordinator:
         self._wake: Callable[[], None] = lambda: None
         self._founding = Founding(sites or 1, find_quorum, refound)
         self._states = States(journal, store, clock, lambda event, to: self._notify(event, to))
+        self._lost = LostPayloads(store)
         self._index = RecordIndex([])
         self._ledger = self._opened() if self.run_config else None
         # By fragment and site: contributions whose payloads are still arriving, with the
@@ -611,7 +615,7 @@ class Coordinator:
             answer = self.ledger.examine(contribution, incarnation)
             has_payloads = holds(self.store, contribution.payloads)
             if answer is Answer.LATE:
-                self.statistics[site].late += 1
+                self.statistics[site].late += not self.ledger.has_counted(contribution)
                 if has_payloads:
                     self.ledger.contribute(contribution, incarnation, self._clock())
             if answer is not Answer.OPEN:
@@ -665,10 +669,7 @@ class Coordinator:
                     self.ledger.skip(peer.name, peer.incarnation, call, self._clock())
                 self._wake()
             case "state":
-                without = read(tuple[str, ...], about.get("without"), "without")
-                with self._lock:
-                    self._require_member(peer)
-                    self._states.ask(self.ledger, peer.name, without)
+                return self._ask_for_state(peer, about), b""
             case "give":
                 header = StateHeader.from_bytes(body)
                 parts = read(Parts, about.get("parts"), "parts")
@@ -704,6 +705,43 @@ class Coordinator:
         return {}
 
     # States
+
+    def _ask_for_state(self, peer: Peer, about: Header) -> Header:
+        """Gets a state for a site. One that lacks payloads which are intact gets their records
+        again instead.
+        """
+        without = read(tuple[str, ...], about.get("without"), "without")
+        lacked_rounds = read(tuple[RoundId, ...], about.get("lacks", []), "lacks")
+        with self._lock:
+            self._require_member(peer)
+            records = [self._record_of(lacked) for lacked in lacked_rounds]
+        has_lost = False
+        for record in records:
+            # It reads payloads, and so takes a while.
+            damaged = self._lost.damaged(record)
+            with self._lock:
+                if damaged:
+                    has_lost = True
+                    self._lost.note(record, damaged)
+                else:
+                    self._lost.forget(record)
+                    self._notify(Event("record", {}, record.to_bytes()), [peer.name])
+        if records and not has_lost:
+            return {"records": True}
+        with self._lock:
+            need = Need(frozenset(without), lacked_rounds)
+            self._states.ask(self.ledger, peer.name, need)
+        return {}
+
+    def _record_of(self, round_id: RoundId) -> Record:
+        fragment, round = round_id
+        number = None
+        if fragment < self.ledger.terms.fragments:
+            number = self._index.next_number(fragment, RoundNumber(round - 1))
+        if number is None:
+            raise Refused(f"round {round} of fragment {fragment} is not closed")
+        _, text = next(self.journal.read(number - 1))
+        return Record.from_bytes(text)
 
     def give(self, site: str, name: str, header: StateHeader, parts: Sequence[Payload]) -> None:
         """Takes the state that a site gives, and hands it on when its blobs are in the store."""
@@ -833,8 +871,19 @@ class Coordinator:
                     notes[name] = None
             self.journal.cut(count, {**notes, "ending": None, "rolled_back": b"1"})
             self._states.snapshots = snapshots
+            self._lost.clear()
             self.trouble = None
-            self._ledger = self._opened()
+            ledger = self._opened()
+            self._ledger = ledger
+            # Sites forget the records that are gone before they hear of others in their place.
+            welcome = Welcome(
+                tuple(ledger.closed),
+                ledger.kept_from,
+                rolled_back=True,
+                terms=self._amended,
+                founded_again=bool(self._base),
+            )
+            self._notify(event_of(Welcomed(welcome, ledger.snapshots.best)))
             log.warning(
                 "an operator has rolled the run back to round %d: %d records are left", round, count
             )
@@ -968,7 +1017,12 @@ class Coordinator:
             return None
         # A mean that had no room in the store is still waiting for it.
         waiting_for_room = self.trouble if self._ledger.closing else None
-        return waiting_for_room or self._ledger.lost_quorum(now) or self._older_than_sites(now)
+        return (
+            waiting_for_room
+            or self._lost.trouble(self._ledger, now)
+            or self._ledger.lost_quorum(now)
+            or self._older_than_sites(now)
+        )
 
     def _older_than_sites(self, now: float) -> str | None:
         advice = self.ledger.older_than_sites(now)
@@ -1047,12 +1101,13 @@ class Coordinator:
 
     def _close(self, record: Record, notes: Mapping[str, bytes | None] | None = None) -> None:
         """Makes a record durable, then announces it."""
+        text = record.to_bytes()
         dropped = dict.fromkeys(self.journal.notes(f"open/{record.fragment:06d}/"))
-        self.journal.append(record.seq, record.to_bytes(), dropped | dict(notes or {}))
+        self.journal.append(record.seq, text, dropped | dict(notes or {}))
         self.ledger.append(self._index.add(record))
         for left_out in record.left_out:
             self.statistics[left_out.site].count(record, left_out)
-        self._notify(Event("record", {}, record.to_bytes()))
+        self._notify(Event("record", {}, text))
         self._call()
         if record.final and all(map(self.ledger.has_ended, range(len(self.ledger.closed)))):
             log.info("run %s has ended", self.run)

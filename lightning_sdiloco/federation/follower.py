@@ -36,6 +36,7 @@ from lightning_sdiloco.federation.messages import (
     LeftOut,
     Position,
     Record,
+    RoundId,
     StateHeader,
     Welcome,
 )
@@ -82,6 +83,7 @@ class Progress:
         skipped: The last round whose call the site has declined.
         ended: True once the last round of the run has landed.
         records: Records of later rounds than the applied one, by round.
+        lacking: The rounds of those whose payloads the hub should have, and has not.
         closed: The last round that is known to be closed.
         kept_from: The first round whose payloads the hub keeps.
         refused: The last round whose record was measured against other outer parameters.
@@ -107,6 +109,7 @@ class Progress:
     skipped: int = 0
     ended: bool = False
     records: dict[int, Record] = field(default_factory=dict)
+    lacking: set[int] = field(default_factory=set)
     closed: int = 0
     kept_from: int = 1
     refused: int = 0
@@ -130,6 +133,16 @@ class Progress:
         if self.flight is None or self.is_overtaken:
             return self.applied.round >= self.closed
         return all(round in self.records for round in range(self.next_round, self.closed + 1))
+
+    @property
+    def can_fetch(self) -> bool:
+        """True if the hub keeps the payloads of all rounds after the applied one."""
+        return self.next_round >= self.kept_from or self.applied.round >= self.closed
+
+    @property
+    def lacks_payloads(self) -> bool:
+        """True if the hub has lost payloads of the round that lands next."""
+        return self.digest is not None and self.next_round in self.lacking
 
     @property
     def called(self) -> Call | None:
@@ -212,12 +225,17 @@ class Progress:
         if self.applied.round >= closed.round and self.applied != closed:
             self.forget()
             self.applied = start
+
+    def meet_hub(self, closed: Position, kept_from: int) -> None:
+        """Takes in the position of a hub, which sends all records after the applied one again.
+        Those that were heard of another hub, and have not landed, may not have happened in its run.
+        """
+        last_record = self.records.get(closed.round)
+        if last_record is None or last_record.position != closed:
             self.records = {}
-        # Nor did later rounds happen that have not landed.
-        self.records = {
-            round: record for round, record in self.records.items() if round <= closed.round
-        }
-        self.closed = self.applied.round
+        self.lacking = set()
+        self.closed = max(self.applied.round, closed.round)
+        self.kept_from = kept_from
 
     # Launching
 
@@ -230,19 +248,25 @@ class Progress:
             return True
         if finishing:
             return self.steps > 0
-        on_time = step - self.launched_at >= terms.steps_before(self.fragment, self.next_round)
-        answers = called is not None and self.skipped != called.round
-        return self.steps >= terms.least_steps(self.next_round) and (on_time or answers)
+        if self.steps < terms.least_steps(self.next_round):
+            return False
+        if called is not None and self.skipped != called.round:
+            return True
+        return step - self.launched_at >= terms.steps_before(self.fragment, self.next_round)
 
     # Landing
 
-    def learn(self, record: Record) -> None:
+    def learn(self, record: Record, has_payloads: bool) -> None:
         self.closed = max(self.closed, record.round)
         if record.round < self.applied.round or record.position == self.applied:
             return
         if not self._continues(record):
             raise self.parted(record.round)
         self.records[record.round] = record
+        if has_payloads:
+            self.lacking.discard(record.round)
+        elif self.digest is not None and self.can_fetch:
+            self.lacking.add(record.round)
 
     def _continues(self, record: Record) -> bool:
         """Returns whether a record fits into the chain of the records that this site knows."""
@@ -310,6 +334,7 @@ class Progress:
         self.records = {
             round: later for round, later in self.records.items() if round > applied.round
         }
+        self.lacking = {round for round in self.lacking if round > applied.round}
 
     def passed(self, round: RoundNumber, site: str) -> MergeAction:
         """Returns what the records up to a round, none landed yet, amount to together."""
@@ -411,8 +436,7 @@ class Follower:
         for progress, closed, kept_from in zip(
             self.fragments, welcome.closed, welcome.kept, strict=True
         ):
-            progress.closed = max(progress.closed, closed.round)
-            progress.kept_from = kept_from
+            progress.meet_hub(closed, kept_from)
         self.reachable = True
         self._alone_since = None
         self.terms = welcome.terms or self.terms
@@ -465,13 +489,18 @@ class Follower:
         if self.lag > RETENTION:
             return True
         for progress in self.fragments:
-            can_catch_up = (
-                progress.next_round >= progress.kept_from
-                or progress.applied.round >= progress.closed
-            )
-            if progress.digest is None or not can_catch_up:
+            if progress.digest is None or not progress.can_fetch or progress.lacks_payloads:
                 return True
         return False
+
+    @property
+    def lacked_rounds(self) -> list[RoundId]:
+        """The rounds that land next, and of which the hub has lost payloads."""
+        return [
+            RoundId(progress.fragment, progress.next_round)
+            for progress in self.fragments
+            if progress.lacks_payloads
+        ]
 
     @property
     def follows(self) -> bool:
@@ -497,8 +526,9 @@ class Follower:
         if progress.call is None or call.round >= progress.call.round:
             progress.call = call
 
-    def learn(self, record: Record) -> None:
-        self.fragments[record.fragment].learn(record)
+    def learn(self, record: Record, has_payloads: bool = True) -> None:
+        """Learns of a record, with its payloads or without."""
+        self.fragments[record.fragment].learn(record, has_payloads)
 
     # Training
 
@@ -592,13 +622,15 @@ class Follower:
         return flight.own
 
     def outstanding(self) -> list[Contribution]:
-        """Returns what to send again after a hello: flights whose round is not known to be
-        closed.
+        """Returns what to send again after a hello: flights whose round is not known to be closed,
+        or whose payloads the hub has lost.
         """
         contributions = []
         for progress in self.fragments:
             flight = progress.flight
-            if flight and flight.own.payloads and flight.own.round > progress.closed:
+            if flight is None or not flight.own.payloads:
+                continue
+            if flight.own.round > progress.closed or progress.lacks_payloads:
                 contributions.append(flight.own)
         return contributions
 

@@ -39,6 +39,7 @@ from lightning_sdiloco.federation.messages import (
     LeftOut,
     Position,
     Record,
+    RoundId,
     Standing,
     StateHeader,
     Timing,
@@ -414,6 +415,10 @@ class Ledger:
             self._timings.arrives_late(contribution, now)
         return answer
 
+    def has_counted(self, contribution: Contribution) -> bool:
+        """Returns whether a contribution counts in one of the last records."""
+        return any(contribution in record.counted for record in self.history[contribution.fragment])
+
     def _take(self, contribution: Contribution, now: float, opened: float | None) -> OpenRound:
         round = self.open.setdefault(contribution.fragment, OpenRound(opened))
         round.contributions[contribution.site] = contribution
@@ -641,16 +646,34 @@ class Ledger:
     # States
 
     def source(
-        self, site: str, now: float, without: Collection[str] = ()
+        self,
+        site: str,
+        now: float,
+        without: Collection[str] = (),
+        beyond: Collection[RoundId] = (),
     ) -> str | StateHeader | None:
-        """Returns where a site gets a state: the name of a donor, or a snapshot."""
+        """Returns where a site gets a state that some rounds have made: the name of a donor, or a
+        snapshot.
+        """
         donors = []
         for donor in self._contributors(now):
-            if donor != site and donor not in without and self.members[donor].connected:
+            is_other = donor != site and donor not in without
+            if is_other and self.members[donor].connected and self.has_applied(donor, beyond):
                 donors.append(donor)
         if not donors:
-            return self.snapshots.best
+            best = self.snapshots.best
+            has_rounds = best is not None and all(
+                best.applied[lacked.fragment].round >= lacked.round for lacked in beyond
+            )
+            return best if has_rounds else None
         return max(donors, key=lambda name: (-self.behind(name), sum(self.members[name].applied)))
+
+    def has_applied(self, site: str, rounds: Iterable[RoundId]) -> bool:
+        """Returns whether a site is here, and has applied rounds."""
+        member = self.members.get(site)
+        return member is not None and all(
+            member.applied[fragment] >= round for fragment, round in rounds
+        )
 
     @property
     def kept_from(self) -> tuple[int, ...]:

@@ -61,6 +61,13 @@ class LaunchId(NamedTuple):
     incarnation: Incarnation
 
 
+class RoundId(NamedTuple):
+    """Identifies a record."""
+
+    fragment: Index
+    round: Round
+
+
 class Position(NamedTuple):
     """How far the records of a fragment go: one entry of an applied vector."""
 

@@ -29,6 +29,7 @@ from lightning_sdiloco.federation.messages import (
     Payload,
     Record,
     Recorded,
+    RoundId,
     SiteEvent,
     StateArrived,
     StateHeader,
@@ -343,11 +344,26 @@ class HubConnection:
     def skip(self, call: Call) -> None:
         self._submit("calls", self._call, "skip", None, call.to_bytes())
 
-    def ask(self, without: Collection[str] = ()) -> None:
+    def ask(self, without: Collection[str] = (), lacked: Sequence[RoundId] = ()) -> None:
+        """Asks for a state, not of some sources; or for what the hub has lost of rounds."""
+        about: Header = {"without": sorted(without)}
+        if lacked:
+            about["lacks"] = plain(lacked)
         if self._let_in and not self._asking and self.now() >= self._ask_at:
             self._asking = True
             self._ask_at = self.now() + _AGAIN
-            self._submit("calls", self._call, "state", {"without": sorted(without)})
+            self._submit("calls", self._ask, about)
+
+    def _ask(self, about: Header) -> None:
+        try:
+            answer = self._call("state", about)
+        except Refused:
+            # Rounds that this site has heard of may be gone, after a rollback.
+            self._say_hello()
+            raise
+        if answer.get("records"):
+            # No state comes, but records again.
+            self._asking = False
 
     def give(self, request: str, header: StateHeader, parts: Sequence[Bytes]) -> None:
         if not self._rank:

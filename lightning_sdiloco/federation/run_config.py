@@ -199,10 +199,12 @@ class RunConfig(Message):
         """Returns how large a payload, or a part of a state, may be: more than any that this
         package makes.
         """
-        untrained = sum(
-            self.sizes(fragment).sent(is_exact=True).most for fragment in range(len(self.fragments))
-        )
-        return (1 << 20) + {"payload": 16, "state": 64}[kind] * self.numel + 16 * untrained
+        return (1 << 20) + {"payload": 16, "state": 64}[kind] * self.numel + self._most_untrained
+
+    @cached_property
+    def _most_untrained(self) -> int:
+        fragments = range(len(self.fragments))
+        return 16 * sum(self.sizes(fragment).sent(is_exact=True).most for fragment in fragments)
 
     def summary(self) -> dict[str, Json]:
         """Returns it as an object of JSON, without the names of parameters."""

@@ -12,6 +12,7 @@ A record becomes an event when every rank has the payloads of it that it needs.
 
 import io
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -66,6 +67,8 @@ _log = logging.getLogger(__name__)
 
 # How long a site waits for events at a time, in seconds.
 _MOMENT = 0.05
+# Seconds after which a payload is sent again that the hub has lost.
+_AGAIN = 1.0
 # Inner learning rates of sites that differ by more than this factor are not those of one schedule.
 _UNLIKE_RATES = 1.25
 _ERRORS = {kind.__name__: kind for kind in (AgreementError, ExchangeError, Refused, ValueError)}
@@ -333,10 +336,11 @@ class FederatedWorld:
         self._blobs: dict[str, Mapping[str, Bytes]] = {}
         # Donors whose states were refused.
         self._refused: list[str] = []
-        # The time of the last events.
+        # The time of the last events; and when lost payloads are sent again, at the earliest.
         self._now = time.monotonic()
         # The inner step, as of the last launches.
         self._step = 0
+        self._give_again_at = -math.inf
         self._has_said_hello = False
         self._has_left = False
         self._has_warned_of_drop = False
@@ -530,8 +534,29 @@ class FederatedWorld:
     def _look_after(self) -> None:
         self._send()
         if self.follower.reachable and self.follower.wants_state:
-            self._connection.hub.ask(self._refused)
+            self._connection.hub.ask(self._refused, self.follower.lacked_rounds)
+            self._give_again()
         self._connection.hub.heartbeat(self.follower)
+
+    def _give_again(self) -> None:
+        """Sends again, once in a while, what the hub may have lost of rounds that are closed."""
+        if self._now < self._give_again_at:
+            return
+        self._give_again_at = self._now + _AGAIN
+        for contribution in self.follower.outstanding():
+            if self.follower.fragments[contribution.fragment].lacks_payloads:
+                self._give(contribution)
+
+    def _give_after_rollback(self, welcome: Welcome) -> None:
+        """Sends flights again whose rounds had been closed, and are not any more."""
+        if welcome.rolled_back:
+            for contribution in self.follower.outstanding():
+                self._give(contribution)
+
+    def _give(self, contribution: Contribution) -> None:
+        launched = self._launched.get(contribution.fragment)
+        if launched is not None and launched.encoded is not None:
+            self._connection.hub.contribute(contribution, launched.encoded.blobs)
 
     # Landing
 
@@ -771,6 +796,7 @@ class FederatedWorld:
         if not self._is_welcome(event.welcome):
             return
         self._drop_landed()
+        self._give_after_rollback(event.welcome)
         if self._is_alone:
             _log.warning("The hub is back: site %s sends what it has trained.", self.follower.site)
         self._is_alone = False
@@ -788,7 +814,7 @@ class FederatedWorld:
             self._waits_for = ""
             _log.warning("Rounds close again.")
         record = event.record
-        self.follower.learn(record)
+        self.follower.learn(record, event.blobs is not None)
         applied = self.follower.fragments[record.fragment].applied
         if event.blobs is not None and record.round > applied.round:
             self._blobs[record.key] = event.blobs

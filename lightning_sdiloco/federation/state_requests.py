@@ -15,6 +15,7 @@ from lightning_sdiloco.federation.messages import (
     MOST_BYTES,
     Event,
     Payload,
+    RoundId,
     Snapshot,
     StateHeader,
     StateOffered,
@@ -38,6 +39,13 @@ _SNAPSHOT = "the snapshot"  # the source of a state that the hub itself has kept
 Store = BlobStore | InMemoryStore
 
 
+class Need(NamedTuple):
+    """A state that a site needs: not of these sources, and one that these rounds have made."""
+
+    without: frozenset[str] = frozenset()
+    beyond: tuple[RoundId, ...] = ()
+
+
 @dataclass
 class StateRequest:
     """A request for a state. One state serves all sites that need one meanwhile.
@@ -48,7 +56,7 @@ class StateRequest:
         until: When another site is asked instead.
         founding: True if the run is founded on the state.
         for_snapshot: True if the hub keeps it.
-        askers: The sites that need it, each with the sources that it refuses.
+        askers: The sites that need it, and what each needs.
         state: The state, from when the donor has named its blobs.
         sent: The keys of blobs that the donor has sent, or is sending.
         lacks_room: True if some blob had no room in the store: the state will not be complete.
@@ -59,7 +67,7 @@ class StateRequest:
     until: float
     founding: bool
     for_snapshot: bool
-    askers: dict[str, frozenset[str]] = field(default_factory=dict)
+    askers: dict[str, Need] = field(default_factory=dict)
     state: Snapshot | None = None
     sent: set[str] = field(default_factory=set)
     lacks_room: bool = False
@@ -124,19 +132,19 @@ class States:
 
     # Requests
 
-    def ask(self, ledger: Ledger, site: str, without: Collection[str]) -> None:
+    def ask(self, ledger: Ledger, site: str, need: Need) -> None:
         """Gets a state for a site: from a donor, which is asked, or from the snapshot."""
         if any(site in request.askers for request in self._requests.values()):
             return
-        request = self._open_request(site, without)
+        request = self._open_request(ledger, site, need)
         source = None
         if request is None:
-            source = ledger.source(site, self._clock(), without)
+            source = ledger.source(site, self._clock(), need.without, need.beyond)
             if isinstance(source, str):
                 request = self.ask_donor(source)
         if request:
-            request.askers[site] = frozenset(without)
-        elif isinstance(source, StateHeader) and _SNAPSHOT not in without:
+            request.askers[site] = need
+        elif isinstance(source, StateHeader) and _SNAPSHOT not in need.without:
             snapshots = self.snapshots.values()
             parts = next(snapshot.parts for snapshot in snapshots if snapshot.header == source)
             self._hand(parts, (site,), ledger.terms.lease)
@@ -150,11 +158,12 @@ class States:
             why = "no site has a state: waiting for one that comes back with it"
             self._notify(event_of(Waiting(why)), [site])
 
-    def _open_request(self, site: str, without: Collection[str]) -> StateRequest | None:
+    def _open_request(self, ledger: Ledger, site: str, need: Need) -> StateRequest | None:
         """Returns a request whose state can serve a site, too."""
         for request in self._requests.values():
             is_open = not request.founding and request.state is None
-            if is_open and request.donor not in {site, *without}:
+            is_other = request.donor not in {site, *need.without}
+            if is_open and is_other and ledger.has_applied(request.donor, need.beyond):
                 return request
         return None
 
@@ -235,9 +244,10 @@ class States:
         ]
         for request in failed_requests:
             del self._requests[request.name]
-            for site, without in request.askers.items():
+            for site, need in request.askers.items():
                 if site != gone and ledger:
-                    self.ask(ledger, site, without | {request.donor})
+                    without = need.without | {request.donor}
+                    self.ask(ledger, site, need._replace(without=without))
         return any(request.founding for request in failed_requests)
 
     # Snapshots

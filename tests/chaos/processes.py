@@ -45,7 +45,6 @@ BATCH = 8
 SYNC_EVERY = 20
 OVERLAP_STEPS = 2
 SETTINGS: dict[str, Any] = {
-    "sync_every": SYNC_EVERY,
     "overlap_steps": OVERLAP_STEPS,
     "fragments": "strided:2",
 }
@@ -63,6 +62,7 @@ class Place:
     namespace: str | None = None
     # more arguments of the federation
     choices: Mapping[str, Any] = field(default_factory=lambda: {"lease": 2.0})
+    sync_every: int = SYNC_EVERY
 
     def enter(self, name: str) -> Notebook:
         """Moves this process there, and its output into a file; returns its notebook."""
@@ -278,7 +278,9 @@ def train(name: str, place: Place) -> None:
     checkpoint = ModelCheckpoint(
         dirpath=last.parent, save_last=True, every_n_train_steps=25, save_top_k=0
     )
-    strategy = StreamingDiLoCoStrategy(federation=federation_of(name, place), **SETTINGS)
+    strategy = StreamingDiLoCoStrategy(
+        federation=federation_of(name, place), **SETTINGS, sync_every=place.sync_every
+    )
     trainer = trainer_of(place, last.parent, strategy, [Notes(notebook), checkpoint], devices=1)
     module = Net(place.seconds)
     signal.signal(signal.SIGUSR2, lambda *_: setattr(module, "becomes_wrong", True))

@@ -6,6 +6,7 @@ import pickle
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,15 @@ LENGTH = 4
 NOISE = np.random.default_rng(0).standard_normal((64, LENGTH)).astype(np.float32) / 16
 
 
+# Worlds ask for the same keys and digests again and again.
+known_key = lru_cache(1 << 12)(key_of)
+
+
+@lru_cache(1 << 12)
+def _digest_of(values: bytes) -> int:
+    return int(key_of(values)[:15], 16)
+
+
 class Values(NamedTuple):
     """Outer values, their momentum, and the truth about where they come from: the key of the
     record that made them.
@@ -47,7 +57,7 @@ class Values(NamedTuple):
 
     @property
     def digest(self) -> int:
-        return int(key_of(self.outer.tobytes())[:15], 16)
+        return _digest_of(self.outer.tobytes())
 
 
 def first_values(fragment: int, lineage: str = "", seed: int = 0) -> Values:
@@ -163,7 +173,7 @@ class ScriptedSite:
             case Amended():
                 follower.terms = event.terms
             case Recorded():
-                follower.learn(event.record)
+                follower.learn(event.record, event.blobs is not None)
                 if event.blobs is not None:
                     self.blobs[event.record.key] = event.blobs
             case StateWanted() if event.founding or self.can_give():
@@ -182,6 +192,9 @@ class ScriptedSite:
         for fragment in self.follower.welcome(event.welcome):
             self.before_beginning_again(fragment, event.welcome)
             self.parts[fragment].drop()
+        if event.welcome.rolled_back:
+            for contribution in self.follower.outstanding():
+                self.contribute(contribution)
         snapshot = event.snapshot
         if not self.follower.wants_state or snapshot is None:
             return
@@ -268,8 +281,15 @@ class ScriptedSite:
     def report(self) -> None:
         """Asks for a state if it needs one, and sends a heartbeat."""
         if self.follower.wants_state:
-            self.connection.ask(self.refused_donors)
+            self.connection.ask(self.refused_donors, self.follower.lacked_rounds)
+            self.give_again()
         self.connection.heartbeat(self.follower)
+
+    def give_again(self) -> None:
+        """Sends again what the hub may have lost of rounds that are closed."""
+        for contribution in self.follower.outstanding():
+            if self.follower.fragments[contribution.fragment].lacks_payloads:
+                self.contribute(contribution)
 
     def gradient(self, part: Part) -> np.ndarray:
         return part.values.outer - part.local
@@ -284,7 +304,7 @@ class ScriptedSite:
         encoded = replace(
             begun,
             digest=part.values.digest,
-            payloads=(Payload(key_of(payload), len(payload)),),
+            payloads=(Payload(known_key(payload), len(payload)),),
             finite=bool(np.isfinite(gradient).all()),
             norm_squared=self.norm_squared(gradient),
         )

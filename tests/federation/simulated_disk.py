@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from lightning_sdiloco.errors import Refused
-from lightning_sdiloco.federation.codec import Bytes, key_of
+from lightning_sdiloco.federation.codec import Bytes
 from lightning_sdiloco.federation.store import LedgerError
-from lightning_sdiloco.federation.wire import Missing, NoSpace
+from lightning_sdiloco.federation.wire import Altered, Missing, NoSpace
+from tests.federation.scripted import known_key
 
 ROOM = 1 << 40
 Notes = Mapping[str, Bytes | None]
@@ -151,7 +152,7 @@ class SimulatedStore:
 
     def put(self, blob: Bytes, announced: str | None = None) -> str:
         """Stores a blob, unless its bytes are not those that were announced."""
-        key = announced or key_of(blob)
+        key = announced or known_key(blob)
         self._stored[key] = self._clock()
         if key in self.disk.blobs:
             return key
@@ -168,7 +169,7 @@ class SimulatedStore:
         return key
 
     def _require_announced(self, key: str, blob: Bytes) -> None:
-        if key_of(blob) != key:
+        if known_key(blob) != key:
             raise Refused(f"the bytes that arrived are not those announced as {key}.")
 
     def _sync_content(self, key: str) -> None:
@@ -178,12 +179,19 @@ class SimulatedStore:
         self.disk.unsynced_names.discard(key)
 
     def get(self, key: str) -> bytes:
+        blob = self.read(key)
+        if known_key(blob) != key:
+            raise Altered(f"the disk holds other bytes than those of {key}.")
+        return blob
+
+    def read(self, key: str) -> bytes:
+        """Returns a blob as it is on the disk."""
         if key not in self.disk.blobs:
             raise Missing(f"there is no blob {key}.")
         return self.disk.blobs[key]
 
     def size(self, key: str) -> int:
-        return len(self.get(key))
+        return len(self.read(key))
 
     def retain(self, keys: Collection[str], age: Any = None) -> int:
         """Drops all blobs but the named ones, and those that are younger than the store's age:

@@ -604,6 +604,54 @@ def test_flights_of_a_checkpoint_wait_until_the_hub_has_admitted_the_site(
     assert [call.args[0].name for call in hello.call_args_list] == ["b"]
 
 
+def lose_payloads(world: World) -> Record:
+    """Trains until a round of the first fragment has closed whose payloads have rotted or vanished
+    before a site could fetch them.
+    """
+    journal = world.service.coordinator.journal
+    append = journal.append
+    damaged_records = list[Record]()
+
+    def append_and_damage(seq: int, text: bytes, notes: Any = None) -> None:
+        append(seq, text, notes)
+        record = Record.from_bytes(text)
+        if not damaged_records and record.fragment == 0 and len(record.counted) == 2:
+            damaged_records.append(record)
+            altered, gone = [payload for (payload,) in record.sources]
+            blobs = world.folder / "hub.store" / "blobs"
+            (blobs / altered.key).write_bytes(bytes(altered.size))
+            (blobs / gone.key).unlink()
+
+    with patch.object(journal, "append", append_and_damage):
+        world.run(lambda: damaged_records)
+    return damaged_records[0]
+
+
+def test_payloads_that_rot_or_vanish_in_the_store_are_named_and_sent_again(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.found_run("a", "b", rounds=2)
+    record = lose_payloads(world)
+    world.more(2)
+    where = f"payloads of round {record.round} of fragment 0"
+    assert sum(f"{where} are gone from the store" in text for text in caplog.messages) == 1
+    for site in world.sites.values():
+        assert site.donors == []
+    world.run(lambda: world.status()["trouble"] is None)
+
+
+def test_a_rollback_frees_a_run_of_which_nobody_has_the_payloads(world: World) -> None:
+    world.terms = replace(TERMS, fragments=1)
+    world.found_run("a", "b", rounds=2)
+    with patch.object(ScriptedSite, "give_again"):
+        record = lose_payloads(world)
+        rollback = f"sdiloco hub rollback {record.round - 1}"
+        world.run(lambda: rollback in str(world.status()["trouble"]))
+        world.ask("boss", "rollback", round=record.round - 1)
+        world.more(2)
+    assert world.status()["trouble"] is None
+
+
 def test_a_contribution_of_several_ranks_counts_once_every_ranks_payload_is_there(
     world: World,
 ) -> None:

@@ -26,6 +26,7 @@ from lightning_sdiloco.federation.messages import (
     Payload,
     Position,
     Record,
+    RoundId,
     Standing,
     StateHeader,
     Timing,
@@ -819,6 +820,44 @@ def test_a_site_forgets_records_when_its_run_is_founded_again_without_them() -> 
     new_second = record(2, B, previous=first.key)
     follower.learn(new_second)
     assert follower.due(0) == [new_second]
+
+
+def test_records_of_another_hub_that_have_not_landed_are_forgotten() -> None:
+    first, second, *_ = RECORDS
+    follower = follower_of()
+    learn_and_land(follower, [first])
+    other_second = record(2, B, previous=first.key)
+    follower.learn(other_second)
+    welcome(follower, second)
+    assert follower.due(0) == []
+    follower.learn(second)
+    assert follower.due(0) == [second]
+    welcome(follower, second)
+    assert follower.due(0) == [second], "this hub has it"
+    welcome(follower, first)
+    assert follower.lag == 0, "this hub has no second round"
+
+
+def test_a_site_whose_hub_has_lost_payloads_asks_for_a_state_and_gives_its_own_again() -> None:
+    first, second, *_ = RECORDS
+    follower = follower_of(20, flies=True)
+    welcome(follower, second)
+    follower.learn(second, has_payloads=False)
+    assert follower.follows, "the first round lands before"
+    follower.learn(first, has_payloads=False)
+    assert follower.wants_state
+    assert follower.lacked_rounds == [RoundId(0, 1)]
+    assert [sent.round for sent in follower.outstanding()] == [1]
+    follower.learn(first)
+    assert follower.follows
+    assert follower.outstanding() == []
+    follower.land(first, DIGEST, DIGEST)
+    assert follower.lacked_rounds == [RoundId(0, 2)]
+    # A state of before that round is of no use.
+    snapshots = [snapshot(first), snapshot(first, second)]
+    ledgers = [Ledger(TERMS, RUN_CONFIG, 0.0, RECORDS, snapshots=[header]) for header in snapshots]
+    sources = [ledger.source("a", 0.0, beyond=follower.lacked_rounds) for ledger in ledgers]
+    assert sources == [None, snapshots[1]]
 
 
 def test_a_state_is_verified_against_the_records() -> None:

@@ -33,7 +33,7 @@ from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
 from lightning_sdiloco.federation.codec import plain, read
 from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.keys import add_keys, init_keys
-from lightning_sdiloco.federation.messages import Record, Recorded
+from lightning_sdiloco.federation.messages import Event, Record, Recorded
 from lightning_sdiloco.federation.run_config import Terms
 from lightning_sdiloco.federation.site import from_part, to_part
 from lightning_sdiloco.federation.store import MEMORY, SQLiteLedger
@@ -605,6 +605,34 @@ def test_a_site_that_returns_with_a_flight_trains_once_it_has_the_closed_rounds(
     train([again], 3)
     for progress in again.fragments:
         assert progress.applied.round == progress.closed > 0
+
+
+@pytest.mark.parametrize("survivor", [None, 0])
+def test_a_round_whose_payloads_the_hub_has_lost_lands_all_the_same(survivor: int | None) -> None:
+    """Both sites send theirs again; or the one that has the other's gives its state."""
+    sites = founded(2, 20, **CHOICES)
+    hub = sites[0].hub
+    notify = hub.notify
+    lost_records = list[Record]()
+
+    def lose_payloads(event: Event, to: Any = None) -> None:
+        record = Record.from_bytes(event.body) if event.kind == "record" else None
+        if record and not lost_records and len(record.counted) == 2:
+            lost_records.append(record)
+            for index, (payload,) in enumerate(record.sources):
+                if index != survivor:
+                    hub.store.drop(payload.key)
+        notify(event, to)
+
+    hub.coordinator.start(lose_payloads)
+    train(sites, 15)
+    assert lost_records
+    train(sites, 60)
+    assert min(map(min, map(applied_rounds, sites))) > lost_records[0].round + 1
+    assert agree(sites)
+    assert all(site.follower.follows for site in sites)
+    sent_again = hub.coordinator.statistics["s1"]
+    assert sent_again.late == 0
 
 
 def test_training_waits_for_the_grace_and_a_second_and_not_a_moment_longer() -> None:

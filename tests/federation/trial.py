@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
+from operator import attrgetter
 from random import Random
 from typing import Any, NamedTuple
 from unittest import mock
@@ -32,10 +33,11 @@ from lightning_sdiloco.federation import (
     coordinator,
     follower,
     ledger,
+    lost_payloads,
     quorum,
     state_requests,
 )
-from lightning_sdiloco.federation.codec import encoded, key_of, plain, read
+from lightning_sdiloco.federation.codec import encoded, plain, read
 from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.keys import Peer
@@ -50,6 +52,7 @@ from lightning_sdiloco.federation.messages import (
     Position,
     Record,
     Recorded,
+    RoundId,
     SiteEvent,
     Snapshot,
     StateArrived,
@@ -62,7 +65,15 @@ from lightning_sdiloco.federation.messages import (
 from lightning_sdiloco.federation.run_config import ChosenQuorum, Terms
 from lightning_sdiloco.federation.store import LedgerError
 from lightning_sdiloco.federation.wire import Altered, HubError, Missing
-from tests.federation.scripted import RUN, Part, ScriptedSite, Values, first_values, run_config
+from tests.federation.scripted import (
+    RUN,
+    Part,
+    ScriptedSite,
+    Values,
+    first_values,
+    known_key,
+    run_config,
+)
 from tests.federation.simulated_disk import Crash, SimulatedDisk, SimulatedJournal, SimulatedStore
 
 # Each as often as it happens beside the others.
@@ -71,7 +82,7 @@ FAULTS = (
     *("stop", "cut", "cut_up", "cut_down", "slow_network") * 2,
     *("lose", "lose", "twice", "late"),
     *("hub_kill", "hub_crash", "hub_crash", "hub_stop", "takeover"),
-    *("full_disk", "failing_disk"),
+    *("full_disk", "failing_disk", "rot"),
     *("old_ledger", "old_checkpoint", "lost_disk", "leave"),
     *("flip_outer", "flip_payload", "flip_record", "flip_state", "flip_checkpoint"),
     *("wrong_arithmetic", "not_finite", "long_gradient"),
@@ -96,6 +107,10 @@ UNHEARD = 1.0
 LEASE = 1.5
 # Seconds in which a hub tries again what had no room, and is asked again.
 AGAIN = 2.5
+# Seconds after which a hub has said that it has lost payloads, and after which an operator rolls
+# the run back if nobody has them.
+SAID = 3.0
+HOPELESS = 4.0
 # Troubles for which an operator evicts sites.
 EVICTED_FOR = ("different outer parameters", "has finite values", "far too long")
 OPERATOR = Peer("operator", "boss", "")
@@ -135,6 +150,10 @@ def faults_of(seed: int, sites: int) -> list[Fault]:
         site = f"s{random.randrange(sites)}"
         faults.append(Fault(time, random.choice(FAULTS), site, seconds, random.random()))
     return sorted(faults)
+
+
+# Before a world gives records short texts.
+real_text = Record.to_bytes
 
 
 @lru_cache(1 << 12)
@@ -195,6 +214,7 @@ class Connection:
         self.incarnation = incarnation
 
     def hello(self, follower: Follower) -> None:
+        self._machine.life.hub = self._machine.world.hub
         self._machine.world.send(self._machine, "hello", follower.hello(RUN))
 
     def heartbeat(self, follower: Follower) -> None:
@@ -209,6 +229,10 @@ class Life:
     """The state of one incarnation of a site; a restart forgets it."""
 
     incarnation: str = ""
+    # The hub that it is connected with: the one that it has greeted last.
+    hub: "Hub | None" = None
+    # The hub whose welcome has come: without one, the others' events are of no connection.
+    welcomed_by: "Hub | None" = None
     heard_at: float = 0.0
     waited_since: float = 0.0
     has_joined: bool = False
@@ -224,6 +248,8 @@ class Life:
     computed_wrongly: bool = False
     # Its next outer gradient is far too long.
     is_long: bool = False
+    # Since when it lacks payloads that the hub should have.
+    lacks_since: float | None = None
 
 
 def copied(checkpoint: Any) -> Any:
@@ -262,7 +288,8 @@ class Site(ScriptedSite, Process):
         incarnation = f"{int(self.name[1:]):04x}{self.incarnations:012x}"
         connection = Connection(self, incarnation)
         ScriptedSite.__init__(self, connection, world.run_config, world.first_values(), world.late)
-        self.life = Life(incarnation, now, now, has_joined=not world.sites_join)
+        has_joined = not world.sites_join
+        self.life = Life(incarnation, heard_at=now, waited_since=now, has_joined=has_joined)
         self.alive = True
         self.stopped = False
         self.calm_since = now
@@ -302,6 +329,7 @@ class Site(ScriptedSite, Process):
         if "cannot be restored" in str(error):
             self.world.operator_rolls_back()
         self.world.note(f"{self.name} ends: {error}")
+        self.world.judge.check_parting(self, error)
         self.world.after(1.0, self.start)
 
     def save(self) -> None:
@@ -327,6 +355,10 @@ class Site(ScriptedSite, Process):
         if not self.alive or incarnation != self.life.incarnation:
             return
         if not self.stopped:
+            if not self.follower.lacked_rounds:
+                self.life.lacks_since = None
+            elif self.life.lacks_since is None:
+                self.life.lacks_since = self.world.now
             self.repair_link()
             is_quiet = self.world.quiet_records is not None
             for contribution in self.follower.outstanding():
@@ -347,20 +379,31 @@ class Site(ScriptedSite, Process):
             self.connection.hello(self.follower)
 
     def receive(self, *message: Any) -> None:
-        incarnation, *events = message
+        hub, incarnation, *events = message
         if incarnation != self.life.incarnation:
             return
+        if hub is not self.life.hub:
+            # A new hub does not know the connection; from an old one nothing arrives any more.
+            self.life.link_is_broken |= events[0].kind == "refused"
+            return
         self.life.heard_at = self.world.now
+        if events[0].kind == "Welcomed":
+            self.life.welcomed_by = hub
+        if self.life.welcomed_by is not hub and events[0].kind not in ("refused", "heard"):
+            return
         try:
             for event in events:
                 if self.alive:
                     self.receive_event(event)
         except AgreementError as error:
-            if self.world.hub.disk.is_real:
-                self.halt(error)
-            else:
-                # It refuses the hub and trains on its own: an operator will look after that hub.
-                self.follower.reachable = False
+            self.part(error)
+
+    def part(self, error: AgreementError) -> None:
+        if self.world.hub.disk.is_real:
+            self.halt(error)
+        else:
+            # It refuses the hub and trains on its own: an operator will look after that hub.
+            self.follower.reachable = False
 
     def receive_event(self, event: Event) -> None:
         if event.kind == "refused":
@@ -371,31 +414,58 @@ class Site(ScriptedSite, Process):
             return
         message = event.event if isinstance(event, Passed) else read_cached(event.kind, event.body)
         if isinstance(message, Recorded):
-            message = self.with_payloads(message)
-        elif isinstance(message, StateOffered):
+            # Records are handled in the order in which their payloads come.
+            world = self.world
+            world.within(0.0, 0.05, self.receive_record, self.life.incarnation, message)
+            return
+        if isinstance(message, StateOffered):
             message = self.fetched(message)
         if message is not None:
             self.handle(message)
+
+    def receive_record(self, incarnation: str, recorded: Recorded) -> None:
+        if incarnation != self.life.incarnation or not self.alive:
+            return
+        if self.life.hub is not self.life.welcomed_by:
+            return
+        if self.stopped:
+            self.world.within(0.0, 0.05, self.receive_record, incarnation, recorded)
+            return
+        try:
+            self.handle(self.with_payloads(recorded))
+        except AgreementError as error:
+            self.part(error)
 
     def with_payloads(self, recorded: Recorded) -> Recorded:
         blobs = {}
         try:
             for contribution in recorded.record.counted:
                 for payload in contribution.payloads:
-                    blobs[payload.key] = self.fetch(payload.key)
+                    blobs[payload.key] = self.fetch(payload.key, contribution)
         except (Missing, Altered):
             return Recorded(recorded.record, None)
         return Recorded(recorded.record, blobs)
 
-    def fetch(self, key: str) -> bytes:
-        """Fetches a blob as a client does, which looks at its digest."""
-        blob = self.world.hub.store.get(key)
+    def fetch(self, key: str, contribution: Contribution | None = None) -> bytes:
+        """Fetches a blob as a client does, which looks at its digest, and has its own in flight."""
+        if contribution is not None and self.has_in_flight(contribution):
+            return self.parts[contribution.fragment].payload
+        blob = self.world.hub.store.read(key)
         if not self.is_sound(key, blob):
             raise Altered(f"blob {key} was altered.")
         return blob
 
+    def holds(self, record: Record) -> bool:
+        """Returns whether its contribution to a record is still in flight."""
+        contribution = record.of(self.name)
+        return contribution is not None and self.has_in_flight(contribution)
+
+    def has_in_flight(self, contribution: Contribution) -> bool:
+        flight = self.follower.fragments[contribution.fragment].flight
+        return flight is not None and flight.own == contribution
+
     def is_sound(self, key: str, blob: bytes) -> bool:
-        return key_of(blob) == key
+        return known_key(blob) == key
 
     def fetched(self, offer: StateOffered) -> StateArrived | None:
         """The offered state, perhaps with a flipped bit; none where a part is gone."""
@@ -497,7 +567,8 @@ class Site(ScriptedSite, Process):
         return gradient
 
     def norm_squared(self, gradient: np.ndarray) -> float:
-        return float(gradient @ gradient) if np.isfinite(gradient).all() else 0.0
+        norm_squared = float(gradient @ gradient)
+        return norm_squared if math.isfinite(norm_squared) else 0.0
 
     def before_launch(self, contribution: Contribution, part: Part) -> None:
         self.world.judge.check_launch(self, contribution, part)
@@ -582,8 +653,15 @@ class Hub(Process):
         self.started = world.now
         self.sessions: dict[str, Peer] = {}
         self.beats: dict[str, Beat] = {}
+        # When its last message arrives at each site.
+        self.arrivals: dict[str, float] = {}
         # Since when a round is open that should be closed, by fragment.
         self.overdue: dict[int, float] = {}
+        # By fragment: the contributors and the sites that are there, as the judge saw them in the
+        # status.
+        self.shown: dict[int, tuple[list[str], list[str]]] = {}
+        # Since when payloads are lost that nobody has.
+        self.hopeless_since: float | None = None
         self.ticks = 0
         self.is_awake = False
         self.journal = SimulatedJournal(disk)
@@ -641,7 +719,7 @@ class Hub(Process):
             judge.check_told(self, event.body)
         for site, peer in self.sessions.items():
             if to is None or site in to:
-                self.world.tell(peer, event)
+                self.world.tell(self, peer, event)
 
     def tick(self, number: int) -> None:
         """Does what is due, and comes again when the coordinator says, or when it is woken."""
@@ -665,6 +743,7 @@ class Hub(Process):
         if self.alive:
             self.world.judge.check_open_rounds(self)
             self.world.judge.check_status(self)
+            self.world.judge.check_lost_payloads(self)
         return seconds
 
     def ask_operator(self) -> None:
@@ -672,9 +751,25 @@ class Hub(Process):
         one.
         """
         trouble = self.coordinator.trouble
+        self.ask_for_rollback(trouble or "")
         if trouble and any(reason in trouble for reason in EVICTED_FOR):
             self.world.operator_evicts(self, trouble)
             self.coordinator.tick()
+
+    def ask_for_rollback(self, trouble: str) -> None:
+        """Asks for a rollback where no site has applied a round whose payloads are lost, or has
+        them.
+        """
+        world = self.world
+        is_hopeless = "hub's store" in trouble and not world.can_restore(self)
+        if not is_hopeless:
+            self.hopeless_since = None
+        elif self.hopeless_since is None:
+            self.hopeless_since = world.now
+        elif world.now > self.hopeless_since + HOPELESS:
+            self.hopeless_since = None
+            world.asked_at = world.now
+            world.roll_back(self, int(trouble.rpartition(" ")[2]))
 
     def receive(self, *message: Any) -> None:
         peer, call, arguments = message
@@ -684,7 +779,7 @@ class Hub(Process):
             self.crash()
             return
         except (Refused, HubError) as error:
-            self.world.tell(peer, Event("refused", {}, str(error).encode()))
+            self.world.tell(self, peer, Event("refused", {}, str(error).encode()))
         if self.is_awake:
             self.is_awake = False
             self.ticks += 1
@@ -702,16 +797,14 @@ class Hub(Process):
         # hears from another one.
         if self is not world.hub or not self.disk.is_real:
             world.sites[peer.name].life.is_misled = True
-        world.tell(peer, *(event for event in events if event.kind != "record"))
-        records = [event for event in events if event.kind == "record"]
-        world.tell(peer, *records, reliably=True)
+        world.tell(self, peer, *events)
 
     def on_heartbeat(self, peer: Peer, heartbeat: Heartbeat) -> None:
         self.coordinator.heartbeat(peer, {"heartbeat": heartbeat})
         self.beats[peer.name] = Beat(
             self.world.now, peer.incarnation, heartbeat.follows, heartbeat.applied
         )
-        self.world.tell(peer, Event("heard", {}))
+        self.world.tell(self, peer, Event("heard", {}))
 
     def on_contribute(
         self, peer: Peer, contribution: Contribution, blobs: dict[str, bytes]
@@ -737,8 +830,9 @@ class Hub(Process):
             self.beats.pop(peer.name, None)
             self.sessions.pop(peer.name, None)
 
-    def on_ask(self, peer: Peer, without: tuple[str, ...]) -> None:
-        self.coordinator.call(peer, "state", {"without": list(without)}, b"")
+    def on_ask(self, peer: Peer, without: tuple[str, ...], lacked: list[RoundId]) -> None:
+        about = {"without": list(without), "lacks": plain(lacked)}
+        self.coordinator.call(peer, "state", about, b"")
 
     def on_give(self, peer: Peer, request: str, header: StateHeader, parts: list[bytes]) -> None:
         payloads = [Payload(self.store.put(part), len(part)) for part in parts]
@@ -758,14 +852,19 @@ def small_world() -> Iterator[None]:
             patches.enter_context(mock.patch.object(module, "RETENTION", RETENTION))
         for module in (coordinator, state_requests):
             patches.enter_context(mock.patch.object(module, "event_of", passed))
+        for module in (coordinator, lost_payloads, state_requests):
             patches.enter_context(mock.patch.object(module.log, "disabled", True))
         patches.enter_context(mock.patch.multiple(state_requests, _PATIENCE=1.0, _SENDING=1.0))
         patches.enter_context(mock.patch.object(coordinator, "read", read_passed))
         patches.enter_context(mock.patch.object(coordinator, "_TIDY_EVERY", 1.0))
         patches.enter_context(mock.patch.object(coordinator, "SNAPSHOT_EVERY", 4))
         patches.enter_context(mock.patch.object(ledger, "SNAPSHOT_EVERY", 4))
-        for kind in (Record, Contribution):
-            texts = Texts(kind)
+        numbers = count()
+        for kind, name_of in (
+            (Record, attrgetter("key")),
+            (Contribution, lambda contribution: next(numbers)),
+        ):
+            texts = Texts(kind, name_of)
             patches.enter_context(mock.patch.object(kind, "to_bytes", texts.write))
             patches.enter_context(mock.patch.object(kind, "from_bytes", texts.read))
         patches.enter_context(mock.patch.object(codec, "plain", Plain()))
@@ -773,9 +872,13 @@ def small_world() -> Iterator[None]:
 
 
 class Texts:
-    """Writes a message once, and reads only what it has not written: a text that was altered."""
+    """Gives a message a short text of its own, by which it is found again: other tests write and
+    read the real one. What it has not written is read as it is: a real text that was altered.
+    """
 
-    def __init__(self, kind: Any) -> None:
+    def __init__(self, kind: Any, name_of: Callable[[Any], object]) -> None:
+        self._kind = kind
+        self._name_of = name_of
         self._write = kind.to_bytes
         self._read = kind.from_bytes
         self._messages: dict[bytes, Any] = {}
@@ -785,15 +888,17 @@ class Texts:
     def _text_of(self, message: Any) -> bytes:
         _, text = self._texts.get(id(message), (None, None))
         if text is None:
-            text = self._write(message)
+            text = f"{self._kind.__name__} {self._name_of(message)}".encode()
             self._texts[id(message)] = message, text
             self._messages[text] = message
         return text
 
     def read(self, text: bytes) -> Any:
-        if text not in self._messages:
+        if text in self._messages:
+            return self._messages[text]
+        # A message is sealed by its real text.
+        with mock.patch.object(self._kind, "to_bytes", self._write):
             return self._read(text)
-        return self._messages[text]
 
 
 class Plain:
@@ -889,8 +994,11 @@ class World:
 
     # Time and network
 
+    def schedule(self, time: float, act: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self.queue, (time, next(self.numbers), act, arguments))
+
     def after(self, delay: float, act: Callable[..., None], *arguments: Any) -> None:
-        heapq.heappush(self.queue, (self.now + delay, next(self.numbers), act, arguments))
+        self.schedule(self.now + delay, act, *arguments)
 
     def within(self, least: float, most: float, act: Callable[..., None], *arguments: Any) -> None:
         self.after(self.random.uniform(least, most), act, *arguments)
@@ -900,10 +1008,12 @@ class World:
         delay = 0.02 + 0.06 * self.random.random()
         if self.now < self.slow_until:
             delay += self.random.random()
-        for kind in ("lose", "twice", "late"):
-            if self.faults.messages[kind, site]:
-                self.faults.messages[kind, site] -= 1
-                return {"lose": [], "twice": [delay, 10 * delay], "late": [delay + 1.0]}[kind]
+        messages = self.faults.messages
+        if messages:
+            for kind in ("lose", "twice", "late"):
+                if messages[kind, site]:
+                    messages[kind, site] -= 1
+                    return {"lose": [], "twice": [delay, delay + 0.5], "late": [delay + 1.0]}[kind]
         return [delay]
 
     def flipped(self, original: bytes) -> bytes:
@@ -933,22 +1043,25 @@ class World:
         for delay in delays:
             self.after(delay, self.hub.arrive, peer, call, arguments)
 
-    def tell(self, peer: Peer, *events: Event, reliably: bool = False) -> None:
-        """From the hub to an incarnation of a site."""
+    def tell(self, hub: Hub, peer: Peer, *events: Event) -> None:
+        """From a hub to an incarnation of a site, on the stream of its connection: in order."""
         site = self.sites[peer.name]
         if site.cut_down:
             return
-        if events and events[0].kind == "record" and self.flips_now("flip_record"):
+        if events[0].kind == "record" and self.flips_now("flip_record"):
+            text = real_text(Record.from_bytes(events[0].body))
             with suppress(Malformed):
-                read_event(events[0]._replace(body=self.flipped(events[0].body)))
+                read_event(events[0]._replace(body=self.flipped(text)))
                 self.judge.violations.append(f"{site.name} took a damaged record")
             site.life.link_is_broken = True
             return
-        delays = [0.05 + 0.05 * self.random.random()] if reliably else self.delays(site.name)
+        delays = self.delays(site.name)
         if site.alive:
             site.life.link_is_broken |= not delays
         for delay in delays:
-            self.after(delay, site.arrive, peer.incarnation, *events)
+            arrival = max(self.now + delay, hub.arrivals.get(site.name, 0.0))
+            hub.arrivals[site.name] = arrival
+            self.schedule(arrival, site.arrive, hub, peer.incarnation, *events)
 
     # Returns of hubs and sites
 
@@ -1033,13 +1146,59 @@ class World:
             for progress in site.follower.fragments
             if progress.refused
         ]
-        header = {"round": min(refused_rounds) - 1}
+        self.roll_back(hub, min(refused_rounds) - 1)
+
+    def roll_back(self, hub: Hub, round: int) -> None:
         with suppress(Refused):
-            hub.coordinator.call(OPERATOR, "rollback", header, b"")
+            hub.coordinator.call(OPERATOR, "rollback", {"round": round}, b"")
             self.judge.counts["rolled back"] += 1
             hub.acknowledged.clear()
             hub.disk.accepted.clear()
             self.judge.roll_back(hub)
+
+    def newest_payloads(self) -> list[str]:
+        """Returns the keys of the payloads of the open rounds, or of the last one if none is
+        open.
+        """
+        ledger = self.hub.ledger
+        contributions = [
+            contribution
+            for opened in ledger.open.values()
+            for contribution in opened.contributions.values()
+        ]
+        if not contributions:
+            for history in ledger.history:
+                if history:
+                    contributions += history[-1].counted
+        return [contribution.payloads[0].key for contribution in contributions]
+
+    def can_restore(self, hub: Hub) -> bool:
+        """Returns whether some site has applied the rounds that sites lack, or can send what is
+        lost of them.
+        """
+        lacked = {
+            round_id
+            for site in self.sites.values()
+            if site.alive
+            for round_id in site.follower.lacked_rounds
+        }
+        return all(self.can_restore_round(hub, round_id) for round_id in lacked)
+
+    def can_restore_round(self, hub: Hub, round_id: RoundId) -> bool:
+        fragment, round = round_id
+        alive = [site for site in self.sites.values() if site.alive]
+        if any(site.follower.fragments[fragment].applied.round >= round for site in alive):
+            return True
+        number = hub.coordinator._index.next_number(fragment, round - 1)
+        record = read_cached("record", hub.disk.records[number]).record
+        holders = [site for site in alive if site.holds(record)]
+        held = {record.of(site.name).payloads[0].key for site in holders}
+        lost = {
+            sent.payloads[0].key
+            for sent in record.counted
+            if sent.payloads[0].key not in hub.disk.blobs
+        }
+        return lost <= held
 
     # The run
 
@@ -1252,6 +1411,18 @@ class Faults:
         self.world.disk.is_failing = True
         self.later(setattr, self.world.disk, "is_failing", False)
 
+    def rot(self, site: Site) -> None:
+        """Payloads that sites are about to fetch, or have, change on the disk or vanish: one or all
+        of a round.
+        """
+        world = self.world
+        keys = [key for key in world.newest_payloads() if key in world.disk.blobs]
+        for key in keys if self.fault.amount < 0.5 else keys[:1]:
+            if self.fault.seconds < 0.6:
+                world.disk.blobs[key] = world.flipped(world.disk.blobs[key])
+            else:
+                del world.disk.blobs[key]
+
     def old_ledger(self, site: Site) -> None:
         """The hub is started with a backup; after a while somebody notices and starts it with the
         real ledger.
@@ -1334,18 +1505,53 @@ class Judge:
     def check_status(self, hub: Hub) -> None:
         """Looks whether the status shows who is not there, while rounds wait for a quorum."""
         ledger = hub.ledger
-        present = self.present(hub)
         for fragment, opened in ledger.open.items():
             if len(opened.contributions) >= self.fewest(hub):
                 continue
+            present = self.present(hub)
+            shown = (sorted(opened.contributions), present)
+            if hub.shown.get(fragment) == shown:
+                continue
+            hub.shown[fragment] = shown
             status = hub.coordinator.status()
-            shown = status["fragments"][fragment]
-            is_shown = shown["open"] and shown["here"] == sorted(opened.contributions)
+            fragment_status = status["fragments"][fragment]
+            is_shown = fragment_status["open"] and fragment_status["here"] == shown[0]
             for site, state in status["sites"].items():
                 is_shown &= state["state"] != "follows" or site in present
             self.deny(not is_shown, f"the status hides that {fragment} has no quorum")
 
+    def check_lost_payloads(self, hub: Hub) -> None:
+        """Looks whether the hub says that its store has lost what sites need."""
+        now = hub.world.now
+        if hub is not hub.world.hub or now < max(hub.started, hub.world.slow_until) + SAID:
+            return
+        for site in hub.world.sites.values():
+            since = site.life.lacks_since
+            if since is None or not site.is_well or site.life.hub is not hub:
+                continue
+            closed = hub.ledger.closed
+            lacked_rounds = site.follower.lacked_rounds
+            if all(closed[fragment].round < round for fragment, round in lacked_rounds):
+                # They were rolled back a moment ago.
+                continue
+            # After a rollback the round may have closed again.
+            begun = max(since, site.calm_since, hub.world.asked_at)
+            is_silent = now > begun + SAID and not hub.coordinator.trouble
+            self.deny(is_silent, f"{site.name} lacks payloads, and the hub says nothing")
+
     # Launches and landings
+
+    def check_parting(self, site: Site, error: Exception) -> None:
+        """Looks whether a site that ends because of its history has landed another one."""
+        if "histories have parted" not in str(error):
+            return
+        keys = site.world.disk.keys
+        for progress in site.follower.fragments:
+            position = progress.applied
+            place = progress.fragment, position.round
+            if position.round and keys.get(place) != position.key:
+                return
+        self.violations.append(f"{site.name} ends, and has landed nothing else than the hub")
 
     def check_payloads(self, site: Site, record: Record) -> None:
         for payloads in record.sources:
@@ -1659,10 +1865,20 @@ class Judge:
         # others.
         is_calm = site.calm_since < world.now - QUIET + 1
         is_prompt = is_calm and site.speed <= 0.2 and world.terms.grace >= 0.65
-        counted = sum(record.of(site.name) is not None for record in records)
+        counted = sum(self.is_counted(site, record) for record in records)
         share = counted / max(1, len(records))
         counts_rarely = is_prompt and not site.life.is_finishing and share < 0.5
         self.deny(counts_rarely, f"{site.name} counts in {share:.0%}")
+
+    def is_counted(self, site: Site, record: Record) -> bool:
+        """Returns whether a site counts, or would if one very long gradient had not misled the
+        guard.
+        """
+        left_out = record.without(site.name)
+        is_misled = self.counts["fault long_gradient"] > 0
+        return record.of(site.name) is not None or (
+            is_misled and left_out is not None and left_out.is_by_guard
+        )
 
     def check_end(self, world: World) -> None:
         if self.violations:

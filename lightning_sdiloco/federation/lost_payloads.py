@@ -1,0 +1,102 @@
+"""Payloads of closed rounds that the store has lost: they are gone, or were altered.
+
+A site that needs one tells the hub, again and again. It takes the state of a site that has applied
+the round; or a site that still has the payload in flight sends it again, and the hub the record.
+
+The coordinator owns the `LostPayloads` of its run, and holds its lock for every call except
+`damaged`, which reads payloads.
+"""
+
+import logging
+from collections.abc import Iterable
+
+from lightning_sdiloco.federation.ledger import Ledger
+from lightning_sdiloco.federation.messages import Payload, Record, RoundId
+from lightning_sdiloco.federation.state_requests import Store, holds
+from lightning_sdiloco.federation.wire import Altered, Missing
+
+log = logging.getLogger(__name__)
+
+
+class LostPayloads:
+    """The closed rounds of which the store lacks payloads, as far as some site needs them."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._records: dict[RoundId, Record] = {}
+
+    def damaged(self, record: Record) -> list[Payload]:
+        """Returns the payloads of a record that are gone or were altered. These are dropped: the
+        store would not take them again.
+        """
+        is_known = _id_of(record) in self._records
+        lost = list[Payload]()
+        for payload in _payloads(record):
+            is_there = holds(self._store, [payload])
+            # What is stored after a loss has been verified as it arrived.
+            if not is_there or not (is_known or self._is_unaltered(payload)):
+                lost.append(payload)
+        return lost
+
+    def _is_unaltered(self, payload: Payload) -> bool:
+        try:
+            self._store.get(payload.key)
+        except Missing:
+            return False
+        except Altered:
+            self._store.drop(payload.key)
+            return False
+        return True
+
+    def note(self, record: Record, payloads: Iterable[Payload]) -> None:
+        """Notes which payloads of a record are lost."""
+        if _id_of(record) in self._records:
+            return
+        self._records[_id_of(record)] = record
+        log.error(
+            "payloads of round %d of fragment %d are gone from the store, or were altered there:"
+            " %s, of %s",
+            record.round,
+            record.fragment,
+            ", ".join(payload.key[:16] for payload in payloads),
+            _senders(record),
+        )
+
+    def forget(self, record: Record) -> None:
+        """Notes that the payloads of a record are there, perhaps again."""
+        self._records.pop(_id_of(record), None)
+
+    def clear(self) -> None:
+        self._records.clear()
+
+    def trouble(self, ledger: Ledger, now: float) -> str | None:
+        """Returns what sites wait for that are here and have not applied such a round; forgets
+        those that no site needs.
+        """
+        for round_id, record in list(self._records.items()):
+            waiting = [
+                site for site in ledger.present(now) if not ledger.has_applied(site, [round_id])
+            ]
+            if waiting:
+                # Nobody but the hub has had its mean.
+                senders = "" if record.mean else f", or for {_senders(record)} to send it again"
+                return (
+                    f"payloads of round {record.round} of fragment {record.fragment} are gone from"
+                    f" the hub's store, or were altered there: {', '.join(waiting)} cannot apply"
+                    f" it. They wait for the state of a site that has{senders}. If nobody comes"
+                    f" back with it: sdiloco hub rollback {record.round - 1}"
+                )
+            del self._records[round_id]
+        return None
+
+
+def _id_of(record: Record) -> RoundId:
+    return RoundId(record.fragment, record.round)
+
+
+def _payloads(record: Record) -> list[Payload]:
+    return [payload for payloads in record.sources for payload in payloads]
+
+
+def _senders(record: Record) -> str:
+    return ", ".join(contribution.site for contribution in record.counted)
