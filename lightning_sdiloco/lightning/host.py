@@ -88,7 +88,9 @@ _TOPS = ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
 # Names that are used, patched, overridden or set, by place, with the features that depend on them.
 _NEEDED = {
     # The beginning and saving of a fit, its loaders, and the hook that runs.
-    "trainer": "_signal_connector _logger_connector _data_connector save_checkpoint",
+    "trainer": (
+        "_signal_connector _logger_connector _data_connector save_checkpoint _default_root_dir"
+    ),
     "trainer.lightning_module": "_trainer _current_fx_name _device_mesh forward log log_dict",
     "trainer._data_connector": "_prepare_dataloader",
     # After a signal all ranks end at the same point, from which the fit can be resumed exactly.
@@ -130,6 +132,7 @@ _NEEDED = {
     "trainer.strategy": "_configure_launcher _launcher reduce barrier",
     "DDPStrategy": "_setup_model _ddp_kwargs _ddp_comm_hook _ddp_comm_state _start_method",
     "ModelParallelStrategy": "_setup_distributed _device_mesh",
+    "_SubprocessScriptLauncher": "launch",
     "lightning.pytorch.strategies.launchers": "_MultiProcessingLauncher",
     "_MultiProcessingLauncher": "_wrapping_function _start_method _strategy",
     FABRIC: "_configure_launcher _ddp_kwargs _set_world_ranks",
