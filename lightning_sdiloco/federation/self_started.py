@@ -19,6 +19,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -32,7 +33,6 @@ from lightning_sdiloco.federation.keys import add_keys, init_keys
 from lightning_sdiloco.federation.server import HubService
 from lightning_sdiloco.federation.wire import HubError
 from lightning_sdiloco.launch.hosts import is_of_this_host, launch_of_host
-from lightning_sdiloco.launch.rendezvous import try_to_connect
 
 _log = logging.getLogger(__name__)
 
@@ -143,7 +143,11 @@ class HubOfRun(NamedTuple):
             atexit.register(self._await_end)
 
     def _answers(self, host: str) -> bool:
-        return try_to_connect(host, self._port, 5.0) is None
+        try:
+            socket.create_connection((host, self._port), timeout=5.0).close()
+        except OSError:
+            return False
+        return True
 
     def _make_keys(self) -> None:
         """Makes an authority for this run, which appears whole, unless there is one."""
