@@ -57,7 +57,8 @@ import train
 class Watch(L.Callback):
     def on_train_batch_end(self, trainer, module, *args):
         last = trainer.global_rank == trainer.world_size - 1
-        if os.environ.get("KILL") and last and trainer.global_step == 113 and not Path("killed").exists():
+        may_kill = os.environ.get("NODE_RANK", "0") != "0" or trainer.strategy.engine.site is None
+        if os.environ.get("KILL") and may_kill and last and trainer.global_step == 113 and not Path("killed").exists():
             Path("killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if trainer.is_global_zero and trainer.global_step == 60:
@@ -189,6 +190,47 @@ def test_lightning_launches_a_run_on_two_machines(tmp_path: Path) -> None:
     text = launched(tmp_path / "run", [[], []], ["--steps=60"], **meeting)
     assert "2 worker groups of 2, from step 0" in text
     assert_alike(4, tmp_path / "run")
+
+
+# The machines of these tests have one host name, but sites are named by it.
+NAMED = "import socket; socket.gethostname = lambda: 'n' + os.environ['NODE_RANK']\n"
+
+
+def as_sites(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = SCRIPT.replace("import train\n", f"import train\n{NAMED}")
+    monkeypatch.setitem(globals(), "SCRIPT", script)
+
+
+@pytest.mark.network
+def test_a_torchrun_for_each_machine_restarts_its_site_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_extra()
+    as_sites(monkeypatch)
+    folder = tmp_path / "run"
+    place = ["--run=llm", "--hub=10.79.0.1:29400", "--sites=2"]
+    script = [*place, "--steps=1500", "--resume=last"]
+    text = launched(folder, [torchrun(1, "--standalone", "--")] * 2, script, KILL="1", PACE="0.04")
+    assert text.count("1 worker groups of 2, from step 0") == 2
+    assert text.count("from step 100") == 1
+    first, second = re.findall(r"outer norm (\S+)", text)
+    assert first == second
+    assert "its sites have left" in (folder / "checkpoints" / "hub-llm" / "hub.log").read_text()
+
+
+@pytest.mark.network
+def test_a_script_on_each_machine_makes_sites_of_them_by_the_name_of_the_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_extra()
+    as_sites(monkeypatch)
+    meeting = {"MASTER_ADDR": "10.79.0.1", "MASTER_PORT": "29500"}
+    text = launched(tmp_path / "run", [[], []], ["--run=llm", "--steps=100"], **meeting)
+    assert text.count("1 worker groups of 2, from step 0") == 2
+    first, second = re.findall(r"outer norm (\S+)", text)
+    assert first == second
+    checkpoints = (tmp_path / "run" / "checkpoints").glob("n*/last.ckpt")
+    assert sorted(path.parent.name for path in checkpoints) == ["n0", "n1"]
 
 
 # Under SLURM
