@@ -5,7 +5,6 @@ it.
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -35,7 +34,7 @@ from lightning_sdiloco.federation.run_config import (
     RunConfig,
     Terms,
 )
-from lightning_sdiloco.federation.self_started import Place, hub_of_hosts, place_of_host
+from lightning_sdiloco.federation.self_started import HubOfRun, Place, hub_of_hosts, place_of_host
 from lightning_sdiloco.federation.site import FederatedWorld, SharedConnection, on_all_ranks
 from lightning_sdiloco.version import VERSION
 
@@ -262,16 +261,9 @@ class Federation:
             )
         assert self.site is not None, "it was located"
         ours = run_config_of(self, rounds)
-        hub = None
-        federation = self
-        if self.starts_hub:
-            place = Place(str(self.hub), self.sites or 1, self.site)
-            hub = hub_of_hosts(self.run, place, self.folder, self.keys, self.insecure)
-            federation = replace(self, keys=hub.keys_of_sites)
-            prepare = partial(hub.prepare, self.site, self.patience)
-            leads = topology.group_rank == 0
-            on_all_ranks(topology.in_site, prepare if leads else lambda: None)
-        connection = SharedConnection(topology, federation.connect)
+        hub = self._prepared_hub(topology)
+        connect = self.connect if hub is None else replace(self, keys=hub.keys_of_sites).connect
+        connection = SharedConnection(topology, connect)
         try:
             run_config, terms = connection.agree(ours)
             for patch in self._amended(ours, run_config, terms).require_same(run_config):
@@ -290,9 +282,29 @@ class Federation:
             self.patience,
             late=MergeAction(self.late),
         )
-        at_end = None if hub is None else hub.stay
-        waits = self.grace != "auto"
-        return FederatedWorld(rounds, topology, connection, follower, waits, at_end)
+        return FederatedWorld(
+            rounds,
+            topology,
+            connection,
+            follower,
+            waits=self.grace != "auto",
+            at_end=None if hub is None else hub.stay,
+        )
+
+    def _prepared_hub(self, topology: Topology) -> HubOfRun | None:
+        """Returns the hub that starts itself, with keys for this site; None if it does not."""
+        if not self.starts_hub:
+            return None
+        site = str(self.site)
+        place = Place(str(self.hub), self.sites or 1, site)
+        hub = hub_of_hosts(self.run, place, self.folder, self.keys, self.insecure)
+
+        def prepare() -> None:
+            if topology.group_rank == 0:
+                hub.prepare(site, self.patience)
+
+        on_all_ranks(topology.in_site, prepare)
+        return hub
 
     def _amended(self, ours: RunConfig, run_config: RunConfig, terms: Terms) -> RunConfig:
         """Returns this site's run config with the founding terms in place of its amendable ones, if

@@ -130,7 +130,7 @@ def expanded(hostlist: str) -> list[str]:
 
 def _expanded_pattern(pattern: str) -> list[str]:
     head, _, tail = pattern.partition("[")
-    spans, bracket, rest = tail.partition("]")
+    spans, bracket, ending = tail.partition("]")
     if not bracket:
         return [pattern]
     names = list[str]()
@@ -138,7 +138,7 @@ def _expanded_pattern(pattern: str) -> list[str]:
         first, _, last = span.partition("-")
         for number in range(int(first), int(last or first) + 1):
             digits = str(number).zfill(len(first))
-            names += [f"{head}{digits}{ending}" for ending in _expanded_pattern(rest)]
+            names += [f"{head}{digits}{name}" for name in _expanded_pattern(ending)]
     return names
 
 
@@ -184,14 +184,14 @@ def is_of_this_host(address: str) -> bool:
         ValueError: If the name of the address is unknown here.
     """
     try:
-        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ValueError(
             f"{address!r}, where the hub of the federation is to run, is unknown on"
             f" {_host_name()}: {error.strerror or error}. Give an address of the first host that"
             " all hosts can resolve (MASTER_ADDR, or hub='ADDRESS:PORT')."
         ) from error
-    for family, kind, _, _, socket_address in found:
+    for family, kind, _, _, socket_address in addresses:
         try:
             with socket.socket(family, kind) as listener:
                 listener.bind(socket_address)

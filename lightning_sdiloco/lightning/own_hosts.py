@@ -67,15 +67,20 @@ def give_own_folders(trainer: Trainer, federation: Federation) -> Federation:
             beside = str(dirpath)
         callback.dirpath = _below(dirpath or f"{root}/checkpoints", site)
     for logger in trainer.loggers:
-        for name in _FOLDERS_OF_LOGGERS:
-            folder = getattr(logger, name, None)
-            if isinstance(folder, str):
-                setattr(logger, name, _below(folder, site))
+        _move_logger(logger, site)
     # Checkpoints on SLURM's signal lie there.
     trainer._default_root_dir = _below(root, site)
     if federation.folder is not None or "://" in beside:
         return federation
     return replace(federation, folder=f"{beside}/hub-{federation.run}")
+
+
+def _move_logger(logger: Internal, site: str | None) -> None:
+    """Lets a logger that has a folder write below it."""
+    for name in _FOLDERS_OF_LOGGERS:
+        folder = vars(logger).get(name)
+        if folder is not None:
+            vars(logger)[name] = _below(folder, site)
 
 
 def _below(folder: object, site: str | None) -> str:

@@ -395,8 +395,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         federation = self._options.federation
         trainer = kwargs.get("trainer")
         if federation is not None and trainer is not None:
-            own = give_own_folders(trainer, federation)
-            self._options = replace(self._options, federation=own)
+            located = give_own_folders(trainer, federation)
+            self._options = replace(self._options, federation=located)
         return launch(*args, **kwargs)
 
     @property

@@ -147,14 +147,14 @@ class Hosts:
 @pytest.fixture
 def hosts_of(tmp_path: Path) -> Iterator[Callable[[int], Hosts]]:
     require_extra()
-    made: list[Hosts] = []
+    worlds: list[Hosts] = []
 
     def make(number: int) -> Hosts:
-        made.append(Hosts(tmp_path, number))
-        return made[0]
+        worlds.append(Hosts(tmp_path, number))
+        return worlds[0]
 
     yield make
-    made[0].close()
+    worlds[0].close()
 
 
 @pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -166,12 +166,12 @@ def test_hosts_found_a_run_and_each_is_killed_once_and_comes_back(
     hosts.train(3, *hosts.names)
     first_hub = hosts.hub_process
     for name in reversed(hosts.names):
-        others = [other for other in hosts.names if other != name]
+        survivors = [survivor for survivor in hosts.names if survivor != name]
         hosts.kill(name)
         if name == "n0":
             hosts.train_without_hub("n1")
         else:
-            hosts.train(3, *others)
+            hosts.train(3, *survivors)
         hosts.start(name)
         hosts.train(3, *hosts.names)
     assert hosts.hub_process != first_hub
@@ -287,7 +287,7 @@ def test_a_launch_that_does_not_tell_the_hosts_is_refused_with_advice(launched: 
         StreamingDiLoCo(mlp(), federation=Federation(RUN, sites=2), **CHOICES)
 
 
-def test_arguments_that_contradict_a_hub_that_starts_itself_are_refused(tmp_path: Path) -> None:
+def test_arguments_that_contradict_a_hub_that_starts_itself_are_refused() -> None:
     for arguments, message in (
         ({"hub": "a:1"}, "site=None is not a name"),
         ({"sites": 0}, "sites=0 is out of range: it must be a whole number of at least 1"),
@@ -308,18 +308,18 @@ def test_a_host_that_does_not_see_the_folder_of_keys_is_told_so_by_name(
     monkeypatch.setattr("lightning_sdiloco.federation.self_started._LATE_KEYS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as hub:
         address = f"127.0.0.1:{hub.getsockname()[1]}"
-        there = HubOfRun(RUN, address, 2, tmp_path / "hub", is_here=True)
-        there._make_keys()
-        there._make_keys()
+        hub_there = HubOfRun(RUN, address, 2, tmp_path / "hub", is_here=True)
+        hub_there._make_keys()
+        hub_there._make_keys()
         (tmp_path / "hub").rename(tmp_path / "not-shared")
-        here = there._replace(is_here=False)
+        hub_elsewhere = hub_there._replace(is_here=False)
         with pytest.raises(ValueError, match=r"but this host has no such folder. Give a folder"):
-            here.prepare("b", patience=60.0)
+            hub_elsewhere.prepare("b", patience=60.0)
         (tmp_path / "not-shared").rename(tmp_path / "hub")
-        here.prepare("b", patience=60.0)
+        hub_elsewhere.prepare("b", patience=60.0)
     bundle = tmp_path / "hub" / "keys" / "b.bundle"
     assert bundle.stat().st_mode & 0o077 == 0
-    assert here.keys_of_sites == tmp_path / "hub" / "keys"
+    assert hub_elsewhere.keys_of_sites == tmp_path / "hub" / "keys"
 
 
 def test_a_hub_that_cannot_start_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
