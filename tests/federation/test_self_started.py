@@ -129,10 +129,10 @@ class Hosts:
         client.close()
         for process in self._processes.values():
             process.join(PATIENCE)
-            assert process.exitcode == 0, self.said()
+            assert process.exitcode == 0, self.logs()
         return [torch.load(self.folder / f"{name}.pt") for name in self.names]
 
-    def said(self) -> str:
+    def logs(self) -> str:
         return "\n".join(path.read_text()[-3000:] for path in self.folder.glob("**/*.log"))
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ def test_hosts_found_a_run_and_each_is_killed_once_and_comes_back(
     assert max(hosts.notes(name)["longest_step"] for name in hosts.names) < 3.0
     models = hosts.end()
     assert all(same(model, models[0]) for model in models)
-    until(lambda: "its sites have left" in hosts.said(), PATIENCE)
+    until(lambda: "its sites have left" in hosts.logs(), PATIENCE)
 
 
 # Launches

@@ -456,7 +456,7 @@ class Nodes:
         while tuple(map(self.joined, self.names)) != times or not all(
             len(self.tasks(node)) == 2 for node in self.names
         ):
-            assert time.monotonic() < deadline, f"{self.said()}\n{self.log()}"
+            assert time.monotonic() < deadline, f"{self.logs()}\n{self.log()}"
             time.sleep(0.1)
 
     def call(self, name: str, job: str, role: Any) -> Any:
@@ -472,7 +472,7 @@ class Nodes:
         status = json.loads(self.call("status", job, "reader"))
         return min(fragment["round"] for fragment in status["fragments"])
 
-    def said(self) -> str:
+    def logs(self) -> str:
         return "".join(path.read_text()[-4000:] for path in self.folder.glob("*.log"))
 
 
