@@ -252,7 +252,10 @@ def _hosts(place: str, trainer: Trainer) -> Iterator[object]:
     if top == "trainer":
         # The private names on the way are in the register themselves.
         with suppress(AttributeError):
-            yield reduce(getattr, path, trainer)
+            host = reduce(getattr, path, trainer)
+            # Simulated processes have no launcher.
+            if host is not None:
+                yield host
     elif path:
         yield _imported(place.replace("lightning.pytorch", _distribution_of(trainer)))
     else:

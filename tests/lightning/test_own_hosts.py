@@ -89,14 +89,16 @@ def test_hosts_of_fabric_are_worlds(rank: int) -> None:
     strategy = StreamingDiLoCoFabricStrategy(federation=Federation("llm"))
     fabric = L.Fabric(strategy=strategy, accelerator="cpu", devices=1, num_nodes=2)
     assert (fabric.world_size, fabric.global_rank) == (1, 0)
-    assert strategy._options.federation.hub == "127.0.0.1:29500"
+    federation = strategy._options.federation
+    assert federation is not None
+    assert federation.hub == "127.0.0.1:29500"
 
 
 @in_ranks(1)
 def test_hosts_of_an_unknown_launcher_or_of_another_number_of_tasks_are_refused(
     rank: int, tmp_path: Path
 ) -> None:
-    from lightning.pytorch.plugins.environments import KubeflowEnvironment
+    from lightning.fabric.plugins.environments import KubeflowEnvironment
 
     set_launch({**IN_SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"})
     with pytest.raises(ValueError, match="SLURM started 2 processes on n1, but the Trainer has"):
