@@ -78,9 +78,9 @@ def give_own_folders(trainer: Trainer, federation: Federation) -> Federation:
 def _move_logger(logger: Internal, site: str | None) -> None:
     """Lets a logger that has a folder write below it."""
     for name in _FOLDERS_OF_LOGGERS:
-        folder = vars(logger).get(name)
+        folder = getattr(logger, name, None)
         if folder is not None:
-            vars(logger)[name] = _below(folder, site)
+            setattr(logger, name, _below(folder, site))
 
 
 def _below(folder: object, site: str | None) -> str:

@@ -98,7 +98,7 @@ def test_hosts_of_fabric_are_worlds(rank: int) -> None:
 def test_hosts_of_an_unknown_launcher_or_of_another_number_of_tasks_are_refused(
     rank: int, tmp_path: Path
 ) -> None:
-    from lightning.fabric.plugins.environments import KubeflowEnvironment
+    from lightning.fabric.plugins.environments.kubeflow import KubeflowEnvironment
 
     set_launch({**IN_SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"})
     with pytest.raises(ValueError, match="SLURM started 2 processes on n1, but the Trainer has"):
