@@ -38,6 +38,7 @@ GRACE = 5.0  # seconds that the other ranks have left once one of them failed
 # The first letters of the variables that launchers set, and of those by which ranks meet.
 LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "LSB_", "LSF_", "OMPI_", "PMI_", "GROUP_", "ROLE_")
 LAUNCHERS += ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_")
+LAUNCHERS += ("LOCAL_WORLD_SIZE", "SDILOCO_LAUNCH", "SLURMD_")
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 

@@ -1,5 +1,5 @@
-"""Trains on several machines, launched by SLURM, torchrun, Lightning or by hand; or as one site of
-several with a hub.
+"""Trains on several machines, launched by SLURM, torchrun, Lightning or by hand: as one world, as
+hosts of a federation (--run), or as one site of several with a hub (--run and --hub).
 
 The checkpoints must lie in a folder that all machines see, because each rank reads and writes a
 file of its own there.
@@ -80,9 +80,12 @@ def parse() -> argparse.Namespace:
         "--worker-groups", default="auto", help="a number; 'auto' is one per machine"
     )
     parser.add_argument("--accelerator", default="cpu", help="'gpu', or 'auto'")
-    parser.add_argument("--hub", help="address and port of a hub: this job is one site of several")
-    parser.add_argument("--run", help="the run of the hub")
-    parser.add_argument("--site", help="the name of this site")
+    parser.add_argument(
+        "--run", help="a federation: each machine is a site, and the hub starts itself"
+    )
+    parser.add_argument("--hub", help="address and port of the hub; it is yours without --sites")
+    parser.add_argument("--sites", type=int, help="the machines, if the launcher does not tell")
+    parser.add_argument("--site", help="the name of this site of a hub of yours")
     parser.add_argument("--keys", help="the bundle of this site; without one there is no TLS")
     parser.add_argument(
         "--steps", type=int, default=400, help="inner steps; of a federation, 20 times its rounds"
@@ -96,16 +99,18 @@ def parse() -> argparse.Namespace:
 def main(callbacks: list[Any] | None = None) -> L.Trainer:
     options = parse()
     torch.manual_seed(0)
-    steps = 10 * options.steps if options.hub else options.steps
-    if options.hub:
+    steps = 10 * options.steps if options.run else options.steps
+    if options.run:
         # The run ends for all sites in the same round; until then a faster one makes more steps.
-        names = {
-            "hub": options.hub,
-            "run": options.run,
-            "site": options.site,
-            "rounds": options.steps // 20,
-        }
-        federation = Federation(**names, keys=options.keys, insecure=options.keys is None)
+        federation = Federation(
+            options.run,
+            hub=options.hub,
+            site=options.site,
+            keys=options.keys,
+            insecure=bool(options.site) and not options.keys,
+            rounds=options.steps // 20,
+            sites=options.sites,
+        )
         strategy = StreamingDiLoCoStrategy(federation=federation, sync_every=20, overlap_steps=5)
     else:
         groups = (

@@ -225,10 +225,12 @@ class StreamingDiLoCo:
         say_what_trains_little(self.rounds.outer_optimizer, self.topology)
         align_ranks(self.model, self.rounds.fragments, self.topology)
         self._require_same_on_all_ranks(parts, device)
-        self.site = federation.site if federation else None
+        self.site: str | None = None
         self.loop: Loop = self.rounds
         if federation is not None:
-            self.loop = federation.join(self.rounds, self.topology)
+            located = federation.located()
+            self.site = located.site
+            self.loop = located.join(self.rounds, self.topology)
         self.step_span: Span = (0.0, 0.0)
         self.last_landing: Landing | None = None
         self.final_landings = list[Landing]()

@@ -134,7 +134,11 @@ class Federated(Protocol):
     """
 
     @property
-    def site(self) -> str: ...
+    def site(self) -> str | None: ...
+
+    def located(self) -> "Federated":
+        """Returns it as seen from this host, with the name of its site."""
+        ...
 
     def join(self, rounds: "Rounds", topology: Topology) -> Loop:
         """Joins with a model that is cut, and returns the loop."""

@@ -176,6 +176,7 @@ class HubClient:
         self._channels = [self._channel() for _ in range(channels + 1)]
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="hub-client")
         self.away: str | None = None  # why the hub counts as gone
+        self._epoch = 0  # the latest of a hub of this run
         self._listening = False
         self._listener: threading.Thread | None = None
         self._closed = threading.Event()
@@ -184,7 +185,7 @@ class HubClient:
         self, name: str, about: Header | None = None, body: bytes = b""
     ) -> tuple[Header, bytes]:
         message = pack(self._header(about) | {"call": name}, body)
-        return self._from_any(lambda: unpack(self._answer(message)))
+        return self._from_any(lambda: self._unpacked(self._answer(message)))
 
     def send(self, blob: Bytes, about: Header | None = None, key: str | None = None) -> Header:
         """Sends a blob to the hub, with its kind; returns the hub's answer."""
@@ -389,7 +390,7 @@ class HubClient:
             put = self._method("stream_unary", "put", channel)
             call = put.future(messages, attempt.timeout)
             attempt.calls.append(call)
-            answers.append(unpack(call.result())[0])
+            answers.append(self._unpacked(call.result())[0])
             attempt.progress += 1
 
         def remaining(parts: _Parts) -> _Parts | None:
@@ -564,6 +565,20 @@ class HubClient:
         except Exception as error:
             raise self._error(error) from error
 
+    def _unpacked(self, message: bytes) -> tuple[Header, bytes]:
+        """Returns header and body of an answer, which must not be of an earlier hub."""
+        header, body = unpack(message)
+        epoch = header.pop("epoch", 0)
+        # Hubs of earlier versions have none.
+        if isinstance(epoch, int) and epoch:
+            if epoch < self._epoch:
+                raise HubUnreachable(
+                    f"hub {self._hub} is of epoch {epoch}, but another one of this run has begun"
+                    f" {self._epoch}."
+                )
+            self._epoch = epoch
+        return header, body
+
     def _method(self, kind: str, name: str, channel: Channel = None) -> Extra:
         return getattr(channel or self._channels[0], kind)(f"/{SERVICE}/{name}")
 
@@ -655,7 +670,7 @@ class HubClient:
                     return
                 self.away = None
                 patience = _SILENT_HEARTBEATS * self._heartbeat
-                header, body = unpack(message)
+                header, body = self._unpacked(message)
                 yield Event(str(header.get("kind")), header.get("about", {}), body)
         except Exception as error:
             if is_silent():

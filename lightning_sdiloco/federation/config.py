@@ -34,7 +34,8 @@ from lightning_sdiloco.federation.run_config import (
     RunConfig,
     Terms,
 )
-from lightning_sdiloco.federation.site import FederatedWorld, SharedConnection
+from lightning_sdiloco.federation.self_started import HubOfRun, Place, hub_of_hosts, place_of_host
+from lightning_sdiloco.federation.site import FederatedWorld, SharedConnection, on_all_ranks
 from lightning_sdiloco.version import VERSION
 
 _log = logging.getLogger(__name__)
@@ -44,14 +45,16 @@ _CHANNELS = 8  # connections of a site over which payloads travel; its ranks sha
 
 @dataclass(frozen=True)
 class Federation:
-    """The federation that this site trains in: jobs launched on their own that join through a hub.
+    """The federation that this site trains in: hosts, or jobs launched on their own, that join
+    through a hub.
 
     Args:
-        hub: Address and port of the hub; several, "a:29400,b:29400", if it may be restarted
-            elsewhere.
         run: The name of the run.
-        site: The name of this site.
-        keys: Its bundle of keys, or the folder of ``sdiloco keys init``.
+        hub: Address and port of the hub; several, "a:29400,b:29400", if it may be restarted
+            elsewhere. None: the hub starts itself on the first host that the launcher names.
+        site: The name of this site. None, if the hub starts itself: the name of this host.
+        keys: Its bundle of keys, or the folder of ``sdiloco keys init``. None, if the hub starts
+            itself: keys in its folder, which all hosts must see.
         insecure: Connect without TLS, to a hub that also does, instead of using ``keys``.
         lease: Seconds for which a round waits for a site that sends no heartbeat.
         grace: Seconds for which a round stays open after its first contribution; training waits for
@@ -70,23 +73,26 @@ class Federation:
         mean: Who averages what the sites have sent. ``"sites"``: each of them. ``"hub"``: the hub,
             which sends all sites the same mean, encoded once more, so a site fetches the same
             amount however many sites there are.
-        sites: Refused: the hub's operator sets how many sites found the run,
-            ``sdiloco hub --sites``.
+        sites: The number of hosts that found the run, if the hub starts itself; with a ``hub``, it
+            does so at that address. None: the number that the launcher gives, or with a ``hub``,
+            one that an operator has started.
+        folder: The folder of ledger, payloads and keys of a hub that starts itself. None:
+            ``hub-RUN``, beside the checkpoints of a Trainer, or in the current folder.
 
     Raises:
         ValueError: If an argument is out of range, a hub has no port, or the keys are missing or
             another site's. The message names the argument.
 
     Examples:
-        >>> Federation(hub="a.example:29400", run="llm", site="site b", keys="site-b.bundle")
+        >>> Federation(run="llm", hub="a.example:29400", site="site b", keys="site-b.bundle")
         Traceback (most recent call last):
         ...
         ValueError: site='site b' is not a name: it must have letters, digits, and '.', '_' or ...
     """
 
-    hub: str
     run: str
-    site: str
+    hub: str | None = None
+    site: str | None = None
     keys: str | Path | None = None
     insecure: bool = False
     lease: float = 10.0
@@ -97,10 +103,12 @@ class Federation:
     rounds: int | None = None
     mean: Literal["sites", "hub"] = "sites"
     sites: int | None = None
+    folder: str | Path | None = None
 
     def __post_init__(self) -> None:
         self._require_name("run", self.run)
-        self._require_name("site", self.site)
+        if self.site is not None or not self.starts_hub:
+            self._require_name("site", self.site)
         is_lease = is_real(self.lease) and self.lease > 0
         self._require("lease", is_lease, "above 0", "10.0 is the default")
         is_grace = self.grace == "auto" or (is_real(self.grace) and self.grace >= 0)
@@ -118,23 +126,40 @@ class Federation:
         self._require(
             "rounds", is_rounds, "a whole number of at least 1, or None", "None is the default"
         )
-        if not isinstance(self.hub, str):
+        is_sites = self.sites is None or (is_whole(self.sites) and self.sites >= 1)
+        self._require(
+            "sites", is_sites, "a whole number of at least 1, or None", "None is the default"
+        )
+        if self.hub is not None:
+            self._require_address(self.hub)
+        if not self.starts_hub:
+            self._require_keys()
+
+    def _require_address(self, hub: str) -> None:
+        if not isinstance(hub, str):
             raise ValueError(
-                f"hub={self.hub!r} is of type {type(self.hub).__name__}, not a string: give one,"
+                f"hub={hub!r} is of type {type(hub).__name__}, not a string: give one,"
                 " such as 'a.example:29400'."
             )
-        hub_addresses(self.hub)
-        if self.sites is not None:
+        addresses = hub_addresses(hub)
+        if self.starts_hub and len(addresses) > 1:
             raise ValueError(
-                f"sites={self.sites} cannot be set by a site, only by the hub (sdiloco hub"
-                " --sites). Leave it out."
+                f"hub={hub!r} names {len(addresses)} addresses, but a hub starts itself at one."
+                " Give one, or leave out sites and start the hub yourself (sdiloco hub)."
             )
-        bundle = bundle_of(self.hub, self.site, self.keys, self.insecure)
+
+    def _require_keys(self) -> None:
+        bundle = bundle_of(str(self.hub), str(self.site), self.keys, self.insecure)
         # A folder of keys is bound to the run that connects, not now.
         if bundle is not None and bundle.folder is None:
             bundle.bound(self.run)
 
-    def _require_name(self, argument: str, name: str) -> None:
+    @property
+    def starts_hub(self) -> bool:
+        """Returns whether the hub starts itself, on the host of one of the sites."""
+        return self.hub is None or self.sites is not None
+
+    def _require_name(self, argument: str, name: str | None) -> None:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ValueError(
                 f"{argument}={name!r} is not a name: it must have letters, digits, and '.', '_' or"
@@ -146,7 +171,7 @@ class Federation:
             value = getattr(self, name)
             fault = "out of range"
             if name not in ("late", "mean"):
-                fault = fault_of(value, name == "rounds")
+                fault = fault_of(value, name in ("rounds", "sites"))
             raise ValueError(
                 f"{name}={value!r} is {fault}: it must be {rule}. Choose another {name}; {advice}."
             )
@@ -156,13 +181,22 @@ class Federation:
         """The quorum for the run config."""
         return self.quorum if isinstance(self.quorum, int) else chosen(self.quorum)
 
+    def located(self) -> "Federation":
+        """Returns it with the hub's address, the number of sites and the name of this one, as the
+        launcher of this host gives them, if the hub starts itself.
+        """
+        if not self.starts_hub:
+            return self
+        place = place_of_host(self.run, self.hub, self.sites)
+        return replace(self, hub=place.hub, sites=place.sites, site=self.site or place.host)
+
     def connect(self, rank: int = 0, ranks: int = 1, incarnation: str = "") -> HubConnection:
         """Connects one of a site's ``ranks`` to the hub; all have the same incarnation."""
         channels = max(1, _CHANNELS // ranks)
         client = HubClient(
-            self.hub,
+            str(self.hub),
             self.run,
-            self.site,
+            str(self.site),
             self.keys,
             self.insecure,
             channels=channels,
@@ -235,8 +269,11 @@ class Federation:
                 "mean='hub' does not work with a model that is sharded over the ranks. Leave it"
                 " out."
             )
+        assert self.site is not None, "it was located"
         ours = run_config_of(self, rounds)
-        connection = SharedConnection(topology, self.connect)
+        hub = self._prepared_hub(topology)
+        connect = self.connect if hub is None else replace(self, keys=hub.keys_of_sites).connect
+        connection = SharedConnection(topology, connect)
         try:
             run_config, terms = connection.agree(ours)
             for patch in self._amended(ours, run_config, terms).require_same(run_config):
@@ -255,7 +292,29 @@ class Federation:
             self.patience,
             late=MergeAction(self.late),
         )
-        return FederatedWorld(rounds, topology, connection, follower, waits=self.grace != "auto")
+        return FederatedWorld(
+            rounds,
+            topology,
+            connection,
+            follower,
+            waits=self.grace != "auto",
+            at_end=None if hub is None else hub.stay,
+        )
+
+    def _prepared_hub(self, topology: Topology) -> HubOfRun | None:
+        """Returns the hub that starts itself, with keys for this site; None if it does not."""
+        if not self.starts_hub:
+            return None
+        site = str(self.site)
+        place = Place(str(self.hub), self.sites or 1, site)
+        hub = hub_of_hosts(self.run, place, self.folder, self.keys, self.insecure)
+
+        def prepare() -> None:
+            if topology.group_rank == 0:
+                hub.prepare(site, self.patience)
+
+        on_all_ranks(topology.in_site, prepare)
+        return hub
 
     def _amended(self, ours: RunConfig, run_config: RunConfig, terms: Terms) -> RunConfig:
         """Returns this site's run config with the founding terms in place of its amendable ones, if

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation.coordinator import Coordinator
+from lightning_sdiloco.federation.epoch import Epoch
 from lightning_sdiloco.federation.keys import (
     LOOKING,
     Bundle,
@@ -193,12 +194,16 @@ class Hub:
         heartbeat: float = 1.0,
     ) -> None:
         self.store = store
+        # It is in each answer and event; one on disk has its epoch there.
+        self._stamp: Header = {}
         self._calls = calls
         self._heartbeat = heartbeat
         self._lock = threading.Lock()
         self._sessions: list[Session] = []
         # By site: the session of its current incarnation.
         self._of_site: dict[str, Session] = {}
+        # Sites that have watched, with whether they have left since.
+        self._has_left: dict[str, bool] = {}
         # By role, name and key: blobs of which parts have arrived.
         self._arriving: dict[tuple[str, str, str], Upload] = {}
         self._run = run
@@ -277,6 +282,17 @@ class Hub:
         self._set_health("SERVING")
         threading.Thread(target=self._door.watch, name="hub-door", daemon=True).start()
 
+    @property
+    def is_in_use(self) -> bool:
+        """Returns whether a site is connected."""
+        return bool(self._of_site)
+
+    @property
+    def have_all_left(self) -> bool:
+        """Returns whether all sites that were connected have left on purpose."""
+        with self._lock:
+            return bool(self._has_left) and all(self._has_left.values())
+
     def close(self, grace: float = 0.5) -> None:
         self._health.enter_graceful_shutdown()
         with self._lock:
@@ -334,8 +350,9 @@ class Hub:
             self._calls.lacks_room(peer, about, error)
             raise
         if missing is not None:
-            return pack({"stored": False, "missing": missing})
-        return pack({"stored": True, "answer": self._calls.stored(peer, about, key, size)})
+            return pack({**self._stamp, "stored": False, "missing": missing})
+        answer = self._calls.stored(peer, about, key, size)
+        return pack({**self._stamp, "stored": True, "answer": answer})
 
     def _take(
         self, peer: Peer, key: str, size: int, start: int, pieces: Iterator[bytes]
@@ -423,8 +440,11 @@ class Hub:
                 body = _NOISE[: checked_size(about["bytes"], CHUNK, "answer")]
             if about.get("clock"):
                 answer["clock"] = wall_clock()
-            return pack(answer, body)
-        return pack(*self._calls.call(peer, header["call"], about, body))
+        else:
+            answer, body = self._calls.call(peer, header["call"], about, body)
+        if header["call"] == "leave":
+            self._has_left[peer.name] = True
+        return pack({**self._stamp, **answer}, body)
 
     def _watch(self, requests: Iterator[bytes], context: Context) -> Iterator[bytes]:
         peer, _, about, _ = self._read("watch", self._door.first(requests, context), context)
@@ -441,6 +461,7 @@ class Hub:
                 with self._lock:
                     before = self._of_site.get(peer.name)
                     self._of_site[peer.name] = session
+                    self._has_left[peer.name] = False
                 if before is not None:
                     before.end(Refused(f"site {peer.name!r} watches from elsewhere."))
             name = f"heartbeats-{secrets.token_hex(2)}"
@@ -451,7 +472,8 @@ class Hub:
                 daemon=True,
             ).start()
             for event in session.events(first, self._heartbeat):
-                yield pack({"kind": event.kind, "about": event.header}, event.body)
+                header = {**self._stamp, "kind": event.kind, "about": event.header}
+                yield pack(header, event.body)
         finally:
             session.end()
             with self._lock:
@@ -607,6 +629,10 @@ class HubService(Hub):
             )
             self.coordinator.backup_folder = None if backups is None else Path(backups)
             super().__init__(self.coordinator, blobs, run, listen, keys, insecure, heartbeat)
+            # It ends an earlier hub, so nothing after it may refuse to serve.
+            self._epoch = Epoch(Path(ledger))
+            self._stamp = {"epoch": self._epoch.number}
+            self.ledger.before_write = self._epoch.require
         except BaseException:
             self.ledger.close()
             raise
@@ -614,6 +640,13 @@ class HubService(Hub):
         self._copier = threading.Thread(
             target=self._back_up, args=(backups_every,), name="hub-backup", daemon=True
         )
+
+    def require_latest(self) -> None:
+        """Refuses to go on if another hub has started on this ledger; see [Note: two hubs]."""
+        try:
+            self._epoch.require()
+        except HubUnreachable as error:
+            raise ValueError(f"This hub ends: {error}") from error
 
     @override
     def start(self) -> None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdiloco.algorithm.merge import Mix
+from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.background import Pending, Result, Work
 from lightning_sdiloco.engine.flight import PendingFlight, completed
@@ -106,6 +107,18 @@ class SiteReport(NamedTuple):
     rate: float
 
 
+def on_all_ranks(ranks: Communicator, task: Callable[[], Result]) -> list[Result]:
+    """Runs a task on every rank; returns the results of all ranks. An error of one rank is raised
+    on all, so that none waits for the others.
+    """
+    outcomes = ranks.attempt(task)
+    for outcome in outcomes:
+        if outcome.failure:
+            kinds = (_ERRORS[name] for name in outcome.failure if name in _ERRORS)
+            raise outcome.raised or next(kinds, RuntimeError)(outcome.text)
+    return [outcome.value for outcome in outcomes]
+
+
 class _Fetching(NamedTuple):
     """A record that is no event yet, and the ranks that have its payloads."""
 
@@ -139,23 +152,12 @@ class SharedConnection:
                 connections[0].reach()
 
         try:
-            self.on_all_ranks(connect_rank)
+            on_all_ranks(self._ranks, connect_rank)
         except Exception:
             for connection in connections:
                 connection.close()
             raise
         (self.hub,) = connections
-
-    def on_all_ranks(self, task: Callable[[], Result]) -> list[Result]:
-        """Runs a task on every rank; returns the results of all ranks. An error of one rank is
-        raised on all, so that none waits for the others.
-        """
-        outcomes = self._ranks.attempt(task)
-        for outcome in outcomes:
-            if outcome.failure:
-                kinds = (_ERRORS[name] for name in outcome.failure if name in _ERRORS)
-                raise outcome.raised or next(kinds, RuntimeError)(outcome.text)
-        return [outcome.value for outcome in outcomes]
 
     def agree(self, run_config: RunConfig) -> tuple[RunConfig, Terms]:
         """Returns the run config of the run, and its current terms."""
@@ -163,7 +165,7 @@ class SharedConnection:
         def ask() -> Json:
             return self._leads and [self.hub.agree(run_config).to_bytes(), plain(self.hub.amended)]
 
-        text, amended = self.on_all_ranks(ask)[0]
+        text, amended = on_all_ranks(self._ranks, ask)[0]
         founded = RunConfig.from_bytes(text)
         return founded, founded.terms if amended is None else read(Terms, amended, "terms")
 
@@ -171,7 +173,9 @@ class SharedConnection:
         """Returns the events since the last call, and what all ranks request and have trained."""
         if self._ranks.size == 1:
             return SiteReport(self.hub.events(), self.hub.now(), requests, samples, rate)
-        values: list[Json] = self.on_all_ranks(lambda: tuple(self._report(requests, samples, rate)))
+        values: list[Json] = on_all_ranks(
+            self._ranks, lambda: tuple(self._report(requests, samples, rate))
+        )
         reports = [RankReport(*fields) for fields in values]
         events = self._read(reports[0].events)
         for rank, report in enumerate(reports):
@@ -234,7 +238,9 @@ class SharedConnection:
         if not pending:
             return ()
         return set(
-            self.on_all_ranks(lambda: {key for key, work in pending.items() if work.is_ready})[0]
+            on_all_ranks(
+                self._ranks, lambda: {key for key, work in pending.items() if work.is_ready}
+            )[0]
         )
 
 
@@ -322,7 +328,9 @@ class FederatedWorld:
         connection: SharedConnection,
         follower: Follower,
         waits: bool,
+        at_end: Callable[[], None] | None = None,
     ) -> None:
+        self._at_end = at_end
         self._rounds = rounds
         self._topology = topology
         self._arithmetic = SiteArithmetic(rounds, topology)
@@ -500,6 +508,8 @@ class FederatedWorld:
     def land_all(self, step: int) -> Iterator[Landing]:
         """Launches all that the site holds, follows until it is recorded, and leaves."""
         yield from self._end(step, lambda: True)
+        if self._at_end is not None and self._topology.group_rank == 0:
+            self._at_end()
 
     def leave(self, step: int) -> Iterator[Landing]:
         """Does the same as `land_all`, but waits for the hub no longer than for a landing: a site

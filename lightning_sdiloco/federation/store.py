@@ -13,7 +13,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,12 +59,14 @@ class SQLiteLedger:
         path: The file.
         last: The number of the last record; -1 without records.
         chain: Digest of all records, each with its number, in their order.
+        before_write: Called before each write, which an error of it prevents; a hub sets it.
     """
 
     def __init__(self, path: str | Path, must_exist: bool = False) -> None:
         self.path = Path(path)
         self.last = -1
         self.chain = b""
+        self.before_write: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         if path != MEMORY:
             if self.path.exists():
@@ -202,6 +204,7 @@ class SQLiteLedger:
     def _write(
         self, change: tuple[str, tuple[object, ...]] | None, notes: Mapping[str, Bytes | None]
     ) -> None:
+        self.before_write()
         try:
             with self._database:  # commits, or rolls back
                 self._database.execute("begin immediate")

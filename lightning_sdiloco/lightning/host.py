@@ -88,7 +88,9 @@ _TOPS = ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
 # Names that are used, patched, overridden or set, by place, with the features that depend on them.
 _NEEDED = {
     # The beginning and saving of a fit, its loaders, and the hook that runs.
-    "trainer": "_signal_connector _logger_connector _data_connector save_checkpoint",
+    "trainer": (
+        "_signal_connector _logger_connector _data_connector save_checkpoint _default_root_dir"
+    ),
     "trainer.lightning_module": "_trainer _current_fx_name _device_mesh forward log log_dict",
     "trainer._data_connector": "_prepare_dataloader",
     # After a signal all ranks end at the same point, from which the fit can be resumed exactly.
@@ -130,6 +132,7 @@ _NEEDED = {
     "trainer.strategy": "_configure_launcher _launcher reduce barrier",
     "DDPStrategy": "_setup_model _ddp_kwargs _ddp_comm_hook _ddp_comm_state _start_method",
     "ModelParallelStrategy": "_setup_distributed _device_mesh",
+    "trainer.strategy.launcher": "launch",
     "lightning.pytorch.strategies.launchers": "_MultiProcessingLauncher",
     "_MultiProcessingLauncher": "_wrapping_function _start_method _strategy",
     FABRIC: "_configure_launcher _ddp_kwargs _set_world_ranks",
@@ -144,6 +147,8 @@ _WEIGHT_AVERAGING = (
     "_average_model _latest_update_step should_update on_train_batch_end on_train_epoch_end"
     " on_train_end on_save_checkpoint"
 )
+
+_OWN_LOGS = "hosts that are sites write into one folder of logs"
 
 REGISTER = (
     *(HostName(place, name) for place, names in _NEEDED.items() for name in names.split()),
@@ -161,6 +166,8 @@ REGISTER = (
         "2.5.2",
         "worker groups may wait in batches",
     ),
+    HostName("CSVLogger", "_root_dir", without=_OWN_LOGS),
+    HostName("CSVLogger", "_save_dir", without=_OWN_LOGS),
     HostName("ProgressBar", "get_metrics", without="the progress bar shows no outer step"),
     HostName("DDPStrategy", "_register_ddp_hooks", without="sdiloco simulate does not run"),
 )
@@ -245,12 +252,16 @@ def _hosts(place: str, trainer: Trainer) -> Iterator[object]:
     if top == "trainer":
         # The private names on the way are in the register themselves.
         with suppress(AttributeError):
-            yield reduce(getattr, path, trainer)
+            host = reduce(getattr, path, trainer)
+            # Simulated processes have no launcher.
+            if host is not None:
+                yield host
     elif path:
         yield _imported(place.replace("lightning.pytorch", _distribution_of(trainer)))
     else:
         strategy = trainer.strategy
-        parts = *trainer.callbacks, strategy, strategy.launcher, strategy.checkpoint_io
+        parts = [*trainer.callbacks, *trainer.loggers, strategy, strategy.launcher]
+        parts.append(strategy.checkpoint_io)
         yield from (host for host in parts if place in class_names(type(host)))
 
 

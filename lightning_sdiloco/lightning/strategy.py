@@ -54,6 +54,7 @@ from lightning_sdiloco.lightning.groups import ConnectedGroups, stays_in_group
 from lightning_sdiloco.lightning.host import (
     Batch,
     Forwarded,
+    Function,
     Internal,
     LightningModule,
     State,
@@ -61,9 +62,11 @@ from lightning_sdiloco.lightning.host import (
     advise_on_unused,
     refuse_in_notebook,
     refuse_unsupported,
+    wrap,
 )
 from lightning_sdiloco.lightning.model_format import WholeModel, release_gradients, require_sharded
 from lightning_sdiloco.lightning.options import Measured, Options
+from lightning_sdiloco.lightning.own_hosts import give_own_folders, make_site_of_host
 from lightning_sdiloco.lightning.results import Results
 
 if TYPE_CHECKING:
@@ -206,6 +209,10 @@ class GroupStrategy:
 
     def _configure_launcher(self) -> None:
         # Inside Trainer() or Fabric(), before any process starts.
+        federation = self._options.federation
+        if federation is not None and federation.starts_hub:
+            located = make_site_of_host(self, federation)
+            self._options = replace(self._options, federation=located)
         self._groups.check(self, self._options, self._format)
         super()._configure_launcher()  # type: ignore[misc]
 
@@ -379,6 +386,18 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         if start_method != "popen":
             self._launcher = self.distribution.launcher(self, start_method=start_method)
         refuse_in_notebook(self)
+        federation = self._options.federation
+        if federation is not None and federation.starts_hub:
+            wrap(self._patches, self._launcher, "launch", self._launch)
+
+    def _launch(self, launch: Function, *args: Forwarded, **kwargs: Forwarded) -> object:
+        # Before Lightning looks for the newest checkpoint.
+        federation = self._options.federation
+        trainer = kwargs.get("trainer")
+        if federation is not None and trainer is not None:
+            located = give_own_folders(trainer, federation)
+            self._options = replace(self._options, federation=located)
+        return launch(*args, **kwargs)
 
     @property
     @override

@@ -18,6 +18,8 @@ from lightning_sdiloco.federation.keys import Role, load
 from lightning_sdiloco.federation.server import HubService
 from lightning_sdiloco.federation.wire import HubError
 
+_MOMENT = 0.5  # seconds between two looks whether this hub is the latest of its run
+
 
 def hub(
     run: str | None = None,
@@ -112,7 +114,8 @@ def _serve(run: str, service: HubService, server: "MetricsServer | None") -> Non
             f"Metrics for Prometheus are on port {server.port}, open to anyone who reaches it.",
             flush=True,
         )
-    over.wait()
+    while not over.wait(_MOMENT):
+        service.require_latest()
 
 
 # Requests to a hub

@@ -116,7 +116,7 @@ class Site:
         for name in TERMS & choices.keys():
             terms[name] = choices.pop(name)
         federation = InProcessFederation(
-            "hub:1", "run", f"s{index}", insecure=True, virtual_hub=hub, **terms
+            "run", "hub:1", f"s{index}", insecure=True, virtual_hub=hub, **terms
         )
         choices = {"fragments": "strided:1", "inner_optimizers": [self.optimizer]} | choices
         self.engine = StreamingDiLoCo(

@@ -203,7 +203,7 @@ def test_the_table_of_the_status_names_troubles_sites_and_their_numbers() -> Non
 
 
 def test_every_metric_of_a_site_is_documented() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "federation.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "monitoring.md").read_text()
     for kind, name, _ in SITE_METRICS.values():
         suffix = "_total" if kind == "counter" else ""
         assert f"`sdiloco_site_{name}{suffix}`" in page

@@ -648,7 +648,7 @@ def test_a_quorum_stands_in_the_run_config_with_its_arguments_or_is_refused() ->
         (lambda: DynamicBackup(1.5), r"least=1\.5 is out of range"),
     ):
         with pytest.raises(ValueError, match=message):
-            Federation("hub:1", "run", "a", insecure=True, quorum=make())
+            Federation("run", "hub:1", "a", insecure=True, quorum=make())
 
 
 def test_a_hub_imports_only_a_quorum_named_by_its_operator_and_starts_with_the_runs() -> None:

@@ -1380,7 +1380,6 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
         "hub='/mnt/run' is a folder or bucket, but sites meet at a hub: start one",
     ),
     ({"hub": "s3://bucket/run", "sites": 2}, "hub='s3://bucket/run' is a folder or bucket"),
-    ({"sites": 2}, "sites=2 cannot be set by a site, only by the hub (sdiloco hub --sites)"),
     ({"insecure": False}, "site 'a' needs either keys or insecure=True"),
     ({"keys": "keys.bundle"}, "needs either keys or insecure=True"),
     ({"insecure": False, "keys": "no/such.bundle"}, "There are no keys at no/such.bundle"),
@@ -1393,8 +1392,8 @@ def test_a_federation_refuses_bad_numbers_addresses_and_keys_when_it_is_made(
     init_keys(tmp_path, "run")
     bundle = add_keys(tmp_path, "b")
     of_b = {"insecure": False, "keys": bundle, "site": "b"}
-    Federation("[::1]:29400", "run", "b", keys=bundle)
-    Federation("a.example:29400, b.example:29400", "run", "b", keys=tmp_path)
+    Federation("run", "[::1]:29400", "b", keys=bundle)
+    Federation("run", "a.example:29400, b.example:29400", "b", keys=tmp_path)
     for arguments, message in (
         *BAD_ARGUMENTS,
         ({"insecure": False, "keys": bundle}, "The keys belong to site 'b', not to 'a'"),

@@ -2,15 +2,19 @@
 real SLURM.
 """
 
+import json
 import math
+import os
 import pickle
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +23,15 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_sdiloco.federation.client import HubClient
+from lightning_sdiloco.federation.keys import add_keys
 from tests.chaos.checks import Told, examined
 from tests.chaos.faults import Fault
 from tests.chaos.notes import Note
 from tests.chaos.play import Play
 from tests.chaos.processes import BATCH
 from tests.chaos.world import World
-from tests.federation.hubs import require_extra
+from tests.federation.hubs import require_extra, until
 from tests.fits import assert_same
 from tests.namespaces import enter, two_sites
 from tests.scripts import ROOT, unlaunched
@@ -51,7 +57,8 @@ import train
 class Watch(L.Callback):
     def on_train_batch_end(self, trainer, module, *args):
         last = trainer.global_rank == trainer.world_size - 1
-        if os.environ.get("KILL") and last and trainer.global_step == 113 and not Path("killed").exists():
+        may_kill = os.environ.get("NODE_RANK", "0") != "0" or trainer.strategy.engine.site is None
+        if os.environ.get("KILL") and may_kill and last and trainer.global_step == 113 and not Path("killed").exists():
             Path("killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if trainer.is_global_zero and trainer.global_step == 60:
@@ -183,6 +190,47 @@ def test_lightning_launches_a_run_on_two_machines(tmp_path: Path) -> None:
     text = launched(tmp_path / "run", [[], []], ["--steps=60"], **meeting)
     assert "2 worker groups of 2, from step 0" in text
     assert_alike(4, tmp_path / "run")
+
+
+# The machines of these tests have one host name, but sites are named by it.
+NAMED = "import socket; socket.gethostname = lambda: 'n' + os.environ['NODE_RANK']\n"
+
+
+def as_sites(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = SCRIPT.replace("import train\n", f"import train\n{NAMED}")
+    monkeypatch.setitem(globals(), "SCRIPT", script)
+
+
+@pytest.mark.network
+def test_a_torchrun_for_each_machine_restarts_its_site_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_extra()
+    as_sites(monkeypatch)
+    folder = tmp_path / "run"
+    place = ["--run=llm", "--hub=10.79.0.1:29400", "--sites=2"]
+    script = [*place, "--steps=1500", "--resume=last"]
+    text = launched(folder, [torchrun(1, "--standalone", "--")] * 2, script, KILL="1", PACE="0.04")
+    assert text.count("1 worker groups of 2, from step 0") == 2
+    assert text.count("from step 100") == 1
+    first, second = re.findall(r"outer norm (\S+)", text)
+    assert first == second
+    assert "its sites have left" in (folder / "checkpoints" / "hub-llm" / "hub.log").read_text()
+
+
+@pytest.mark.network
+def test_a_script_on_each_machine_makes_sites_of_them_by_the_name_of_the_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_extra()
+    as_sites(monkeypatch)
+    meeting = {"MASTER_ADDR": "10.79.0.1", "MASTER_PORT": "29500"}
+    text = launched(tmp_path / "run", [[], []], ["--run=llm", "--steps=100"], **meeting)
+    assert text.count("1 worker groups of 2, from step 0") == 2
+    first, second = re.findall(r"outer norm (\S+)", text)
+    assert first == second
+    checkpoints = (tmp_path / "run" / "checkpoints").glob("n*/last.ckpt")
+    assert sorted(path.parent.name for path in checkpoints) == ["n0", "n1"]
 
 
 # Under SLURM
@@ -344,3 +392,126 @@ def test_a_site_job_returns_from_its_checkpoint_and_the_other_site_does_not_wait
         assert restart["step"] == last_step // 25 * 25
     else:
         assert restart["step"] == last_step
+
+
+# Every node a site of a federation whose hub starts itself
+
+OF_NODES = """
+import os
+from pathlib import Path
+
+import lightning as L
+
+import train
+
+
+class Pids(L.Callback):
+    def on_train_start(self, trainer, module):
+        Path(f"{os.environ['SLURMD_NODENAME']}-{os.environ['SLURM_LOCALID']}.pid").write_text(str(os.getpid()))
+
+
+if __name__ == "__main__":
+    train.main([Watch(), Pids()])
+"""
+
+
+class Nodes:
+    """Two nodes in a job of SLURM, each a site of two tasks."""
+
+    names = ("n0", "n1")
+
+    def __init__(self, cluster: Slurm, folder: Path) -> None:
+        self.cluster = cluster
+        self.folder = fresh(folder)
+        watched, _, _ = SCRIPT.partition("if __name__")
+        (folder / "of_nodes.py").write_text(watched + OF_NODES)
+        self.hub = folder / "checkpoints" / "hub-llm"
+
+    def tasks(self, node: str) -> list[int]:
+        return [int(path.read_text()) for path in self.folder.glob(f"{node}-*.pid")]
+
+    def kill(self, node: str) -> None:
+        """Kills all processes of a node."""
+        pids = self.tasks(node)
+        assert len(pids) == 2
+        if node == "n0":
+            pids += [int(pid) for pid in re.findall(r"process (\d+): the", self.log())][-1:]
+        for path in self.folder.glob(f"{node}-*.pid"):
+            path.unlink()
+        for pid in pids:
+            # SLURM may have ended the hub with the tasks of its node.
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def log(self) -> str:
+        return (self.hub / "hub.log").read_text()
+
+    def joined(self, node: str) -> int:
+        path = self.hub / "hub.log"
+        return self.log().count(f"{node} has joined") if path.exists() else 0
+
+    def await_joined(self, *times: int) -> None:
+        """Waits until each node has joined so often, and all its tasks train."""
+        deadline = time.monotonic() + 250.0
+        while tuple(map(self.joined, self.names)) != times or not all(
+            len(self.tasks(node)) == 2 for node in self.names
+        ):
+            assert time.monotonic() < deadline, f"{self.logs()}\n{self.log()}"
+            time.sleep(0.1)
+
+    def call(self, name: str, job: str, role: Any) -> Any:
+        keys = add_keys(self.hub / "keys", role, role)
+        address = f"127.0.0.1:{15_000 + int(job[-4:])}"
+        client = HubClient(address, "llm", role, keys, role=role)
+        try:
+            return client.call(name)[1]
+        finally:
+            client.close()
+
+    def round(self, job: str) -> int:
+        status = json.loads(self.call("status", job, "reader"))
+        return min(fragment["round"] for fragment in status["fragments"])
+
+    def logs(self) -> str:
+        return "".join(path.read_text()[-4000:] for path in self.folder.glob("*.log"))
+
+
+@pytest.mark.slurm
+def test_nodes_of_a_job_found_a_run_and_a_killed_one_comes_back_the_hubs_too(
+    cluster: Slurm, tmp_path: Path
+) -> None:
+    require_extra()
+    nodes = Nodes(cluster, tmp_path / "nodes")
+    script = nodes.folder / "federation_of_nodes.sbatch"
+    text = script.read_text().replace("train.py", "of_nodes.py --steps 100000")
+    script.write_text(text.replace("sleep 10", "sleep 1"))
+    job = submitted(cluster, nodes.folder, script.name)
+    nodes.await_joined(1, 1)
+    nodes.kill("n1")
+    left_round = nodes.round(job)
+    nodes.await_joined(1, 2)
+    assert nodes.round(job) > left_round
+    nodes.kill("n0")
+    # The hub that was started again lets in both.
+    nodes.await_joined(2, 3)
+    nodes.call("end", job, "operator")
+    log = nodes.folder / f"sdiloco-{job}.log"
+    until(lambda: log.read_text().count("outer norm") == 2, 250.0)
+    norms = re.findall(r"outer norm (\S+)", log.read_text())
+    assert norms[0] == norms[1]
+
+
+@pytest.mark.slurm
+def test_a_step_over_all_nodes_outlives_the_tasks_of_one(cluster: Slurm, tmp_path: Path) -> None:
+    require_extra()
+    nodes = Nodes(cluster, tmp_path / "nodes")
+    command = "srun --no-kill --kill-on-bad-exit=0 python of_nodes.py --run llm --num-nodes 2 --steps 100000"
+    options = ["--nodes=2", "--ntasks-per-node=2", "--no-kill", "--output=job.log"]
+    job = submitted(cluster, nodes.folder, *options, f"--wrap={command}")
+    nodes.await_joined(1, 1)
+    nodes.kill("n1")
+    left_round = nodes.round(job)
+    until(lambda: nodes.round(job) > left_round + 3, 250.0)
+    nodes.call("end", job, "operator")
+    log = awaited("outer norm", nodes.folder / "job.log")
+    assert log.count("outer norm") == 1

@@ -43,7 +43,7 @@ NOT_FOR_SITES: list[tuple[str, Any]] = [
 
 
 def test_a_strategy_refuses_by_name_options_that_a_federation_cannot_offer() -> None:
-    federation = lightning_sdiloco.Federation("hub:1", "run", "a", insecure=True)
+    federation = lightning_sdiloco.Federation("run", "hub:1", "a", insecure=True)
     for name, value in NOT_FOR_SITES:
         message = refusal(StreamingDiLoCoStrategy, federation=federation, **{name: value})
         assert f"{name}={value!r} does not work with a federation" in message

@@ -40,8 +40,10 @@ def prepared(distribution: str, of_shards: bool = False) -> Any:
     ]
     if hasattr(host.callbacks, "WeightAveraging"):
         callbacks.append(host.callbacks.WeightAveraging())
+    # It writes nothing before the first fit.
+    logger = host.loggers.CSVLogger("logs")
     trainer = host.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, callbacks=callbacks, logger=False
+        accelerator="cpu", devices=1, strategy=strategy, callbacks=callbacks, logger=logger
     )
     module = fits.module(distribution)
     module.trainer = trainer

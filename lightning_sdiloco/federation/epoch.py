@@ -1,0 +1,54 @@
+"""The epoch of a hub: a number that grows with each start of a run's hub, beside its ledger.
+
+[Note: two hubs] A ledger is locked while a hub serves it. That is no help where a file system
+forgets the locks of a host that it has lost, and a successor starts while the earlier hub still
+runs. So each hub writes its epoch beside the ledger, and looks before each write whether it is
+still there: of two hubs only the later one writes. Each answer of a hub bears the epoch, and a site
+follows no hub of an earlier one than it has seen. An epoch is at least the time of the hub's start
+in seconds, so that a hub on a new ledger, or on a copy, is a later one, too.
+"""
+
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from lightning_sdiloco.federation.keys import wall_clock
+from lightning_sdiloco.federation.wire import HubUnreachable
+
+_LENGTH = 64  # bytes: always as many, so that a full disk has room for it
+
+
+class Epoch:
+    """The epoch of this hub.
+
+    Attributes:
+        number: The epoch.
+        is_over: Whether another hub has begun a later one.
+    """
+
+    def __init__(self, ledger: Path) -> None:
+        self._path = ledger.with_suffix(".epoch")
+        earlier_number = 0
+        # A file that was not written to its end is as good as none.
+        with suppress(OSError, ValueError, IndexError):
+            earlier_number = int(self._path.read_bytes().split()[0])
+        self.number = max(earlier_number + 1, int(wall_clock()))
+        self.is_over = False
+        self._content = f"{self.number} {secrets.token_hex(8)}".ljust(_LENGTH).encode()
+        handle = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.pwrite(handle, self._content, 0)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def require(self) -> None:
+        """Raises an error if another hub serves the run by now."""
+        with suppress(OSError):
+            # One that cannot be read says nothing: the ledger lies in the same folder.
+            self.is_over = self.is_over or self._path.read_bytes() != self._content
+        if self.is_over:
+            raise HubUnreachable(
+                "another hub has started on this run's ledger, and this one writes no more."
+            )

@@ -1,0 +1,299 @@
+"""A hub that starts itself: on which host, from which files, with which keys, and until when.
+
+[Note: a hub that starts itself] The first rank of the site on the hub's host starts it as a process
+of its own, if none answers there. That process survives the site: a site that is killed and started
+again finds it. If the whole host dies, the hub goes on from its ledger when the host is back. Two
+processes cannot serve one run: the ledger is locked, also on a file system that several hosts
+share. The hub ends with the run: when all its sites have left, or none has been connected for a
+while. Until then the process of the first rank stays, because some launchers end what a process
+leaves behind.
+
+Each host has the keys from the folder of the hub. Only their owner can read them, so the hub's host
+makes them without asking if its folder is one that all hosts see; otherwise nothing is handed out.
+"""
+
+import atexit
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning_sdiloco.federation.client import hub_addresses
+from lightning_sdiloco.federation.keys import add_keys, init_keys
+from lightning_sdiloco.federation.server import HubService
+from lightning_sdiloco.federation.wire import HubError
+from lightning_sdiloco.launch.hosts import is_of_this_host, launch_of_host
+
+_log = logging.getLogger(__name__)
+
+_MOMENT = 0.2  # seconds between two looks
+_LONGEST_START = 60.0  # seconds that a hub may take until it listens
+# Seconds after which keys must be visible on all hosts: a shared file system may be late.
+_LATE_KEYS = 30.0
+_FIRST_WARNING = 10.0
+# Seconds without a connected site after which a hub ends: if all sites have left, and if some were
+# lost and may come back.
+_ALL_LEFT = 2.0
+_NOBODY = 120.0
+_SHOWN_LOG = 2000
+_LOOPBACK = "127.0.0.1"
+
+
+class Place(NamedTuple):
+    """The place of a site: the address of its hub, the number of sites that found the run, and the
+    name of its host.
+    """
+
+    hub: str
+    sites: int
+    host: str
+
+
+def place_of_host(run: str, hub: str | None, sites: int | None) -> Place:
+    """Returns the place of this host, with the address and number that the launcher gives where the
+    user gives none.
+    """
+    launch = launch_of_host()
+    # A host that takes itself for the only one would found a run alone.
+    if sites is None and launch.hosts in (None, 1):
+        raise ValueError(
+            f"The hub of run {run!r} is to start itself, but {launch.launcher} does not tell that"
+            " there are several hosts. Give their number, Federation(sites=2), or the address of a"
+            " hub that you have started, Federation(hub='ADDRESS:PORT')."
+        )
+    sites = sites or launch.hosts or 1
+    if hub is None:
+        if launch.address is None or launch.port is None:
+            raise ValueError(
+                f"The hub of run {run!r} is to start itself, but {launch.launcher} does not tell"
+                " where. Set MASTER_ADDR and MASTER_PORT, on all hosts, to an address and a free"
+                " port of the first one; under torchrun give Federation(hub='ADDRESS:PORT',"
+                " sites=...)."
+            )
+        hub = f"{launch.address}:{launch.port}"
+    return Place(hub, sites, launch.host)
+
+
+class HubOfRun(NamedTuple):
+    """The hub that the hosts of a run start.
+
+    Attributes:
+        run: The name of the run.
+        address: Address and port.
+        sites: The number of sites that found the run.
+        folder: The folder of ledger, payloads, log and keys.
+        is_here: Whether it runs on this host.
+        keys: The user's folder of keys; None: those in its own folder.
+        insecure: Whether it serves without TLS.
+    """
+
+    run: str
+    address: str
+    sites: int
+    folder: Path
+    is_here: bool
+    keys: Path | None = None
+    insecure: bool = False
+
+    @property
+    def _port(self) -> int:
+        return hub_addresses(self.address)[0][1]
+
+    @property
+    def log_file(self) -> Path:
+        return self.folder / "hub.log"
+
+    @property
+    def _made_keys(self) -> Path:
+        return self.folder / "keys"
+
+    def prepare(self, site: str, patience: float) -> None:
+        """Starts the hub if this is its host and none answers, and gets the keys of this site."""
+        if self.is_here:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self.keys is None and not self.insecure:
+                self._make_keys()
+            if not self._answers(_LOOPBACK):
+                self._start()
+        if self.keys is None and not self.insecure:
+            self._await_keys(patience)
+            if not (self._made_keys / f"{site}.bundle").exists():
+                add_keys(self._made_keys, site)
+
+    @property
+    def keys_of_sites(self) -> Path | None:
+        """Returns the folder with the bundles of the sites; None without TLS."""
+        if self.insecure:
+            return None
+        return self.keys or self._made_keys
+
+    def stay(self) -> None:
+        """Lets this process end only when the hub has ended, if it runs on this host."""
+        if self.is_here:
+            atexit.register(self._await_end)
+
+    def _answers(self, host: str) -> bool:
+        try:
+            socket.create_connection((host, self._port), timeout=5.0).close()
+        except OSError:
+            return False
+        return True
+
+    def _make_keys(self) -> None:
+        """Makes an authority for this run, which appears whole, unless there is one."""
+        if self._made_keys.exists():
+            return
+        new = self.folder / f"keys.{secrets.token_hex(4)}.new"
+        init_keys(new, self.run)
+        try:
+            new.rename(self._made_keys)
+        except OSError:
+            # Another process of this host was faster.
+            shutil.rmtree(new)
+
+    def _await_keys(self, patience: float) -> None:
+        """Waits until the hub's host has made the keys, in a folder that this host sees."""
+        began = time.monotonic()
+        warns_at = began + _FIRST_WARNING
+        answers_since = None
+        while not (self._made_keys / "hub.bundle").exists():
+            now = time.monotonic()
+            if answers_since is None and self._answers(hub_addresses(self.address)[0][0]):
+                answers_since = now
+            hub_is_ready = answers_since is not None and now > answers_since + _LATE_KEYS
+            if hub_is_ready or now > began + patience:
+                raise ValueError(
+                    f"The hub of run {self.run!r} at {self.address} made its keys in"
+                    f" {self._made_keys} on its own host, but this host has no such folder. Give a"
+                    " folder that all hosts see (Federation(folder=...)), or make keys (sdiloco"
+                    " keys init) and give them to each host (Federation(keys=...)), or"
+                    " insecure=True where only these hosts reach the port."
+                )
+            if now > warns_at:
+                warns_at = now + 6 * _FIRST_WARNING
+                _log.warning(
+                    "This host waits for the keys of the hub at %s, in %s.",
+                    self.address,
+                    self._made_keys,
+                )
+            time.sleep(_MOMENT)
+
+    def _start(self) -> None:
+        """Starts the hub, and waits until it listens; or until another process has started it."""
+        arguments = {**self._asdict(), "folder": str(self.folder)}
+        arguments["keys"] = None if self.insecure else str(self.keys_of_sites)
+        with self.log_file.open("a") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", __name__, json.dumps(arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # Signals to the site's processes are not for the hub.
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + _LONGEST_START
+        while not self._answers(_LOOPBACK):
+            has_ended = process.poll() is not None
+            if has_ended:
+                # Another one may be about to listen.
+                deadline = min(deadline, time.monotonic() + 10.0)
+            if time.monotonic() > deadline:
+                end = f"ended with code {process.returncode}" if has_ended else "does not listen"
+                text = self.log_file.read_text()[-_SHOWN_LOG:]
+                raise ValueError(
+                    f"The hub of run {self.run!r}, which starts itself at {self.address}, {end}."
+                    f" The end of {self.log_file}:\n{text}"
+                )
+            time.sleep(_MOMENT)
+        _log.info(
+            "The hub of run %s listens at %s; its log is %s", self.run, self.address, log.name
+        )
+
+    def _await_end(self) -> None:
+        if self._answers(_LOOPBACK):
+            _log.info("This process stays until the other sites have left the hub of this host.")
+        with suppress(KeyboardInterrupt):
+            while self._answers(_LOOPBACK):
+                time.sleep(_MOMENT)
+
+
+def hub_of_hosts(
+    run: str,
+    place: Place,
+    folder: str | Path | None,
+    keys: str | Path | None,
+    insecure: bool,
+) -> HubOfRun:
+    """Returns the hub that the hosts of a run start, as this one sees it."""
+    launch = launch_of_host()
+    ((address, _),) = hub_addresses(place.hub)
+    is_here = is_of_this_host(address)
+    if launch.number is not None and launch.address == address:
+        # Names may mean this machine on every host.
+        is_here = launch.number == 0
+    if is_here and keys is not None and not Path(keys).is_dir():
+        raise ValueError(
+            f"keys={str(keys)!r} has the keys of a site, but the hub starts itself on this host and"
+            " needs its own: give the folder of sdiloco keys init here."
+        )
+    return HubOfRun(
+        run,
+        place.hub,
+        place.sites,
+        Path(folder or f"hub-{run}"),
+        is_here,
+        None if keys is None else Path(keys),
+        insecure,
+    )
+
+
+def serve(hub: HubOfRun) -> None:
+    """Serves a run until its sites have left, or a signal comes."""
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    service = HubService(
+        hub.run,
+        hub.folder / "hub.sqlite",
+        hub.sites,
+        f"0.0.0.0:{hub._port}",
+        keys=hub.keys,
+        insecure=hub.insecure,
+    )
+    with closing(service):
+        service.start()
+        _log.info("process %d: the hub of run %s listens at %s", os.getpid(), *hub[:2])
+        used_at = time.monotonic()
+        while not ended.wait(_MOMENT):
+            service.require_latest()
+            if service.is_in_use:
+                used_at = time.monotonic()
+            patience = _ALL_LEFT if service.have_all_left else _NOBODY
+            if time.monotonic() > used_at + patience:
+                break
+    _log.info("the hub of run %s has ended: its sites have left", hub.run)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    arguments = json.loads(sys.argv[1])
+    arguments["folder"] = Path(arguments["folder"])
+    try:
+        serve(HubOfRun(**arguments))
+    except (HubError, ValueError) as error:
+        _log.error("%s", error)
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""A Trainer whose hosts are sites: each is a world of its own processes, with folders of its own.
+
+Lightning connects the processes of all hosts, and lets the first of them save and log. The hosts of
+a federation whose hub starts itself share neither, although the same script with the same folders
+runs on each.
+"""
+
+import importlib
+from dataclasses import replace
+
+from lightning_sdiloco.federation.config import Federation
+from lightning_sdiloco.launch.hosts import launch_of_host, make_world
+from lightning_sdiloco.lightning.host import Host, Internal, Trainer, class_names
+
+_KNOWN = {"LightningEnvironment", "SLURMEnvironment", "TorchElasticEnvironment"}
+# The attributes in which Lightning's loggers keep their folders.
+_FOLDERS_OF_LOGGERS = ("_root_dir", "_save_dir")
+
+
+def make_site_of_host(host: Host, federation: Federation) -> Federation:
+    """Makes the processes of this host a site, before any process group exists; returns the
+    federation as seen from it.
+    """
+    environment = host.cluster_environment
+    if not class_names(type(environment)) & _KNOWN:
+        raise ValueError(
+            f"{type(environment).__name__} does not work with a federation whose hub starts itself:"
+            " hosts are launched by SLURM (srun), by one torchrun per host, or by a script on each."
+            " Launch them so, or start a hub (sdiloco hub) and each site as its own job."
+        )
+    launch = launch_of_host()
+    if launch.hosts is None and host.num_nodes > 1:
+        launch = launch._replace(hosts=host.num_nodes)
+    make_world(launch, host.num_processes)
+    located = federation.located()
+    host.num_nodes = 1
+    if launch.launcher == "SLURM":
+        host.cluster_environment = _environment_by_variables(environment)
+    # Fabric has the second.
+    set_world_ranks = getattr(host, "set_world_ranks", None) or host._set_world_ranks
+    set_world_ranks()
+    return located
+
+
+def _environment_by_variables(environment: Internal) -> Internal:
+    """Returns the environment that reads the variables of the host's world, of the same
+    distribution as another one.
+    """
+    kinds = type(environment).__mro__
+    base = next(kind for kind in kinds if kind.__name__ == "ClusterEnvironment")
+    environments = importlib.import_module(base.__module__.rpartition(".")[0])
+    return environments.LightningEnvironment()
+
+
+def give_own_folders(trainer: Trainer, federation: Federation) -> Federation:
+    """Gives checkpoints and logs of this host a folder of its own below those of the trainer, which
+    other hosts may see; returns the federation with the folder of its hub beside them.
+    """
+    site = federation.site
+    root = str(trainer.default_root_dir)
+    beside = root
+    for callback in trainer.callbacks:
+        if "ModelCheckpoint" not in class_names(type(callback)):
+            continue
+        dirpath = callback.dirpath
+        if dirpath is not None and beside == root:
+            beside = str(dirpath)
+        callback.dirpath = _below(dirpath or f"{root}/checkpoints", site)
+    for logger in trainer.loggers:
+        _move_logger(logger, site)
+    # Checkpoints on SLURM's signal lie there.
+    trainer._default_root_dir = _below(root, site)
+    if federation.folder is not None or "://" in beside:
+        return federation
+    return replace(federation, folder=f"{beside}/hub-{federation.run}")
+
+
+def _move_logger(logger: Internal, site: str | None) -> None:
+    """Lets a logger that has a folder write below it."""
+    for name in _FOLDERS_OF_LOGGERS:
+        folder = getattr(logger, name, None)
+        if folder is not None:
+            setattr(logger, name, _below(folder, site))
+
+
+def _below(folder: object, site: str | None) -> str:
+    """Returns the folder of a site below one of all, or that folder if it is the site's already."""
+    text = str(folder).rstrip("/")
+    if text.rpartition("/")[2] == site:
+        return text
+    return f"{text}/{site}"

@@ -1,0 +1,374 @@
+"""A hub that starts itself: hosts as sessions of processes that are killed and come back, the
+launches that launchers describe, keys, and two hubs on one ledger.
+"""
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_sdiloco import Federation, StreamingDiLoCo
+from lightning_sdiloco.federation.client import HubClient
+from lightning_sdiloco.federation.keys import add_keys
+from lightning_sdiloco.federation.self_started import HubOfRun, place_of_host
+from lightning_sdiloco.federation.wire import HubUnreachable
+from lightning_sdiloco.launch.hosts import Launch, expanded, launch_of_host, make_world
+from tests.bits import same
+from tests.federation.hubs import Line, World, require_extra, until
+from tests.ranks import LAUNCHERS, PATIENCE
+from tests.training import inner_optimizer, mlp, train_step
+
+RUN = "llm"
+CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 2, "fragments": [["*"]]}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+# Hosts
+
+
+def train_host(folder: Path, name: str, variables: Mapping[str, str], hosts: int) -> None:
+    """Trains the site of a host until the run ends, and notes its rounds."""
+    os.setsid()
+    os.environ.update(variables)
+    log = os.open(folder / f"{name}.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(folder)
+    socket.gethostname = lambda: name
+    torch.set_num_threads(1)
+    model = mlp()
+    optimizer = inner_optimizer("adamw", model)
+    federation = Federation(RUN, sites=hosts, lease=3.0)
+    engine = StreamingDiLoCo(model, inner_optimizers=[optimizer], federation=federation, **CHOICES)
+    engine.join()
+    follower = engine.loop.follower  # type: ignore[attr-defined]
+    longest_step = 0.0
+    step = 0
+    while not engine.loop.is_over:
+        step += 1
+        train_step(model, optimizer, int(name[1:]), step)
+        began = time.monotonic()
+        engine.step(samples=8)
+        longest_step = max(longest_step, time.monotonic() - began)
+        notes = {"step": step, "round": follower.fragments[0].applied.round}
+        new = folder / f"{name}.new"
+        new.write_text(json.dumps({**notes, "longest_step": longest_step}))
+        new.rename(folder / f"{name}.json")
+        time.sleep(0.01)
+    engine.finish()
+    torch.save(model.state_dict(), folder / f"{name}.pt")
+
+
+class Hosts:
+    """Hosts on this machine, of which the first has the hub."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.folder = folder
+        self.names = [f"n{index}" for index in range(number)]
+        self.address = f"127.0.0.1:{free_port()}"
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.chaos.processes"])
+        self._processes: dict[str, Any] = {}
+
+    def start(self, *names: str) -> None:
+        for name in names:
+            (self.folder / f"{name}.json").unlink(missing_ok=True)
+            address, _, port = self.address.partition(":")
+            number = str(self.names.index(name))
+            variables = {"MASTER_ADDR": address, "MASTER_PORT": port, "NODE_RANK": number}
+            arguments = (self.folder, name, variables, len(self.names))
+            self._processes[name] = self._context.Process(target=train_host, args=arguments)
+            self._processes[name].start()
+
+    def kill(self, name: str) -> None:
+        """Kills all processes of a host."""
+        if name == self.names[0]:
+            os.kill(self.hub_process, signal.SIGKILL)
+        process = self._processes[name]
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+
+    @property
+    def hub_process(self) -> int:
+        log = self.folder / f"hub-{RUN}" / "hub.log"
+        return int(re.findall(r"process (\d+): the hub", log.read_text())[-1])
+
+    def notes(self, name: str) -> dict[str, Any]:
+        path = self.folder / f"{name}.json"
+        return json.loads(path.read_text()) if path.exists() else {"round": 0, "step": 0}
+
+    def train(self, rounds: int, *names: str) -> None:
+        """Waits until hosts have applied so many rounds more than any host has by now."""
+        last = max(self.notes(name)["round"] for name in self.names)
+        until(lambda: min(self.notes(name)["round"] for name in names) >= last + rounds, PATIENCE)
+
+    def train_without_hub(self, name: str) -> None:
+        """Waits until a host has trained on alone."""
+        steps = self.notes(name)["step"]
+        until(lambda: self.notes(name)["step"] > steps + 50, PATIENCE)
+
+    def end(self) -> list[dict[str, torch.Tensor]]:
+        """Ends the run as an operator; returns the models of all hosts."""
+        keys = add_keys(self.folder / f"hub-{RUN}" / "keys", "operator", role="operator")
+        client = HubClient(self.address, RUN, "operator", keys, role="operator")
+        client.call("end")
+        client.close()
+        for process in self._processes.values():
+            process.join(PATIENCE)
+            assert process.exitcode == 0, self.logs()
+        return [torch.load(self.folder / f"{name}.pt") for name in self.names]
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text()[-3000:] for path in self.folder.glob("**/*.log"))
+
+    def close(self) -> None:
+        with suppress(OSError, IndexError):
+            os.kill(self.hub_process, signal.SIGKILL)
+        for process in self._processes.values():
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+@pytest.fixture
+def hosts_of(tmp_path: Path) -> Iterator[Callable[[int], Hosts]]:
+    require_extra()
+    worlds: list[Hosts] = []
+
+    def make(number: int) -> Hosts:
+        worlds.append(Hosts(tmp_path, number))
+        return worlds[0]
+
+    yield make
+    worlds[0].close()
+
+
+@pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_hosts_found_a_run_and_each_is_killed_once_and_comes_back(
+    number: int, hosts_of: Callable[[int], Hosts]
+) -> None:
+    hosts = hosts_of(number)
+    hosts.start(*hosts.names)
+    hosts.train(3, *hosts.names)
+    first_hub = hosts.hub_process
+    for name in reversed(hosts.names):
+        survivors = [survivor for survivor in hosts.names if survivor != name]
+        hosts.kill(name)
+        if name == "n0":
+            hosts.train_without_hub("n1")
+        else:
+            hosts.train(3, *survivors)
+        hosts.start(name)
+        hosts.train(3, *hosts.names)
+    assert hosts.hub_process != first_hub
+    # No step has waited for a host that was away.
+    assert max(hosts.notes(name)["longest_step"] for name in hosts.names) < 3.0
+    models = hosts.end()
+    assert all(same(model, models[0]) for model in models)
+    until(lambda: "its sites have left" in hosts.logs(), PATIENCE)
+
+
+# Launches
+
+
+IN_SLURM = {
+    "SLURM_JOB_ID": "4012345",
+    "SLURM_JOB_NODELIST": "gpu[08-10]",
+    "SLURM_STEP_NODELIST": "gpu[08-10]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),4",
+    "SLURM_NODEID": "2",
+    "SLURM_LOCALID": "3",
+    "SLURM_PROCID": "7",
+    "SLURMD_NODENAME": "gpu10",
+}
+BY_TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "GROUP_WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "41234",
+}
+BY_HAND = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "NODE_RANK": "1"}
+OF_ONE_NODE = {"SLURM_STEP_NODELIST": "gpu10", "SLURM_STEP_TASKS_PER_NODE": "4"}
+LAUNCHES: list[tuple[dict[str, str], Launch]] = [
+    (IN_SLURM, Launch("gpu10", "SLURM", 2, 3, "gpu08", 17345, 4)),
+    # A step for each node can be started again alone.
+    (
+        {**IN_SLURM, **OF_ONE_NODE, "SLURM_NODEID": "0"},
+        Launch("gpu10", "SLURM", 2, 3, "gpu08", 17345, 4),
+    ),
+    ({**IN_SLURM, **BY_HAND}, Launch("gpu10", "SLURM", 2, 3, "node0", 29500, 4)),
+    ({**IN_SLURM, **BY_TORCHRUN}, Launch("gpu10", "torchrun", 2, 3, "gpu08", 17345, 2)),
+    (BY_TORCHRUN, Launch("here", "torchrun", processes=2)),
+    (BY_HAND, Launch("here", "script", 1, None, "node0", 29500)),
+    ({}, Launch("here", "script")),
+]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, str]], None]:
+    """Sets the variables of a launcher, and no others of launchers."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "here.example")
+
+    def launch(variables: Mapping[str, str]) -> None:
+        for name in list(os.environ):
+            if name.startswith(LAUNCHERS):
+                monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return launch
+
+
+def test_a_host_knows_its_launch_from_the_variables_of_its_launcher(launched: Any) -> None:
+    for variables, launch in LAUNCHES:
+        launched(variables)
+        assert launch_of_host() == launch
+    assert expanded("a,n[1-2,4]r[08-09],b7") == [
+        "a",
+        "n1r08",
+        "n1r09",
+        "n2r08",
+        "n2r09",
+        "n4r08",
+        "n4r09",
+        "b7",
+    ]
+
+
+def test_a_world_of_a_host_is_on_its_loopback_and_passes_the_launch_on(launched: Any) -> None:
+    launched(IN_SLURM)
+    launch = launch_of_host()
+    with pytest.raises(ValueError, match="SLURM started 4 processes on gpu10, but the Trainer has"):
+        make_world(launch, processes=2)
+    make_world(launch, processes=4)
+    names = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
+    assert [os.environ[name] for name in names] == ["127.0.0.1", "17348", "0", "3", "4"]
+    assert launch_of_host() == launch
+    launched(BY_TORCHRUN)
+    make_world(launch_of_host(), processes=2)
+    assert os.environ["MASTER_PORT"] == "41234"
+
+
+def test_a_launch_that_does_not_tell_the_hosts_is_refused_with_advice(launched: Any) -> None:
+    of_one = {**IN_SLURM, **OF_ONE_NODE, "SLURM_JOB_NODELIST": "gpu10", "SLURM_NODEID": "0"}
+    for variables, hub, sites, message in (
+        ({**BY_TORCHRUN, "GROUP_WORLD_SIZE": "2"}, None, None, r"One torchrun per host|--nnodes=1"),
+        (BY_TORCHRUN, "node0:29400", None, "torchrun does not tell that there are several hosts"),
+        (of_one, None, None, "SLURM does not tell that there are several hosts"),
+        (BY_HAND, None, None, r"script does not tell .* Federation\(sites=2\)"),
+        (BY_TORCHRUN, None, 2, "torchrun does not tell where.* under torchrun give Federation"),
+        ({}, None, 2, "script does not tell where. Set MASTER_ADDR and MASTER_PORT"),
+    ):
+        launched(variables)
+        with pytest.raises(ValueError, match=message):
+            place_of_host(RUN, hub, sites)
+    launched(BY_TORCHRUN)
+    assert place_of_host(RUN, "node0:29400", 2) == ("node0:29400", 2, "here")
+    launched(IN_SLURM)
+    located = Federation(RUN).located()
+    assert (located.hub, located.sites, located.site) == ("gpu08:17345", 3, "gpu10")
+    launched({**BY_HAND, "MASTER_ADDR": "no-such-host.invalid"})
+    with pytest.raises(ValueError, match=r"'no-such-host.invalid'.* is unknown on here"):
+        StreamingDiLoCo(mlp(), federation=Federation(RUN, sites=2), **CHOICES)
+
+
+def test_arguments_that_contradict_a_hub_that_starts_itself_are_refused() -> None:
+    for arguments, message in (
+        ({"hub": "a:1"}, "site=None is not a name"),
+        ({"sites": 0}, "sites=0 is out of range: it must be a whole number of at least 1"),
+        ({"sites": 2, "hub": "a:1,b:1"}, "names 2 addresses, but a hub starts itself at one"),
+        ({"site": "site b"}, "site='site b' is not a name"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Federation(RUN, **arguments)
+
+
+# Keys
+
+
+def test_a_host_that_does_not_see_the_folder_of_keys_is_told_so_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_extra()
+    monkeypatch.setattr("lightning_sdiloco.federation.self_started._LATE_KEYS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        address = f"127.0.0.1:{hub.getsockname()[1]}"
+        hub_there = HubOfRun(RUN, address, 2, tmp_path / "hub", is_here=True)
+        hub_there._make_keys()
+        hub_there._make_keys()
+        (tmp_path / "hub").rename(tmp_path / "not-shared")
+        hub_elsewhere = hub_there._replace(is_here=False)
+        with pytest.raises(ValueError, match=r"but this host has no such folder. Give a folder"):
+            hub_elsewhere.prepare("b", patience=60.0)
+        (tmp_path / "not-shared").rename(tmp_path / "hub")
+        hub_elsewhere.prepare("b", patience=60.0)
+    bundle = tmp_path / "hub" / "keys" / "b.bundle"
+    assert bundle.stat().st_mode & 0o077 == 0
+    assert hub_elsewhere.keys_of_sites == tmp_path / "hub" / "keys"
+
+
+def test_a_hub_that_cannot_start_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
+    require_extra()
+    (tmp_path / "hub.sqlite").write_text("no ledger")
+    hub = HubOfRun(RUN, f"127.0.0.1:{free_port()}", 2, tmp_path, is_here=True)
+    with pytest.raises(ValueError, match=r"(?s)ended with code 1.*hub\.sqlite cannot be used"):
+        hub.prepare("a", patience=60.0)
+
+
+# Two hubs
+
+
+def test_of_two_hubs_on_one_ledger_only_the_later_one_writes_and_is_followed(
+    world: World, tmp_path: Path
+) -> None:
+    world.found_run("a", "b", rounds=2)
+    earlier = world.service
+    # A file system that has forgotten the lock of the earlier hub.
+    copy = tmp_path / "elsewhere"
+    copy.mkdir()
+    earlier.coordinator.back_up(copy)
+    (copy / "hub.epoch").symlink_to(world.folder / "hub.epoch")
+    port = world.port
+    world.port = 0
+    later = world.start(ledger=copy / "hub.sqlite")
+    with pytest.raises(ValueError, match="This hub ends: another hub has started"):
+        earlier.require_latest()
+    with pytest.raises(HubUnreachable, match="this one writes no more"):
+        earlier.ledger.note({"ending": b"1"})
+    later.require_latest()
+    later.ledger.note({"ending": None})
+    # Whoever has heard the later one goes back to no earlier one.
+    line = Line(world.port)
+    address = f"127.0.0.1:{line.port}"
+    client = HubClient(address, later.coordinator.run, "viewer", world.keys, role="reader")
+    client.call("status")
+    line.target = port
+    line.cut()
+    until(lambda: refusal_of(client) == "but another one of this run has begun")
+    line.close()
+    client.close()
+    earlier.close()
+
+
+def refusal_of(client: HubClient) -> str:
+    """The words after the comma with which a client refuses an answer."""
+    try:
+        client.call("status")
+    except HubUnreachable as error:
+        return str(error).partition(", ")[2].rpartition(" ")[0]
+    return ""
