@@ -417,7 +417,7 @@ def with_large_buffers(
     Args:
         sizes: How many times as large as the outer values the buffers of each member are; 0 if they
             have not changed, `NOT_FINITE` if one is not finite.
-        pasts: What is remembered of the sizes of each.
+        pasts: The remembered sizes of each.
 
     Examples:
         >>> sizes = {"a": 1.0, "b": 1.2, "c": 1e20}

@@ -77,14 +77,14 @@ class Encoded(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """What a record does to the outer parameters.
+    """The effect of a record on the outer parameters.
 
     Attributes:
         before: Their digest without it.
         after: Their digest with it.
         outer: The new ones, gathered over the ranks.
-        moved: What it has added to them, gathered.
-        arrival: What lands, in so far as this site has a flight in that round.
+        moved: The values that it has added to them, gathered.
+        arrival: The arrival that lands, in so far as this site has a flight in that round.
     """
 
     before: int

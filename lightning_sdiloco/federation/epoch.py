@@ -24,7 +24,7 @@ class Epoch:
 
     Attributes:
         number: The epoch.
-        is_over: Whether another hub has begun a later one.
+        is_over: True if another hub has begun a later one.
     """
 
     def __init__(self, ledger: Path) -> None:

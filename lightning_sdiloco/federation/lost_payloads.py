@@ -33,7 +33,7 @@ class LostPayloads:
         lost = list[Payload]()
         for payload in _payloads(record):
             is_there = holds(self._store, [payload])
-            # What is stored after a loss has been verified as it arrived.
+            # Blobs that are stored after a loss were verified as they arrived.
             if not is_there or not (is_known or self._is_unaltered(payload)):
                 lost.append(payload)
         return lost

@@ -92,9 +92,9 @@ class HubOfRun(NamedTuple):
         address: Address and port.
         sites: The number of sites that found the run.
         folder: The folder of ledger, payloads, log and keys.
-        is_here: Whether it runs on this host.
+        is_here: True if it runs on this host.
         keys: The user's folder of keys; None: those in its own folder.
-        insecure: Whether it serves without TLS.
+        insecure: True if it serves without TLS.
     """
 
     run: str

@@ -714,7 +714,7 @@ class FederatedWorld:
             rule = Mix(0.0)
             arrival = arrival._replace(gathered=[stepped.outer])
         elif not landing.counted:
-            # Where no site has trained, nothing moves.
+            # If no site has trained, nothing moves.
             rule = Mix(1.0)
         fragment.land(arrival, rule, steps, final=record.final)
         if self.follower.site in record.without_buffers:

@@ -312,8 +312,13 @@ class _Parser(ArgumentParser):
 
     examples: Sequence[str] = ()
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(formatter_class=_Help, **kwargs)
+    def __init__(self, prog: str = "", description: str = "", version: str = "") -> None:
+        super().__init__(
+            prog=prog or None,
+            description=description,
+            version=version or None,
+            formatter_class=_Help,
+        )
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         text = super().format_help(*args, **kwargs)
@@ -339,7 +344,8 @@ class _Parser(ArgumentParser):
         option = super().add_argument(*spellings, **kwargs)
         type_hint = getattr(option, "_typehint", option.type)
         words = _in_words(next(iter(spellings)), type_hint, option.default)
-        option.help = f"{option.help or ''}{words}"
+        if words:
+            option.help = f"{option.help or ''}{words}"
         # For an option that is a class, jsonargparse would list all classes that are imported:
         # hundreds of torch's.
         option.extra_help = str
