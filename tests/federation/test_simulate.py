@@ -318,9 +318,11 @@ PLANTED = [
         [(Progress, "lacks_payloads", property(always(False)))],
     ),
     Planted("a donor lacks the same payloads", 471, [(Ledger, "source", source_of_any)]),
-    Planted("the hub says nothing of lost payloads", 0, [(LostPayloads, "trouble", always(None))]),
-    Planted("an altered payload stays in the store", 0, [(SimulatedStore, "drop", always(None))]),
-    Planted("records of another hub are kept", 0, [(Progress, "meet_hub", meet_and_keep)]),
+    Planted(
+        "the hub says nothing of lost payloads", 231, [(LostPayloads, "trouble", always(None))]
+    ),
+    Planted("an altered payload stays in the store", 112, [(SimulatedStore, "drop", always(None))]),
+    Planted("records of another hub are kept", 112, [(Progress, "meet_hub", meet_and_keep)]),
     Planted("a last round is like any other", 0, [(Ledger, "end", always(None))]),
     Planted("a last round takes what was rounded", 0, [(Ledger, "_call", call_as_ever)]),
 ]
