@@ -78,18 +78,15 @@ def by_gap(groups: int, numel: float) -> float:
 
 
 def points(finished: Runs) -> list[Point]:
-    """Returns what the strategy does by itself on the seeds of the verdict; in two models two
-    groups with H=50.
+    """Returns the results of the bare name on the seeds of the verdict, and in two models those of
+    two groups with H=50.
     """
     points = []
     stages = [(size, "alone") for size in ("0.1M", "0.5M", "2M")]
     for size, stage in (*stages, ("0.2M", "verdict"), ("0.5M", "verdict")):
         settings = quality.planned(quality.STAGES[stage], [size], None, "cpu")
-        wanted = {
-            name: pairs
-            for name, pairs in settings.items()
-            if not any(part in name for part in (", rate ", "H=100", "M=1 ", "bare name"))
-        }
+        part = "bare name" if stage == "alone" else "H=50"
+        wanted = {name: pairs for name, pairs in settings.items() if part in name}
         for compared in comparison.compared(finished, wanted):
             training, _ = wanted[compared.name][0]
             points.append(Point(parameters(training.size), training.groups, compared.percent))
