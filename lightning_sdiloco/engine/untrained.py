@@ -794,7 +794,8 @@ class UntrainedState:
 def _extents(values: Tensor, outer: Tensor) -> Tensor:
     """Returns the largest magnitudes of values and of outer values, where these are finite."""
     rows = torch.stack([values.to(torch.float32), outer.to(torch.float32)])
-    return torch.where(outer.isfinite(), rows.abs(), 0.0).flatten(1).amax(dim=1)
+    finite = torch.where(outer.isfinite(), rows.abs(), 0.0)
+    return finite.reshape(2, -1).amax(dim=1)
 
 
 def _bit(index: int) -> int:

@@ -312,13 +312,8 @@ class _Parser(ArgumentParser):
 
     examples: Sequence[str] = ()
 
-    def __init__(self, prog: str = "", description: str = "", version: str = "") -> None:
-        super().__init__(
-            prog=prog or None,
-            description=description,
-            version=version or None,
-            formatter_class=_Help,
-        )
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{"formatter_class": _Help, **kwargs})
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         text = super().format_help(*args, **kwargs)

@@ -200,7 +200,7 @@ def federation_of(hub: InProcessHub) -> Federation:
         def connect(self, *_: Any, **__: Any) -> Any:
             return hub.connect("a")
 
-    return SiteOfThisHub("hub:1", "run", "a", insecure=True)
+    return SiteOfThisHub(run="run", hub="hub:1", site="a", insecure=True)
 
 
 @in_ranks(1)

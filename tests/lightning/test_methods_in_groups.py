@@ -371,7 +371,7 @@ def test_rounds_that_follow_the_length_are_chosen_with_the_dense_beginning(
     monkeypatch.setattr(options_module, "_LEAST_BYTES", 0)
     dense, _ = fit_dense(rank, steps=600, sync_every=None)
     assert pretended.chosen_at == [3]
-    assert pretended.settings.sync_every == 20
+    assert pretended.settings.sync_every == 10
     assert dense == DenseBeginning(15)
     pretended.link = Link(gbit_s=3e-7, round_trip=0.001)
     dense, _ = fit_dense(rank, steps=600, sync_every=None)

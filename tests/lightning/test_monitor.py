@@ -537,7 +537,7 @@ def assert_columns(columns: dict[str, list[str]]) -> None:
     """Every scalar is in the file for every logged step with a landing, and on the page."""
     for name in ("sdiloco/link_gbit_s", "sdiloco/peak_gbit_s"):
         columns.pop(name, None)
-    assert len(columns) == 27
+    assert len(columns) == 28
     shares = [float(share) for share in columns.pop("sdiloco/compute_utilisation") if share]
     assert [0 <= share <= 1 for share in shares] == [True] * 2
     rows_with_landings = [n for n, norm in enumerate(columns["sdiloco/outer_grad_norm"]) if norm]
