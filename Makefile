@@ -23,10 +23,10 @@ MINUTES ?= 9
 CORPUS ?= data/linux.xz
 AUDIT_ARGS ?=
 # Many tests start several ranks and bound their waits. On a busy machine one may be held up for longer, so a test that
-# fails is tried once more, and shows as R and in the summary. They often wait for each other: four at a time keep two
-# cores busy. Neighbours share what they have trained, so each process starts with a stretch of its own, and takes from
+# fails is tried once more, and shows as R and in the summary. They wait for a third of their time: three at a time keep
+# two cores busy. Neighbours share what they have trained, so each process starts with a stretch of its own, and takes from
 # another's end when it is through.
-PYTEST_ARGS ?= --numprocesses 4 --dist worksteal --reruns 1
+PYTEST_ARGS ?= --numprocesses 3 --dist worksteal --reruns 1
 
 # Hundreds of processes import the package, and each process of pytest all tests: without bytecode that takes twice as long.
 unexport PYTHONDONTWRITEBYTECODE
