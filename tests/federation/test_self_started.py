@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from lightning_sdiloco.federation.wire import HubUnreachable
 from lightning_sdiloco.launch.hosts import Launch, expanded, launch_of_host, make_world
 from tests.bits import same
 from tests.federation.hubs import Line, World, require_extra, until
-from tests.ranks import LAUNCHERS, PATIENCE
+from tests.ranks import PATIENCE, replace_environment
 from tests.training import inner_optimizer, mlp, train_step
 
 RUN = "llm"
@@ -220,18 +221,12 @@ LAUNCHES: list[tuple[dict[str, str], Launch]] = [
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, str]], None]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Mapping[str, str]], None]]:
     """Sets the variables of a launcher, and no others of launchers."""
     monkeypatch.setattr(socket, "gethostname", lambda: "here.example")
-
-    def launch(variables: Mapping[str, str]) -> None:
-        for name in list(os.environ):
-            if name.startswith(LAUNCHERS):
-                monkeypatch.delenv(name)
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-
-    return launch
+    # Also takes back the variables that the code under test sets.
+    with mock.patch.dict(os.environ):
+        yield replace_environment
 
 
 def test_a_host_knows_its_launch_from_the_variables_of_its_launcher(launched: Any) -> None:

@@ -2,14 +2,13 @@
 
 import importlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_sdiloco import Federation
-from tests.ranks import LAUNCHERS, in_ranks
+from tests.ranks import in_ranks, replace_environment
 
 DISTRIBUTIONS = {
     "lightning.pytorch": "lightning_sdiloco.lightning_pytorch",
@@ -33,14 +32,6 @@ IN_SLURM = {
 }
 
 
-def set_launch(variables: Mapping[str, str]) -> None:
-    """Sets the variables of a launcher, and no others of launchers."""
-    for name in list(os.environ):
-        if name.startswith(LAUNCHERS):
-            del os.environ[name]
-    os.environ.update(variables)
-
-
 def trainer_of(distribution: str, folder: Path, **choices: Any) -> Any:
     ours = importlib.import_module(DISTRIBUTIONS[distribution])
     theirs = importlib.import_module(distribution)
@@ -62,7 +53,7 @@ def trainer_of(distribution: str, folder: Path, **choices: Any) -> Any:
 def test_hosts_of_a_trainer_are_worlds_with_their_own_folders(rank: int, tmp_path: Path) -> None:
     for distribution in DISTRIBUTIONS:
         for variables, site in ((BY_HAND, os.uname().nodename.partition(".")[0]), (IN_SLURM, "n1")):
-            set_launch(variables)
+            replace_environment(variables)
             trainer = trainer_of(distribution, tmp_path)
             assert (trainer.num_nodes, trainer.world_size, trainer.global_rank) == (1, 1, 0)
             environment = trainer.strategy.cluster_environment
@@ -85,7 +76,7 @@ def test_hosts_of_fabric_are_worlds(rank: int) -> None:
 
     from lightning_sdiloco import StreamingDiLoCoFabricStrategy
 
-    set_launch(BY_HAND)
+    replace_environment(BY_HAND)
     strategy = StreamingDiLoCoFabricStrategy(federation=Federation("llm"))
     fabric = L.Fabric(strategy=strategy, accelerator="cpu", devices=1, num_nodes=2)
     assert (fabric.world_size, fabric.global_rank) == (1, 0)
@@ -100,9 +91,9 @@ def test_hosts_of_an_unknown_launcher_or_of_another_number_of_tasks_are_refused(
 ) -> None:
     from lightning.fabric.plugins.environments.kubeflow import KubeflowEnvironment
 
-    set_launch({**IN_SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"})
+    replace_environment({**IN_SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"})
     with pytest.raises(ValueError, match="SLURM started 2 processes on n1, but the Trainer has"):
         trainer_of("lightning.pytorch", tmp_path)
-    set_launch({**BY_HAND, "RANK": "1", "WORLD_SIZE": "2"})
+    replace_environment({**BY_HAND, "RANK": "1", "WORLD_SIZE": "2"})
     with pytest.raises(ValueError, match="KubeflowEnvironment does not work with a federation"):
         trainer_of("lightning.pytorch", tmp_path, plugins=[KubeflowEnvironment()])
