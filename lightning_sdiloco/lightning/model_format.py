@@ -192,8 +192,8 @@ class WholeModel:
             _log.warning(
                 "With static_graph=True DistributedDataParallel adds up the gradients of the first"
                 " step in another order than later ones. In a worker group of %d ranks the resumed"
-                " run may round differently from an uninterrupted one; without static_graph it"
-                " gives the same bits.",
+                " run may round differently from an uninterrupted one; without static_graph it is"
+                " bit-identical.",
                 topology.group_size,
             )
 

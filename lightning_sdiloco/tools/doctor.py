@@ -93,7 +93,7 @@ def doctor(
 ) -> str:
     """Check the machines of a training: reachability, versions, settings, bandwidth and round trip.
 
-    With --hub, start it once, at a site: it checks the way to the hub, the keys, round trip,
+    With --hub, run it once, at a site: it checks the connection to the hub, the keys, round trip,
     bandwidth and run config.
 
     Args:

@@ -512,7 +512,7 @@ def test_a_refusal_is_not_answered_by_calls_without_end(
     assert time.monotonic() - began > 1.4, "a second and two, or half of that"
     connection.close(1.0)
     assert tries() <= 4
-    refusals = [text for text in caplog.messages if "was not taken" in text]
+    refusals = [text for text in caplog.messages if "was not accepted" in text]
     assert len(refusals) == 1, "one line"
 
 
