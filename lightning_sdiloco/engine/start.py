@@ -97,7 +97,7 @@ class WorkerGroups:
     @property
     def process_group(self) -> Any:
         """The ranks of this group, for ``DistributedDataParallel(model, process_group=...)``; None
-        if it is alone.
+        if the group has one rank.
         """
         return self.topology.in_group.process_group
 

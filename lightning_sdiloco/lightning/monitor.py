@@ -250,8 +250,8 @@ class StreamingDiLoCoMonitorMixin:
     """Records what a run did, for `sdiloco report` and for a trace viewer.
 
     Every rank writes its own record, a file of JSON lines: inner steps, launches, flights,
-    landings, waits and losses. None of it travels between groups, and training never waits for it.
-    With a logger of MLflow or W&B the report becomes an artifact of the run when the fit ends.
+    landings, waits and losses. Nothing of it is sent to other groups, and training never waits for
+    it. With a logger of MLflow or W&B the report becomes an artifact of the run when the fit ends.
 
     Args:
         folder: The folder for the records. By default ``sdiloco`` in the run's folder of the

@@ -295,7 +295,7 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
     "lost_steps": (
         "counter",
         "lost_steps",
-        "Inner steps of a site's process that count nowhere because their launches were late.",
+        "Inner steps of a site's process that never count because their launches were late.",
     ),
     "lost_share": (
         "gauge",
