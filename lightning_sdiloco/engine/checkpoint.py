@@ -60,7 +60,7 @@ Outcome = TypeVar("Outcome")
 
 _SUFFIX = ".sdiloco"
 _MANIFEST = "manifest.json"
-_ADVICE = "Older checkpoints stand. Make room on the disk."
+_ADVICE = "Older checkpoints remain valid. Free space on the disk."
 _SAME = "Resume with those it was saved with, or restart from the outer parameters that it holds."
 
 
@@ -346,8 +346,8 @@ def take_up_entries(
         )
     elif unread:
         raise ValueError(
-            f"What this rank saved in a file of its own cannot be read: {named}. If you trust the"
-            " checkpoint, read it with weights_only=False; or save plain values or tensors instead."
+            f"This rank's own file cannot be read: {named}. If you trust the checkpoint, read it"
+            " with weights_only=False; or save plain values or tensors instead."
         )
     return {**saved["engine"], "extra_state": extra}
 

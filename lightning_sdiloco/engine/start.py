@@ -329,8 +329,8 @@ def require_same_start(start: str, world: Communicator) -> None:
     if differences:
         raise ValueError(
             f"The ranks do not start from one checkpoint: {differences[0]}. Give all ranks the same"
-            " one. Where machines have disks of their own, copy the file and the folder beside it"
-            " to each of them."
+            " one. If machines have separate disks, copy the file and the folder next to it to each"
+            " of them."
         )
 
 

@@ -1252,5 +1252,5 @@ def _state_of(ledger: Ledger, site: str, now: float) -> str:
 def _require_own(peer: Peer, site: str, incarnation: str | None = None) -> None:
     if site != peer.name or incarnation not in (None, peer.incarnation):
         raise Refused(
-            f"site {peer.name!r} speaks only for itself, and for its current incarnation."
+            f"site {peer.name!r} may act only for itself, and for its current incarnation."
         )

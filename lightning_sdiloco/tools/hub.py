@@ -105,7 +105,7 @@ def _serve(run: str, service: HubService, server: "MetricsServer | None") -> Non
     service.start()
     status = service.coordinator.status()
     if status["founded"]:
-        state = f"it goes on after {status['records']} records"
+        state = f"it continues after {status['records']} records"
     else:
         state = f"it waits for {status['missing']} sites that found the run"
     print(f"The hub of run {run} listens on port {service.port}: {state}.", flush=True)
@@ -148,7 +148,7 @@ class HubOptions:
             name = holder.name
             run = run or holder.run
         if run is None:
-            raise ValueError("Say which run it is: --run RUN. A bundle names it too: --keys FILE.")
+            raise ValueError("Say which run it is: --run RUN. A bundle also names it: --keys FILE.")
         return HubClient(
             self.hub, run, name, self.keys, self.insecure, role=role, channels=channels
         )

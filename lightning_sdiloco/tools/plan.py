@@ -304,14 +304,14 @@ def _quorum(
         for name, option in (("--grace", grace), ("--delays", delays)):
             if option is not None:
                 raise ValueError(
-                    f"{name} needs a quorum by which rounds close. Give --quorum too, such as"
+                    f"{name} needs a quorum by which rounds close. Also give --quorum, such as"
                     " --quorum 2."
                 )
         return None
     if hub is None:
         raise ValueError(
             f"--quorum {quorum} is about the sites of a federation: worker groups that are launched"
-            " together wait for all. Give the federation's --hub-bandwidth too."
+            " together wait for all. Also give the federation's --hub-bandwidth."
         )
     if isinstance(quorum, int):
         require(quorum >= 1, "quorum", quorum, "at least 1")
@@ -398,7 +398,7 @@ def _plan_as_text(numbers: Numbers) -> str:
         "",
         _predictions(numbers["compressions"], "compression"),
         "",
-        "Memory in each rank, beside ordinary training:",
+        "Memory in each rank, in addition to ordinary training:",
         f"  {_memory(numbers['memory'])}",
         "",
         heading,

@@ -177,7 +177,7 @@ def test_forbidden_messages_of_a_member_are_refused_and_the_run_continues(world:
         lambda: list(posing.events(lambda: own_hello, lambda: heartbeat)),
         lambda: posing.call("contribute", {}, contribution.to_bytes()),
     ):
-        with pytest.raises(Refused, match="site 'c' speaks only for itself"):
+        with pytest.raises(Refused, match="site 'c' may act only for itself"):
             send()
     world.more(1)
 

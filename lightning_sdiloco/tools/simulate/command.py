@@ -134,7 +134,7 @@ def simulate(
             )
         return _federation(configuration, sites, places, picture, json)
     if delays is not None:
-        raise ValueError("--delays is about the sites of a federation. Give --sites too.")
+        raise ValueError("--delays is about the sites of a federation. Also give --sites.")
     if bandwidth is None:
         _refuse_without_link(round_trip, loss, step_time, speeds, absence)
     if methods is None:
@@ -170,7 +170,7 @@ def _refuse_without_link(
     for name, value in options.items():
         if value:
             raise ValueError(
-                f"{name} is for predicting the time of a run on a link. Give its --bandwidth too."
+                f"{name} is for predicting the time of a run on a link. Also give its --bandwidth."
             )
 
 
