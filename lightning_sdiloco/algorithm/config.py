@@ -912,7 +912,7 @@ _INSTEAD = {
 }
 """For misplaced arguments: the one to use, and the correction."""
 
-_BESIDE = "belongs to the strategy: give {right}={{value}} beside outer_optimizer"
+_BESIDE = "belongs to the strategy: give {right}={{value}} next to outer_optimizer"
 _BESIDE_THE_OUTER_OPTIMIZER = {
     name: ("make", _BESIDE.format(right=right))
     for name, right in {

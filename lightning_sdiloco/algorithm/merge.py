@@ -91,8 +91,8 @@ class Mix(LandingRule):
 
 @dataclass(frozen=True)
 class Carry(LandingRule):
-    """Keeps all that was trained in flight: moves the local values as the outer ones moved since
-    the launch.
+    """Keeps all progress made in flight: moves the local values as the outer ones moved since the
+    launch.
 
     ``local + (after - sent)``: a group continues from the new outer parameters with its progress
     since.

@@ -58,8 +58,7 @@ class Fragment:
     Attributes:
         names: Names of the parameters as in ``named_parameters()``, in that order.
         sizes: Their sizes in bytes, in the same order.
-        stacks: As what matrices the outer step sees each of them; None where every value is by
-            itself.
+        stacks: The matrices as which the outer step treats each of them; None for single values.
 
     Examples:
         >>> Fragment(("head.weight", "head.bias"), (4096, 16)).nbytes

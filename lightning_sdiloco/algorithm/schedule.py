@@ -17,10 +17,9 @@ class DenseBeginning:
     """The first rounds of a run, which are short: groups that have trained little together exchange
     more often.
 
-    They take the place of averaging gradients: all that travels does so in the background, from the
-    first inner step on. In these rounds the built-in Nesterov SGD has less momentum, as short
-    rounds need, and the rate of the first round; for an ``lr_schedule`` all of them together are
-    the first round.
+    They replace averaging gradients: everything is sent in the background, from the first inner
+    step on. In these rounds the built-in Nesterov SGD has less momentum, as short rounds need, and
+    the rate of the first round; for an ``lr_schedule`` all of them together are the first round.
 
     Args:
         rounds: How many rounds of every fragment are short, at least 1.
@@ -105,7 +104,7 @@ class Schedule:
 
     The rounds of a `DenseBeginning` come first: with its ``sync_every`` ``h``, the ``r``-th launch
     of a fragment, from 1, follows inner step ``r * h + floor(p * h / P)``. From inner step
-    ``rounds * h`` on, ``t`` counts anew.
+    ``rounds * h`` on, ``t`` restarts.
 
     Args:
         sync_every: Inner steps between two launches of the same fragment (H in the paper).

@@ -202,7 +202,7 @@ class Weighing(ABC):
 
     def joined(self, states: Sequence[WeighingState], groups: int) -> WeighingState:
         """Returns the state of a fragment whose parameters come from other fragments; by default it
-        starts anew.
+        starts afresh.
 
         The model is cut again when parameters are frozen or become trainable, and when a run
         restarts.

@@ -229,10 +229,11 @@ class Topology:
             is_in_use = self.world.all_gather_object(bool(self.exchange.open_channels))
             if any(is_in_use):
                 raise ValueError(
-                    "exchange='...:nccl' was given, but another engine of this process exchanges"
-                    f" over NCCL, too (on {sum(is_in_use)} of {self.world.size} ranks), and their"
-                    " messages would wait for each other. Call finish() or close() of the other"
-                    " engine first, or leave ':nccl' out for gloo, where engines are independent."
+                    "exchange='...:nccl' was given, but another engine of this process also"
+                    f" exchanges over NCCL (on {sum(is_in_use)} of {self.world.size} ranks), and"
+                    " their messages would wait for each other. Call finish() or close() of the"
+                    " other engine first, or leave ':nccl' out for gloo, where engines are"
+                    " independent."
                 )
         engine = next(self.numbers)
         exchange = self.exchange.channel(engine)

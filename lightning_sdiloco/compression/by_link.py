@@ -22,9 +22,10 @@ class ByLink(Compression):
     """Each sender chooses, from a menu, the first code that its own link carries in time
     (FusionLLM).
 
-    The sender chooses alone at each launch, and each payload names its code, so all groups decode
-    the same bits. The loss of a code with error feedback is added to the next launch, whatever its
-    code. As long as there is such a memory, it also takes in the losses of the other codes.
+    Each sender chooses independently at each launch, and each payload names its code, so all groups
+    decode the same bits. The loss of a code with error feedback is added to the next launch,
+    whatever its code. As long as there is such a memory, it also takes in the losses of the other
+    codes.
 
     Args:
         menu: The codes, by name or as compressions, the preferred one first.

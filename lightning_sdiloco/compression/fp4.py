@@ -1,8 +1,7 @@
 """FP4: four bits a value, E3M0 codes (sign and three exponent bits) under one scale per block.
 
 A payload of ``numel`` values is ``ceil(numel / 128)`` tops of 16 bits, then ``ceil(numel / 2)``
-bytes of codes. ``docs/compression.md`` has the format byte by byte and the measurements behind the
-choices.
+bytes of codes. ``docs/decisions/fp4.md`` has the format byte by byte and the reasons.
 
 [Note: in one pass] On a CPU, ``fp4.c`` does the same in one pass, the mean in an eighth of the
 time. ``hatch_build.py`` compiles it where there is a C compiler; nothing is compiled later. On a

@@ -60,7 +60,7 @@ Outcome = TypeVar("Outcome")
 
 _SUFFIX = ".sdiloco"
 _MANIFEST = "manifest.json"
-_ADVICE = "Older checkpoints stand. Make room on the disk."
+_ADVICE = "Older checkpoints remain valid. Free space on the disk."
 _SAME = "Resume with those it was saved with, or restart from the outer parameters that it holds."
 
 
@@ -312,8 +312,8 @@ def with_entries(state: State, tree: State, topology: Topology) -> State:
     failures = [*differing.failures, *(f"extra state of {failure}" for failure in extra.failures)]
     if failures:
         _log.warning(
-            "Rank %d could not save what it holds for itself: %s. A run that resumes takes what"
-            " rank 0 saved there, or what the script sets up. Let the object save plain values or"
+            "Rank %d could not save its own state: %s. A resumed run takes the state that rank 0"
+            " saved, or the one that the script sets up. Let the object save plain values or"
             " tensors.",
             topology.rank,
             "; ".join(failures),
@@ -340,14 +340,14 @@ def take_up_entries(
     if unread and read is None:
         _log.warning(
             "Extra state of modules cannot be read with weights_only=True: %s. These modules keep"
-            " what they hold. Return plain values or tensors from get_extra_state, or restore it"
-            " yourself.",
+            " their current state. Return plain values or tensors from get_extra_state, or restore"
+            " it yourself.",
             named,
         )
     elif unread:
         raise ValueError(
-            f"What this rank saved in a file of its own cannot be read: {named}. If you trust the"
-            " checkpoint, read it with weights_only=False; or save plain values or tensors instead."
+            f"This rank's own file cannot be read: {named}. If you trust the checkpoint, read it"
+            " with weights_only=False; or save plain values or tensors instead."
         )
     return {**saved["engine"], "extra_state": extra}
 

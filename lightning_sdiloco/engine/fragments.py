@@ -192,7 +192,7 @@ class Landing(NamedTuple):
             0 if unknown.
         direction_norm: Norm of its direction; NaN if there was no outer step, or no parameter is a
             matrix.
-        lost_steps: In a federation: inner steps of this site that count nowhere, because what it
+        lost_steps: In a federation: inner steps of this site that never count, because what it
             launched was late.
         wrong_buffers: The groups that counted without their buffers, which ``outlier_guard`` left
             out: they were too large.

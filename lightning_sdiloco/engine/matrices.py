@@ -116,10 +116,9 @@ def with_direction(
     chosen = settings.directed(may_direct=may_direct)
     if says and suits_all and is_slow and chosen != settings.directed() and topology.rank == 0:
         _log.warning(
-            "The outer step treats every value by itself: to map the matrices of more than %s"
-            " values takes long beside training where float64 is slow, as on CPUs and on GPUs for"
-            " graphics. Give outer_optimizer=OuterOptimizer(direction='equalised') to map matrices"
-            " all the same.",
+            "The outer step is elementwise: mapping the matrices of more than %s values would slow"
+            " down training where float64 is slow, as on CPUs and on GPUs for graphics. Give"
+            " outer_optimizer=OuterOptimizer(direction='equalised') to map matrices anyway.",
             f"{MOST_VALUES:,}",
         )
     return chosen
@@ -245,9 +244,9 @@ class DirectionCost:
         if self._since and share > _LARGEST_SHARE:
             self._is_said = True
             _log.warning(
-                "The outer step maps matrices for %.0f %% of the time (%.3g s in each round of"
-                " %.3g s), and the device trains the slower meanwhile. Larger batches, a larger"
-                " sync_every or more ranks in a group lower that share, and"
+                "The outer step maps matrices for %.0f %% of the time (%.3g s in each round of %.3g"
+                " s), which slows down training on this device. Larger batches, a larger sync_every"
+                " or more ranks in a group lower that share, and"
                 " outer_optimizer=OuterOptimizer(direction='elementwise') ends it.",
                 100 * share,
                 self._mapping_s,

@@ -84,7 +84,7 @@ def aliases(model: nn.Module) -> dict[str, str]:
 
 _HOW_TO_CHANGE = (
     "With Lightning, change what is trainable between epochs, in on_train_epoch_start at the"
-    " latest, and replace parameters there, too. With Fabric, set up the model and its optimizers"
+    " latest, and also replace parameters there. With Fabric, set up the model and its optimizers"
     " again; in your own loop call recut() afterwards, on all ranks."
 )
 

@@ -97,7 +97,7 @@ class WorkerGroups:
     @property
     def process_group(self) -> Any:
         """The ranks of this group, for ``DistributedDataParallel(model, process_group=...)``; None
-        if it is alone.
+        if the group has one rank.
         """
         return self.topology.in_group.process_group
 
@@ -238,7 +238,7 @@ def _say_what_is_unusual(
         return
     if topology.num_groups == 1 and not is_site:
         _log.warning(
-            "There is one worker group: this is plain training with an outer step. Nothing travels,"
+            "There is one worker group: this is plain training with an outer step. Nothing is sent,"
             " but compression still applies; compression='fp32' changes no value."
         )
     if partition.fell_back:
@@ -251,8 +251,8 @@ def _say_what_is_unusual(
     suits = settings.better_for_sparse(topology.num_groups)
     if suits:
         _log.warning(
-            "outer_lr=%g and outer_momentum=%g are known not to suit compression=%r: what is not"
-            " sent adds up until it is, so training is slow or diverges unless outer_lr / (1 -"
+            "outer_lr=%g and outer_momentum=%g are known not to suit compression=%r: unsent values"
+            " add up until they are sent, so training is slow or diverges unless outer_lr / (1 -"
             " outer_momentum) is between %g and %g. Leave both out to get outer_lr=%g and"
             " outer_momentum=%g.",
             settings.outer_lr,
@@ -298,9 +298,9 @@ def say_what_trains_little(optimizer: ShardOptimizer, topology: Topology) -> Non
     if optimizer.highest_rate < LEAST_USUAL_RATE and not topology.rank:
         _log.warning(
             "The outer optimizer is %s. A rate of %g suits gradients of batches, but an outer step"
-            " is made once for all that the groups have trained in a round, so with rates below %g"
-            " the outer model hardly follows them. Give outer_optimizer=%s, or leave"
-            " outer_optimizer and outer_lr out.",
+            " covers a whole round of training, so with rates below %g the outer model hardly"
+            " follows the groups. Give outer_optimizer=%s, or leave outer_optimizer and outer_lr"
+            " out.",
             optimizer.summary,
             optimizer.highest_rate,
             LEAST_USUAL_RATE,
@@ -329,8 +329,8 @@ def require_same_start(start: str, world: Communicator) -> None:
     if differences:
         raise ValueError(
             f"The ranks do not start from one checkpoint: {differences[0]}. Give all ranks the same"
-            " one. Where machines have disks of their own, copy the file and the folder beside it"
-            " to each of them."
+            " one. If machines have separate disks, copy the file and the folder next to it to each"
+            " of them."
         )
 
 

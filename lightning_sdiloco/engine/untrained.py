@@ -626,7 +626,7 @@ class UntrainedState:
             _log.warning(
                 "%r had the shape %s and outer values of %s when the model was cut, and has %s and"
                 " %s now: the worker groups cannot exchange it, and each keeps its own. Give"
-                " untrained={%r: 'own'} to say so.",
+                " untrained={%r: 'own'} to confirm this.",
                 place.name,
                 tuple(self._shapes[index]),
                 self.outer[index].dtype,

@@ -1,4 +1,4 @@
-"""Sites that come and go: jobs that are launched on their own, and joined through a hub.
+"""Sites that come and go: separately launched jobs, joined through a hub.
 
 The rules (`run_config`, `messages`, `quorum`, `ledger` of the hub, `follower` of a site) know no
 network, clock, file or tensor: in come messages, digests and the time, out come records, answers

@@ -45,7 +45,7 @@ _CHANNELS = 8  # connections of a site over which payloads travel; its ranks sha
 
 @dataclass(frozen=True)
 class Federation:
-    """The federation that this site trains in: hosts, or jobs launched on their own, that join
+    """The federation in which this site trains: hosts, or separately launched jobs, that join
     through a hub.
 
     Args:
@@ -57,15 +57,15 @@ class Federation:
             itself: keys in its folder, which all hosts must see.
         insecure: Connect without TLS, to a hub that also does, instead of using ``keys``.
         lease: Seconds for which a round waits for a site that sends no heartbeat.
-        grace: Seconds for which a round stays open after its first contribution; training waits for
-            a landing for at most a second less. ``"auto"``: ten seconds, and training never waits.
-        quorum: The least number of sites that make a round, which waits for the others until the
-            grace is over. Or a `Quorum`, such as `DynamicBackup`, that decides which sites to wait
-            for.
-        late: The fate of a contribution that arrives after its round has closed. ``"drop"``: it
-            counts nowhere, and local and outer parameters are mixed all the same; if the next one
-            is late too, it is carried. ``"carry"``: it stays in the local parameters, and counts in
-            a later round. Each site chooses for itself.
+        grace: Seconds for which a round remains open after its first contribution; training waits
+            for a landing for at most a second less. ``"auto"``: ten seconds, and training never
+            waits.
+        quorum: The fewest sites that a round needs; it waits for the others until the grace is
+            over. Or a `Quorum`, such as `DynamicBackup`, that decides which sites to wait for.
+        late: What happens to a contribution that arrives after its round has closed. ``"drop"``: it
+            never counts, and local and outer parameters are mixed as usual; if the next one is also
+            late, it is carried. ``"carry"``: it remains in the local parameters and counts in a
+            later round. Each site chooses for itself.
         patience: Seconds for which the site waits for the hub before it trains, and trains without
             it, before it gives up.
         rounds: The rounds of every fragment after which the run ends; None: it ends when its sites
@@ -77,7 +77,7 @@ class Federation:
             does so at that address. None: the number that the launcher gives, or with a ``hub``,
             one that an operator has started.
         folder: The folder of ledger, payloads and keys of a hub that starts itself. None:
-            ``hub-RUN``, beside the checkpoints of a Trainer, or in the current folder.
+            ``hub-RUN``, next to the checkpoints of a Trainer, or in the current folder.
 
     Raises:
         ValueError: If an argument is out of range, a hub has no port, or the keys are missing or

@@ -367,7 +367,7 @@ class Coordinator:
                     )
                 self._founding.hello(hello, self._brought(hello.run_config))
                 log.info(
-                    "%s is here to found the run; sites still missing: %d",
+                    "%s has connected to found the run; sites still missing: %d",
                     hello.site,
                     self._founding.missing,
                 )
@@ -975,7 +975,8 @@ class Coordinator:
         with self._lock:
             if self._ledger and seconds > self._ledger.terms.lease / 2:
                 log.warning(
-                    "the hub has paused for %.0f s: it waits for a lease for the sites from before",
+                    "the hub was paused for %.0f s: it waits another lease for the sites that were"
+                    " connected",
                     seconds,
                 )
                 self._ledger.resume(self._clock())
@@ -1251,5 +1252,5 @@ def _state_of(ledger: Ledger, site: str, now: float) -> str:
 def _require_own(peer: Peer, site: str, incarnation: str | None = None) -> None:
     if site != peer.name or incarnation not in (None, peer.incarnation):
         raise Refused(
-            f"site {peer.name!r} speaks only for itself, and for its current incarnation."
+            f"site {peer.name!r} may act only for itself, and for its current incarnation."
         )

@@ -686,10 +686,10 @@ class Follower:
             if progress.refused == record.round:
                 raise AgreementError(
                     f"Round {record.round} of fragment {record.fragment} was measured against outer"
-                    " parameters that cannot be restored: with another state this site computed"
-                    " others, too. Its arithmetic differs from the other sites', or the sites that"
-                    " held them are gone. Roll the run back to an earlier round (sdiloco hub"
-                    " rollback)."
+                    " parameters that cannot be restored: from another state, this site again"
+                    " computed different ones. Its arithmetic differs from the other sites', or the"
+                    " sites that held them are gone. Roll the run back to an earlier round (sdiloco"
+                    " hub rollback)."
                 )
             progress.refused = record.round
             return MergeAction.REFUSE

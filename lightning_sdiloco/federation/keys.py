@@ -387,8 +387,8 @@ def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context:
     protocol = caller.get("protocol")
     if protocol not in range(OLDEST, PROTOCOL + 1):
         raise Refused(
-            f"this hub speaks versions {OLDEST} to {PROTOCOL}, not {str(protocol)[:20]}: update the"
-            " older side, a hub before its sites."
+            f"this hub supports versions {OLDEST} to {PROTOCOL}, not {str(protocol)[:20]}: update"
+            " the older side, a hub before its sites."
         )
     if caller["role"] not in ROLES:
         raise Denied(f"{caller['role']!r} is not a role.")
@@ -460,5 +460,5 @@ def speaks_for_itself(role: str, name: str, about: object) -> Header:
     if not isinstance(about, dict):
         raise Malformed("a call is about a JSON object.")
     if role == "site" and about.get("site", name) != name:
-        raise Denied(f"site {name!r} cannot speak for {str(about['site'])[:80]!r}.")
+        raise Denied(f"site {name!r} cannot act for {str(about['site'])[:80]!r}.")
     return about

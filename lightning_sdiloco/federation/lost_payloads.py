@@ -83,8 +83,8 @@ class LostPayloads:
                 return (
                     f"payloads of round {record.round} of fragment {record.fragment} are gone from"
                     f" the hub's store, or were altered there: {', '.join(waiting)} cannot apply"
-                    f" it. They wait for the state of a site that has{senders}. If nobody comes"
-                    f" back with it: sdiloco hub rollback {record.round - 1}"
+                    f" it. They wait for the state of a site that has{senders}. If no site returns"
+                    f" with it: sdiloco hub rollback {record.round - 1}"
                 )
             del self._records[round_id]
         return None

@@ -479,7 +479,7 @@ class HubConnection:
                     # If another rank sends, the first one may have to say hello first.
                     log.log(
                         logging.INFO if self._rank or tries else logging.WARNING,
-                        "%s: round %d of fragment %d was not taken: %s",
+                        "%s: round %d of fragment %d was not accepted: %s",
                         self.site,
                         contribution.round,
                         contribution.fragment,

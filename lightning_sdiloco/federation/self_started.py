@@ -221,7 +221,7 @@ class HubOfRun(NamedTuple):
 
     def _await_end(self) -> None:
         if self._answers(_LOOPBACK):
-            _log.info("This process stays until the other sites have left the hub of this host.")
+            _log.info("This process waits until the other sites have left the hub on this host.")
         with suppress(KeyboardInterrupt):
             while self._answers(_LOOPBACK):
                 time.sleep(_MOMENT)

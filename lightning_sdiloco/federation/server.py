@@ -696,7 +696,7 @@ class HubService(Hub):
                 log.warning("%s", error)
                 seconds = _AGAIN
             except Exception:
-                log.exception("the hub could not do its regular work, and tries again")
+                log.exception("a periodic task of the hub failed, and is tried again")
                 seconds = _AGAIN
             began = time.monotonic()
             self._awake.wait(seconds)

@@ -449,9 +449,9 @@ class FederatedWorld:
         self._has_compared_rates = True
         if max(rate, common_rate) > _UNLIKE_RATES * min(rate, common_rate):
             _log.warning(
-                "The inner learning rate of %s is %.3g, and the other sites' is %.3g. Each site has"
-                " a schedule of its own, which counts its own steps: begin it where the others are,"
-                " and give all sites the same max_steps.",
+                "The inner learning rate of %s is %.3g, and the other sites' is %.3g. Each site's"
+                " schedule counts only its own steps: start it where the others are, and give all"
+                " sites the same max_steps.",
                 self.follower.site,
                 rate,
                 common_rate,
@@ -685,10 +685,10 @@ class FederatedWorld:
         if action is MergeAction.DROP and not self._has_warned_of_drop:
             self._has_warned_of_drop = True
             _log.warning(
-                "Round %d of fragment %d closed before this site's contribution arrived: it counts"
-                " nowhere. If the next one is late too, it is carried. sdiloco status shows how"
-                " often that happens. If it is often, raise grace or overlap_steps, or let the site"
-                " send less.",
+                "Round %d of fragment %d closed before this site's contribution arrived: it does"
+                " not count. If the next one is also late, it is carried. sdiloco status shows how"
+                " often that happens. If this is frequent, raise grace or overlap_steps, or let the"
+                " site send less.",
                 record.round,
                 record.fragment,
             )
@@ -793,7 +793,7 @@ class FederatedWorld:
                 if self.follower.reachable:
                     self._is_alone = True
                     _log.warning(
-                        "%s The site trains on without it, and sends what it trains when it is"
+                        "%s The site trains on without it, and sends its training when the hub is"
                         " back.",
                         event.why,
                     )

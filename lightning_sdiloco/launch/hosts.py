@@ -79,7 +79,7 @@ def _refuse_common_torchrun() -> None:
     if agents > 1:
         raise ValueError(
             f"One torchrun started processes on {agents} hosts: when a process dies it restarts"
-            " those of all hosts, and no site could go on without the others. Start one torchrun"
+            " those of all hosts, and no site could continue without the others. Start one torchrun"
             " per host (--nnodes=1), and give each the address of the hub and the number of hosts:"
             " Federation(run=..., hub='node0:29400', sites=2). Or start the hosts with srun"
             " --no-kill --kill-on-bad-exit=0."

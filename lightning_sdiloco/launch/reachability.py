@@ -291,7 +291,7 @@ def advice(broken: Sequence[BrokenConnection]) -> str:
         if ipaddress.ip_address(host).is_loopback:
             return (
                 f"Rank {connection.target} listens on a loopback address, which only its own"
-                " machine reaches: its host name stands for that address there. Set"
+                " machine reaches: its host name resolves to that address there. Set"
                 " GLOO_SOCKET_IFNAME to the interface that the others reach."
             )
     return (

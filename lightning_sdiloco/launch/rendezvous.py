@@ -125,7 +125,7 @@ class Rendezvous:
             missing = _named(absent)
             if left <= seconds:
                 raise ValueError(
-                    f"{missing} did not come to {self.address} within"
+                    f"{missing} did not connect to {self.address} within"
                     f" {self._timeout.total_seconds():g} s ({name}). {self.world_size} ranks are"
                     " expected. Start that number, give all of them the same address and port, and"
                     f" see in their output why they ended.{self._strangers()}{self._advice}"
@@ -237,7 +237,7 @@ def _require_same_store(store: Store, at_address: Store, address: str) -> None:
         return
     at_address.set(
         _SECOND,
-        f" A process on {machine} started as rank 0, too, and has ended: two nodes have one"
+        f" A process on {machine} also started as rank 0, and has ended: two nodes have the same"
         " NODE_RANK.",
     )
     raise ValueError(

@@ -398,7 +398,7 @@ class Checkpointer:
             )
             return
         _log.warning(
-            "After an exception this rank saved its own state in %s, beside %s. It cannot be"
+            "After an exception this rank saved its own state in %s, next to %s. It cannot be"
             " resumed: other ranks may be at another step. Resume from %s.",
             name,
             path,

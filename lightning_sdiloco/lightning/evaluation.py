@@ -140,8 +140,8 @@ class ShownModel:
             _log.warning(
                 "This state_dict of worker group %d was taken after inner step %d, before every"
                 " fragment has landed once. It holds this group's local values: after an exception"
-                " or a signal, or when one rank saves alone, groups do not exchange. %s, called on"
-                " all ranks, saves the mean of the groups.",
+                " or a signal, or if only one rank saves, groups do not exchange. %s, called on all"
+                " ranks, saves the mean of the groups.",
                 self._groups.topology.group_index,
                 engine.inner_steps,
                 self._save,
@@ -210,18 +210,18 @@ class Rewritten:
             engine.set_outer(names)
             if topology.rank == 0:
                 _log.warning(
-                    "%s overwrote %s on all ranks alike: that is the outer model now. What was in"
-                    " flight is dropped, and so is its outer momentum.",
+                    "%s overwrote %s alike on all ranks: this is now the outer model. Fragments in"
+                    " flight and the outer momentum are dropped.",
                     " or ".join(hooks),
                     _some(names),
                 )
         elif not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "%s overwrote %s, and not on all ranks alike: it is not the outer model, and the"
-                " next landings mix it away. Compute the same values on all ranks, or call"
-                " strategy.set_outer() there, on all ranks: it takes the weights of rank 0. Shown"
-                " once.",
+                "%s overwrote %s, but not alike on all ranks: it does not become the outer model,"
+                " and the next landings mix it away. Compute the same values on all ranks, or call"
+                " strategy.set_outer() there, on all ranks, which takes the weights of rank 0."
+                " Shown once.",
                 " or ".join(hooks),
                 _some(names),
             )

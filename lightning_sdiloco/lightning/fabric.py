@@ -398,10 +398,10 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         elif engine.has_landed:
             rank_zero_info(
                 f"The checkpoint after inner step {engine.inner_steps} holds the outer model. It"
-                " lacks what the worker groups have trained since the launches that landed last;"
-                f" each fragment launches every {engine.settings.sync_every} steps. Before you save"
-                " the last checkpoint, call fabric.strategy.finish() in all processes: it lands"
-                " what is in flight and takes the last mean."
+                " lacks all training since the launches that landed last; each fragment launches"
+                f" every {engine.settings.sync_every} steps. Before you save the last checkpoint,"
+                " call fabric.strategy.finish() in all processes: it lands the fragments in flight"
+                " and takes the last mean."
             )
         return state
 
@@ -540,8 +540,8 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 def _warn_of_unfinished(inner_steps: list[int]) -> None:
     if inner_steps:
         _log.warning(
-            "Training ended after %d inner steps without fabric.strategy.finish(): what was in"
-            " flight is lost, and each worker group ended with its own model. Call it in all"
+            "Training ended after %d inner steps without fabric.strategy.finish(): fragments in"
+            " flight are lost, and each worker group ended with its own model. Call it in all"
             " processes after the last step.",
             inner_steps[0],
         )

@@ -524,8 +524,8 @@ class Fit(FitState):
         if unlike and self.trainer.is_global_zero:
             _log.warning(
                 "After training %d tensors of the model differ between ranks: %s%s. A hook or"
-                " callback changed them after the last step, and the ranks do not agree on what it"
-                " put there. All ranks now hold those of rank 0. The outer model is in"
+                " callback changed them after the last step, and its values differ between ranks."
+                " All ranks now hold those of rank 0. The outer model is in"
                 " strategy.outer_state_dict() and in the last checkpoint. To keep what the hook"
                 " writes, let it write the same on all ranks.",
                 len(unlike),

@@ -262,7 +262,7 @@ class ConnectedGroups:
             in_flight = list(engine.in_flight) if engine is not None else []
             raise ExchangeError(
                 f"This rank, of worker group {self.topology.group_index}, waited for all others at"
-                f" {names or 'a barrier'} and they did not come; fragments in flight:"
+                f" {names or 'a barrier'} and they did not arrive; fragments in flight:"
                 f" {in_flight or 'none'}. Other groups have stopped, or are still training because"
                 " they have more data or because trainer.should_stop was set here only."
             ) from error

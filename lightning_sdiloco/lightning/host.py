@@ -423,7 +423,7 @@ def _refuse_batch_norm(averaging: object, trainer: Trainer) -> None:
             f"{type(averaging).__name__} does not work with a model that has BatchNorm: it adds an"
             " epoch that recomputes the statistics, in every worker group from its own data and"
             " without an exchange, so every group would end with another model. Use WeightAveraging"
-            " or EMAWeightAveraging, which average the statistics too."
+            " or EMAWeightAveraging, which also average the statistics."
         )
 
 

@@ -89,7 +89,7 @@ class WholeModel:
 
     Each worker group trains on its own, with DistributedDataParallel among its ranks. The model is
     cut into fragments, which the groups average one after the other, a few bits per value, while
-    training goes on (arXiv 2501.18512).
+    training continues (arXiv 2501.18512).
 
     Examples:
         >>> strategy = StreamingDiLoCoStrategy(worker_groups=2, sync_every=50)
@@ -192,8 +192,8 @@ class WholeModel:
             _log.warning(
                 "With static_graph=True DistributedDataParallel adds up the gradients of the first"
                 " step in another order than later ones. In a worker group of %d ranks the resumed"
-                " run may round differently from an uninterrupted one; without static_graph it"
-                " gives the same bits.",
+                " run may round differently from an uninterrupted one; without static_graph it is"
+                " bit-identical.",
                 topology.group_size,
             )
 
@@ -274,9 +274,9 @@ class ShardedModel(WholeModel):
     summary = """Trains one model, too large for one device, on several worker groups joined by slow links.
 
     Each worker group trains one sharded copy of the model, with FSDP2, tensor parallelism or both
-    among its ranks, as ``configure_model`` says. The groups do as in `StreamingDiLoCoStrategy`:
-    they average fragments one after the other, a few bits per value, while training goes on (arXiv
-    2501.18512). Each rank exchanges what it holds.
+    among its ranks, as ``configure_model`` says. As in `StreamingDiLoCoStrategy`, the groups
+    average fragments one after the other, a few bits per value, while training continues (arXiv
+    2501.18512). Each rank exchanges its own part.
 
     Examples:
         >>> strategy = StreamingDiLoCoModelParallelStrategy(worker_groups=2, data_parallel_size=4)

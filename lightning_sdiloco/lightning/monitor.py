@@ -250,8 +250,8 @@ class StreamingDiLoCoMonitorMixin:
     """Records what a run did, for `sdiloco report` and for a trace viewer.
 
     Every rank writes its own record, a file of JSON lines: inner steps, launches, flights,
-    landings, waits and losses. None of it travels between groups, and training never waits for it.
-    With a logger of MLflow or W&B the report becomes an artifact of the run when the fit ends.
+    landings, waits and losses. Nothing of it is sent to other groups, and training never waits for
+    it. With a logger of MLflow or W&B the report becomes an artifact of the run when the fit ends.
 
     Args:
         folder: The folder for the records. By default ``sdiloco`` in the run's folder of the
@@ -501,7 +501,7 @@ class StreamingDiLoCoMonitorMixin:
             self._close()
             _log.warning(
                 "%s cannot be written: %s. Training continues, but this rank records nothing more"
-                " until it is restarted. Make room on the disk.",
+                " until it is restarted. Free space on the disk.",
                 path,
                 error,
             )
@@ -631,9 +631,9 @@ class Announcement:
             name = requeue.name.removeprefix("SIG") if self._environment.auto_requeue else "TERM"
             advice = f"Use sbatch --signal={name}@{early}"
         _log.warning(
-            "After a termination signal the fit goes on until a launch that follows it has landed:"
-            " up to %d inner steps, about %.0f s (%.2g s each). %s, which leaves a minute for"
-            " saving. More fragments or a smaller sync_every shorten this.",
+            "After a termination signal the fit continues until a launch after the signal has"
+            " landed: up to %d inner steps, about %.0f s (%.2g s each). %s, which leaves a minute"
+            " for saving. More fragments or a smaller sync_every shorten this.",
             steps,
             steps * seconds,
             seconds,

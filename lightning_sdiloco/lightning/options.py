@@ -485,7 +485,7 @@ class Options:
             "Chosen: dense_beginning=%r: in the first %d of the %d inner steps of this fit, %.0f %%"
             " of them, the %d groups exchange every %d inner steps, and each sends %s. These are"
             " the shortest rounds for which training does not wait: %s. Give dense_beginning=None"
-            " for none.",
+            " to turn this off.",
             dense,
             dense.steps,
             self.steps,

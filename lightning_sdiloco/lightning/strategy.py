@@ -111,12 +111,12 @@ class GroupStrategy:
             groups, exchanged for every validation. ``"local"``: each group's own. Checkpoints hold
             the outer model; until every fragment has landed once, and right after a validation of
             the mean, they hold the mean.
-        federation: The `Federation` that these ranks, launched on their own, join as a site. None:
+        federation: The `Federation` that these separately launched ranks join as a site. None:
             all worker groups are launched together.
         outer_optimizer: A callable from the flat float32 shards, one per fragment, to a torch
             optimizer that works elementwise; it replaces the Nesterov SGD. Or a
             ``lightning_sdiloco.OuterOptimizer``, which also sets a rate schedule, clipping, a guard
-            against outliers, and where outer state rests.
+            against outliers, and where outer state is kept.
         exchange: How encoded outer gradients become their mean in every group: ``"gather"``,
             ``"two_shot"``, ``"auto"`` to choose by the number of groups and the compression, or a
             ``lightning_sdiloco.TwoShot``, whose groups average parts that suit their links. With
@@ -673,7 +673,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     @override
     def barrier(self, *args: Forwarded, **kwargs: Forwarded) -> None:
         """Waits for all ranks, except after an exception, and explains what may be wrong if they do
-        not come.
+        not arrive.
         """
         if self.is_alone:
             return

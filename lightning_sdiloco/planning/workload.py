@@ -86,7 +86,7 @@ class Groups:
             self.step_time,
             "a positive number of seconds",
         )
-        require(self.groups >= 2, "groups", self.groups, "at least 2, or nothing travels")
+        require(self.groups >= 2, "groups", self.groups, "at least 2, or nothing is sent")
         require(self.group_size >= 1, "group_size", self.group_size, "at least 1")
         require(self.memory_rate > 0, "memory_rate", self.memory_rate, "positive")
 

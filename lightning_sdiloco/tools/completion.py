@@ -4,7 +4,7 @@ from lightning_sdiloco.tools.cli import COMMANDS, parser_of
 
 
 def completion(shell: str) -> str:
-    """Print a script with which a shell completes this command.
+    """Print a script for the completion of this command in a shell.
 
     Args:
         shell: The shell, such as bash or zsh.

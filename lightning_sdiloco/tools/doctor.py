@@ -93,7 +93,7 @@ def doctor(
 ) -> str:
     """Check the machines of a training: reachability, versions, settings, bandwidth and round trip.
 
-    With --hub, start it once, at a site: it checks the way to the hub, the keys, round trip,
+    With --hub, run it once, at a site: it checks the connection to the hub, the keys, round trip,
     bandwidth and run config.
 
     Args:
@@ -418,7 +418,7 @@ def _check_links(examined: Examined) -> Iterator[Finding]:
     for link in examined.links:
         way = f"{link.source} -> {link.target}"
         if link.error:
-            fix = "Start the doctor again; if the error stays, look at that machine."
+            fix = "Start the doctor again; if the error persists, look at that machine."
             yield Finding("wrong", f"round trip {way}", link.error, fix)
             continue
         if link.source < link.target:
@@ -681,7 +681,7 @@ def _check_connection(mailbox: HubClient, seconds: float, numbers: Numbers) -> I
     numbers["round_trip"] = mailbox.round_trip()
     identity = mailbox.identity
     yield Finding("ok", "hub", f"it answers, and knows {identity.role} {identity.name}")
-    round_trip = f"{1000 * numbers['round_trip']:.3g} ms, by this end's clock alone"
+    round_trip = f"{1000 * numbers['round_trip']:.3g} ms, measured only on this end"
     yield Finding("ok", "round trip", round_trip)
     hub_clock = mailbox.call("ping", {"clock": True})[0].get("clock", wall_clock())
     ahead = float(hub_clock) - wall_clock()
@@ -776,5 +776,5 @@ def _check_version(name: str, required: str) -> Finding:
             " from known values"
         )
         return Finding("ok", name, difference)
-    fix = f"Install {name}=={required} here: a run stays with the versions it was founded on."
+    fix = f"Install {name}=={required} here: a run keeps the versions with which it was founded."
     return Finding("wrong", name, f"{installed} here, but {required} in the run config", fix)

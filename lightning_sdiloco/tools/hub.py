@@ -35,18 +35,18 @@ def hub(
     backups_every: float = 3600.0,
     refound: bool = False,
 ) -> str:
-    """Serve a run to its sites until a signal ends it; start it again with the same ledger.
+    """Serve a run to its sites until a signal ends it; restart it with the same ledger.
 
     Args:
         run: The name of the run.
         keys: The bundle of the hub, or the folder of `sdiloco keys init`.
-        sites: How many sites found the run, the first time. Afterwards sites come and go as they
-            like.
+        sites: Number of sites with which the run starts. Afterwards, sites may join and leave at
+            any time.
         listen: Address and port. For sites on other machines use 0.0.0.0 or the address of an
             interface.
         ledger: The file with the records of the run. Without it the run is lost: keep it on a
             durable disk.
-        store: Folder or URL for payloads and states; by default a folder beside the ledger.
+        store: Folder or URL for payloads and states; by default a folder next to the ledger.
         insecure: Serve without TLS, for tests on one machine: anyone who reaches the port may do
             anything.
         metrics: Address and port for Prometheus metrics, and for a cluster's probes at /healthz;
@@ -54,11 +54,11 @@ def hub(
         quorum: Your own quorum that sites may found the run on: module.Class, of a module that
             Python finds here. Nothing else that a site names is imported; this package's own are
             always allowed.
-        backups: A folder, on another disk, for a copy of ledger and payloads, made while the run
-            goes on. If the first disk is lost, start a hub with `--ledger FOLDER/hub.sqlite`.
+        backups: A folder, on another disk, for copies of ledger and payloads, made while the run
+            continues. If the first disk is lost, start a hub with `--ledger FOLDER/hub.sqlite`.
         backups_every: Seconds between two copies.
-        refound: Found the run again from what its sites hold, if its ledger is lost: on a new
-            ledger, with the sites that are left.
+        refound: Found the run again on a new ledger, from the state of its remaining sites, if the
+            old ledger is lost.
 
     Examples:
         $ sdiloco hub --run pretrain --keys keys --sites 2 --listen 0.0.0.0:29400
@@ -105,7 +105,7 @@ def _serve(run: str, service: HubService, server: "MetricsServer | None") -> Non
     service.start()
     status = service.coordinator.status()
     if status["founded"]:
-        state = f"it goes on after {status['records']} records"
+        state = f"it continues after {status['records']} records"
     else:
         state = f"it waits for {status['missing']} sites that found the run"
     print(f"The hub of run {run} listens on port {service.port}: {state}.", flush=True)
@@ -129,7 +129,7 @@ class HubOptions:
         hub: Address and port of the hub; several, separated by commas, if it has several.
         keys: Your bundle; an operator's for commands that change the run.
         run: The name of the run, if the bundle does not name it.
-        insecure: Ask a hub without keys.
+        insecure: Connect to a hub that uses no keys.
     """
 
     hub: str | None = None
@@ -148,7 +148,7 @@ class HubOptions:
             name = holder.name
             run = run or holder.run
         if run is None:
-            raise ValueError("Say which run it is: --run RUN. A bundle names it too: --keys FILE.")
+            raise ValueError("Say which run it is: --run RUN. A bundle also names it: --keys FILE.")
         return HubClient(
             self.hub, run, name, self.keys, self.insecure, role=role, channels=channels
         )
@@ -172,7 +172,7 @@ def status_of(mailbox: HubClient) -> Status:
 
 
 def evict(site: str, options: HubOptions) -> str:
-    """Throw a site out of a run. Started again, it may rejoin, and fetches a state from the others.
+    """Remove a site from a run. If it is restarted, it may rejoin with a state from the others.
 
     Args:
         site: The name of the site.
@@ -186,7 +186,7 @@ def evict(site: str, options: HubOptions) -> str:
 
 
 def end(options: HubOptions) -> str:
-    """End a run: the next round of every fragment is the last, and every site launches what it has.
+    """End a run: the next round of every fragment is the last, for which every site launches.
 
     Args:
         options: Which hub to ask, and as whom.
@@ -196,7 +196,7 @@ def end(options: HubOptions) -> str:
 
 
 def backup(options: HubOptions) -> str:
-    """Copy ledger and payloads of a run now, at its hub, into its folder for copies.
+    """Copy ledger and payloads of a run now, into the folder for backups of its hub.
 
     Args:
         options: Which hub to ask, and as whom.
@@ -213,15 +213,15 @@ def amend(
     quorum: int | None = None,
     guard: float | None = None,
 ) -> str:
-    """Amend the terms of a run while it goes on; options you leave out change nothing.
+    """Amend the terms of a run while it trains; terms that you leave out are unchanged.
 
     Args:
         options: Which hub to ask, and as whom.
         rounds: The rounds of every fragment after which the run ends; 0: it ends when its sites do.
-        grace: Seconds for which a round stays open after its first contribution.
+        grace: Seconds for which a round remains open after its first contribution.
         lease: Seconds for which a round waits for a site that sends no heartbeat.
-        quorum: The least number of sites that make a round.
-        guard: How many times as long as usual an outer gradient may be; 0: any length.
+        quorum: The fewest sites that a round needs.
+        guard: Longest accepted outer gradient, as a multiple of the usual length; 0: no limit.
 
     Examples:
         $ sdiloco hub amend --rounds 80 --grace 20 --hub a.example:29400 --keys operator.bundle
@@ -295,7 +295,7 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
     "lost_steps": (
         "counter",
         "lost_steps",
-        "Inner steps of a site's process that count nowhere because their launches were late.",
+        "Inner steps of a site's process that never count because their launches were late.",
     ),
     "lost_share": (
         "gauge",

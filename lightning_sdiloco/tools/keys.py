@@ -10,10 +10,10 @@ def init(folder: str, run: str | None = None, days: int = 3650) -> str:
     """Make a federation's authority in a folder, with a bundle for its hub.
 
     Args:
-        folder: The folder. Anyone who can read it can speak for every site.
+        folder: The folder. Anyone who can read it can act as any site.
         run: The run that the keys are for. By default the first run whose hub is started with the
             folder.
-        days: For how many days added keys can be valid.
+        days: Days for which added keys can be valid.
 
     Examples:
         $ sdiloco keys init keys --run pretrain
@@ -31,7 +31,7 @@ def add(folder: str, names: list[str], role: Role = "site", days: int = 365) -> 
         names: Names of sites, operators or readers.
         role: What they may do: a site trains, an operator evicts and ends, a reader sees the
             status.
-        days: For how many days they are valid.
+        days: Days for which they are valid.
 
     Examples:
         $ sdiloco keys add keys site-a site-b

@@ -78,11 +78,11 @@ def plan(
         group_size: Ranks in a worker group.
         bandwidth: Bandwidth between a group and all others, in each direction.
         hub_bandwidth: Bandwidth of a federation's hub; the groups are then its sites.
-        quorum: The federation's quorum, which decides whom a round waits for: a number of sites, or
-            a class such as DynamicBackup, with --quorum.least=0.5 for its arguments.
-        grace: Time for which rounds stay open after the first contribution, with --quorum; 10s by
+        quorum: The federation's quorum, which decides for which sites a round waits: a number of
+            sites, or a class such as DynamicBackup, with --quorum.least=0.5 for its arguments.
+        grace: Time for which rounds remain open after the first contribution, with --quorum; 10s by
             default.
-        delays: Seconds by which each site's contributions are late, as 0,0,12; with --quorum.
+        delays: Seconds by which each site's contributions are late, such as 0,0,12; with --quorum.
         links: YAML file with the Gbit/s of each group's link, a list or a mapping from names,
             instead of --bandwidth and --groups. The plan takes the slowest link, and shows what two
             shots gain with parts that suit the links.
@@ -304,14 +304,14 @@ def _quorum(
         for name, option in (("--grace", grace), ("--delays", delays)):
             if option is not None:
                 raise ValueError(
-                    f"{name} needs a quorum by which rounds close. Give --quorum too, such as"
+                    f"{name} needs a quorum by which rounds close. Also give --quorum, such as"
                     " --quorum 2."
                 )
         return None
     if hub is None:
         raise ValueError(
             f"--quorum {quorum} is about the sites of a federation: worker groups that are launched"
-            " together wait for all. Give the federation's --hub-bandwidth too."
+            " together wait for all. Also give the federation's --hub-bandwidth."
         )
     if isinstance(quorum, int):
         require(quorum >= 1, "quorum", quorum, "at least 1")
@@ -398,7 +398,7 @@ def _plan_as_text(numbers: Numbers) -> str:
         "",
         _predictions(numbers["compressions"], "compression"),
         "",
-        "Memory in each rank, beside ordinary training:",
+        "Memory in each rank, in addition to ordinary training:",
         f"  {_memory(numbers['memory'])}",
         "",
         heading,

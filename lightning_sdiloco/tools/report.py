@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def report(run: str, output: str | None = None) -> str:
-    """Write what a run did: a page (report.html), its pictures (.png), and a trace of all ranks
+    """Write a report of a run: a page (report.html), its pictures (.png), and a trace of all ranks
     (timeline.json).
 
     Args:
@@ -289,7 +289,7 @@ def _limit_as_text(
     if limit == "alone" and head.about.get("site") is not None:
         return [f"{computed} {_site_as_text(head)}"]
     if limit == "alone":
-        return ["There is one worker group, so nothing travelled and training waited for nothing."]
+        return ["There is one worker group, so nothing was sent, and training never waited."]
     rate = ""
     if link is not None:
         rate = f" The link carried {readable_rate(link.gbit_s)} while fragments were on it."
@@ -313,7 +313,7 @@ def _site_as_text(head: Rank) -> str:
     restarted = ""
     if restarts:
         times = "once" if restarts == 1 else f"{restarts} times"
-        restarted = f" It was started again {times}."
+        restarted = f" It was restarted {times}."
     return (
         f"This is {head.name}, one site of a federation, which waits for no other.{restarted} Of"
         f" the {len(landings)} rounds of fragments that landed here, sites counted:"
@@ -365,7 +365,7 @@ def _advice_as_text(advice: Advice | None, link: Link | None) -> str:
     """Formats the advice, or why there is none."""
     if link is None:
         return (
-            "The link's speed is unknown: all messages were there before a rank began to wait for"
+            "The link's speed is unknown: all messages had arrived before a rank began to wait for"
             " them, so the planner cannot say what to change."
         )
     if advice is None:
@@ -409,7 +409,7 @@ def _agreement_as_text(run: Run) -> list[str]:
         unrelated = (1 / len(last)) ** 0.5
         sentences.append(
             f"In the last round the groups' outer gradients had a cosine of {cosine:.2f} with their"
-            f" mean, on average; unrelated directions have {unrelated:.2f}, equal ones 1."
+            f" mean, on average; unrelated directions have {unrelated:.2f}, and equal ones 1."
         )
     return sentences
 
@@ -855,8 +855,8 @@ PICTURES: Mapping[str, Picture] = {
     "losses": Picture(
         draw_losses,
         "Losses",
-        "Training loss of each group, on its own batches and its local parameters: pale as it was,"
-        " strong smoothed. Dots are validations.",
+        "Training loss of each group, on its own batches and its local parameters: pale as"
+        " measured, strong smoothed. Dots are validations.",
     ),
     "utilisation": Picture(
         draw_utilisation,
@@ -877,7 +877,7 @@ PICTURES: Mapping[str, Picture] = {
         "The first groups, at most four. First row of a group: its inner steps, and where it"
         " waited. Below, each flight of its fragments from launch to result: strong while on the"
         " link, the second hop included; weaker while it is encoded, decoded or stepped; pale while"
-        " it waits for its turn. Each rank goes by its own clock.",
+        " it is queued. Each rank uses its own clock.",
     ),
     "agreement": Picture(
         draw_agreement,
@@ -889,8 +889,8 @@ PICTURES: Mapping[str, Picture] = {
     "sites": Picture(
         draw_sites,
         "Sites that come and go",
-        "As this site saw it: a mark for each round of a fragment in which a site counted, when it"
-        " landed here. A site without marks has died, left, or been late.",
+        "As this site saw it: a mark for each round of a fragment in which a site counted, at the"
+        " time of its landing here. A site without marks has died, left, or been late.",
     ),
 }
 """The pictures, by the names of their files."""

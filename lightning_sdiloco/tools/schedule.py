@@ -24,7 +24,8 @@ def schedule(
         first: First inner step of the table.
         last: Last inner step of the table. By default the table shows two rounds.
         dense_rounds: Rounds of the dense beginning, if the run has one.
-        dense_sync_every: Inner steps between two launches of the same fragment in these.
+        dense_sync_every: Inner steps between two launches of the same fragment in the dense
+            beginning.
 
     Examples:
         $ sdiloco schedule --sync-every 20 --overlap-steps 5 --fragments 4

@@ -134,7 +134,7 @@ def test_a_killed_hub_resumes_with_amended_terms_and_its_operator_ends_the_run(
         # Killed at any moment: records that it had told are there, or a site would refuse it;
         # others are sent again.
         hub = HubProcess(world)
-        assert "it goes on after" in hub.greeting
+        assert "it continues after" in hub.greeting
     world.more(2)
     # A hub that was started again learns from the next heartbeat of a site whether it follows.
     world.run(lambda: world.status()["sites"]["a"]["state"] == "follows")

@@ -177,7 +177,7 @@ def test_forbidden_messages_of_a_member_are_refused_and_the_run_continues(world:
         lambda: list(posing.events(lambda: own_hello, lambda: heartbeat)),
         lambda: posing.call("contribute", {}, contribution.to_bytes()),
     ):
-        with pytest.raises(Refused, match="site 'c' speaks only for itself"):
+        with pytest.raises(Refused, match="site 'c' may act only for itself"):
             send()
     world.more(1)
 
@@ -600,7 +600,7 @@ def test_flights_of_a_checkpoint_wait_until_the_hub_has_admitted_the_site(
         )
         time.sleep(0.2)
     # It was not refused, and so said hello once, and has been told what it missed once.
-    assert "was not taken" not in caplog.text
+    assert "was not accepted" not in caplog.text
     assert [call.args[0].name for call in hello.call_args_list] == ["b"]
 
 

@@ -267,7 +267,7 @@ def test_a_member_speaks_for_itself_for_its_run_with_its_key_and_this_version(
         lambda: next(site.events(lambda: header)),
         lambda: list(watcher.events(dict, lambda: header)),
     ):
-        with pytest.raises(Denied, match="site 'site-a' cannot speak for 'site-b'"):
+        with pytest.raises(Denied, match="site 'site-a' cannot act for 'site-b'"):
             call()
     with pytest.raises(Denied, match="serves run 'run-1', not 'run-2'"):
         claiming(served, run="run-2").call("ping")
@@ -512,7 +512,7 @@ def test_a_refusal_is_not_answered_by_calls_without_end(
     assert time.monotonic() - began > 1.4, "a second and two, or half of that"
     connection.close(1.0)
     assert tries() <= 4
-    refusals = [text for text in caplog.messages if "was not taken" in text]
+    refusals = [text for text in caplog.messages if "was not accepted" in text]
     assert len(refusals) == 1, "one line"
 
 

@@ -96,7 +96,7 @@ def test_ranks_meet_and_unreachable_addresses_are_named_on_all_of_them(
     assert "lo (127.0.0.1)" in message
     if rank != 2:
         message = refusal(rendezvous_of(rank, 3, 1.0).all_gather, "places", None)
-        words = "Rank 2 did not come to 127.0.0.1:.* within 1 s .*3 ranks are expected"
+        words = "Rank 2 did not connect to 127.0.0.1:.* within 1 s .*3 ranks are expected"
         assert re.search(words, message)
         assert "strategy" not in message
     meeting.all_gather("end", None)  # the store ends with rank 0
@@ -111,7 +111,7 @@ def meet_a_rank_of_torch(rank: int, world_size: int, ours: int) -> None:
     if rank == ours:
         meeting = rendezvous_of(rank, world_size, 1.5)
         message = refusal(meeting.all_gather, "places", None)
-        assert f"Rank {1 - ours} did not come to 127.0.0.1:" in message
+        assert f"Rank {1 - ours} did not connect to 127.0.0.1:" in message
         assert "give all ranks the same script with the same strategy." in message
     else:
         with suppress(RuntimeError):
@@ -263,7 +263,7 @@ def test_two_nodes_that_are_both_started_as_the_first_get_an_error() -> None:
         first, second = run_processes(run, 2, sites, ranks_per_node=1)
     assert second[-1].startswith("There are two ranks 0")
     assert "Only one node may have NODE_RANK=0" in second[-1]
-    assert "started as rank 0, too, and has ended: two nodes have one NODE_RANK" in first[-1]
+    assert "also started as rank 0, and has ended: two nodes have the same NODE_RANK" in first[-1]
 
 
 @pytest.mark.network

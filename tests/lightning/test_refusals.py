@@ -346,7 +346,7 @@ def test_the_rate_of_an_outer_optimizer_is_given_beside_it() -> None:
         "momentum": "outer_momentum",
     }.items():
         message = refusal(OuterOptimizer, **{name: 0.5})
-        advice = f"{name}=0.5 belongs to the strategy: give {right}=0.5 beside outer_optimizer."
+        advice = f"{name}=0.5 belongs to the strategy: give {right}=0.5 next to outer_optimizer."
         assert message == advice
     message = refusal(OuterOptimizer, kind=TypeError, clip_nrm=1.0)
     assert message == "OuterOptimizer has no argument 'clip_nrm'. Did you mean clip_norm?"

@@ -393,7 +393,7 @@ REFUSED = {
 REFUSED_OPTIONS = {
     "--params=10.5": "params=10.5 is not a whole number",
     "--layers=0": "layers=0 is out of range",
-    "--groups=1": "at least 2, or nothing travels",
+    "--groups=1": "at least 2, or nothing is sent",
     "--bandwidth=-1Gbit": "it must be a positive number of Gbit/s",
     "--round-trip=50": "50 ms is 0.05",
     "--loss=2": "0.1 % is 0.001",

@@ -250,7 +250,7 @@ def test_rank_0_says_for_whom_it_waits_and_names_an_absent_rank() -> None:
     printed, _ = run_processes(doctored_without_rank_1, 2)
     assert printed.code == 2
     assert "Waiting at 127.0.0.1:" in printed.err
-    assert "Rank 1 did not come to 127.0.0.1:" in printed.err
+    assert "Rank 1 did not connect to 127.0.0.1:" in printed.err
 
 
 def test_a_server_that_is_no_store_is_reported() -> None:

@@ -349,7 +349,7 @@ def test_a_site_reports_the_counted_sites_and_its_start(tmp_path: Path) -> None:
 
     sentence = judge(run).sentences[0]
     site = "This is a, one site of a federation, which waits for no other."
-    assert f"{site} It was started again once." in sentence
+    assert f"{site} It was restarted once." in sentence
     assert sentence.endswith(
         "Of the 4 rounds of fragments that landed here, sites counted: a in 4, b in 2."
         + sentence_of_losses(run.ranks[0], 5)

@@ -412,7 +412,7 @@ REFUSED = {
     "FILE --seeds=1,2 --sites=2 --step-time=1": "do not work with --sites",
     "FILE --sites=2": "--sites needs --step-time",
     "FILE --sites=1 --step-time=1 --absence=0:0-5": "no site founds the run",
-    "FILE --delays=1,2": "Give --sites too",
+    "FILE --delays=1,2": "Also give --sites",
     "--config=LIST": "config='LIST' is not a YAML file of arguments",
     "--config=BROKEN": "config='BROKEN' is not a YAML file of arguments",
     "FILE --methods=LIST": "not a YAML file that maps names",

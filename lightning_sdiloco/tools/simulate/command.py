@@ -85,20 +85,21 @@ def simulate(
         data: Class path of the data module, if the script gives it to its LightningCLI.
         groups: Number of worker groups, of one rank each.
         sites: Number of sites of a federation, of one rank each, instead of groups.
-        sweep: What to vary: an argument of the strategy, or groups, as sync_every=10,20. Repeat for
-            more.
+        sweep: What to vary: an argument of the strategy, or groups, such as sync_every=10,20.
+            Repeat for more.
         methods: YAML file of runs to compare, instead of a sweep: it maps names to arguments of the
             strategy.
-        seeds: Run each combination of the sweep or methods with each of these seeds, as 0,1,2, and
-            compare it with the first.
+        seeds: Run each combination of the sweep or methods with each of these seeds, such as 0,1,2,
+            and compare it with the first.
         bandwidth: Bandwidth between a group and all others, or a site and its hub, to predict the
             time.
         round_trip: Time to another group and back.
         loss: Share of packets lost: 0.1 % is 0.001.
-        step_time: Time of an inner step there; by default as long as here. Required with --sites.
-        speeds: How fast each group is, as 1,1,0.5; 1 is the step time.
-        delays: Seconds by which each site's contributions are late, as 0,0,12; with --sites.
-        absence: When a group is away, in predicted seconds, as 1:30-90 for group 1. Repeat for
+        step_time: Time of an inner step on the simulated machines; by default as measured here.
+            Required with --sites.
+        speeds: Relative speed of each group, such as 1,1,0.5; 1 is the step time.
+        delays: Seconds by which each site's contributions are late, such as 0,0,12; with --sites.
+        absence: When a group is away, in predicted seconds, such as 1:30-90 for group 1. Repeat for
             more.
         memory_rate: GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10
             for a CPU core.
@@ -133,7 +134,7 @@ def simulate(
             )
         return _federation(configuration, sites, places, picture, json)
     if delays is not None:
-        raise ValueError("--delays is about the sites of a federation. Give --sites too.")
+        raise ValueError("--delays is about the sites of a federation. Also give --sites.")
     if bandwidth is None:
         _refuse_without_link(round_trip, loss, step_time, speeds, absence)
     if methods is None:
@@ -169,7 +170,7 @@ def _refuse_without_link(
     for name, value in options.items():
         if value:
             raise ValueError(
-                f"{name} is for predicting the time of a run on a link. Give its --bandwidth too."
+                f"{name} is for predicting the time of a run on a link. Also give its --bandwidth."
             )
 
 
