@@ -21,8 +21,8 @@ from benchmarks.verify.check import Checked, checked
 from benchmarks.verify.pages import ROOT
 
 
-def found() -> list[Checked]:
-    return checked(registry.pages(), registry.claims(), registry.SOURCES)
+def checked_pages() -> list[Checked]:
+    return checked(registry.pages(), registry.claims(), registry.sources())
 
 
 def problems(pages: list[Checked]) -> list[str]:
@@ -30,7 +30,7 @@ def problems(pages: list[Checked]) -> list[str]:
     sentences = []
     for page in pages:
         sentences += page.errors
-        limit = registry.OPEN.get(page.page.name, 0)
+        limit = registry.most_open(page.page.name)
         if len(page.open) > limit:
             more = f"{len(page.open)} numbers have no source, and {limit} may have none"
             sentences.append(f"{page.page.name}: {more}: `python -m benchmarks.verify --open`")
@@ -51,7 +51,7 @@ def show(pages: list[Checked]) -> None:
     for page in pages:
         counts = [len(page.derived), len(page.sourced), len(page.open)]
         if sum(counts):
-            limit = registry.OPEN.get(page.page.name, 0)
+            limit = registry.most_open(page.page.name)
             rows.append([page.page.name, str(sum(counts)), *map(str, counts), str(limit)])
     columns = ["page", "numbers", "from results", "from a source", "neither", "at most"]
     report.show("Numbers that look measured", columns, rows)
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--open", action="store_true", help="name the numbers that have neither")
     options = parser.parse_args(arguments)
-    pages = found()
+    pages = checked_pages()
     show(pages)
     if options.open:
         for page in pages:

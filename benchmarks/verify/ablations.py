@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks import comparison, few_rounds, finetuning, paper, quality, vision
-from benchmarks.comparison import Comparison
-from benchmarks.training import Run, Training, parameters
+from benchmarks.training import Run, Training
 from benchmarks.verify.claims import Claim, Expected, Sentence, Table
 from benchmarks.verify.learning import gap, gaps, means, small_model
 from benchmarks.verify.results import BENCHMARKS, CHOOSING, PAPER, headline, results, runs
@@ -27,10 +26,10 @@ def of_paper() -> Iterator[Claim]:
                 numbers += _cell(factor, claim, model, model is not small)
         rows[label] = numbers
     yield Table(PAPER, ["claim", "44,000, 3 seeds"], rows)
-    tokens = {one.name: one for one in paper.above_ddp(small)[_TOKENS]}
+    tokens = {setting.name: setting for setting in paper.above_ddp(small)[_TOKENS]}
     numbers = [*gap(tokens["16.0"]), *gap(tokens["64.0"])]
     yield Sentence(PAPER, "M=2: # ± # % with 16 tokens, # ± # % with 64", numbers)
-    verdicts = {one.name: one for one in paper.above_ddp(five_seeds)["H"]}
+    verdicts = {setting.name: setting for setting in paper.above_ddp(five_seeds)["H"]}
     numbers = gaps(verdicts["20"], verdicts["100"])
     yield Sentence(PAPER, "# ± # % with H=20, # ± # % with H=100", numbers)
     bits = next(claim for claim in paper.ABLATIONS["bits"].claims if claim.first == "fp4")
@@ -74,15 +73,15 @@ def _cell(factor: str, claim: paper.Claim, model: paper.Model, with_seeds: bool)
 
 
 def of_few_rounds() -> Iterator[Claim]:
-    """Few rounds: few_rounds.json, which has the means of the regressions only."""
+    """Few rounds: few_rounds.json (of the regressions only means)."""
     tuned = comparison.compared(runs("few_rounds"), few_rounds.pairs_of(finetuning.SEEDS))
-    found = {one.name: one for one in tuned}
+    by_name = {setting.name: setting for setting in tuned}
     rows: dict[str, Sequence[Expected]] = {}
     for method, lengths in _ROUNDS.items():
         for rounds, sync_every in lengths.items():
             name = f"{method}, lr={finetuning.LR[method]:g}, sync_every={sync_every}"
             name += ", overlap_steps=3" if sync_every == 12 else ""
-            pair = [one for key, one in found.items() if key.startswith(name)]
+            pair = [setting for key, setting in by_name.items() if key.startswith(name)]
             rows[f"fine-tuning, {method}, 3 | {rounds}, {sync_every}"] = gaps(*pair)
     for rounds, sync_every in ((5, 25), (40, 3)):
         name = f"regression of 128 steps, {rounds} rounds, H={sync_every},"
@@ -91,7 +90,7 @@ def of_few_rounds() -> Iterator[Claim]:
         rows[label] = [both[0], None, both[1], None]
     for rounds, sync_every in ((5, 714), (714, 5)):
         name = f"from scratch, H={sync_every},"
-        pair = [one for key, one in found.items() if key.startswith(name)]
+        pair = [setting for key, setting in by_name.items() if key.startswith(name)]
         rows[f"from scratch, 2 | {rounds}, {sync_every}"] = gaps(*pair)
     yield Table(CHOOSING, ["task, seeds", "rounds, H"], rows, labels=2)
 
@@ -163,8 +162,8 @@ def _default_run(seed: int, ddp: float | None = None, **changes: Any) -> Run:
 
 def of_vision() -> Iterator[Claim]:
     """A ResNet: vision.json."""
-    found = results("vision")["found"]
-    pairs = zip(found["worker groups"], found["DDP"], strict=True)
+    losses = results("vision")["found"]
+    pairs = zip(losses["worker groups"], losses["DDP"], strict=True)
     percent = [100 * (ours[0] / ddp[0] - 1) for ours, ddp in pairs]
     pattern = "as well in four groups as with DDP: # ± # % in loss (H=20, # parameters"
     numel = sum(parameter.numel() for parameter in vision.resnet8(0).parameters())

@@ -11,14 +11,14 @@ from benchmarks.verify.pages import Number, Page
 
 @dataclass
 class Checked:
-    """What was found on a page.
+    """What was judged_number on a page.
 
     Attributes:
         page: The page.
         errors: Sentences: anchors that are not there, numbers that differ, gaps without seeds.
         derived: Numbers that the files of results give.
         sourced: Numbers of which the registry says where they are from.
-        open: Numbers of which nothing is known.
+        open: Numbers of which nothing is sourced.
     """
 
     page: Page
@@ -33,7 +33,9 @@ class Checked:
     def where(self, number: Number) -> str:
         """Returns the line of a number with the words around it."""
         around = self.page.text[max(0, number.start - 40) : number.end + 30]
-        return f"{self.page.name}:{self.page.line(number.start)}: ... {' '.join(around.split())} ..."
+        return (
+            f"{self.page.name}:{self.page.line(number.start)}: ... {' '.join(around.split())} ..."
+        )
 
 
 def checked(
@@ -54,49 +56,51 @@ def checked(
 def _checked_page(
     page: Page, claims: Sequence[tuple[str, Claim]], sources: Sequence[Source]
 ) -> Checked:
-    result = Checked(page)
+    checked_page = Checked(page)
     judged = set[int]()
     for files, claim in claims:
-        judged |= _note(result, files, claim)
-    known = _spans(result, [source for source in sources if source.source is not None])
-    unknown = _spans(result, [source for source in sources if source.source is None])
+        judged |= _note(checked_page, files, claim)
+    sourced = _spans(checked_page, [source for source in sources if source.source is not None])
+    unknown = _spans(checked_page, [source for source in sources if source.source is None])
 
     def is_sourced(offset: int) -> bool:
-        return _is_in(known, offset) and not _is_in(unknown, offset)
+        return _is_in(sourced, offset) and not _is_in(unknown, offset)
 
     for number in page.numbers:
         if number.start in judged:
-            result.derived.append(number)
+            checked_page.derived.append(number)
         elif is_sourced(number.start):
-            result.sourced.append(number)
+            checked_page.sourced.append(number)
         else:
-            result.open.append(number)
+            checked_page.open.append(number)
     for offset, text in gaps.unmarked(page):
         if not is_sourced(offset):
-            result.add_error(offset, f"{text} has no interval, and nothing says how many seeds")
-    return result
+            checked_page.add_error(
+                offset, f"{text} has no interval, and nothing says how many seeds"
+            )
+    return checked_page
 
 
-def _note(result: Checked, files: str, claim: Claim) -> set[int]:
+def _note(checked_page: Checked, files: str, claim: Claim) -> set[int]:
     """Returns where the numbers of a claim begin, and notes those that differ."""
     starts = set[int]()
     try:
-        for found in claim.found(result.page):
-            starts.add(found.start)
-            if found.error:
-                result.add_error(found.start, f"{found.error} by {files}")
+        for judged_number in claim.judge(checked_page.page):
+            starts.add(judged_number.start)
+            if judged_number.error:
+                checked_page.add_error(judged_number.start, f"{judged_number.error} by {files}")
     except Missing as missing:
-        result.errors.append(f"{result.page.name}: {missing} (numbers of {files})")
+        checked_page.errors.append(f"{checked_page.page.name}: {missing} (numbers of {files})")
     return starts
 
 
-def _spans(result: Checked, sources: Sequence[Source]) -> list[tuple[int, int]]:
+def _spans(checked_page: Checked, sources: Sequence[Source]) -> list[tuple[int, int]]:
     spans = []
     for source in sources:
         try:
-            spans += source.spans(result.page)
+            spans += source.spans(checked_page.page)
         except Missing as missing:
-            result.errors.append(f"{result.page.name}: {missing}")
+            checked_page.errors.append(f"{checked_page.page.name}: {missing}")
     return spans
 
 

@@ -61,7 +61,7 @@ class Sentence:
     pattern: str
     expected: Sequence[Expected]
 
-    def found(self, page: Page) -> Iterator[Found]:
+    def judge(self, page: Page) -> Iterator[Found]:
         matches = list(_regex(self.pattern).finditer(page.text))
         if not matches:
             raise Missing(f"no text like {self.pattern!r}")
@@ -102,7 +102,7 @@ class Table:
     columns: int | None = None
     occurrence: int = 0
 
-    def found(self, page: Page) -> Iterator[Found]:
+    def judge(self, page: Page) -> Iterator[Found]:
         tables = [table for table in page.tables if self._is_header(table[0])]
         if len(tables) <= self.occurrence:
             raise Missing(f"no table whose header begins with {' | '.join(self.header)!r}")

@@ -63,8 +63,10 @@ class Page:
         text = re.sub(r"\]\([^)\s]*\)|\[|\*\*", "", text)
         masked = re.sub(r"`[^`\n]*`", lambda code: re.sub(r"\d", "_", code[0]), text)
         marks = {place for place, letter in enumerate(text) if letter == "`"}
-        kept = [place for place in range(len(text)) if place not in marks]
-        return "".join(text[place] for place in kept), "".join(masked[place] for place in kept)
+        letters = [place for place in range(len(text)) if place not in marks]
+        return "".join(text[place] for place in letters), "".join(
+            masked[place] for place in letters
+        )
 
     @property
     def text(self) -> str:
@@ -84,12 +86,12 @@ class Page:
         an interval, and those of cells that hold nothing else.
         """
         text = self._plain[1]
-        found = []
+        numbers = []
         for match in re.finditer(rf"(?<![\w.,=^/+-])(1/)?({NUMBER})(?![\d.,]*\d|\w)", text):
             before = text[max(0, match.start() - 12) : match.start()]
             if not _IS_SETTING.search(before) and _looks_measured(text, match):
-                found.append(Number(match.start(2), match.end(2), match[2]))
-        return found
+                numbers.append(Number(match.start(2), match.end(2), match[2]))
+        return numbers
 
     def section(self, heading: str) -> tuple[int, int] | None:
         """Returns where a section with its subsections begins and ends."""

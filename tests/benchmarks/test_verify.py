@@ -44,14 +44,14 @@ PAGE = Page("page.md", SOURCE)
 
 def errors(*claims: Claim, page: Page = PAGE) -> list[str]:
     """What is wrong with claims about a page."""
-    result = check.Checked(page)
+    checked_page = check.Checked(page)
     for claim in claims:
-        check._note(result, "file.json", claim)
-    return result.errors
+        check._note(checked_page, "file.json", claim)
+    return checked_page.errors
 
 
 def test_the_pages_quote_the_files_of_results() -> None:
-    assert verify.problems(verify.found()) == []
+    assert verify.problems(verify.checked_pages()) == []
 
 
 def test_a_plan_is_older_than_its_first_result() -> None:
@@ -91,9 +91,7 @@ def test_a_number_that_differs_is_named_with_its_line_and_both_values() -> None:
         (None, True),
     ],
 )
-def test_a_number_agrees_within_its_last_digit_or_a_bound(
-    expected: Expected, agrees: bool
-) -> None:
+def test_a_number_agrees_within_its_last_digit_or_a_bound(expected: Expected, agrees: bool) -> None:
     claim = Sentence("page.md", "with 4 bits ... 1/152 of # bytes", [expected])
     assert (errors(claim) == []) == agrees
 
@@ -116,7 +114,7 @@ def test_a_half_of_the_last_digit_agrees_both_ways() -> None:
 )
 def test_an_anchor_that_is_gone_is_named(claim: Claim | Source, message: str) -> None:
     with pytest.raises(Missing, match=message):
-        list(claim.spans(PAGE) if isinstance(claim, Source) else claim.found(PAGE))
+        list(claim.spans(PAGE) if isinstance(claim, Source) else claim.judge(PAGE))
 
 
 def test_numbers_count_by_where_they_are_from(
@@ -126,15 +124,22 @@ def test_numbers_count_by_where_they_are_from(
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     claim = Table("page.md", ["", "M=2"], {"bare name": [-3.3, 1.1, 0.9, 1.6]})
     sources = [Source("page.md", "Losses", "a run"), Source("page.md", "| task, 5 | 1.794", None)]
-    (found,) = check.checked(["page.md"], [("file.json", claim)], sources)
-    assert len(found.derived) == 4
-    assert [number.text for number in found.sourced] == ["2"]
-    assert [number.text for number in found.open] == [*"61 612 152 3,268,000 -1.5".split(), "1.794"]
-    assert found.errors == ["page.md:4: -1.5 has no interval, and nothing says how many seeds"]
+    (page,) = check.checked(["page.md"], [("file.json", claim)], sources)
+    assert len(page.derived) == 4
+    assert [number.text for number in page.sourced] == ["2"]
+    assert [number.text for number in page.open] == [
+        "61",
+        "612",
+        "152",
+        "3,268,000",
+        "-1.5",
+        "1.794",
+    ]
+    assert page.errors == ["page.md:4: -1.5 has no interval, and nothing says how many seeds"]
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ("Four groups lose +1.2 % to DDP.", ["+1.2"]),
         ("Four groups lose +1.2 % to DDP (one seed).", []),
@@ -145,8 +150,8 @@ def test_numbers_count_by_where_they_are_from(
         ("Training keeps 95 % of its speed on kill -9.", []),
     ],
 )
-def test_a_gap_without_interval_and_seeds_is_found(text: str, found: list[str]) -> None:
-    assert [gap for _, gap in gaps.unmarked(Page("page.md", text))] == found
+def test_a_gap_without_interval_and_seeds_is_found(text: str, expected: list[str]) -> None:
+    assert [gap for _, gap in gaps.unmarked(Page("page.md", text))] == expected
 
 
 PLAN = "# Plans\n\n## A curve (`benchmarks.curve`)\n\nSeed 10.\n"
@@ -178,7 +183,7 @@ def test_a_late_or_changed_plan_is_named_and_a_short_history_tells_nothing(tmp_p
     late.commit(results, "{}")
     late.commit(plans.PLAN, PLAN)
     (sentence,) = plans.wrong(tmp_path)
-    assert "was not there before its first result" in sentence
+    assert "was not there before its first checked_page" in sentence
     late.git("rm", "--quiet", results)
     late.git("commit", "--quiet", "--message", "again")
     clone = tmp_path / "clone"
