@@ -10,10 +10,10 @@ from benchmarks.verify.results import BENCHMARKS, FEDERATION, headline, results
 
 def of_transport() -> Iterator[Claim]:
     """Payloads to a hub: hub_transport.json."""
-    whole = _of_link("100 Mbit/s, 100 MB")
+    large = _of_link("100 Mbit/s, 100 MB")
     fast = _of_link("1000 Mbit/s, 100 MB")
     pattern = "at # of 100 Mbit/s for 100 MB, and # of 1000"
-    yield Sentence(BENCHMARKS, pattern, [100 * whole, 1000 * fast])
+    yield Sentence(BENCHMARKS, pattern, [100 * large, 1000 * fast])
     many = "100 Mbit/s, 0.1% lost, 8 connections, 10 MB"
     lossy = 100 * _of_link(many)
     iperf3 = lossy / headline("hub_transport")[f"{many}: of iperf3"]

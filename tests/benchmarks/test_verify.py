@@ -183,7 +183,7 @@ def test_a_late_or_changed_plan_is_named_and_a_short_history_tells_nothing(tmp_p
     late.commit(results, "{}")
     late.commit(plans.PLAN, PLAN)
     (sentence,) = plans.wrong(tmp_path)
-    assert "was not there before its first checked_page" in sentence
+    assert "was not there before its first result" in sentence
     late.git("rm", "--quiet", results)
     late.git("commit", "--quiet", "--message", "again")
     clone = tmp_path / "clone"
