@@ -138,6 +138,25 @@ def test_numbers_count_by_where_they_are_from(
     assert page.errors == ["page.md:4: -1.5 has no interval, and nothing says how many seeds"]
 
 
+def test_the_command_prints_counts_and_ends_with_1_if_anything_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def reason_to_skip(root: Path) -> None:
+        raise plans.Skipped("a shallow clone has no history")
+
+    checked_page = check.Checked(PAGE, derived=PAGE.numbers[1:], open=PAGE.numbers[:1])
+    monkeypatch.setattr(verify, "checked_pages", lambda: [checked_page])
+    monkeypatch.setattr(plans, "wrong", reason_to_skip)
+    with pytest.raises(SystemExit) as ended:
+        verify.main(["--open"])
+    assert ended.value.code == 1
+    printed = capsys.readouterr().out
+    assert f"| page.md | {len(PAGE.numbers)} | {len(PAGE.numbers) - 1} | 0 | 1 | 0 |" in printed
+    assert "page.md:3: ... # Speed Training takes 61 s in place of" in printed
+    assert "Plans were not checked: a shallow clone has no history." in printed
+    assert "page.md: 1 numbers have no source, and 0 may have none" in printed
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
