@@ -203,17 +203,23 @@ def verdict(percent: Sequence[float], is_worse: bool) -> str:
     return "disagrees" if disagrees else "open"
 
 
-def judged(factor: str, claim: Claim, model: Model) -> list[str] | None:
-    """Returns a row: a claim, by how much the first value is worse, and whether that agrees; None
-    without runs.
-    """
+def difference(factor: str, claim: Claim, model: Model) -> Comparison | None:
+    """Compares the first value of a claim with the second; returns None without runs."""
     first = [ours for ours, _ in model.pairs(factor, claim.first)]
     second = [ours for ours, _ in model.pairs(factor, claim.second)]
     pairs = list(zip(first, second, strict=False))
     comparisons = compared(model.kept, {claim.first: pairs})
-    if not comparisons:
+    return comparisons[0] if comparisons else None
+
+
+def judged(factor: str, claim: Claim, model: Model) -> list[str] | None:
+    """Returns a row: a claim, by how much the first value is worse, and whether that agrees; None
+    without runs.
+    """
+    comparison = difference(factor, claim, model)
+    if comparison is None:
         return None
-    percent = comparisons[0].percent
+    percent = comparison.percent
     relation = "worse than" if claim.is_worse else "as good as"
     return [
         f"{factor}: {claim.first} is {relation} {claim.second}",

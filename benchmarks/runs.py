@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import suppress
 from itertools import chain
@@ -89,6 +89,10 @@ class Runs:
     def get(self, training: Training) -> Run | None:
         key = training.key()
         return next((run for run in self._done if run.items() >= key.items()), None)
+
+    def all(self) -> Sequence[Run]:
+        """Returns all runs, those included that nobody can make any more."""
+        return self._done
 
     def make(self, trainings: Iterable[Training], workers: int, minutes: float = math.inf) -> None:
         """Makes the trainings that are not done, those first that were begun before."""

@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import timedelta
+from functools import cache
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -188,7 +189,12 @@ def plan(case: Case, sites: int, step_time: float | None = None) -> Streaming:
     )
     seconds = case.step_seconds if step_time is None else step_time
     groups = Groups(step_time=seconds, groups=sites, memory_rate=10e9)
-    return Streaming(Model.of_parameters(trainable(case.net())), settings, groups)
+    return Streaming(_model(case), settings, groups)
+
+
+@cache
+def _model(case: Case) -> Model:
+    return Model.of_parameters(trainable(case.net()))
 
 
 def fits(method: Streaming, case: Case, mbit_s: float) -> bool:

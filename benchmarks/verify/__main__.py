@@ -1,0 +1,80 @@
+"""Checks that pages quote what was measured.
+
+    python -m benchmarks.verify [--open]
+
+- Every number of README.md and docs/ that a file of results gives is the one that it gives, as the
+  page rounds it.
+- Every gap in loss has an interval, or words about its seeds.
+- The plan of a benchmark is older than its first result, by git.
+
+It prints how many numbers of each page are from a file of results, how many have another source,
+and how many have neither, of which there may be no more than before; --open names these. With
+anything wrong it names page, line, and both numbers, and exits with 1.
+"""
+
+import argparse
+import sys
+
+from benchmarks import report
+from benchmarks.verify import plans, registry
+from benchmarks.verify.check import Checked, checked
+from benchmarks.verify.pages import ROOT
+
+
+def checked_pages() -> list[Checked]:
+    return checked(registry.pages(), registry.claims(), registry.sources())
+
+
+def problems(pages: list[Checked]) -> list[str]:
+    """Returns what is wrong, a sentence each."""
+    sentences = []
+    for page in pages:
+        sentences += page.errors
+        limit = registry.most_open(page.page.name)
+        if len(page.open) > limit:
+            more = f"{len(page.open)} numbers have no source, and {limit} may have none"
+            sentences.append(f"{page.page.name}: {more}: `python -m benchmarks.verify --open`")
+    return sentences
+
+
+def plan_problems() -> list[str]:
+    """Returns what is wrong with the plans; prints why nobody can tell."""
+    try:
+        return list(plans.wrong(ROOT))
+    except plans.Skipped as reason:
+        print(f"\nPlans were not checked: {reason}.")
+        return []
+
+
+def show(pages: list[Checked]) -> None:
+    rows = []
+    for page in pages:
+        counts = [len(page.derived), len(page.sourced), len(page.open)]
+        if sum(counts):
+            limit = registry.most_open(page.page.name)
+            rows.append([page.page.name, str(sum(counts)), *map(str, counts), str(limit)])
+    columns = ["page", "numbers", "from results", "from a source", "neither", "at most"]
+    report.show("Numbers that look measured", columns, rows)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--open", action="store_true", help="name the numbers that have neither")
+    options = parser.parse_args(arguments)
+    pages = checked_pages()
+    show(pages)
+    if options.open:
+        for page in pages:
+            for number in page.open:
+                print(page.where(number))
+    sentences = [*problems(pages), *plan_problems()]
+    for sentence in sentences:
+        print(sentence)
+    if sentences:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Claims: where a page quotes numbers, and the numbers that the files of results give.
+
+A page rounds as it likes: a number agrees if the expected one is within half of its last digit.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from benchmarks.verify.pages import NUMBER, Page, Row
+
+
+class AtLeast(NamedTuple):
+    """A bound that a page states: nothing was measured below it."""
+
+    least: float
+
+
+class AtMost(NamedTuple):
+    """A bound that a page states: nothing was measured above it."""
+
+    most: float
+
+
+class About(NamedTuple):
+    """A number of which a page gives the first digits; the zeros at its end say nothing."""
+
+    value: float
+
+
+Judged = float | AtLeast | AtMost | About
+Expected = Judged | None
+"""What a number is; None: the file of results does not have it, and a `Source` may."""
+
+
+class Found(NamedTuple):
+    """A number that a claim covers, and what is wrong with it, or nothing."""
+
+    start: int
+    end: int
+    error: str
+
+
+class Missing(Exception):
+    """An anchor is not on its page."""
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """Numbers in a text, in their order.
+
+    Attributes:
+        page: The path of the page.
+        pattern: Words beside the numbers: ``#`` is a number, ``...`` any words of the paragraph.
+            Markup and line breaks do not matter.
+        expected: What the numbers are.
+    """
+
+    page: str
+    pattern: str
+    expected: Sequence[Expected]
+
+    def judge(self, page: Page) -> Iterator[Found]:
+        matches = list(_regex(self.pattern).finditer(page.text))
+        if not matches:
+            raise Missing(f"no text like {self.pattern!r}")
+        for match in matches:
+            assert len(match.groups()) == len(self.expected), self.pattern
+            yield from self._judged(match)
+
+    def _judged(self, match: re.Match[str]) -> Iterator[Found]:
+        places = {match.start(index) for index in range(1, len(self.expected) + 1)}
+        if "..." not in self.pattern:
+            # The other numbers are words of the pattern.
+            for word in re.finditer(NUMBER, match[0]):
+                if match.start() + word.start() not in places:
+                    yield Found(match.start() + word.start(), match.start() + word.end(), "")
+        for index, expected in enumerate(self.expected, start=1):
+            if expected is not None:
+                yield _judged(match.start(index), match[index], expected)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of a table.
+
+    Attributes:
+        page: The path of the page.
+        header: The cells of its header, from the first.
+        rows: The numbers in a row, behind its label. A row that is not here is not covered.
+        labels: How many cells make up the label, joined by `` | ``; an empty first cell stands for
+            the one above it.
+        columns: How many cells behind the label have the numbers; all by default.
+        occurrence: Which of several tables with this header, from 0.
+    """
+
+    page: str
+    header: Sequence[str]
+    rows: Mapping[str, Sequence[Expected]]
+    labels: int = 1
+    columns: int | None = None
+    occurrence: int = 0
+
+    def judge(self, page: Page) -> Iterator[Found]:
+        tables = [table for table in page.tables if self._is_header(table[0])]
+        if len(tables) <= self.occurrence:
+            raise Missing(f"no table whose header begins with {' | '.join(self.header)!r}")
+        rows = self._labelled(tables[self.occurrence][1:])
+        unknown = [label for label in self.rows if label not in rows]
+        if unknown:
+            raise Missing(f"no row {unknown[0]!r}; there are {', '.join(map(repr, rows))}")
+        for label, expected in self.rows.items():
+            yield from self._row(rows[label], label, expected)
+
+    def _is_header(self, row: Row) -> bool:
+        return [text for _, text in row.cells][: len(self.header)] == list(self.header)
+
+    def _labelled(self, rows: Sequence[Row]) -> dict[str, Row]:
+        labelled = {}
+        first = ""
+        for row in rows:
+            texts = [text for _, text in row.cells[: self.labels]]
+            first = texts[0] or first
+            labelled[" | ".join([first, *texts[1:]])] = row
+        return labelled
+
+    def _row(self, row: Row, label: str, expected: Sequence[Expected]) -> Iterator[Found]:
+        for start, text in _numbers(row.cells[: self.labels]):
+            yield Found(start, start + len(text), "")
+        end = None if self.columns is None else self.labels + self.columns
+        numbers = _numbers(row.cells[self.labels : end])
+        if len(numbers) != len(expected):
+            message = f"row {label!r} has {len(numbers)} numbers, and {len(expected)} are known"
+            raise Missing(message)
+        for (start, text), value in zip(numbers, expected, strict=True):
+            if value is not None:
+                yield _judged(start, text, value)
+
+
+def _numbers(cells: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Returns the numbers in cells, each with its offset; of 1/N those are the N."""
+    numbers = []
+    for start, cell in cells:
+        for match in re.finditer(rf"(?<![\w.=]){NUMBER}", cell.replace("1/", "  ")):
+            numbers.append((start + match.start(), match[0]))
+    return numbers
+
+
+@dataclass(frozen=True)
+class Source:
+    """Numbers that no file of results has, and where they are from.
+
+    Attributes:
+        page: The path of the page.
+        where: A heading, for all numbers of its section that no claim covers; or a pattern as in
+            `Sentence`, without ``#``; empty for the whole page.
+        source: Where they are from; None: nobody kept that, and they count as numbers of unknown
+            origin, whatever else is said of the section.
+    """
+
+    page: str
+    where: str
+    source: str | None
+
+    def spans(self, page: Page) -> list[tuple[int, int]]:
+        if not self.where:
+            return [(0, len(page.text))]
+        section = page.section(self.where)
+        if section is not None:
+            return [section]
+        spans = [match.span() for match in _regex(self.where).finditer(page.text)]
+        if not spans:
+            raise Missing(f"no section and no text like {self.where!r}")
+        return spans
+
+
+Claim = Sentence | Table
+
+
+def _regex(pattern: str) -> re.Pattern[str]:
+    parts = []
+    for part in re.split(r"(\s*\.\.\.\s*|#|\s+)", pattern):
+        if part.strip() == "...":
+            parts.append(r"(?:(?!\n\n).)*?")
+        elif part == "#":
+            parts.append(rf"({NUMBER})")
+        elif part.isspace():
+            parts.append(r"\s+")
+        else:
+            parts.append(re.escape(part))
+    return re.compile(r"(?<!\w)" + "".join(parts), re.S)
+
+
+def _judged(start: int, text: str, expected: Judged) -> Found:
+    read = float(text.replace(",", ""))
+    decimals = len(text.partition(".")[2])
+    half = 0.5 * 10.0**-decimals * (1 + 1e-9)
+    if isinstance(expected, AtLeast):
+        agrees = read <= expected.least + half
+    elif isinstance(expected, AtMost):
+        agrees = read >= expected.most - half
+    elif isinstance(expected, About):
+        agrees = abs(read - expected.value) <= 10.0 ** _zeros(text) / 2
+    else:
+        agrees = abs(read - expected) <= half
+    return Found(start, start + len(text), "" if agrees else _explained(text, expected))
+
+
+def _zeros(text: str) -> int:
+    digits = text.replace(",", "")
+    return len(digits) - len(digits.rstrip("0"))
+
+
+def _explained(text: str, expected: Judged) -> str:
+    if isinstance(expected, AtLeast):
+        return f"reads at least {text}, but the least is {expected.least:.6g}"
+    if isinstance(expected, AtMost):
+        return f"reads at most {text}, but the most is {expected.most:.6g}"
+    value = expected.value if isinstance(expected, About) else expected
+    return f"reads {text}, but it is {value:.6g}"

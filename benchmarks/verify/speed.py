@@ -1,0 +1,385 @@
+"""Times, bytes, memory and faults that pages quote. One function for each file of results."""
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from benchmarks import loss_over_time, slow_links, wire_bytes
+from benchmarks.models import Size
+from benchmarks.training import parameters
+from benchmarks.verify.claims import AtLeast, AtMost, Claim, Expected, Sentence, Table
+from benchmarks.verify.results import (
+    BENCHMARKS,
+    CHOOSING,
+    COMPRESSION,
+    INDEX,
+    PLANNER,
+    README,
+    headline,
+    results,
+)
+
+SITES = (2, 4)
+
+
+def of_loss_over_time() -> Iterator[Claim]:
+    """The headline: loss_over_time.json."""
+    best = _best()
+    ends = [_seconds_to_target(), _end("ddp")["seconds"]]
+    late = _end("torchft")["loss"] - _end("ddp")["loss"]
+    pattern = "DDP's final loss in # s; DDP needs # s, and torchft comes within # of it in # s"
+    yield Sentence(README, pattern, [*ends, late, _end("torchft")["seconds"]])
+    yield Sentence(INDEX, "DDP's final loss in # s in place of # s", ends)
+    beside = [ends[0] / _end("torchft")["seconds"]]
+    yield Sentence(BENCHMARKS, "a tenth of DDP's time, # of torchft's", beside)
+    yield Table(BENCHMARKS, ["method", "MB sent per rank", "seconds"], _rows_of_ends())
+    stopped = best["ddp_powersgd"]
+    steps = [_end("ddp_powersgd")["step"], stopped["steps"]]
+    yield Sentence(BENCHMARKS, "PowerSGD was stopped at step # of #", steps)
+    rows = results("loss_over_time")["rows"]
+    (alone,) = [row for row in rows if row["method"] == "ddp" and not row["beside"]]
+    slower = 100 * (1 - alone["step_seconds"] / best["ddp"]["step_seconds"])
+    yield Sentence(BENCHMARKS, "alone, its steps took # % less", [slower])
+
+
+def _best() -> dict[str, Any]:
+    """Returns the run of each method at its better rate."""
+    return loss_over_time.best(results("loss_over_time")["rows"])
+
+
+def _end(method: str) -> Any:
+    return _best()[method]["points"][-1]
+
+
+def _seconds_to_target() -> float:
+    """Returns when ours is as good as DDP at its end."""
+    target = loss_over_time.final(_best()["ddp"])
+    seconds = loss_over_time.seconds_to(_best()["streaming_defaults"], target)
+    assert seconds is not None, "the page says that it gets there"
+    return seconds
+
+
+def _rows_of_ends() -> dict[str, list[float]]:
+    labels = {
+        "streaming_defaults": "Streaming DiLoCo",
+        "torchft": "torchft DiLoCo, fp32",
+        "ddp": "DDP",
+        "ddp_powersgd": "PowerSGD, rank 2, stopped",
+    }
+    table = {}
+    for method, label in labels.items():
+        point = _end(method)
+        table[label] = [point["bytes"] / 1e6, point["seconds"], point["loss"]]
+    return table
+
+
+def of_run_over_time() -> Iterator[Claim]:
+    """The settings of the headline, and its waits: loss_over_time.json."""
+    ours = _best()["streaming_defaults"]
+    case = ours["case"]
+    numel = parameters(Size(**case["size"]))
+    link = [ours["mbit_s"], 1000 * slow_links.ROUND_TRIP]
+    pattern = "# parameters, sync_every=#, two sites, # Mbit/s, # ms round trip"
+    for page in (README, INDEX):
+        yield Sentence(page, pattern, [numel, case["sync_every"], *link])
+    tokens = case["steps"] * loss_over_time.SITES * case["batch"] * case["size"]["context"]
+    pattern = "# Mbit/s, # ms round trip, # parameters, # tokens per parameter, sync_every=#"
+    numbers = [*link, numel, tokens / numel, case["sync_every"]]
+    yield Sentence(BENCHMARKS, pattern, numbers)
+    step = loss_over_time.without_exchange(results("loss_over_time")["rows"]) or 0.0
+    yield Sentence(BENCHMARKS, "Without any exchange it takes # s", [step * ours["steps"]])
+    report = ours["told"]
+    launches = case["fragments"] * (ours["steps"] // case["sync_every"])
+    flight = 1000 * report["in_flight_s"] / launches
+    pattern = "Our run waits # of its # s, because five steps of # ms cannot hide a flight of # ms"
+    numbers = [report["exposed_wait_s"], _end("streaming_defaults")["seconds"], 1000 * step, flight]
+    yield Sentence(BENCHMARKS, pattern, numbers)
+
+
+def of_slow_links() -> Iterator[Claim]:
+    """Steps on slow links: slow_links.json."""
+    rows = results("slow_links")["rows"]
+    case = rows[0]["case"]
+    millions = parameters(Size(**case["size"])) / 1e6
+    settings = [millions, case["sync_every"]]
+    round_trip = 1000 * slow_links.ROUND_TRIP
+    more = headline("slow_links")["4 sites, 30 Mbit/s: best peer's step over ours"]
+    pattern = (
+        "# Mbit/s the best peer takes # times as long (# million parameters, sync_every=#, # ms)"
+    )
+    yield Sentence(README, pattern, [30, more, *settings, round_trip])
+    alone = slow_links.row_of(rows, "alone", 2, None)["seconds"]
+    yield Sentence(BENCHMARKS, "with 2 / 4 sites (# without any exchange)", [1000 * alone])
+    steps = {f"{rate:g}": _steps(rows, rate) for rate in slow_links.RATES if rate}
+    yield Table(BENCHMARKS, ["Mbit/s", "ours", "best peer"], steps)
+    pattern = "Settings: # million parameters in four fragments, H=#, tau=#, # ms round trip"
+    yield Sentence(BENCHMARKS, pattern, [*settings, case["overlap_steps"], round_trip])
+    virtual = [1000 * case["step_seconds"]]
+    yield Sentence(BENCHMARKS, "A virtual accelerator takes # ms", virtual)
+
+
+def of_predictions() -> Iterator[Claim]:
+    """The speed that remains, and the planner's: slow_links.json."""
+    rows = slow_links.predictions(results("slow_links")["rows"])
+    least = min(row["utilisation"] for row in rows if row["fits"])
+    yield Sentence(README, "Training keeps # % of its speed or more", [AtLeast(100 * least)])
+    yield Sentence(BENCHMARKS, "Training keeps # of its speed or more", [AtLeast(least)])
+    planned: dict[str, list[float]] = {}
+    for name in ("utilisation", "predicted"):
+        for row in rows:
+            planned.setdefault(f"{row['mbit_s']:g}", []).append(row[name])
+    del planned["1000"]
+    yield Table(BENCHMARKS, ["Mbit/s", "measured", "planned"], planned)
+    errors = [abs(row["predicted"] / row["utilisation"] - 1) for row in rows]
+    errors += [abs(row["simulated"] / row["seconds"] - 1) for row in rows]
+    most = [AtMost(100 * max(errors))]
+    yield Sentence(BENCHMARKS, "Planner and simulator are within # % of", most)
+    yield Sentence(PLANNER, "utilisations are within # % of measurements", most)
+    yield Sentence("docs/simulate.md", "within # % of measurements", most)
+
+
+def _steps(rows: Any, rate: float) -> list[float]:
+    """Returns the milliseconds of a step: ours, the best peer's, and DDP's, each by sites."""
+    columns: list[list[float]] = [[], [], []]
+    for sites in SITES:
+        by_method = {}
+        for method in slow_links.METHODS:
+            row = slow_links.row_of(rows, method, sites, rate)
+            if "seconds" in row:
+                by_method[method] = 1000 * row["seconds"]
+        columns[0].append(by_method.pop("streaming"))
+        columns[1].append(min(by_method.values()))
+        columns[2].append(by_method["lightning_ddp"])
+    return list(chain.from_iterable(columns))
+
+
+def of_wire_bytes() -> Iterator[Claim]:
+    """Bytes on a link: wire_bytes.json."""
+    rows = results("wire_bytes")["rows"]
+    ddp = rows["Lightning DDP"]["bytes_per_step"]
+    shares = {name: ddp / row["bytes_per_step"] for name, row in rows.items()}
+    fp4, fp32, sparse = (shares[name] for name in wire_bytes.OURS)
+    yield Sentence(README, "The scales of fp4 make it 1/#", [fp4])
+    yield Sentence(BENCHMARKS, "With fp4, 1/# of DDP's bytes", [fp4])
+    pattern = 'PowerSGD of rank 2 sends 1/#; torchft 1/#, like ours in fp32; "sparse" 1/#'
+    numbers = [shares["DDP, PowerSGD rank 2"], shares["torchft DiLoCo, fp32"], sparse]
+    yield Sentence(BENCHMARKS, pattern, numbers)
+    assert round(fp32) == 20, "the page says: like torchft"
+    over = [100 * (wire_bytes.shares(rows[name])["interface"] - 1) for name in wire_bytes.OURS]
+    pattern = "The network interface counts # % more for fp4, # % for fp32 and # % for the small"
+    yield Sentence(BENCHMARKS, pattern, over)
+    assert all(wire_bytes.shares(rows[name])["report"] == 1 for name in wire_bytes.OURS)
+
+
+def of_overhead() -> Iterator[Claim]:
+    """Overhead on a free link: overhead.json."""
+    ratios = headline("overhead")
+    sizes = results("overhead")["results"]
+    numbers = []
+    for name, row in sizes.items():
+        numbers += [100 * (ratios[f"{name}: wall ratio"] - 1)]
+        numbers += [parameters(Size(**row["case"]["size"])) / 1e6]
+    numbers += [100 * (ratios[f"{name}: cpu ratio"] - 1) for name in sizes]
+    pattern = "# % of a step with # million parameters, # % with # million, and # and # % of"
+    yield Sentence(BENCHMARKS, pattern, numbers)
+    steps = [1000 * row["plain_step_s"] for row in sizes.values()]
+    yield Sentence(BENCHMARKS, "steps take # and # ms", steps)
+
+
+def of_memory() -> Iterator[Claim]:
+    """Memory of a rank: memory.json."""
+    rows = results("memory")["memory"]
+    numel = max(row["parameters"] for row in rows) / 1e6
+    memories = [_memory(name, "100M") for name in ("streaming", "torchft", "lightning_ddp")]
+    pattern = "# bytes per parameter at # million, against # with torchft and # with DDP"
+    yield Sentence(BENCHMARKS, pattern, [memories[0], numel, *memories[1:]])
+    for size in {row["size"] for row in rows}:
+        is_less = _memory("streaming", size) < _memory("torchft", size)
+        assert is_less, "the page says: less than torchft at every size"
+
+
+def _memory(method: str, size: str) -> float:
+    return headline("memory")[f"{method}, {size}: bytes per parameter"]
+
+
+def of_costs_of_flights() -> Iterator[Claim]:
+    """Processor time of a flight: memory.json."""
+    extremes = []
+    for part in ("launch", "landing", "background"):
+        flights = [row for row in results("memory")["flights"] if row["parameters"] > 9e6]
+        costs = [headline("memory")[f"{row['name']}: {part}, ns per value"] for row in flights]
+        extremes += [min(costs), max(costs)]
+    pattern = (
+        "spends # to # ns per value at a launch and # to # at a landing, the background # to #"
+    )
+    yield Sentence(BENCHMARKS, pattern, extremes)
+
+
+def of_flights() -> Iterator[Claim]:
+    """Flights over slow links: flights.json and flights_links.json."""
+    numbers = {**headline("flights"), **headline("flights_links")}
+
+    def ratio(sites: str) -> float:
+        return numbers[f"{sites}: without_round_trips"]
+
+    def remaining(sites: str) -> float:
+        return numbers[f"{sites}: kept"]
+
+    paced = [f"{sites} sites, cubic, paced" for sites in (2, 4, 8)]
+    pattern = "less two round trips, takes at most # times as long"
+    yield Sentence(BENCHMARKS, pattern, [AtMost(max(map(ratio, paced)))])
+    least = [AtLeast(min(map(remaining, paced)))]
+    yield Sentence(BENCHMARKS, "at least # of the speed remains", least)
+    free = "8 sites, cubic, not paced"
+    pattern = "eight sites take # times as long and keep #"
+    yield Sentence(BENCHMARKS, pattern, [ratio(free), remaining(free)])
+    with_bbr = [remaining(f"{sites} sites, bbr, paced") for sites in (4, 8)]
+    yield Sentence(BENCHMARKS, "With BBR, four sites keep # and eight #", with_bbr)
+    rows = {str(sites): f"{sites} sites, cubic" for sites in (2, 4, 8)}
+    rows["4, round trip of 200 ms"] = "4 sites, round trip of 200 ms"
+    rows["2, 1 Gbit/s, 40 MB"] = "2 sites, 1 Gbit/s"
+    table = {label: [ratio(f"{name}, {way}") for way in _WAYS] for label, name in rows.items()}
+    yield Table(COMPRESSION, ["sites, on 30 Mbit/s unless stated", "not paced", "paced"], table)
+
+
+_WAYS = ("not paced", "paced")
+
+
+def of_formats() -> Iterator[Claim]:
+    """Bits, errors and speeds of compressions: compression.json and compression_speed.json."""
+    errors = results("compression", "docs")["errors"]
+    bits = {name: [errors[name]["bits"]] for name in _NAMED}
+    yield Table(COMPRESSION, ["name", "bits per value"], bits, columns=1)
+    speeds = results("compression_speed", "docs")["headline"]
+    rows: dict[str, list[float]] = {}
+    for name in _COMPRESSIONS:
+        in_sum = results("compression", "docs")["sums"][name]
+        rows[name] = [errors[name][_LAST_ROUND]["mean"], in_sum]
+        ways = [f"{name}_{way}_of_copy" for way in ("encode", "decode")]
+        rows[name] += [speeds[way] for way in ways if way in speeds]
+    yield Table(COMPRESSION, ["compression", "error / in sum", "encode", "decode"], rows)
+    new_memory = speeds["copy_into_new_memory_of_copy"]
+    yield Sentence(COMPRESSION, "which limits even a copy to #", [new_memory])
+    int4 = _heavy_tails(errors["int4"])
+    fp4 = _heavy_tails(errors["fp4"])
+    pattern = "lose on heavy tails (# against # to #)"
+    yield Sentence(COMPRESSION, pattern, [min(int4), min(fp4), max(fp4)])
+
+
+def of_two_shots() -> Iterator[Claim]:
+    """The second rounding: exchange.json."""
+    errors = results("exchange", "docs")["headline"]
+    gathered = errors["fp4, 8 groups: gather"]
+    assert abs(errors["fp4, 8 groups: two shots"] - gathered) < 0.0005, "the page says: as in one"
+    forgetful = errors["fp4, 8 groups: two shots that forget"]
+    pattern = "are off by #, as in one shot; without that memory by #"
+    yield Sentence(COMPRESSION, pattern, [gathered, forgetful])
+
+
+_NAMED = (
+    *("fp32", "bf16", "int8", "fp8", "fp4", "mxfp4", "int4", "int2"),
+    *("sparse", "top_k", "random_k", "random_block"),
+)
+_LAST_ROUND = "outer, round 24"
+_COMPRESSIONS = (
+    *("fp32", "bf16", "fp8", "int8", "int4", "fp4", "mxfp4", "int2", "sparse"),
+    *("ErrorFeedback(FP4())", "ErrorFeedback(Int2())", "TopK(0.03, Int2())", "RandomK(32, FP4())"),
+)
+
+
+def _heavy_tails(errors: Any) -> list[float]:
+    return [errors[name]["relative"] for name in errors if name not in ("bits", _LAST_ROUND)]
+
+
+def of_directions() -> Iterator[Claim]:
+    """The direction of matrices on a CPU: directions.json."""
+    shares = headline("directions")
+    rows: dict[str, list[Expected]] = {}
+    for name, label in _MODELS.items():
+        rows[label] = [None, None, 100 * shares[f"{name}, share of a round"]]
+    yield Table(CHOOSING, ["parameters, windows a step", "all matrices of a round, ms"], rows)
+    svd = [share for name, share in shares.items() if name.endswith("decomposition over ours")]
+    muon = [1 / share for name, share in shares.items() if name.endswith("ours over Muon's")]
+    pattern = "torch's decomposition takes # to # of our time ... take # to # (matrices"
+    numbers = [min(svd), max(svd), min(muon), max(muon)]
+    yield Sentence(CHOOSING, pattern, numbers)
+
+
+def of_directions_on_gpu() -> Iterator[Claim]:
+    """The direction of matrices on a GPU: gpu_directions.json and gpu.json."""
+    milliseconds = headline("gpu_directions")
+    overheads = results("gpu")["numbers"]
+    table = {}
+    for name, label in (("125M", "125 million, 8,192"), ("1B", "1 billion, 4,096")):
+        directing = milliseconds[f"{name}, direction of all blocks, ms"]
+        step = overheads[f"overhead {name}"]["offload=False"]["plain_step_ms"]
+        table[label] = [directing, step, directing / step]
+    table["6.4 billion"] = [milliseconds["6.4B, direction of all blocks, ms"]]
+    yield Table(CHOOSING, ["parameters, tokens a step"], table)
+    share = table["1 billion, 4,096"][-1]
+    yield Sentence(CHOOSING, "would leave # % (computed)", [share / 16])
+
+
+_MODELS = {
+    "0.1M": "0.1 million, 1",
+    "0.5M": "0.5 million, 2",
+    "2M": "2 million, 8",
+    "10M": "10 million, 32",
+}
+
+
+def of_gpu() -> Iterator[Claim]:
+    """Step time and memory on a GPU: gpu.json."""
+    numbers = headline("gpu")
+    rows: dict[str, list[float]] = {}
+    for label, way in _WAYS_ON_GPU.items():
+        rows[label] = []
+        for size in ("125M", "1B"):
+            rows[label].append(numbers[f"{size}, {way}: step time over plain"])
+            rows[label].append(numbers[f"{size}, {way}: extra bytes a parameter"])
+    yield Table(BENCHMARKS, ["one group", "125M", "1B"], rows)
+    pattern = "With a billion parameters a step takes # times as long"
+    yield Sentence(README, pattern, rows["outer state on the host"][2:3])
+    ratios = results("gpu")["numbers"]["overhead 125M"]["offload=True"]["ratios"]
+    pattern = "turns with the state on the host vary from # to #"
+    yield Sentence(BENCHMARKS, pattern, [min(ratios), max(ratios)])
+    shared = "125M, two groups on one device, "
+    both = [numbers[f"{shared}{way}: step over plain"] for way in ("streaming", "DDP")]
+    pattern = "take # times the step of two unconnected Trainers; DDP takes # times"
+    yield Sentence(BENCHMARKS, pattern, both)
+
+
+_WAYS_ON_GPU = {
+    "outer state on the host": "offload=True",
+    "outer state on the device": "offload=False",
+    "DDP": "DDP",
+}
+
+
+def of_checks_on_gpu() -> Iterator[Claim]:
+    """Checks and passes over memory on a GPU: gpu.json."""
+    ended = results("gpu")["ended"]
+    checks = [task for name, task in ended.items() if name.startswith("tests: ")]
+    assert all(task["status"] == "done" for task in checks), "the page says: all"
+    yield Sentence(BENCHMARKS, "All # checks passed on one NVIDIA H200", [len(checks)])
+    numbers = headline("gpu")
+    yield Table(BENCHMARKS, ["pass"], _rows_of_passes(numbers))
+    yield Sentence(BENCHMARKS, "share of a copy's # TB/s", [numbers["copy, GB/s"] / 1000])
+
+
+def _rows_of_passes(numbers: Any) -> dict[str, list[float]]:
+    def share(name: str) -> float:
+        return float(numbers[f"{name}, share of copy bandwidth"])
+
+    return {
+        "launch; landing": [share("launch: outer minus local"), share("landing: merge")],
+        "encode fp4; by torch operations": [
+            share("encode fp4"),
+            share("encode fp4, operations of torch"),
+        ],
+        "mean of two fp4; by torch operations": [
+            share("mean of two fp4"),
+            share("mean of two fp4, operations of torch"),
+        ],
+        "norm; outer step; digest": [share("norm"), share("outer step"), share("digest")],
+    }
