@@ -447,14 +447,22 @@ def test_public_names_are_unique_in_the_api_reference_and_documented_with_an_exa
     names = lightning_sdiloco.__all__
     assert len(set(names)) == len(names)
     assert "StreamingDiLoCoStrategy" in names
-    page = (ROOT / "docs" / "api.md").read_text()
-    paths = re.findall(r"^::: (\S+)", page, flags=re.M)
-    assert set(names) - {path.rpartition(".")[2] for path in paths} == set()
+    pages = sorted((ROOT / "docs" / "api").glob("*.md"))
+    described = [re.findall(r"^::: (\S+)", page.read_text(), flags=re.M) for page in pages]
+    described_names = {path.rpartition(".")[2] for paths in described for path in paths}
+    assert set(names) - described_names == set()
+    first_names = [paths[0].rpartition(".")[2] for paths in described]
+    assert first_names == [page.stem for page in pages], "each class has the page of its name"
+    index = (ROOT / "docs" / "api.md").read_text()
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in pages:
+        assert f"](api/{page.name})" in index, page.name
+        assert f" {page.stem}: api/{page.name}\n" in navigation, page.name
     objects = public_objects()
     assert {"StreamingDiLoCo.step", "Compression.encode", f"{NAME}.FP4"} <= objects.keys()
     kinds = (type, types.FunctionType, property, classmethod, staticmethod)
-    described = {name: public for name, public in objects.items() if isinstance(public, kinds)}
-    assert [name for name, public in described.items() if not inspect.getdoc(public)] == []
+    documented = {name: public for name, public in objects.items() if isinstance(public, kinds)}
+    assert [name for name, public in documented.items() if not inspect.getdoc(public)] == []
     public_classes = [getattr(lightning_sdiloco, name) for name in names]
     for public in public_classes:
         if isinstance(public, type) and "Examples:\n" not in (inspect.getdoc(public) or ""):
