@@ -13,6 +13,7 @@ from benchmarks import report
 from benchmarks.runs import Runs
 from benchmarks.training import Run, Training
 from lightning_sdiloco.planning.units import half_width
+from lightning_sdiloco.tools.output import DDP, STREAMING
 
 FEWEST_ROUNDS = 14
 """A training with fewer rounds says nothing about a setting, and is left out."""
@@ -129,33 +130,31 @@ def headline(comparisons: Iterable[Comparison]) -> dict[str, float]:
 
 
 def draw(comparisons: Sequence[Comparison], path: Path | None) -> None:
-    """Draws how much worse than DDP each setting is, with its interval; grey where that holds 0."""
+    """Draws how much worse than DDP each setting is, with its interval; hollow where that holds 0."""
     if path is None:
         return
     # Not at the head: a machine on which only numbers are measured may not have what draws.
     from benchmarks.picture import figure, save
 
     picture, (axes,) = figure(height=1.2 + 0.25 * len(comparisons))
-    plot_all(axes, comparisons)
-    axes.set_xlabel("validation loss above that of DDP, in %, with its 95 % interval")
+    plot_all(axes, comparisons, STREAMING)
+    axes.set_xlabel("validation loss above DDP's, %, with 95 % interval (hollow: contains 0)")
     save(picture, path)
 
 
-def plot_all(axes: Any, comparisons: Sequence[Comparison]) -> None:
+def plot_all(axes: Any, comparisons: Sequence[Comparison], color: str) -> None:
     """Draws by how many percent each setting is worse, one below the other, and their names."""
-    from benchmarks.picture import GREY
-
     places = [-number for number in range(len(comparisons))]
     for place, comparison in zip(places, comparisons, strict=True):
-        _plot(axes, place, comparison)
-    axes.axvline(0, color=GREY, linewidth=1)
+        _plot(axes, place, comparison, color)
+    axes.axvline(0, color=DDP, linewidth=1)
     axes.set_yticks(places, [comparison.name for comparison in comparisons], fontsize=8)
 
 
-def _plot(axes: Any, place: int, comparison: Comparison) -> None:
-    """Draws by how many percent a setting is worse, with its interval; grey where that holds 0."""
-    from benchmarks.picture import BLUE, GREY, RED
-
-    color = {"worse": RED, "better": BLUE}.get(comparison.verdict, GREY)
+def _plot(axes: Any, place: int, comparison: Comparison, color: str) -> None:
+    """Draws by how many percent a setting is worse, with its interval; hollow where that holds 0."""
+    style = {"fmt": "o", "color": color, "capsize": 3}
+    if comparison.verdict not in ("worse", "better"):
+        style["mfc"] = axes.get_facecolor()
     half = half_width(comparison.percent)
-    axes.errorbar(mean(comparison.percent), place, xerr=half, fmt="o", color=color, capsize=3)
+    axes.errorbar(mean(comparison.percent), place, xerr=half, **style)

@@ -29,7 +29,7 @@ from torch import nn
 
 from benchmarks import report
 from benchmarks.links import Links, require
-from benchmarks.picture import BLUE, ORANGE, QUIET, figure, save
+from benchmarks.picture import QUIET, SERIES, figure, save
 from lightning_sdiloco import Landing, StreamingDiLoCo
 from lightning_sdiloco.comm.pacing import Connection
 from lightning_sdiloco.compression import resolve
@@ -282,7 +282,7 @@ def draw(measured: Mapping[str, Case], found: Mapping[str, Found], path: Path | 
     top = max(axes.get_ylim()[1] for axes in panels)
     for axes in panels:
         axes.set_ylim(1.0, top)
-    panels[0].set_ylabel("a flight over its bytes alone")
+    panels[0].set_ylabel("flight time / transfer time")
     handles, labels = panels[0].get_legend_handles_labels()
     once = dict(zip(labels, handles, strict=True))
     picture.legend(
@@ -297,7 +297,7 @@ def _scatter(axes: Any, place: int, case: Case, numbers: Found) -> None:
     middle = place + (0.15 if case.paced else -0.15)
     last = max(1, len(times) - 1)
     places = [middle + 0.1 * (number / last - 0.5) for number in range(len(times))]
-    color = BLUE if case.paced else ORANGE
+    color = SERIES[0] if case.paced else SERIES[1]
     label = "paced" if case.paced else "not paced"
     axes.scatter(places, times, s=18, color=color, label=label)
 

@@ -31,9 +31,10 @@ from benchmarks import report
 from benchmarks.learning import WINDOWS, LearningCase, snapshots
 from benchmarks.links import require
 from benchmarks.models import TINY, Size
-from benchmarks.picture import BLUE, GREY, PURPLE, RED, figure, save
+from benchmarks.picture import NO_EXCHANGE, POWER_SGD, figure, save
 from benchmarks.sites import Found, Job, run, run_apart
 from benchmarks.training import Text, parameters
+from lightning_sdiloco.tools.output import DDP, DILOCO, STREAMING
 
 DEMONSTRATED = Size(layers=3, width=64, heads=4, context=128)
 """189,312 parameters: the model of examples/demo.py."""
@@ -52,12 +53,12 @@ RATES = (3e-3, 4.5e-3)
 """Learning rates of the inner optimizer."""
 
 METHODS = {
-    "streaming_defaults": ("Streaming DiLoCo, defaults", RED),
-    "torchft": ("torchft DiLoCo, fp32", PURPLE),
-    "ddp_powersgd": ("DDP, PowerSGD rank 2", BLUE),
-    "ddp": ("DDP", GREY),
-    "alone": ("no exchange, plain loop", GREY),
-    "lightning_alone": ("no exchange, Trainer", GREY),
+    "streaming_defaults": ("Streaming DiLoCo, defaults", STREAMING),
+    "torchft": ("torchft DiLoCo, fp32", DILOCO),
+    "ddp_powersgd": ("DDP, PowerSGD rank 2", POWER_SGD),
+    "ddp": ("DDP", DDP),
+    "alone": ("no exchange, plain loop", NO_EXCHANGE),
+    "lightning_alone": ("no exchange, Trainer", NO_EXCHANGE),
 }
 """Names and colors."""
 
@@ -374,7 +375,7 @@ def draw(rows: list[Row], path: Path | None) -> None:
     if bound is not None:
         shortest = bound * rows[0]["case"]["steps"]
         label = f"without any exchange: {shortest:.0f} s"
-        axes.axvline(shortest, color=GREY, linestyle=":", label=label)
+        axes.axvline(shortest, color=NO_EXCHANGE, linestyle=":", label=label)
     axes.set_xscale("log")
     marks = {5: "5 s", 10: "10 s", 30: "30 s", 60: "1 min", 120: "2 min", 300: "5 min"}
     marks[600] = "10 min"
@@ -394,7 +395,7 @@ def _plot(axes: Any, row: Row) -> None:
     losses = [point["loss"] for point in points]
     stopped = "" if row["finished"] else ", stopped"
     label = f"{name}: {losses[-1]:.3f} after {seconds[-1]:.0f} s{stopped}"
-    width = 2.5 if color == RED else 1.5
+    width = 2.5 if color == STREAMING else 1.5
     axes.plot(seconds, losses, "o-", color=color, label=label, markersize=4, linewidth=width)
 
 

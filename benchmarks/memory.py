@@ -23,10 +23,11 @@ import torch.distributed as dist
 from benchmarks import report
 from benchmarks.case import Case
 from benchmarks.models import Size
-from benchmarks.picture import BLUE, GREEN, GREY, PURPLE, RED, figure, save
+from benchmarks.picture import NO_EXCHANGE, SERIES, counted, figure, save
 from benchmarks.sites import Job, results
 from lightning_sdiloco import StreamingDiLoCo
 from lightning_sdiloco.engine.turns import alone
+from lightning_sdiloco.tools.output import DDP, DILOCO, STREAMING
 from tests.ranks import run_ranks
 
 SIZES = {
@@ -39,10 +40,10 @@ SIZES = {
 QUICK = {"tiny": Size(layers=8, width=32, heads=2, context=16)}
 
 METHODS = {
-    "alone": ("no exchange", GREY),
-    "lightning_ddp": ("Lightning DDP", BLUE),
-    "torchft": ("torchft DiLoCo, fp32", PURPLE),
-    "streaming": ("Streaming DiLoCo, fp4", RED),
+    "alone": ("no exchange", NO_EXCHANGE),
+    "lightning_ddp": ("Lightning DDP", DDP),
+    "torchft": ("torchft DiLoCo, fp32", DILOCO),
+    "streaming": ("Streaming DiLoCo, fp4", STREAMING),
 }
 
 # The peaks in the rows of methods: in rounds, and including the end after the last inner step.
@@ -230,14 +231,16 @@ def draw(memories: list[Row], flown: list[Row], path: Path | None) -> None:
     left.set_title("peak memory, bytes per parameter")
     left.set_ylim(bottom=0)
     rows = [row for row in flown if row["groups"] == 2 and row["fragments"] == 4]
-    for part, color in zip(PARTS, (BLUE, GREEN, RED), strict=True):
+    for part, color in zip(PARTS, SERIES, strict=True):
         _plot(right, rows, [1e3 * row[part] for row in rows], color, part)
     right.set_yscale("log")
+    right.yaxis.set_major_formatter(counted)
     right.set_title("processor time of a flight, ms")
     for axes in (left, right):
         axes.legend(frameon=False, fontsize=8)
         axes.set_xscale("log")
         axes.set_xlabel("parameters")
+        axes.xaxis.set_major_formatter(counted)
     save(picture, path)
 
 

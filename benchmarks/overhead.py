@@ -28,7 +28,7 @@ import torch
 from benchmarks import report
 from benchmarks.fits import Timed, fit
 from benchmarks.models import DEMO, TEN_MILLION, TINY, Size, random_batches
-from benchmarks.picture import BLUE, QUIET, RED, figure, save
+from benchmarks.picture import QUIET, SERIES, figure, save
 from benchmarks.stamps import Stamps
 from lightning_sdiloco import StreamingDiLoCoStrategy
 from tests.ranks import run_processes
@@ -230,7 +230,7 @@ def draw(results: dict[str, dict[str, Any]], path: Path | None) -> None:
     axes.axvline(1.0, color=QUIET, linewidth=1)
     labels = [f"{name} parameters" for name in results]
     axes.set_yticks([-place for place in range(len(results))], labels)
-    axes.set_xlabel("two worker groups over two plain Trainers")
+    axes.set_xlabel("time of two worker groups / time of two plain Trainers")
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     save(picture, path)
 
@@ -251,7 +251,7 @@ def by_run(numbers: dict[str, Any], kind: str) -> list[float]:
 
 
 _LEGEND = {"wall": "step time", "cpu": "processor time"}
-_COLORS = {"wall": BLUE, "cpu": RED}
+_COLORS = {"wall": SERIES[0], "cpu": SERIES[1]}
 
 
 def main(arguments: list[str] | None = None) -> None:

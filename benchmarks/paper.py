@@ -250,9 +250,9 @@ def draw(models: Mapping[str, Gaps], path: Path) -> None:
     their mean.
     """
     # Not at the head: a machine on which only numbers are measured may not have what draws.
-    from benchmarks.picture import BLUE, GREEN, ORANGE, figure, save
+    from benchmarks.picture import SERIES, figure, save
 
-    colors = dict(zip(models, (BLUE, ORANGE, GREEN), strict=True))
+    colors = dict(zip(models, SERIES, strict=True))
     factors = [factor for factor in ABLATIONS if any(factor in gaps for gaps in models.values())]
     widths = [2 + len(ABLATIONS[factor].values) for factor in factors]
     picture, panels = figure(len(factors), height=3.2, widths=widths)

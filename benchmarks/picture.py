@@ -8,13 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from cycler import cycler
 from matplotlib.figure import Figure
 
 from lightning_sdiloco.tools.output import DARK, LIGHT
 
 INK = LIGHT.ink
 QUIET = LIGHT.quiet
-BLUE, RED, GREEN, PURPLE, ORANGE, TEAL, *_, GREY = LIGHT.lines
+
+# One method has one color in all pictures: those of DiLoCo and Streaming DiLoCo are the package's.
+DDP_HALF = "C2"
+POWER_SGD = "C0"
+ACCELERATE = "C4"
+POST_LOCAL_SGD = "C5"
+NO_EXCHANGE = LIGHT.ink
+
+_UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+SERIES = ("C8", "C6", "C7")
+"""The colors of curves that are not methods."""
 
 ON_DARK = dict(zip(LIGHT.lines, DARK.lines, strict=True)) | {
     getattr(LIGHT, part): getattr(DARK, part) for part in ("ink", "quiet", "grid", "paper")
@@ -29,11 +41,25 @@ def figure(
     page.
     """
     mpl.rcParams.update(LIGHT.style)
+    mpl.rcParams["axes.prop_cycle"] = cycler(color=LIGHT.lines)
     drawn = Figure(figsize=(8.4, height), layout="constrained")
     panels = drawn.subplots(
         1, columns, squeeze=False, gridspec_kw={"width_ratios": widths or [1] * columns}
     )[0]
     return drawn, list(panels)
+
+
+def counted(number: float, place: int = 0) -> str:
+    """Formats the number at a place of an axis as people say it.
+
+    Examples:
+        >>> counted(0.1), counted(1000), counted(1e5), counted(3e6), counted(1e9)
+        ('0.1', '1000', '100k', '3M', '1B')
+    """
+    if number < 1e4:
+        return f"{number:g}"
+    size, suffix = next(unit for unit in _UNITS if number >= unit[0])
+    return f"{number / size:g}{suffix}"
 
 
 def save(drawn: Figure, path: Path) -> None:

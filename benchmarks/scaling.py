@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import comparison, curve, quality, report
-from benchmarks.picture import BLUE, GREEN, ORANGE, QUIET, figure, save
+from benchmarks.picture import QUIET, SERIES, counted, figure, save
 from benchmarks.runs import Runs
 from benchmarks.training import parameters
 from lightning_sdiloco.planning.units import half_width
@@ -39,7 +39,7 @@ DATA_PARALLEL = (18.129, -0.0953)
 LAWS = {2: (18.768, -0.0969), 4: (19.762, -0.0992), 8: (21.051, -0.1018)}
 """Their fits of the loss: A and a of ``A N**a``."""
 
-COLORS = {2: GREEN, 4: BLUE, 8: ORANGE}
+COLORS = dict(zip((2, 4, 8), SERIES, strict=True))
 SHOWN = (8e4, 4e9)
 
 
@@ -115,6 +115,7 @@ def draw(measured: Sequence[Point], path: Path) -> None:
     axes.set_yscale("symlog", linthresh=1)
     axes.set(xlim=SHOWN, ylim=(-6, 40), xlabel="parameters", ylabel="% above data parallel")
     axes.set_yticks([-5, -1, 0, 1, 2, 5, 10, 20], ["-5", "-1", "0", "1", "2", "5", "10", "20"])
+    axes.xaxis.set_major_formatter(counted)
     axes.minorticks_off()
     picture.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     save(picture, path)

@@ -26,7 +26,7 @@ from benchmarks import report
 from benchmarks.case import Case
 from benchmarks.links import Links, require
 from benchmarks.models import Size
-from benchmarks.picture import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, TEAL, figure, save
+from benchmarks.picture import ACCELERATE, DDP_HALF, POST_LOCAL_SGD, POWER_SGD, figure, save
 from benchmarks.sites import Job, results
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.engine.shards import trainable
@@ -35,6 +35,7 @@ from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming, play
 from lightning_sdiloco.planning.workload import Groups, Model
 from lightning_sdiloco.tools import doctor
+from lightning_sdiloco.tools.output import DDP, DILOCO, STREAMING
 from tests.ranks import run_processes
 
 CASE = Case(Size(layers=8, width=320, heads=5, context=16), fragments=4)
@@ -48,14 +49,14 @@ RATES: tuple[float | None, ...] = (None, 1000, 100, 30, 10)
 ROUND_TRIP = 0.05
 
 METHODS = {
-    "streaming": ("Streaming DiLoCo, fp4", RED),
-    "torchft": ("torchft DiLoCo, fp32", PURPLE),
-    "post_local_sgd": ("post-local SGD", TEAL),
-    "accelerate": ("accelerate LocalSGD", ORANGE),
-    "ddp_powersgd": ("DDP, PowerSGD rank 2", BLUE),
-    "ddp_fp16": ("DDP, fp16", GREEN),
-    "ddp_bf16": ("DDP, bf16", GREEN),
-    "lightning_ddp": ("Lightning DDP", GREY),
+    "streaming": ("Streaming DiLoCo, fp4", STREAMING),
+    "torchft": ("torchft DiLoCo, fp32", DILOCO),
+    "post_local_sgd": ("post-local SGD", POST_LOCAL_SGD),
+    "accelerate": ("accelerate LocalSGD", ACCELERATE),
+    "ddp_powersgd": ("DDP, PowerSGD rank 2", POWER_SGD),
+    "ddp_fp16": ("DDP, fp16", DDP_HALF),
+    "ddp_bf16": ("DDP, bf16", DDP_HALF),
+    "lightning_ddp": ("Lightning DDP", DDP),
 }
 """Names and colors. The bf16 hook is asked in every run whether it works by now."""
 

@@ -20,6 +20,7 @@ from benchmarks.slow_links import CASE, METHODS, QUICK
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.planning.methods import Streaming
+from lightning_sdiloco.planning.units import readable, readable_rate
 from lightning_sdiloco.planning.workload import Groups, Model
 
 STEPS = 10_000
@@ -172,8 +173,10 @@ def draw(rows: dict[str, Row], path: Path | None) -> None:
     peaks.barh(places, [row["peak_mbit_s"] for row in drawn.values()], color=colors)
     for axes in (steps, peaks):
         axes.set_xscale("log")
+    steps.xaxis.set_major_formatter(lambda nbytes, _: readable(nbytes))
+    peaks.xaxis.set_major_formatter(lambda mbit_s, _: readable_rate(mbit_s / 1000))
     steps.set_title("bytes per step")
-    peaks.set_title("peak over any 100 ms, Mbit/s")
+    peaks.set_title("peak over any 100 ms")
     steps.set_yticks(places, list(drawn))
     peaks.set_yticks(places, [])
     save(picture, path)

@@ -443,13 +443,24 @@ def public_objects() -> dict[str, object]:
     return objects
 
 
-def test_public_names_are_unique_in_the_api_reference_and_documented_with_an_example() -> None:
+def test_each_public_name_has_a_page_that_index_and_navigation_list() -> None:
+    pages = sorted((ROOT / "docs" / "api").glob("*.md"))
+    described = [re.findall(r"^::: (\S+)", page.read_text(), flags=re.M) for page in pages]
+    described_names = {path.rpartition(".")[2] for paths in described for path in paths}
+    assert set(lightning_sdiloco.__all__) - described_names == set()
+    first_names = [paths[0].rpartition(".")[2] for paths in described]
+    assert first_names == [page.stem for page in pages], "each class has the page of its name"
+    index = (ROOT / "docs" / "api.md").read_text()
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in pages:
+        assert f"](api/{page.name})" in index, page.name
+        assert f" {page.stem}: api/{page.name}\n" in navigation, page.name
+
+
+def test_public_names_are_unique_and_documented_with_an_example() -> None:
     names = lightning_sdiloco.__all__
     assert len(set(names)) == len(names)
     assert "StreamingDiLoCoStrategy" in names
-    page = (ROOT / "docs" / "api.md").read_text()
-    paths = re.findall(r"^::: (\S+)", page, flags=re.M)
-    assert set(names) - {path.rpartition(".")[2] for path in paths} == set()
     objects = public_objects()
     assert {"StreamingDiLoCo.step", "Compression.encode", f"{NAME}.FP4"} <= objects.keys()
     kinds = (type, types.FunctionType, property, classmethod, staticmethod)

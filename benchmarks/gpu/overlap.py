@@ -109,16 +109,16 @@ def common_ms(first: Span, second: Span) -> float:
 
 def draw(spans: list[Span], path: Path, first: float, last: float) -> None:
     """Draws what streams did from one time to another: training below, and all others above."""
-    from benchmarks.picture import BLUE, GREY, ORANGE, figure, save
+    from benchmarks.picture import QUIET, SERIES, figure, save
 
     busy = busy_ms(spans)
     most = max(busy, key=lambda stream: busy[stream])
     spans = [span for span in spans if span.ended > first]
     side = [span for span in spans if span.stream != most]
     rows = {
-        "training": (GREY, [span for span in spans if span.stream == most]),
-        "side stream: kernels": (BLUE, [span for span in side if span.kind == "kernels"]),
-        "copies": (ORANGE, [span for span in side if span.kind == "copies"]),
+        "training": (QUIET, [span for span in spans if span.stream == most]),
+        "side stream: kernels": (SERIES[0], [span for span in side if span.kind == "kernels"]),
+        "copies": (SERIES[1], [span for span in side if span.kind == "copies"]),
     }
     picture, (axes,) = figure(height=1.9)
     for row, (color, shown) in enumerate(rows.values()):

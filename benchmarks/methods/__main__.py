@@ -20,7 +20,7 @@ from statistics import mean
 from benchmarks import comparison, report, runs
 from benchmarks.comparison import Comparison, interval
 from benchmarks.methods.named import METHODS, quick, rates, training, wanted
-from benchmarks.picture import BLUE, figure, save
+from benchmarks.picture import SERIES, figure, save
 from benchmarks.runs import Runs
 from benchmarks.training import NamedTraining
 
@@ -96,12 +96,12 @@ def draw(rows: Sequence[Comparison], options: argparse.Namespace) -> None:
     if options.picture is None or not drawn:
         return
     picture, (axes, bytes_axes) = figure(columns=2, height=1.2 + 0.28 * len(drawn), widths=(3, 2))
-    comparison.plot_all(axes, drawn)
+    comparison.plot_all(axes, drawn, SERIES[0])
     for number, row in enumerate(drawn):
-        bytes_axes.barh(-number, 100 * bytes_sent(row), height=0.6, color=BLUE)
-    axes.set_xlabel("loss minus that of what it is compared with, %")
+        bytes_axes.barh(-number, 100 * bytes_sent(row), height=0.6, color=SERIES[0])
+    axes.set_xlabel("loss above that of its baseline, %")
     bytes_axes.set_yticks([])
-    bytes_axes.set_xlabel("bytes, % of the other's")
+    bytes_axes.set_xlabel("bytes, % of its baseline's")
     for panel in (axes, bytes_axes):
         panel.set_ylim(0.6 - len(drawn), 0.6)
     save(picture, options.picture)

@@ -20,7 +20,7 @@ from benchmarks import report
 from benchmarks.comparison import interval
 from benchmarks.methods import computed, shaped, small
 from benchmarks.models import TINY
-from benchmarks.picture import BLUE, GREEN, GREY, RED, figure, save
+from benchmarks.picture import SERIES, counted, figure, save
 from lightning_sdiloco.planning.units import half_width
 
 Row = dict[str, Any]
@@ -200,18 +200,20 @@ def draw(rows: Sequence[Row], path: Path | None) -> None:
         return
     picture, (drops, goodput, speed) = figure(columns=3, height=3.0)
     gains = summary(rows, "drop_compute")
-    for sigma, color in ((0.2, BLUE), (0.6, RED)):
+    for sigma, color in zip((0.2, 0.6), SERIES, strict=False):
         shown = [row for row in gains if row["sigma"] == sigma]
         _plot(drops, shown, "ranks", "gain", 100, color=color, label=f"σ {sigma}")
     drops.set_title("gain of DropCompute, %", fontsize=10)
     goodputs = summary(rows, "backup_workers")
-    for quorum, color, label in ((False, GREY, "waits for all"), (True, GREEN, "quorum of half")):
+    quorums = {"waits for all": False, "quorum of half": True}
+    for (label, quorum), color in zip(quorums.items(), SERIES, strict=False):
         shown = [row for row in goodputs if row["quorum"] == quorum]
         _plot(goodput, shown, "sites", "goodput", 100, color=color, label=label)
     goodput.set_title("goodput, %", fontsize=10)
-    _plot(speed, summary(rows, "fusionllm"), "ratio", "speed_up", 1, color=BLUE)
+    _plot(speed, summary(rows, "fusionllm"), "ratio", "speed_up", 1, color=SERIES[0])
     speed.set_title("speed-up by ByLink", fontsize=10)
-    speed.set_xlabel("others' uplinks over the slowest")
+    speed.set_xlabel("others' uplinks / the slowest")
+    speed.xaxis.set_major_formatter(counted)
     for axes in (drops, goodput):
         axes.legend(frameon=False, fontsize=8)
     goodput.set_xticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])

@@ -36,7 +36,7 @@ from lightning_sdiloco.planning.link import Link, require
 from lightning_sdiloco.planning.methods import DataParallel, Streaming, play
 from lightning_sdiloco.planning.units import readable
 from lightning_sdiloco.planning.workload import Groups, Model
-from lightning_sdiloco.tools.output import Numbers, save_picture
+from lightning_sdiloco.tools.output import DDP, DILOCO, STREAMING, Numbers, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,7 +62,7 @@ LINK_NAME = "100 Mbit/s with a round trip of 50 ms"
 MEMORY_RATE = 10e9
 """Bytes per second that a core of a CPU reads and writes."""
 
-COLORS = {"ddp": "C9", "diloco": "C4", "streaming_fp4": "C0"}
+COLORS = {"ddp": DDP, "diloco": DILOCO, "streaming_fp4": STREAMING}
 
 
 def demo(

@@ -133,6 +133,11 @@ DARK = Theme(
     ),
 )
 
+# One method has one color in all pictures, also in those of the benchmarks.
+STREAMING = "C1"
+DILOCO = "C3"
+DDP = "C9"
+
 
 def require_drawable(path: str) -> None:
     """Refuses a file that is neither SVG nor PNG, or any if matplotlib is missing."""

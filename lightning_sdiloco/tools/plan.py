@@ -25,6 +25,9 @@ from lightning_sdiloco.planning.methods import Memory, Method, Streaming
 from lightning_sdiloco.planning.units import counted, readable, readable_rate, short
 from lightning_sdiloco.planning.workload import Groups, Model
 from lightning_sdiloco.tools.output import (
+    DDP,
+    DILOCO,
+    STREAMING,
     Numbers,
     percent,
     plain,
@@ -542,11 +545,11 @@ Curves = Mapping[str, Callable[[float], float]]
 
 # Label, color and line of each method.
 _LINES: Mapping[str, tuple[str, str, str]] = {
-    "ddp": ("DDP", "C9", "-"),
-    "diloco": ("DiLoCo", "C3", "-"),
-    "streaming": ("Streaming DiLoCo", "C0", "--"),
-    "streaming_overlap": ("Streaming with overlap", "C2", "-"),
-    "streaming_overlap_fp4": ("Streaming with overlap, FP4", "C1", "-"),
+    "ddp": ("DDP", DDP, "-"),
+    "diloco": ("DiLoCo", DILOCO, "-"),
+    "streaming": ("Streaming DiLoCo", STREAMING, ":"),
+    "streaming_overlap": ("Streaming with overlap", STREAMING, "--"),
+    "streaming_overlap_fp4": ("Streaming with overlap, FP4", STREAMING, "-"),
 }
 _POINTS_PER_DECADE = 40
 
@@ -562,7 +565,7 @@ def _draw(
         all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
         for axes, (title, curves) in zip(all_axes, panels.items(), strict=True):
             _draw_curves(axes, curves, points, mark)
-            axes.set(title=title, xlabel="Gbit/s between groups")
+            axes.set(title=title, xlabel="link between groups")
             axes.tick_params(labelleft=axes is all_axes[0])
         all_axes[0].set_ylabel("compute utilisation")
         handles, labels = all_axes[0].get_legend_handles_labels()
@@ -577,8 +580,9 @@ def _draw_curves(axes: "Axes", curves: Curves, points: Sequence[float], mark: fl
         label, color, line = _LINES[name]
         axes.plot(points, list(map(curve, points)), color=color, linestyle=line, label=label)
     if mark is not None:
-        axes.axvline(mark, color="C9", linestyle=":", label=f"this link: {mark:g} Gbit/s")
+        label = f"this link: {readable_rate(mark)}"
+        axes.axvline(mark, color="C8", linestyle=":", label=label)
     axes.set(xscale="log", xlim=(points[0], points[-1]))
     axes.set_ylim(0, 1.02)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 0.95], ["0 %", "25 %", "50 %", "75 %", "95 %"])
-    axes.xaxis.set_major_formatter(lambda gbit_s, _: f"{gbit_s:g}")
+    axes.xaxis.set_major_formatter(lambda gbit_s, _: readable_rate(gbit_s))

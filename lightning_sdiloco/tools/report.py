@@ -74,7 +74,8 @@ def report(run: str, output: str | None = None) -> str:
             raise ValueError(
                 f"output={str(folder)!r} cannot be written ({error}). Give another folder."
             ) from error
-        return "\n".join([*verdict.sentences, "", f"{folder / 'report.html'}"])
+        lines = [*verdict.sentences, f"Verdict: {verdict.conclusion}."]
+        return "\n".join([*lines, "", f"{folder / 'report.html'}"])
 
 
 def _write_pictures(run: Run, folder: Path, progress: Status) -> dict[str, dict[str, bytes]]:
@@ -111,7 +112,9 @@ class Advice(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The limit of a run, the numbers behind it, and both in sentences."""
+    """The limit of a run, the numbers behind it, both in sentences, and in a few words what to
+    change.
+    """
 
     limit: str
     utilisation: float
@@ -119,6 +122,7 @@ class Verdict(NamedTuple):
     link: Link | None
     advice: Advice | None
     sentences: list[str]
+    conclusion: str
 
 
 def judge(run: Run) -> Verdict:
@@ -140,7 +144,8 @@ def judge(run: Run) -> Verdict:
             advice = advise(run, link)
         sentences.append(_advice_as_text(advice, link))
     sentences += _agreement_as_text(run)
-    return Verdict(limit, share, causes, link, advice, sentences)
+    conclusion = _conclusion(run, limit, share, advice)
+    return Verdict(limit, share, causes, link, advice, sentences, conclusion)
 
 
 def waited_for(run: Run) -> Causes:
@@ -378,12 +383,35 @@ def _advice_as_text(advice: Advice | None, link: Link | None) -> str:
         )
     if not advice.changes:
         return "The planner knows no settings that would gain much: you need a faster link."
-    changes = " and ".join(f"{name}={value!r}" for name, value in advice.changes.items())
     return (
-        f"Set {changes}. The planner expects a compute utilisation of {advice.then:.1%} with it,"
+        f"Set {_changes_as_text(advice)}. The planner expects a compute utilisation of {advice.then:.1%} with it,"
         f" and {advice.now:.1%} with the current settings, counting on {MARGIN:.0%} of the measured"
         " bandwidth."
     )
+
+
+def _changes_as_text(advice: Advice) -> str:
+    return " and ".join(f"{name}={value!r}" for name, value in advice.changes.items())
+
+
+def _conclusion(run: Run, limit: str, share: float, advice: Advice | None) -> str:
+    """Judges the run in a few words: good, or what is too slow and what to change."""
+    if limit == "alone" and run.heads[0].about.get("site") is None:
+        return "nothing to judge, because there is one worker group"
+    if share >= TARGET:
+        return "good"
+    if limit == "alone":
+        return f"this site waited for {1 - share:.1%} of the time"
+    if limit == "groups":
+        return "one group is too slow: give it smaller batches or faster devices"
+    slow = "the link is too slow" if limit == "link" else "the background is too slow"
+    if advice is None:
+        return f"{slow}, and the planner cannot say what to change"
+    if advice.changes:
+        return f"{slow}: set {_changes_as_text(advice)}"
+    if advice.now >= TARGET:
+        return "the link or the inner steps are uneven: set a larger overlap_steps"
+    return f"{slow}, and no setting would gain much"
 
 
 def _agreement_as_text(run: Run) -> list[str]:
@@ -683,31 +711,30 @@ def draw_utilisation(run: Run, theme: Theme, figure: "Figure") -> None:
 def draw_bandwidth(run: Run, theme: Theme, figure: "Figure") -> None:
     """Draws the rate at which each group sent, and the rate that data-parallel training needs."""
     needed = 8 * ddp_bytes_per_step(run) / max(map(step_seconds, run.heads)) / 1e9
-    unit, name = (1.0, "Gbit/s") if needed >= 1 else (1000.0, "Mbit/s")
-    axes = _axes(figure, "seconds since the first inner step", name)
-    rates = _draw_rates(axes, run, theme, unit)
+    axes = _axes(figure, "seconds since the first inner step", "sent by a group")
+    rates = _draw_rates(axes, run, theme)
     if any(rates):
         if needed:
-            label = f"DDP at this speed: {unit * needed:.3g} {name}"
-            axes.axhline(unit * needed, color=theme.ink, linewidth=1.6, linestyle="--", label=label)
+            label = f"DDP at this speed: {readable_rate(needed)}"
+            axes.axhline(needed, color=theme.ink, linewidth=1.6, linestyle="--", label=label)
         # Zero has no logarithm: the axis ends at a thousandth of the highest rate.
         axes.set_yscale("log")
         lowest = max(max(rates) / 1000, min(filter(None, rates)))
-        axes.set_ylim(lowest / 2, 3 * max([unit * needed, *rates]))
-        axes.yaxis.set_major_formatter(lambda rate, _: f"{rate:g}")
+        axes.set_ylim(lowest / 2, 3 * max([needed, *rates]))
+        axes.yaxis.set_major_formatter(lambda gbit_s, _: readable_rate(gbit_s))
         axes.minorticks_off()
     _legend(axes)
 
 
-def _draw_rates(axes: "Axes", run: Run, theme: Theme, unit: float) -> list[float]:
-    """Draws the rate of every group over time, in a unit, and returns all rates."""
+def _draw_rates(axes: "Axes", run: Run, theme: Theme) -> list[float]:
+    """Draws the rate of every group over time, in Gbit/s, and returns all rates."""
     rates: list[float] = []
     for head in run.heads:
         ranks = [rank for rank in run.ranks if rank.group == head.group]
         curve = gbit_s_over_time(ranks, run.began)
         if curve:
             seconds = [moment for moment, _ in curve]
-            group_rates = [unit * gbit_s for _, gbit_s in curve]
+            group_rates = [gbit_s for _, gbit_s in curve]
             axes.step(
                 seconds,
                 group_rates,
@@ -921,6 +948,8 @@ p { margin: .4rem 0; } .quiet { color: var(--quiet); font-size: .9rem; overflow-
 .verdict { border-left: .25rem solid var(--accent); padding: .1rem 0 .1rem 1rem; margin: 1.5rem 0; }
 img { width: 100%; min-width: 40rem; height: auto; display: block; }
 .scroll { overflow-x: auto; display: block; }
+@media (max-width: 42rem) { .scroll::before { content: "Scroll sideways \\2192"; color: var(--quiet); display: block;
+  font-size: .8rem; left: 0; position: sticky; width: fit-content; } }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { text-align: right; padding: .3rem 1rem .3rem 0; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { text-align: left; } th { color: var(--quiet); font-weight: 500; }
@@ -945,7 +974,8 @@ def page(
             f'<h1>Streaming DiLoCo run</h1><p class="quiet">{escape(title)}</p>',
             f'<p class="quiet">{escape(_described(run))}</p>',
             f'<div class="tiles">{"".join(tiles)}</div>',
-            f'<h2>Verdict</h2><div class="verdict">{"".join(paragraphs)}</div>',
+            f"<h2>Verdict: {escape(verdict.conclusion)}</h2>",
+            f'<div class="verdict">{"".join(paragraphs)}</div>',
             *(_figure(PICTURES[name], themes) for name, themes in pictures.items()),
             "<h2>Ranks</h2>",
             f'<div class="scroll"><table>{_table_of_ranks(run)}</table></div>',

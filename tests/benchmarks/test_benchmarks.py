@@ -6,6 +6,7 @@ that fit.
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from benchmarks import (
     loss_over_time,
     memory,
     paper,
+    pictures,
     quality,
     runs,
     scaling,
@@ -225,6 +227,21 @@ def test_every_picture_is_there_for_a_dark_page(tmp_path: Path) -> None:
         copy = tmp_path / path.name
         copy.write_bytes(path.read_bytes())
         assert for_dark_pages(copy).read_text() == path.with_stem(f"{path.stem}-dark").read_text()
+
+
+def written_in(picture: Path) -> set[str]:
+    """The words in a picture: titles, labels and legends."""
+    return {text for text in re.findall("<!-- (.*?) -->", picture.read_text()) if text[0].isalpha()}
+
+
+def test_the_pictures_of_the_pages_show_the_numbers_that_the_docs_keep(tmp_path: Path) -> None:
+    assert {f"benchmark-{name}" for name in pictures.PICTURES} == {
+        path.stem for path in IMAGES.glob("benchmark-*.svg") if not path.stem.endswith("-dark")
+    }
+    for name in ("flights", "gpu", "loss-over-time", "memory", "overhead", "wire-bytes"):
+        drawn = tmp_path / f"{name}.svg"
+        pictures.PICTURES[name](drawn)
+        assert written_in(drawn) == written_in(IMAGES / f"benchmark-{name}.svg"), name
 
 
 GET = """

@@ -8,6 +8,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -205,26 +206,54 @@ SECOND_HOP = {"seconds": (STEP,) * 3, "link": 0.99, "hop": 1.5}
 
 
 @pytest.mark.parametrize(
-    ("choices", "limit", "words"),
+    ("choices", "limit", "words", "conclusion"),
     [
-        ({"link": 0.1}, "nothing", "for 100.0% of the time. No setting would change that much"),
-        (LINK, "link", "The link limited this run."),
-        (SLOW_GROUP, "groups", "group 1 took 200 ms, of group 0 100 ms"),
-        ({"link": 0.01, "work": 0.2}, "background", "in the background, limited this run"),
+        (
+            {"link": 0.1},
+            "nothing",
+            "for 100.0% of the time. No setting would change that much",
+            "good",
+        ),
+        (
+            LINK,
+            "link",
+            "The link limited this run.",
+            "the link is too slow: set overlap_steps=4",
+        ),
+        (
+            {**LINK, "rate": None},
+            "link",
+            "The link limited this run.",
+            "the link is too slow, and the planner cannot say what to change",
+        ),
+        (
+            SLOW_GROUP,
+            "groups",
+            "group 1 took 200 ms, of group 0 100 ms",
+            "one group is too slow: give it smaller batches or faster devices",
+        ),
+        (
+            {"link": 0.01, "work": 0.2},
+            "background",
+            "in the background, limited this run",
+            "the background is too slow",
+        ),
         (
             {"link": 0.01, "hop": 0.01, "work": 0.2},
             "background",
             "in the background, limited this run",
+            "the background is too slow",
         ),
-        (SECOND_HOP, "link", "waited, 100% was for the link"),
+        (SECOND_HOP, "link", "waited, 100% was for the link", "the link is too slow: set"),
     ],
 )
-def test_the_limiting_factor_of_a_run_is_named(
-    choices: dict[str, Any], limit: str, words: str, tmp_path: Path
+def test_a_run_is_told_its_limit_and_gets_a_verdict_in_a_few_words(
+    choices: dict[str, Any], limit: str, words: str, conclusion: str, tmp_path: Path
 ) -> None:
     verdict = judge(recorded(tmp_path, **choices))
     assert verdict.limit == limit
     assert words in verdict.sentences[0]
+    assert verdict.conclusion.startswith(conclusion)
 
 
 def test_a_run_that_nothing_limits_gets_no_advice_and_shows_left_out_groups(
@@ -408,6 +437,9 @@ def test_the_report_of_a_real_run_is_one_page_that_needs_nothing_else(tmp_path: 
     assert text.strip().endswith(str(folder / "report.html"))
     assert "Training kept computing for" in text
     assert "Training kept computing for" in page
+    *_, verdict, _, _ = text.strip().splitlines()
+    assert verdict.startswith("Verdict: ")
+    assert f"<h2>{escape(verdict.removesuffix('.'))}</h2>" in page
     loaded_from_elsewhere = re.findall(r'(?:src|href|srcset)="(?!data:)', page)
     assert not loaded_from_elsewhere
     pictures = re.findall(r'data:image/svg\+xml;base64,([^"]+)', page)
