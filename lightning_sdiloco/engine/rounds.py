@@ -39,11 +39,12 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from lightning_sdiloco.algorithm.config import Settings, read_settings
-from lightning_sdiloco.algorithm.gossip import Leg
+from lightning_sdiloco.algorithm.gossip import Leg, Route
 from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.schedule import Every, Heard, LaunchSchedule, Schedule
 from lightning_sdiloco.algorithm.weighting import Weighed
 from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine.background import Background
 from lightning_sdiloco.engine.flight import PendingFlight, Synchronizer, completed
 from lightning_sdiloco.engine.fragments import (
@@ -54,11 +55,26 @@ from lightning_sdiloco.engine.fragments import (
     Purpose,
     fragments_of,
 )
+from lightning_sdiloco.engine.matrices import with_direction
 from lightning_sdiloco.engine.measure import LinkRate, StepClock
 from lightning_sdiloco.engine.outer import OuterStorage, ShardOptimizer
-from lightning_sdiloco.engine.recut import Recut
+from lightning_sdiloco.engine.outer_view import OuterView
+from lightning_sdiloco.engine.recut import (
+    Recut,
+    cut_again,
+    follow_in_optimizers,
+    say_what_is_cut_again,
+    take_over,
+)
 from lightning_sdiloco.engine.shards import CutModel, digest, local, sharded_modules, trainable
-from lightning_sdiloco.engine.start import NamedOuter, require_same_fragments, start_from
+from lightning_sdiloco.engine.start import (
+    NamedOuter,
+    cut,
+    named_outer,
+    require_same_fragments,
+    require_same_settings,
+    start_from,
+)
 from lightning_sdiloco.engine.weight_copies import WeightCopies
 from lightning_sdiloco.memory import SparePages
 
@@ -154,15 +170,20 @@ class Rounds:
         flights: What is in flight, in the order of the launches.
         began_at: The inner step after which the rounds began.
         is_ending: Whether landings change the model alone; see [Note: memory at the end].
-        partition: How the model is cut. `cut` sets it, as it does ``settings``, ``cut_model`` and
-            ``schedule``.
+        requested_settings: The settings as they were given, some of them ``"auto"``.
+        partition: How the model is cut. `cut` sets it, as it does ``settings``, ``cut_model``,
+            ``schedule`` and ``view``.
+        recut: The new cut on which the groups are about to agree.
     """
 
     partition: tuple[Fragment, ...]
     settings: Settings
     cut_model: CutModel
     schedule: Schedule
+    view: OuterView
     _launches: LaunchSchedule
+    _route: Route | None
+    _codec: Compression
     _synchronizer: Synchronizer
 
     requested = 0
@@ -172,6 +193,7 @@ class Rounds:
         self,
         model: nn.Module,
         partition: Sequence[Fragment],
+        requested: Settings,
         settings: Settings,
         topology: Topology,
         storage: OuterStorage,
@@ -180,6 +202,7 @@ class Rounds:
         copies: WeightCopies,
     ) -> None:
         self.model = model
+        self.requested_settings = requested
         self.storage = storage
         self.background = background
         self.inner_optimizers = inner_optimizers
@@ -191,6 +214,7 @@ class Rounds:
         self.began_at = 0
         self.flights: list[PendingFlight] = []
         self.fragments: list[FragmentState] = []
+        self.recut: Recut | None = None
         self._topology = topology
         self._diagnoses = False
         self._sharded = sharded_modules(model)
@@ -206,6 +230,8 @@ class Rounds:
         self.partition = tuple(partition)
         self.settings = settings
         self._launches = settings.schedule or Every()
+        self._route = None if settings.shares else settings.routing
+        self._codec = settings.codec
         self._begin_at(0)
         self.fragments = fragments_of(
             self.model, partition, settings, self._topology, self.storage, self.fragments
@@ -215,6 +241,7 @@ class Rounds:
         self._spare = SparePages(_KEPT_BYTES * longest) if is_on_host else None
         self.cut_model = CutModel(self.model)
         self._watch_copies()
+        self.view = self._new_view()
         self._synchronizer = Synchronizer(self.fragments, self._topology, settings, self._diagnoses)
 
     def use_optimizers(self, inner_optimizers: Sequence[Optimizer]) -> None:
@@ -222,6 +249,7 @@ class Rounds:
         if list(inner_optimizers) != list(self.inner_optimizers):
             self.copies = WeightCopies(inner_optimizers)
             self._watch_copies()
+            self.view = self._new_view()
         self.inner_optimizers = inner_optimizers
 
     def _watch_copies(self) -> None:
@@ -229,8 +257,14 @@ class Rounds:
         for fragment in self.fragments:
             fragment.layout.copies_of = self.copies.of
 
-    def diagnose(self, diagnoses: bool) -> None:
-        """Measures at every landing how far the groups agree, or no longer does."""
+    def _new_view(self) -> OuterView:
+        return OuterView(self.model, self.fragments, self._topology, self.storage, self.copies)
+
+    def diagnose(self, diagnoses: bool = True) -> None:
+        """Sets whether landings say how far the groups agree. All ranks must call it alike, before
+        the first step.
+        """
+        require_same_settings({"diagnostics": str(diagnoses)}, self._topology.world)
         self._diagnoses = diagnoses
         self._synchronizer.diagnoses = diagnoses
 
@@ -249,20 +283,88 @@ class Rounds:
         states = {tuple(fragment.layout.names): fragment.weighing for fragment in self.fragments}
         return Weighed(self.settings.weighing_text, self._topology.num_groups, states)
 
-    def cut_again(self, recut: Recut, settings: Settings, step: int) -> None:
-        """Cuts the model as it is now, with the outer state that remains; nothing is in flight.
+    @torch.no_grad()
+    def choose(self, requested: Settings, step: int) -> None:
+        """Continues after an inner step as if these settings had held from the start. All ranks
+        must call it, before any launch is due.
+        """
+        self._require_no_launch(step, requested)
+        before = self.fragments
+        weighed = self.weighed()
+        began_at = self.began_at
+        outer = named_outer(before, self._topology.in_group)
+        self.requested_settings = requested
+        chosen = chosen_settings(requested, self.model, self._topology)
+        self.cut(cut(self.model, chosen).fragments, chosen)
+        self.begin(outer, weighed, began_at)
+        for fragment in self.fragments:
+            fragment.weight = before[0].weight
+
+    def _require_no_launch(self, step: int, settings: Settings) -> None:
+        """Refuses to choose other settings after an inner step, unless no launch was or would have
+        been due by then.
+        """
+        steps = step - self.began_at
+        first = self.schedule.first_launch
+        if self.flights or steps >= min(first, settings.schedule_of(1).first_launch):
+            raise RuntimeError(
+                f"choose() was called after {steps} inner steps with"
+                f" sync_every={settings.sync_every}. Settings can be chosen only before the first"
+                f" launch: before inner step {first}."
+            )
+
+    def cut_for_recut(self) -> tuple[Fragment, ...]:
+        """Cuts the model as it is now, and lets go of what the fragments no longer hold. Refuses
+        what cannot be cut again.
+        """
+        if self.view.is_shown:
+            raise RuntimeError(
+                "recut() was called while the outer model is shown. Call recut() outside"
+                " evaluate()."
+            )
+        if not self.settings.shares:
+            raise ValueError(
+                "Parameters were frozen, became trainable or were replaced since training began."
+                f" route={self.settings.route!r} cannot follow: groups hold their own outer"
+                " parameters, and a frozen one would stay different. Choose what is trainable"
+                " before training, and train in several fits."
+            )
+        partition = cut_again(self.cut_model, self.fragments, self.settings, self._topology)
+        for fragment in self.fragments:
+            fragment.let_go()
+        return partition
+
+    def begin_recut(self, partition: tuple[Fragment, ...]) -> None:
+        """Divides the outer state for a new cut, as far as this rank knows; nothing is in flight.
+        In-group collective.
+        """
+        self.reshard()
+        outer = named_outer(self.fragments, self._topology.in_group)
+        self.recut = Recut.of(self.cut_model, partition, self.fragments, outer, self.settings)
+
+    @torch.no_grad()
+    def end_recut(self, recut: Recut, step: int) -> None:
+        """Takes the new cut on which all ranks have agreed, with the outer state that remains.
         In-group collective.
 
         Rounds restart after this inner step. If the fragments are the same, for instance because a
         submodule was replaced by a copy, they continue, and error feedback remains where a fragment
         has its parameters still.
         """
+        take_over(self.fragments, recut, self._topology)
+        is_first_rank = self._topology.rank == 0
+        if is_first_rank:
+            restarts = recut.fragments != self.partition
+            say_what_is_cut_again(recut, self.cut_model, restarts=restarts)
+        self.copies.renew(recut.new)
+        follow_in_optimizers(recut, self.cut_model, self.inner_optimizers, says=is_first_rank)
+        self.recut = None
         before = self.fragments
         partition = self.partition
         weighed = self.weighed()
         began_at = self.began_at
         schedule_state = self._schedule_state
-        self.cut(recut.fragments, settings)
+        self.cut(recut.fragments, self.settings)
         for fragment in self.fragments:
             fragment.untrained.expect_unlike({*recut.known, *recut.new, *recut.frozen})
         if self.partition != partition:
@@ -374,11 +476,11 @@ class Rounds:
         """Returns the groups with which this one exchanges in a round, itself among them; () for
         all.
         """
-        if self.settings.shares:
+        if self._route is None:
             return ()
         topology = self._topology
         number = self._counted_in_rounds(step) // self.settings.sync_every - 1
-        for leg in self.settings.routing.legs(number, topology.num_groups):
+        for leg in self._route.legs(number, topology.num_groups):
             if topology.group_index in leg:
                 return tuple(leg)
         return ()
@@ -399,6 +501,18 @@ class Rounds:
         if self.schedule.is_dense(since):
             return self.schedule.launches(since)
         return self._launches.due(self._schedule_state, self._counted_in_rounds(step))
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """The fragments in flight, in the order of their launch."""
+        return tuple(flight.launch.fragment for flight in self.flights)
+
+    @property
+    def outer_steps(self) -> int:
+        """How many outer steps the first fragment has made; those of a dense beginning count as
+        one.
+        """
+        return self.fragments[0].outer.rounds
 
     def longest_wait(self, step: int) -> int:
         """Returns how many inner steps it takes at most, from now on, until a request has landed
@@ -430,8 +544,7 @@ class Rounds:
         schedule = self.schedule
         overlap_steps = schedule.overlap_of_round(1) if launch.is_dense else schedule.overlap_steps
         overlap_s = overlap_steps * (launch.step_time or math.nan)
-        codec = self.settings.codec
-        choice = codec.choice(len(launch.gradient), self.link.bytes_per_s, overlap_s)
+        choice = self._codec.choice(len(launch.gradient), self.link.bytes_per_s, overlap_s)
         return launch._replace(choice=choice) if choice else launch
 
     def _deadline(self) -> float:
@@ -546,7 +659,7 @@ class Rounds:
         every launch, so that groups in one process can take turns. Where training ends, flights
         take along what was requested.
         """
-        purpose = Purpose.MEAN if self.settings.shares else Purpose.START
+        purpose = Purpose.MEAN if self._route is None else Purpose.START
         flights: list[PendingFlight] = self.flights if ends else []
         # In float32 a flight takes four times its fragment's size: a quarter of the model at once,
         # and at the end no more than in a round.
@@ -599,19 +712,6 @@ class Rounds:
         """Describes the outer optimizer and its schedule; see `ShardOptimizer`."""
         return self.outer_optimizer.described
 
-    def require_no_launch(self, step: int, settings: Settings) -> None:
-        """Refuses to choose other settings after an inner step, unless no launch was or would have
-        been due by then.
-        """
-        steps = step - self.began_at
-        first = self.schedule.first_launch
-        if self.flights or steps >= min(first, settings.schedule_of(1).first_launch):
-            raise RuntimeError(
-                f"choose() was called after {steps} inner steps with"
-                f" sync_every={settings.sync_every}. Settings can be chosen only before the first"
-                f" launch: before inner step {first}."
-            )
-
     def state_dict(self) -> dict[str, Any]:
         return {"flights": [flight.launch.state_dict() for flight in self.flights]}
 
@@ -660,6 +760,13 @@ class Rounds:
         if rounds_are_the_same:
             self._schedule_state = state["schedule"]
         self.link.last = list(state.get("link", ()))
+
+
+def chosen_settings(requested: Settings, model: nn.Module, topology: Topology) -> Settings:
+    """Returns settings with a direction and numbers that suit model and groups. All ranks must
+    call it.
+    """
+    return with_direction(requested, model, topology).chosen_for(topology.num_groups)
 
 
 def _most_in_flight(schedule: Schedule) -> int:

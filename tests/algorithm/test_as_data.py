@@ -88,4 +88,4 @@ def test_an_engine_resumes_from_a_state_with_settings_as_texts() -> None:
         state["settings"] = before.settings.fixed_by_a_checkpoint()
         assert state["settings"]["mixing"] == "0.375"
         engine.load_state_dict(state)
-        assert engine.settings.mixing == 0.375
+        assert engine.rounds.settings.mixing == 0.375

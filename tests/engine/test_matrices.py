@@ -60,7 +60,7 @@ def test_the_engine_follows_loops_that_decompose() -> None:
         expected = loops.outers[-1][name]
         progress = torch.linalg.norm(expected - start[name])
         assert torch.linalg.norm(actual - expected) < 0.02 * progress, name
-    landing = engine.last_landing
+    landing = engine.history.last_landing
     assert landing is not None
     # Equal singular values with the same sum have a smaller norm.
     assert 0 < landing.direction_norm < landing.outer_grad_norm
