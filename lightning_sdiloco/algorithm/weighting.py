@@ -140,12 +140,6 @@ def plain(controls: Sequence[Control]) -> Count:
     return Count({group: 1.0 for group, control in enumerate(controls) if control.finite})
 
 
-def may_count(controls: Sequence[Control]) -> list[int]:
-    return [
-        group for group, control in enumerate(controls) if control.finite and control.weight > 0
-    ]
-
-
 def by_training(weights: Mapping[int, int]) -> dict[int, float]:
     """Returns the factors of the groups that count, given the inner steps that each trained."""
     total = sum(weights.values())
@@ -250,9 +244,10 @@ class Aggregation(Weighing):
 
     def _lengths(self, controls: Sequence[Control]) -> dict[int, Length]:
         lengths = dict[int, Length]()
-        for group in may_count(controls):
+        for group, control in enumerate(controls):
             # Groups launch after the same inner steps, so their learning rates are alike.
-            lengths[group] = Length(controls[group].norm, controls[group].weight)
+            if control.finite and control.weight > 0:
+                lengths[group] = Length(control.norm, control.weight)
         return lengths
 
     def _outliers(self, lengths: Mapping[int, Length], state: Sequence[object]) -> tuple[int, ...]:

@@ -40,6 +40,7 @@ from lightning_sdiloco.engine.checkpoint import (
 from lightning_sdiloco.engine.flight import PendingFlight
 from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.engine.history import Counts, History
+from lightning_sdiloco.engine.inner_optimizers import InnerOptimizers
 from lightning_sdiloco.engine.matrices import proofs
 from lightning_sdiloco.engine.outer import storage_for
 from lightning_sdiloco.engine.outer_view import GroupMean, LocalValues
@@ -64,8 +65,7 @@ from lightning_sdiloco.engine.start import (
     say_what_trains_little,
     topology_for,
 )
-from lightning_sdiloco.engine.turns import Turns, takes_turns
-from lightning_sdiloco.engine.weight_copies import WeightCopies
+from lightning_sdiloco.engine.turns import Turns, takes_turns, turns_of
 from lightning_sdiloco.memory import give_back_free_memory
 from lightning_sdiloco.version import VERSION
 
@@ -181,9 +181,9 @@ class StreamingDiLoCo:
         self.model = unwrapped(model)
         settings = chosen_settings(requested, self.model, self.topology)
         is_site = federation is not None
-        copies = WeightCopies(inner_optimizers)
+        inner = InnerOptimizers(inner_optimizers)
         parts, device = agreed_fragments(
-            self.model, settings, self.topology, copies, is_site=is_site
+            self.model, settings, self.topology, inner.copies, is_site=is_site
         )
         say_what_averages_twice(inner_optimizers, settings, self.topology)
         background = (self.topology.background or ThreadBackground)(device)
@@ -196,8 +196,7 @@ class StreamingDiLoCo:
             self.topology,
             storage,
             background,
-            inner_optimizers,
-            copies,
+            inner,
         )
         say_what_trains_little(self.rounds.outer_optimizer, self.topology)
         align_ranks(self.model, self.rounds.fragments, self.topology)
@@ -221,7 +220,8 @@ class StreamingDiLoCo:
     def _require_same_on_all_ranks(
         self, partition: Sequence[Fragment], device: torch.device
     ) -> None:
-        described = {"the version of lightning_sdiloco": VERSION, **self.rounds.described()}
+        described = {"the version of lightning_sdiloco": VERSION}
+        described |= self.rounds.outer_optimizer.described
         for fragment in self.rounds.fragments:
             for name, kind in fragment.untrained.kinds_by_name().items():
                 described[f"the kind of {name!r}"] = kind.value
@@ -307,7 +307,7 @@ class StreamingDiLoCo:
         self.rounds.require_coverage()
         # See [Note: memory at the end].
         self.model.zero_grad()
-        self.rounds.copies.freeze()
+        self.rounds.inner.copies.freeze()
         give_back_free_memory()
         self._unfinished = self._state()
         if self.site is None:
@@ -438,9 +438,6 @@ class StreamingDiLoCo:
 
         All ranks must call it. Until `has_landed`, evaluate this.
         """
-        return (yield from self._mean_of_groups())
-
-    def _mean_of_groups(self) -> Turns[GroupMean]:
         self._require_open("group_mean()")
         rounds = self.rounds
         gathered: list[Tensor] = []
@@ -491,7 +488,7 @@ class StreamingDiLoCo:
             "rank": place_of(self.topology),
             "settings": self.rounds.settings.saved(),
             "extra_state": extra_state(self.model),
-            **self.rounds.copies.state_dict(),
+            **self.rounds.inner.copies.state_dict(),
             **self.loop.state_dict(),
             **self.rounds.records(),
         }
@@ -515,7 +512,7 @@ class StreamingDiLoCo:
         # First, because hooks of a module may restore parameters with its extra state.
         load_extra_state(self.model, state["extra_state"])
         rounds.view.load_local(LocalValues(**state["local"]))
-        rounds.copies.load_state_dict(state)
+        rounds.inner.copies.load_state_dict(state)
         self.loop.load_state_dict(state)
         self.history.absences.load_state_dict(state)
         self.history.counts = Counts(**state["counts"])
@@ -540,7 +537,7 @@ class StreamingDiLoCo:
             rounds.settings,
             self.state_dict(),
             outer,
-            rounds.inner_optimizers,
+            rounds.inner.optimizers,
         )
 
     def load(self, path: str | PathLike[str]) -> None:
@@ -549,7 +546,7 @@ class StreamingDiLoCo:
         """
         rounds = self.rounds
         self.load_state_dict(
-            load(str(path), self.topology, rounds.requested_settings, rounds.inner_optimizers)
+            load(str(path), self.topology, rounds.requested_settings, rounds.inner.optimizers)
         )
 
     @takes_turns
@@ -579,7 +576,7 @@ class StreamingDiLoCo:
         recut = rounds.recut
         recut = recut.agreed(self.topology.world.all_gather_object(recut.names))
         if recut.needs_mean:
-            mean = yield from self._mean_of_groups()
+            mean = yield from turns_of(self.group_mean)
             recut = recut.with_mean(rounds.view.named(mean))
         rounds.end_recut(recut, self.inner_steps)
         return landed

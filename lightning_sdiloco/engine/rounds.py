@@ -24,7 +24,6 @@ first of an ``lr_schedule``, so a record needs nothing more to resume, or to be 
 """
 
 import math
-import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,6 +54,7 @@ from lightning_sdiloco.engine.fragments import (
     Purpose,
     fragments_of,
 )
+from lightning_sdiloco.engine.inner_optimizers import InnerOptimizers, on_all_ranks
 from lightning_sdiloco.engine.matrices import with_direction
 from lightning_sdiloco.engine.measure import LinkRate, StepClock
 from lightning_sdiloco.engine.outer import OuterStorage, ShardOptimizer
@@ -75,7 +75,6 @@ from lightning_sdiloco.engine.start import (
     require_same_settings,
     start_from,
 )
-from lightning_sdiloco.engine.weight_copies import WeightCopies
 from lightning_sdiloco.memory import SparePages
 
 Received = TypeVar("Received")
@@ -198,15 +197,13 @@ class Rounds:
         topology: Topology,
         storage: OuterStorage,
         background: Background,
-        inner_optimizers: Sequence[Optimizer],
-        copies: WeightCopies,
+        inner: InnerOptimizers,
     ) -> None:
         self.model = model
         self.requested_settings = requested
         self.storage = storage
         self.background = background
-        self.inner_optimizers = inner_optimizers
-        self.copies = copies
+        self.inner = inner
         self.link = LinkRate()
         self.step_clock = StepClock()
         self.requests = RequestBits()
@@ -218,7 +215,6 @@ class Rounds:
         self._topology = topology
         self._diagnoses = False
         self._sharded = sharded_modules(model)
-        self._thread = threading.get_ident()
         # The schedule's memory of the landings since the rounds began.
         self._schedule_state: Mapping[str, Any] = {}
         # The outer gradient of a flight and the state that it replaces serve the next flight.
@@ -246,19 +242,20 @@ class Rounds:
 
     def use_optimizers(self, inner_optimizers: Sequence[Optimizer]) -> None:
         """Takes other inner optimizers, which may keep other copies of the weights."""
-        if list(inner_optimizers) != list(self.inner_optimizers):
-            self.copies = WeightCopies(inner_optimizers)
+        if list(inner_optimizers) != list(self.inner.optimizers):
+            self.inner = InnerOptimizers(inner_optimizers)
             self._watch_copies()
             self.view = self._new_view()
-        self.inner_optimizers = inner_optimizers
 
     def _watch_copies(self) -> None:
-        self.copies.watch(trainable(self.model))
+        copies = self.inner.copies
+        copies.watch(trainable(self.model))
         for fragment in self.fragments:
-            fragment.layout.copies_of = self.copies.of
+            fragment.layout.copies_of = copies.of
 
     def _new_view(self) -> OuterView:
-        return OuterView(self.model, self.fragments, self._topology, self.storage, self.copies)
+        copies = self.inner.copies
+        return OuterView(self.model, self.fragments, self._topology, self.storage, copies)
 
     def diagnose(self, diagnoses: bool = True) -> None:
         """Sets whether landings say how far the groups agree. All ranks must call it alike, before
@@ -356,8 +353,9 @@ class Rounds:
         if is_first_rank:
             restarts = recut.fragments != self.partition
             say_what_is_cut_again(recut, self.cut_model, restarts=restarts)
-        self.copies.renew(recut.new)
-        follow_in_optimizers(recut, self.cut_model, self.inner_optimizers, says=is_first_rank)
+        self.inner.copies.renew(recut.new)
+        optimizers = self.inner.optimizers
+        follow_in_optimizers(recut, self.cut_model, optimizers, says=is_first_rank)
         self.recut = None
         before = self.fragments
         partition = self.partition
@@ -411,15 +409,6 @@ class Rounds:
         self.reshard()
         self.cut_model.require_coverage()
 
-    def is_training_thread(self) -> bool:
-        """Returns whether the caller runs in the thread that made the engine, or in a backward
-        pass.
-
-        Autograd has threads of its own for accelerators; an optimizer steps there that is part of
-        the backward pass.
-        """
-        return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
-
     def local_digests(self) -> dict[str, int]:
         """Returns a digest of what this rank holds of each parameter, by name."""
         digests: dict[str, int] = {}
@@ -430,13 +419,6 @@ class Rounds:
                 if self.cut_model.former_name(parameter) is not None:
                     digests[name] = digest(local(parameter))
         return digests
-
-    def has_parameters_of(self, optimizer: Optimizer) -> bool:
-        """Returns whether an optimizer steps a parameter that is in a fragment."""
-        parameters = (
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        )
-        return any(self.cut_model.former_name(parameter) is not None for parameter in parameters)
 
     # Algorithm 2
 
@@ -534,10 +516,14 @@ class Rounds:
 
     def start(self, launch: Launch, began: float) -> None:
         """Starts the flight of a launch that began at a time."""
+        self.flights.append(self._flight_of(launch, began))
+
+    def _flight_of(self, launch: Launch, began: float) -> PendingFlight:
         # Noted before the background may begin.
         launch_span = began, time.perf_counter()
-        pending = self.background.start(self._synchronizer.fly(launch))
-        self.flights.append(PendingFlight(launch, pending, launch_span))
+        return PendingFlight(
+            launch, self.background.start(self._synchronizer.fly(launch)), launch_span
+        )
 
     def chosen(self, launch: Launch) -> Launch:
         """Chooses in which code a launch is sent, by what this rank alone knows."""
@@ -594,58 +580,17 @@ class Rounds:
         collective.
         """
         self.reshard()
-        is_finite = self._on_all_ranks([fragment.layout.is_finite() for fragment in self.fragments])
+        in_group = self._topology.in_group
+        is_finite = on_all_ranks([f.layout.is_finite() for f in self.fragments], in_group)
         for fragment in self.fragments:
             if fragment.index == landed:
                 fragment.untrained.recover()
-                self._recover_optimizers(fragment)
+                self.inner.recover(fragment.layout.parameters, in_group)
             elif not is_finite[fragment.index]:
                 if self.is_ending:
                     fragment.keep_local()
-                fragment.write_outer(self._topology.in_group, stays=True)
-                self._recover_optimizers(fragment)
-
-    @property
-    def inner_rate(self) -> float:
-        """The largest learning rate of the inner optimizers; 0 if none is known on the host."""
-        rates = [0.0]
-        for optimizer in self.inner_optimizers:
-            for group in optimizer.param_groups:
-                rate = group.get("lr")
-                is_on_host = not isinstance(rate, Tensor) or rate.device.type == "cpu"
-                if rate is not None and is_on_host:
-                    rates.append(float(rate))
-        return max(rates)
-
-    def _recover_optimizers(self, fragment: FragmentState) -> None:
-        """Forgets the state of inner optimizers for parameters for which it is not finite.
-        In-group collective.
-        """
-        parameters = fragment.layout.parameters
-        is_finite = self._on_all_ranks([self._has_finite_state(p) for p in parameters])
-        for optimizer in self.inner_optimizers:
-            for parameter, is_kept in zip(parameters, is_finite, strict=True):
-                if is_kept:
-                    continue
-                if self.copies.of(parameter):
-                    # Copies that the optimizer made at the start would not be made again.
-                    clear_not_finite(optimizer.state.get(parameter, {}))
-                else:
-                    optimizer.state.pop(parameter, None)
-
-    def _has_finite_state(self, parameter: Tensor) -> bool:
-        for optimizer in self.inner_optimizers:
-            for value in optimizer.state.get(parameter, {}).values():
-                if isinstance(value, Tensor) and not bool(local(value).isfinite().all()):
-                    return False
-        return True
-
-    def _on_all_ranks(self, facts: Sequence[bool]) -> list[bool]:
-        """Returns which facts hold on all ranks of the group: they all do the same, even if they
-        hold different parts. In-group collective.
-        """
-        of_ranks = self._topology.in_group.all_gather_object(list(facts))
-        return [all(of_fact) for of_fact in zip(*of_ranks, strict=True)]
+                fragment.write_outer(in_group, stays=True)
+                self.inner.recover(fragment.layout.parameters, in_group)
 
     # The mean of the groups, and the end
 
@@ -673,10 +618,9 @@ class Rounds:
                 launch = fragment.launch(step, self._deadline(), purpose, self.requests.take())
             else:
                 launch = fragment.read(step, self._deadline(), purpose)
-            launch_span = began, time.perf_counter()
-            pending = self.background.start(self._synchronizer.fly(launch))
+            flight = self._flight_of(launch, began)
             launch = launch.without_values()
-            flights.append(PendingFlight(launch, pending, launch_span))
+            flights.append(replace(flight, launch=launch))
             yield received
         while flights:
             yield receive(flights.pop(0))
@@ -708,10 +652,6 @@ class Rounds:
         """The optimizer that steps the shards of all fragments."""
         return self.fragments[0].optimizer
 
-    def described(self) -> dict[str, str]:
-        """Describes the outer optimizer and its schedule; see `ShardOptimizer`."""
-        return self.outer_optimizer.described
-
     def state_dict(self) -> dict[str, Any]:
         return {"flights": [flight.launch.state_dict() for flight in self.flights]}
 
@@ -725,7 +665,7 @@ class Rounds:
     def records(self) -> dict[str, Any]:
         return {
             "rounds_began_at": self.began_at,
-            "described": self.described(),
+            "described": self.outer_optimizer.described,
             "schedule": dict(self._schedule_state),
             "fragments": [fragment.state_dict() for fragment in self.fragments],
             **({"link": self.link.last} if self.link.last else {}),
@@ -733,7 +673,7 @@ class Rounds:
 
     def _require_same_outer_step(self, saved: Mapping[str, str]) -> None:
         """Refuses a state with another outer optimizer, or another schedule of it."""
-        for part, description in self.described().items():
+        for part, description in self.outer_optimizer.described.items():
             if saved[part] != description:
                 raise ValueError(
                     f"The state was saved with another {part}: it was {saved[part]}, now it is"
@@ -785,13 +725,6 @@ def _most_in_flight(schedule: Schedule) -> int:
             until = step + schedule.overlap_of_round(first)
             most = max(most, bisect_right(launches, until) - bisect_left(launches, step))
     return most
-
-
-def clear_not_finite(state: Mapping[str, Any]) -> None:
-    """Overwrites values in the state of an optimizer that are not finite with zeros."""
-    for value in state.values():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            local(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def keep_until_done(tensors: Iterable[Tensor]) -> None:

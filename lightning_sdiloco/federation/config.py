@@ -379,7 +379,7 @@ def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
         hub_mean=settings.codec.traits.hub_code if federation.mean == "hub" else None,
         dense_beginning=settings.dense_beginning,
     )
-    described = {**settings.fixed_by_a_checkpoint(), **rounds.described()}
+    described = {**settings.fixed_by_a_checkpoint(), **rounds.outer_optimizer.described}
     if settings.dense_beginning is None:
         # The setting is newer than some run configs.
         del described["dense_beginning"]

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -128,6 +129,7 @@ class Fit(FitState):
         self.scale_watch = ScaleWatch()
         self.patches = ExitStack()
         self._results = results
+        self._thread = threading.get_ident()
         self.counts = BatchCounts()
         # The optimizer steps of the last batch that was trained; an idle one counts as many.
         self._steps_per_batch = 0
@@ -229,9 +231,14 @@ class Fit(FitState):
         torch calls this for every optimizer of the process, and other fits may run in other
         threads.
         """
-        if self.engine is None or not self.engine.rounds.is_training_thread():
+        # Autograd has threads of its own for accelerators; an optimizer steps there that is part of
+        # the backward pass.
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        is_in_fit = threading.get_ident() == self._thread or is_in_backward
+        if self.engine is None or not is_in_fit:
             return
-        if optimizer in self.trainer.optimizers or self.engine.rounds.has_parameters_of(optimizer):
+        cut_model = self.engine.rounds.cut_model
+        if optimizer in self.trainer.optimizers or cut_model.has_parameters_of(optimizer):
             self.counts.stepped = True
 
     @property
