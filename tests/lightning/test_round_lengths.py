@@ -128,7 +128,7 @@ def test_fabric_the_engine_and_sites_keep_the_default_of_unknown_lengths() -> No
     site = Federation(hub="localhost:1", run="run", site="site", insecure=True)
     assert FabricStrategy()._options.settings.sync_every == 100
     assert fits.strategy(federation=site)._options.settings.sync_every == 100
-    assert StreamingDiLoCo(mlp()).settings.sync_every == 100
+    assert StreamingDiLoCo(mlp()).rounds.settings.sync_every == 100
 
 
 def lengths_of_fits(
