@@ -1,7 +1,6 @@
 """The inner optimizers, those of the training loop: their rate, and state that is not finite."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -64,7 +63,7 @@ def on_all_ranks(facts: Sequence[bool], in_group: Communicator) -> list[bool]:
     return [all(of_fact) for of_fact in zip(*of_ranks, strict=True)]
 
 
-def clear_not_finite(state: Mapping[str, Any]) -> None:
+def clear_not_finite(state: Mapping[str, object]) -> None:
     """Overwrites values in the state of an optimizer that are not finite with zeros."""
     for value in state.values():
         if isinstance(value, Tensor) and value.is_floating_point():
