@@ -26,7 +26,7 @@ from benchmarks.models import Size
 from benchmarks.picture import NO_EXCHANGE, SERIES, counted, figure, save
 from benchmarks.sites import Job, results
 from lightning_sdiloco import StreamingDiLoCo
-from lightning_sdiloco.engine.turns import alone
+from lightning_sdiloco.engine.turns import in_turns, turns_of
 from lightning_sdiloco.tools.output import DDP, DILOCO, STREAMING
 from tests.ranks import run_ranks
 
@@ -112,18 +112,18 @@ def flown(flights: Flights, rank: int, world_size: int) -> Row:
     for _ in range(flights.rounds * 2 * flights.fragments):
         whole = time.process_time()
         before = time.thread_time()
-        inner_step = engine.stepping()
+        inner_step = turns_of(engine.step)
         next(inner_step)
         launched = time.thread_time()
         # Processor time of this thread: waiting for the others is none.
-        landed = alone(inner_step)
+        landed = in_turns([inner_step])[0]
         if landed:
             landings.append(time.thread_time() - launched)
             everything[-1] += time.process_time() - whole
             with torch.no_grad():
                 for parameter in net.parameters():
                     parameter.add_(1e-3)
-        elif engine.in_flight:
+        elif engine.rounds.in_flight:
             launches.append(launched - before)
             everything.append(time.process_time() - whole)
     told = engine.report()

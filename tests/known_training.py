@@ -109,7 +109,7 @@ class Training:
     def step(self) -> list[Landing]:
         self.inner_step()
         landings = self.engine.step()
-        self.most_in_flight = max(self.most_in_flight, len(self.engine.in_flight))
+        self.most_in_flight = max(self.most_in_flight, len(self.engine.rounds.in_flight))
         self.left_out.update(group for landing in landings for group in landing.left_out)
         self.keep()
         return landings
@@ -177,7 +177,7 @@ def whole_run(
     the trajectory.
     """
     training = Training(device, group, lane=lane, **choices)
-    training.engine.diagnose()
+    training.engine.rounds.diagnose()
     if group == 1:
         training.noise[10][0].fill_(torch.inf)
     seen = shown_run(training)

@@ -280,7 +280,7 @@ def most_copies(
         for parameter in model:
             parameter.sub_(parameter.grad)
         engine.step()
-    assert len(engine.in_flight) == (steps % 2 == 0)
+    assert len(engine.rounds.in_flight) == (steps % 2 == 0)
     copy = 4 * sum(parameter.numel() for parameter in model)
     in_rounds = peak_memory() - before
     engine.finish()

@@ -83,7 +83,7 @@ def test_no_number_of_readability_grows(folder: str, limits: dict[str, float]) -
 def test_any_does_not_spread_in_the_package() -> None:
     """Words, so that aliases and imports count, too."""
     texts = [path.read_text() for path in (ROOT / "lightning_sdiloco").rglob("*.py")]
-    assert sum(len(re.findall(r"\bAny\b", text)) for text in texts) <= 216
+    assert sum(len(re.findall(r"\bAny\b", text)) for text in texts) <= 215
 
 
 def test_comments_of_the_package_do_not_become_rare() -> None:
@@ -99,8 +99,8 @@ def test_only_functions_with_options_of_users_have_more_than_25_locals() -> None
 
 def test_the_way_of_one_gradient_does_not_grow() -> None:
     way = way_of_one_gradient()
-    assert len(way.files) <= 26
-    assert way.changes_of_file <= 336
+    assert len(way.files) <= 23
+    assert way.changes_of_file <= 309
 
 
 def test_every_measure_counts_its_kind(tmp_path: Path) -> None:

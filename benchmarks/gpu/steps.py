@@ -163,7 +163,7 @@ def with_engine(loop: Loop, sync_every: int, turns: int, offload: bool) -> Row:
         2 * sync_every
     )  # every launch and landing has been there, and all that is compiled
     peak = loop.peak(lambda: loop.seconds(sync_every))
-    in_flight = len(engine.in_flight)
+    in_flight = len(engine.rounds.in_flight)
     before = engine.report()
     times = in_turns(loop, "engine", engine, sync_every, turns)
     after = engine.report()

@@ -106,7 +106,7 @@ class SlowUplink(NamedTraining):
         for number, engine in enumerate(groups.engines):
             # An inner step takes a second. In the fifth of a round that a fragment is in flight a
             # byte a second is nothing, so it is the code with the fewest bytes.
-            engine.link.fixed = 1e9 if number < self.groups - 1 else 1.0
+            engine.rounds.link.fixed = 1e9 if number < self.groups - 1 else 1.0
             engine.rounds.step_clock = StepClock(1.0)
         return groups
 

@@ -3,6 +3,7 @@ place for.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ class StreamingDiLoCoCallback(TrainerCallback):
     def __init__(self, trainer: Trainer, resume_from: str | None = None, **settings: Any) -> None:
         self.resume_from = resume_from
         self.settings = settings
+        # The outer model, or the mean of the groups, while one is shown.
+        self.shown = ExitStack()
         # Before any hook the Trainer wraps the model over all ranks, except for evaluation.
         prepare = trainer.accelerator.prepare_model
         trainer.accelerator.prepare_model = partial(prepare, evaluation_mode=True)
@@ -58,7 +61,7 @@ class StreamingDiLoCoCallback(TrainerCallback):
             self.engine.load(Path(self.resume_from) / "engine.ckpt")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.engine.show_local()
+        self.shown.close()
         self.in_step = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -70,7 +73,8 @@ class StreamingDiLoCoCallback(TrainerCallback):
         if control.should_evaluate or control.should_save:
             # Evaluation and checkpoints see the model that all groups agree on, or until there is
             # one their mean.
-            self.engine.show_outer(None if self.engine.has_landed else self.engine.group_mean())
+            mean = None if self.engine.has_landed else self.engine.group_mean()
+            self.shown.enter_context(self.engine.evaluate(mean))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.engine.save(Path(args.output_dir) / f"checkpoint-{state.global_step}" / "engine.ckpt")
@@ -84,7 +88,7 @@ class StreamingDiLoCoCallback(TrainerCallback):
             if has_best
             else None
         )
-        self.engine.show_local()
+        self.shown.close()
         self.engine.finish()
         if best is not None:
             kwargs["model"].load_state_dict(best)

@@ -86,7 +86,7 @@ class Paced:
 
     def measure(self, engine: StreamingDiLoCo) -> None:
         """Finds the speed from what travelled alone, so that all ranks of a group find the same."""
-        landing = engine.last_landing
+        landing = engine.history.last_landing
         if landing is None or landing is self.landing:
             return
         self.landing = landing

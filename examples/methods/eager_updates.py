@@ -19,7 +19,7 @@ from side_by_side import compare
 from torch import Tensor, nn
 
 from lightning_sdiloco import LandingRule, SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.engine.turns import Turns, alone, in_turns
+from lightning_sdiloco.engine.turns import Turns, in_turns, takes_turns, turns_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class EagerUpdates:
         """Lets the engine measure what is launched next from where the inner steps began."""
         due = [
             name
-            for fragment in self.engine.launches_next
+            for fragment in self.engine.rounds.due(self.engine.inner_steps + 1)
             for name in self.engine.fragments[fragment].names
         ]
         self.outer = self.engine.outer_state_dict() if due else {}
@@ -89,13 +89,10 @@ class EagerUpdates:
             self.parameters[name].add_(outer[name] - began)
         self.began = {}
 
-    def finish(self) -> None:
+    @takes_turns
+    def finish(self) -> Turns[None]:
         """Ends training, in place of `engine.finish`."""
-        alone(self.finishing())
-
-    def finishing(self) -> Turns[None]:
-        """Does what `finish` does, with the pauses of `engine.finishing`."""
-        ending = self.engine.finishing()
+        ending = turns_of(self.engine.finish)
         next(ending)  # All that was in flight has landed.
         self.rejoin()
         yield
@@ -120,7 +117,7 @@ class EagerGroups(SimulatedGroups):
         return landed
 
     def finish(self) -> None:
-        in_turns([eager.finishing() for eager in self.eager])
+        in_turns([turns_of(eager.finish) for eager in self.eager])
 
 
 if __name__ == "__main__":

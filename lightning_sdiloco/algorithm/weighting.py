@@ -140,17 +140,11 @@ def plain(controls: Sequence[Control]) -> Count:
     return Count({group: 1.0 for group, control in enumerate(controls) if control.finite})
 
 
-def may_count(controls: Sequence[Control]) -> list[int]:
-    return [
-        group for group, control in enumerate(controls) if control.finite and control.weight > 0
-    ]
-
-
-def by_training(controls: Sequence[Control], counted: Sequence[int]) -> dict[int, float]:
-    """Returns the factors of groups that count by the inner steps that they trained."""
-    total = sum(controls[group].weight for group in counted)
+def by_training(weights: Mapping[int, int]) -> dict[int, float]:
+    """Returns the factors of the groups that count, given the inner steps that each trained."""
+    total = sum(weights.values())
     # In this order, a whole number over a whole number: exactly 1 where the weights are equal.
-    return {group: len(counted) * controls[group].weight / total for group in counted}
+    return {group: len(weights) * weight / total for group, weight in weights.items()}
 
 
 WeighingState = Any
@@ -238,7 +232,8 @@ class Aggregation(Weighing):
     def count(self, controls: Sequence[Control], state: Sequence[object] = ()) -> Count:
         lengths = self._lengths(controls)
         outliers = self._outliers(lengths, state)
-        factors = by_training(controls, [group for group in lengths if group not in outliers])
+        counted = [group for group in lengths if group not in outliers]
+        factors = by_training({group: controls[group].weight for group in counted})
         if self.clip_norm is not None:
             for group in factors:
                 norm = controls[group].norm
@@ -249,9 +244,10 @@ class Aggregation(Weighing):
 
     def _lengths(self, controls: Sequence[Control]) -> dict[int, Length]:
         lengths = dict[int, Length]()
-        for group in may_count(controls):
+        for group, control in enumerate(controls):
             # Groups launch after the same inner steps, so their learning rates are alike.
-            lengths[group] = Length(controls[group].norm, controls[group].weight)
+            if control.finite and control.weight > 0:
+                lengths[group] = Length(control.norm, control.weight)
         return lengths
 
     def _outliers(self, lengths: Mapping[int, Length], state: Sequence[object]) -> tuple[int, ...]:

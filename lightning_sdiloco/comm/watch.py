@@ -46,7 +46,8 @@ class WorldWatch:
     def begin(self, topology: Topology) -> None:
         self._world = topology.world
         self._before = None
-        if topology.num_groups > 1 and topology.rank == 0 and not self._is_over:
+        has_processes = self._world.size > 1 and topology.num_groups > 1
+        if has_processes and topology.rank == 0 and not self._is_over:
             self._before = self._world.begun()
 
     def end(self) -> None:

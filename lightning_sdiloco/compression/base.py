@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import wraps
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ class Traits(NamedTuple):
             the most.
         remembers: True if the loss is added to the next outer gradient, as `State.memory`.
         values: The encoding of the values that are sent; None: the compression itself.
+        hub_code: The name of the code in which a hub, without torch, reads and averages payloads;
+            None: it cannot.
     """
 
     share: float = 1.0
@@ -49,6 +51,7 @@ class Traits(NamedTuple):
     varies: bool = False
     remembers: bool = False
     values: "Compression | None" = None
+    hub_code: Literal["fp4", "fp32"] | None = None
 
 
 class Compression(ABC):

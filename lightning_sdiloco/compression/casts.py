@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sdiloco.compression.base import Compression, chunk_length
+from lightning_sdiloco.compression.base import Compression, Traits, chunk_length
 from lightning_sdiloco.memory import new_vector
 
 
@@ -52,6 +52,11 @@ class Float32(_Cast):
     """
 
     dtype: ClassVar[torch.dtype] = torch.float32
+
+    @property
+    @override
+    def traits(self) -> Traits:
+        return Traits(hub_code="fp32")
 
     @override
     def encode(self, values: Tensor) -> Tensor:

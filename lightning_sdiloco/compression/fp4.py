@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_sdiloco.compression.base import Traits
 from lightning_sdiloco.compression.blockwise import (
     Blockwise,
     Leveled,
@@ -77,6 +78,11 @@ class FP4(Leveled):
         *(0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0),
         *(-0.0, -1 / 64, -1 / 32, -1 / 16, -1 / 8, -1 / 4, -1 / 2, -1.0),
     )
+
+    @property
+    @override
+    def traits(self) -> Traits:
+        return Traits(hub_code="fp4")
 
     @override
     def encode(self, values: Tensor) -> Tensor:

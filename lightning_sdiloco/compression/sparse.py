@@ -463,7 +463,8 @@ class _Chance(Compression):
     def traits(self) -> Traits:
         # All groups pick the same values, so the others hold as for the compression of the values.
         traits = self.values.traits
-        return traits._replace(varies=False, remembers=False, values=traits.values or self.values)
+        values = traits.values or self.values
+        return traits._replace(varies=False, remembers=False, values=values, hub_code=None)
 
     def _count(self, numel: int) -> int:
         """Returns how many values of a vector are sent."""

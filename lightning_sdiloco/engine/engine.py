@@ -2,11 +2,10 @@
 what landed.
 """
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from os import PathLike
 from typing import Any, Literal
@@ -22,12 +21,11 @@ from lightning_sdiloco.algorithm.config import (
     names_checked,
 )
 from lightning_sdiloco.algorithm.gossip import Route
-from lightning_sdiloco.algorithm.guard import REMEMBERED
 from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.reduce import TwoShot
-from lightning_sdiloco.algorithm.schedule import DenseBeginning, LaunchSchedule, Schedule
-from lightning_sdiloco.algorithm.weighting import Absences, Exclusions, Weighing
+from lightning_sdiloco.algorithm.schedule import DenseBeginning, LaunchSchedule
+from lightning_sdiloco.algorithm.weighting import Weighing
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.comm.watch import WorldWatch
 from lightning_sdiloco.compression import Compression
@@ -40,59 +38,41 @@ from lightning_sdiloco.engine.checkpoint import (
     save,
 )
 from lightning_sdiloco.engine.flight import PendingFlight
-from lightning_sdiloco.engine.fragments import Landing, Span
-from lightning_sdiloco.engine.matrices import DirectionCost, proofs, with_direction
+from lightning_sdiloco.engine.fragments import Landing
+from lightning_sdiloco.engine.history import Counts, History
+from lightning_sdiloco.engine.inner_optimizers import InnerOptimizers
+from lightning_sdiloco.engine.matrices import proofs
 from lightning_sdiloco.engine.outer import storage_for
-from lightning_sdiloco.engine.outer_view import GroupMean, LocalValues, OuterView
+from lightning_sdiloco.engine.outer_view import GroupMean, LocalValues
 from lightning_sdiloco.engine.per_rank import extra_state, load_extra_state
-from lightning_sdiloco.engine.recut import (
-    Recut,
-    cut_again,
-    follow_in_optimizers,
-    say_what_is_cut_again,
-    take_over,
+from lightning_sdiloco.engine.rounds import (
+    Federated,
+    Loop,
+    Rounds,
+    chosen_settings,
+    keep_until_done,
 )
-from lightning_sdiloco.engine.restart import Restart
-from lightning_sdiloco.engine.rounds import Federated, Loop, Rounds, keep_until_done
 from lightning_sdiloco.engine.shards import unwrapped
 from lightning_sdiloco.engine.start import (
-    NamedOuter,
     WorkerGroups,
     agreed_fragments,
     align_ranks,
     broadcast,
     cut,
-    named_outer,
     require_own_group,
     require_same_settings,
     say_what_averages_twice,
     say_what_trains_little,
     topology_for,
 )
-from lightning_sdiloco.engine.turns import Turns, alone
-from lightning_sdiloco.engine.untrained import first_own
-from lightning_sdiloco.engine.weight_copies import WeightCopies
+from lightning_sdiloco.engine.turns import Turns, takes_turns, turns_of
 from lightning_sdiloco.memory import give_back_free_memory
 from lightning_sdiloco.version import VERSION
-
-_log = logging.getLogger(__name__)
 
 _ADVICE = (
     "Pass group=WorkerGroups(...).process_group to the collectives of a step; gather what you log,"
     " evaluate and save every so many steps only."
 )
-
-
-@dataclass
-class Counts:
-    inner_steps: int = 0
-    launches: int = 0
-    landings: int = 0
-    flights_dropped: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    exposed_wait_s: float = 0.0
-    in_flight_s: float = 0.0
 
 
 class StreamingDiLoCo:
@@ -199,29 +179,25 @@ class StreamingDiLoCo:
         ).for_engine()
         require_own_group(model, self.topology)
         self.model = unwrapped(model)
-        self.requested_settings = requested
-        self.settings = self._chosen(requested)
+        settings = chosen_settings(requested, self.model, self.topology)
         is_site = federation is not None
-        copies = WeightCopies(inner_optimizers)
+        inner = InnerOptimizers(inner_optimizers)
         parts, device = agreed_fragments(
-            self.model, self.settings, self.topology, copies, is_site=is_site
+            self.model, settings, self.topology, inner.copies, is_site=is_site
         )
-        say_what_averages_twice(inner_optimizers, self.settings, self.topology)
+        say_what_averages_twice(inner_optimizers, settings, self.topology)
         background = (self.topology.background or ThreadBackground)(device)
         storage = storage_for(device, requested.outer.offload)
         self.rounds = Rounds(
             self.model,
             parts,
-            self.settings,
+            requested,
+            settings,
             self.topology,
             storage,
             background,
-            inner_optimizers,
-            copies,
+            inner,
         )
-        self.link = self.rounds.link
-        self.requests = self.rounds.requests
-        self.view = self._new_view()
         say_what_trains_little(self.rounds.outer_optimizer, self.topology)
         align_ranks(self.model, self.rounds.fragments, self.topology)
         self._require_same_on_all_ranks(parts, device)
@@ -231,17 +207,11 @@ class StreamingDiLoCo:
             located = federation.located()
             self.site = located.site
             self.loop = located.join(self.rounds, self.topology)
-        self.step_span: Span = (0.0, 0.0)
-        self.last_landing: Landing | None = None
-        self.final_landings = list[Landing]()
-        self._absences = Absences(self.topology.num_groups)
-        self._direction_cost: DirectionCost | None = None
         is_simulated = self.topology.background is not None
-        if self.settings.outer.map and device.type != "cpu" and not is_simulated:
-            self._direction_cost = DirectionCost()
-        self._counts = Counts()
-        self._exclusions = Exclusions()
-        self._buffer_exclusions = Exclusions()
+        maps_on_device = bool(settings.outer.map) and device.type != "cpu" and not is_simulated
+        self.history = History(
+            self.rounds, self.topology, is_site=is_site, maps_on_device=maps_on_device
+        )
         self._unfinished: dict[str, Any] = {}
         self._is_closed = False
         self.watch = WorldWatch(_ADVICE, "inner steps")
@@ -250,34 +220,13 @@ class StreamingDiLoCo:
     def _require_same_on_all_ranks(
         self, partition: Sequence[Fragment], device: torch.device
     ) -> None:
-        described = {"the version of lightning_sdiloco": VERSION, **self.rounds.described()}
+        described = {"the version of lightning_sdiloco": VERSION}
+        described |= self.rounds.outer_optimizer.described
         for fragment in self.rounds.fragments:
             for name, kind in fragment.untrained.kinds_by_name().items():
                 described[f"the kind of {name!r}"] = kind.value
-        described |= proofs(partition, self.settings.outer.map, device)
+        described |= proofs(partition, self.rounds.settings.outer.map, device)
         require_same_settings(described, self.topology.world)
-
-    def _chosen(self, requested: Settings) -> Settings:
-        directed = with_direction(requested, self.model, self.topology)
-        return directed.chosen_for(self.topology.num_groups)
-
-    def _cut(self, fragments: Sequence[Fragment]) -> None:
-        """Takes the model as it is for the outer one, cut into these fragments."""
-        self.rounds.cut(fragments, self.settings)
-        self.view = self._new_view()
-
-    def _new_view(self) -> OuterView:
-        rounds = self.rounds
-        return OuterView(
-            self.model, rounds.fragments, self.topology.in_group, rounds.storage, rounds.copies
-        )
-
-    def diagnose(self, diagnoses: bool = True) -> None:
-        """Sets whether landings say how far the groups agree. All ranks must call it alike, before
-        the first step.
-        """
-        require_same_settings({"diagnostics": str(diagnoses)}, self.topology.world)
-        self.rounds.diagnose(diagnoses)
 
     def join(self) -> None:
         """Waits until a site has the others' state; without it, its first inner steps may be
@@ -285,9 +234,10 @@ class StreamingDiLoCo:
         """
         self.loop.join(self.inner_steps)
 
+    @takes_turns
     def step(
         self, *, trained: int = 1, idle: bool = False, samples: int | None = None
-    ) -> list[Landing]:
+    ) -> Turns[list[Landing]]:
         """Counts an inner step, launches what is due, and lands and returns what is due.
 
         Args:
@@ -303,12 +253,6 @@ class StreamingDiLoCo:
             ExchangeError: If a worker group went away, or did not answer within ``timeout``.
             AgreementError: If the groups hold different outer parameters, or one stays not finite.
         """
-        return alone(self.stepping(trained=trained, idle=idle, samples=samples))
-
-    def stepping(
-        self, *, trained: int = 1, idle: bool = False, samples: int | None = None
-    ) -> Turns[list[Landing]]:
-        """Does what `step` does, and pauses between launches and landings."""
         self._require_open("step()")
         self.watch.end()
         trained = 0 if idle else trained
@@ -318,84 +262,24 @@ class StreamingDiLoCo:
                 " 0 if the group was idle. Give 1 for an inner step without micro-batches, or leave"
                 " it out."
             )
-        self._counts.inner_steps += 1
-        ended = self.step_span[1]
+        counts = self.history.counts
+        counts.inner_steps += 1
+        step = counts.inner_steps
+        ended = self.history.step_span[1]
         began = time.perf_counter()
-        self.step_span = began, began
+        self.history.step_span = began, began
         if trained:
             self.loop.trained(trained, trained if samples is None else samples)
             self.rounds.step_clock.note(ended, began)
-        self._counts.launches += self.loop.launch_due(self.inner_steps)
+        counts.launches += self.loop.launch_due(step)
         yield
-        landed = self._counted(self.loop.land_due(self.inner_steps))
-        self.step_span = began, time.perf_counter()
+        landed = self.history.land(self.loop.land_due(step))
+        self.history.step_span = began, time.perf_counter()
         self.watch.begin(self.topology)
         return landed
 
-    def _counted(self, landings: Iterable[Landing]) -> list[Landing]:
-        landed = [self._noted(landing) for landing in landings]
-        self._counts.landings += len(landed)
-        return landed
-
-    def _noted(self, landing: Landing) -> Landing:
-        counts = self._counts
-        counts.exposed_wait_s += landing.exposed_wait_s
-        counts.in_flight_s += landing.in_flight_s
-        counts.bytes_sent += landing.bytes_sent
-        counts.bytes_received += landing.bytes_received
-        if self.site is None and self.topology.rank == 0:
-            self._say_who_is_left_out(landing)
-            self._say_whose_buffers_are_wrong(landing)
-        if self._direction_cost is not None and self.topology.rank == 0:
-            mapping_s = landing.seconds("outer_step")
-            self._direction_cost.note(landing.fragment, time.perf_counter(), mapping_s)
-        self._absences.count(landing.launched_at, landing.landed_at, landing.left_out)
-        self.last_landing = landing
-        return landing
-
-    def _say_who_is_left_out(self, landing: Landing) -> None:
-        guard = (
-            "outlier_guard"
-            if self.settings.weighing is None
-            else f"weighing={self.settings.weighing!r}"
-        )
-        norms = ", ".join(f"{norm:.3g}" for norm in landing.group_norms)
-        too_long = f"is too long for {guard} (norms by group: {norms})"
-        left_out = dict.fromkeys(landing.left_out, "is not finite") | dict.fromkeys(
-            landing.outlying, too_long
-        )
-        for group, reason in left_out.items():
-            if self._exclusions.begins(group, landing.launched_at, self.settings.sync_every):
-                _log.warning(
-                    "The outer gradient of worker group %d %s: the mean of fragment %d, launched"
-                    " after inner step %d, leaves that group out, and the group takes the outer"
-                    " parameters. Look at its data, loss and learning rate. Until it has counted"
-                    " for %d rounds, only Landing and the metrics sdiloco/groups_left_out and"
-                    " sdiloco/groups_outlying tell of more.",
-                    group,
-                    reason,
-                    landing.fragment,
-                    landing.launched_at,
-                    REMEMBERED,
-                )
-
-    def _say_whose_buffers_are_wrong(self, landing: Landing) -> None:
-        exclusions = self._buffer_exclusions
-        for group in landing.wrong_buffers:
-            if exclusions.begins(group, landing.launched_at, self.settings.sync_every):
-                _log.warning(
-                    "The buffers of worker group %d are too large for outlier_guard: those of"
-                    " fragment %d, launched after inner step %d, are left out of the mean, and the"
-                    " group takes the outer ones. Look at its data. Until they have counted for %d"
-                    " rounds, only Landing and the metric sdiloco/groups_wrong_buffers tell of"
-                    " more.",
-                    group,
-                    landing.fragment,
-                    landing.launched_at,
-                    REMEMBERED,
-                )
-
-    def finish(self) -> list[Landing]:
+    @takes_turns
+    def finish(self) -> Turns[list[Landing]]:
         """Ends training: lands what is in flight, takes the mean of all local progress, and leaves
         the outer model.
 
@@ -404,22 +288,18 @@ class StreamingDiLoCo:
         bits in every group, and without gradients. Returns what landed, without the final exchange.
         A second call does nothing.
         """
-        return alone(self.finishing())
-
-    def finishing(self) -> Turns[list[Landing]]:
-        """Does what `finish` does, and pauses when all flights have landed, and after every launch
-        of the final exchange.
-        """
         if self.is_finished:
             return []
         landed = self._land_at_end()
         yield
         for landing in self.loop.final_exchange(self.inner_steps):
             if landing is not None:
-                self.final_landings.append(self._noted(landing))
+                self.history.note(landing)
+                self.history.final_landings.append(landing)
             yield
-        self.view.end(is_written=self.rounds.is_ending)
-        self.view.write_untrained(self.first_own())
+        view = self.rounds.view
+        view.end(is_written=self.rounds.is_ending)
+        view.write_untrained(view.first_own())
         self.close()
         return landed
 
@@ -427,20 +307,20 @@ class StreamingDiLoCo:
         self.rounds.require_coverage()
         # See [Note: memory at the end].
         self.model.zero_grad()
-        self.rounds.copies.freeze()
+        self.rounds.inner.copies.freeze()
         give_back_free_memory()
         self._unfinished = self._state()
         if self.site is None:
             self.rounds.begin_end()
         # What a site lands until its end goes into its records, too.
-        self.view.begin_end(keeps_parameters=not self.rounds.is_ending)
-        return self._counted(self.loop.land_all(self.inner_steps))
+        self.rounds.view.begin_end(keeps_parameters=not self.rounds.is_ending)
+        return self.history.land(self.loop.land_all(self.inner_steps))
 
     def leave(self) -> list[Landing]:
         """Ends training before its end: what a site holds is sent, and counts. Returns what
         landed; see `close`.
         """
-        landed = self._counted(self.loop.leave(self.inner_steps))
+        landed = self.history.land(self.loop.leave(self.inner_steps))
         self.close()
         return landed
 
@@ -459,33 +339,10 @@ class StreamingDiLoCo:
                 " train."
             )
 
-    def is_training(self, model: nn.Module) -> bool:
-        """Returns whether this engine trains that model and has not finished, so that groups hold
-        different values.
-        """
-        return self.model is model and not self.is_finished
-
     @property
     def is_finished(self) -> bool:
         """Whether `finish` was called: the model holds the outer parameters."""
-        return self.view.has_ended
-
-    @property
-    def schedule(self) -> Schedule:
-        """When fragments launch and land, by `steps_in_rounds`, if no other schedule was given."""
-        return self.rounds.schedule
-
-    @property
-    def launches_next(self) -> tuple[int, ...]:
-        """The fragments that launch after the next inner step, in order; not for a site."""
-        return self.rounds.due(self.inner_steps + 1)
-
-    @property
-    def round(self) -> int:
-        """How many outer steps the first fragment has made; those of a dense beginning count as
-        one.
-        """
-        return self.rounds.fragments[0].outer.rounds
+        return self.rounds.view.has_ended
 
     @property
     def is_over(self) -> bool:
@@ -500,14 +357,7 @@ class StreamingDiLoCo:
     @property
     def inner_steps(self) -> int:
         """Inner steps so far."""
-        return self._counts.inner_steps
-
-    @property
-    def steps_in_rounds(self) -> int:
-        """Inner steps since the rounds began: what the schedule counts. Rounds restart with other
-        fragments.
-        """
-        return self.inner_steps - self.rounds.began_at
+        return self.history.counts.inner_steps
 
     @property
     def has_landed(self) -> bool:
@@ -516,55 +366,21 @@ class StreamingDiLoCo:
 
         Until then evaluate and save `group_mean`.
         """
-        if not all(fragment.outer.rounds for fragment in self.rounds.fragments):
+        rounds = self.rounds
+        if not all(fragment.outer.rounds for fragment in rounds.fragments):
             return False
-        return self.site is not None or self.steps_in_rounds >= self.schedule.first_round
+        steps = self.inner_steps - rounds.began_at
+        return self.site is not None or steps >= rounds.schedule.first_round
 
-    @property
-    def in_flight(self) -> tuple[int, ...]:
-        """The fragments in flight, in the order of their launch."""
-        return tuple(flight.launch.fragment for flight in self.rounds.flights)
-
-    def evaluate(
-        self,
-        mean: GroupMean | None = None,
-        own: Mapping[str, Tensor] | None = None,
-        *,
-        watches: bool = False,
-    ) -> AbstractContextManager[None]:
+    def evaluate(self, mean: GroupMean | None = None) -> AbstractContextManager[None]:
         """Shows the outer model inside a ``with`` block, which may be nested, then the local one
         again, bit for bit.
 
         In-group collective. Given a mean from `group_mean`, it shows that and waits for no other
         group. Without one, on a route that does not share, it shows this group's outer parameters.
-
-        Args:
-            mean: What `group_mean` returned; None: the outer model.
-            own: What `first_own` returned; None: each group shows what it keeps of untrained state
-                itself.
-            watches: Whether `OuterView.rewritten` will be called inside the block.
+        Each group shows what it keeps of untrained state itself; a mean holds that of the first.
         """
-        return self.view.shown(mean, own, watches=watches)
-
-    def first_own(self) -> dict[str, Tensor]:
-        """Returns what the first group keeps of untrained state, by name, where this rank holds
-        something else.
-
-        All ranks must call it. Give it to `evaluate`, so that all groups show one consistent state.
-        """
-        states = [fragment.untrained for fragment in self.rounds.fragments]
-        values = first_own(states, self.topology)
-        for state in states:
-            values.update(state.own.shown_of_first())
-        return values
-
-    def show_outer(self, mean: GroupMean | None = None) -> None:
-        """Replaces the local model with the outer model, or a mean, as `evaluate` does."""
-        self.view.show(mean)
-
-    def show_local(self) -> None:
-        """Puts the local parameters and buffers back."""
-        self.view.show_local()
+        return self.rounds.view.shown(mean)
 
     @torch.no_grad()
     def set_outer(self, names: Collection[str] | None = None) -> None:
@@ -589,7 +405,8 @@ class StreamingDiLoCo:
                 " overwrite weights while it trains. Found another run, from the weights that you"
                 " want."
             )
-        fragments = self.rounds.fragments
+        rounds = self.rounds
+        fragments = rounds.fragments
         trainable_names = {name for fragment in fragments for name in fragment.layout.names}
         chosen = trainable_names if names is None else set(names)
         unknown = sorted(chosen - trainable_names)
@@ -597,8 +414,8 @@ class StreamingDiLoCo:
             raise ValueError(
                 f"set_outer was given {unknown[0]!r}, which is no trainable parameter of the model."
             )
-        self._counts.flights_dropped += self.rounds.drop_flights()
-        self.rounds.reshard()
+        self.history.counts.flights_dropped += rounds.drop_flights()
+        rounds.reshard()
         for fragment in fragments:
             for name, parameter in zip(
                 fragment.layout.names, fragment.layout.parameters, strict=True
@@ -610,35 +427,32 @@ class StreamingDiLoCo:
                     broadcast(tensor, self.topology)
                 fragment.untrained.take_local()
             fragment.take_as_outer(chosen)
-        self.view.keep(chosen)
+        rounds.view.keep(chosen)
         if names is None:
-            self.view.keep_untrained()
+            rounds.view.keep_untrained()
 
-    def group_mean(self) -> GroupMean:
+    @takes_turns
+    def group_mean(self) -> Turns[GroupMean]:
         """Returns the mean of what the groups hold now, as `finish` would take it. Does not change
         training.
 
         All ranks must call it. Until `has_landed`, evaluate this.
         """
-        return alone(self.averaging())
-
-    def averaging(self) -> Turns[GroupMean]:
-        """Does what `group_mean` does, and pauses after every launch."""
         self._require_open("group_mean()")
+        rounds = self.rounds
         gathered: list[Tensor] = []
         untrained: list[Mapping[int, Tensor]] = []
 
         def receive(flight: PendingFlight) -> None:
             arrival = flight.pending.result()
             keep_until_done([*arrival.gathered, *arrival.untrained.tensors])
-            self._counts.bytes_sent += arrival.landing.bytes_sent
-            self._counts.bytes_received += arrival.landing.bytes_received
-            gathered.append(self.rounds.storage.store(arrival.gathered[0]))
+            self.history.count_bytes(arrival.landing)
+            gathered.append(rounds.storage.store(arrival.gathered[0]))
             untrained.append(arrival.untrained.outer)
 
-        with self.view.hidden():
-            yield from self.rounds.average_now(self.inner_steps, receive)
-            first_values = self.first_own()
+        with rounds.view.hidden():
+            yield from rounds.average_now(self.inner_steps, receive)
+            first_values = rounds.view.first_own()
         return GroupMean(gathered, untrained, first_values)
 
     def outer_state_dict(self) -> dict[str, Tensor]:
@@ -650,9 +464,10 @@ class StreamingDiLoCo:
         parameters. On a route that does not share, it returns the mean of the groups, and until
         `finish` all ranks must call it.
         """
-        return self.view.named(
-            None if self.settings.shares or self._is_closed else self.group_mean()
-        )
+        mean = None
+        if not (self.rounds.settings.shares or self._is_closed):
+            mean = self.group_mean()
+        return self.rounds.view.named(mean)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that this rank needs to resume bit for bit: plain dicts, lists, numbers, and
@@ -662,18 +477,18 @@ class StreamingDiLoCo:
         it is the state from before, from which a longer run continues. Taking it changes nothing.
         On the CPU its tensors may be the engine's own: do not write to them.
         """
-        return {**(self._unfinished or self._state()), "local": self.view.local_values()}
+        return {**(self._unfinished or self._state()), "local": self.rounds.view.local_values()}
 
     def _state(self) -> dict[str, Any]:
         """Returns what `state_dict` does, without the local values."""
         return {
-            "counts": asdict(self._counts),
-            "requests": self.requests.bits,
-            **self._absences.state_dict(),
+            "counts": asdict(self.history.counts),
+            "requests": self.rounds.requests.bits,
+            **self.history.absences.state_dict(),
             "rank": place_of(self.topology),
-            "settings": self.settings.saved(),
+            "settings": self.rounds.settings.saved(),
             "extra_state": extra_state(self.model),
-            **self.rounds.copies.state_dict(),
+            **self.rounds.inner.copies.state_dict(),
             **self.loop.state_dict(),
             **self.rounds.records(),
         }
@@ -688,20 +503,20 @@ class StreamingDiLoCo:
         """
         require_own_state(state, self.topology)
         _require_no_warmup(state)
-        settings = self.requested_settings.taken_from(state["settings"])
-        if settings != self.settings:
+        rounds = self.rounds
+        settings = rounds.requested_settings.taken_from(state["settings"])
+        if settings != rounds.settings:
             self._require_no_site()
-            self.settings = settings
-            self._cut(cut(self.model, settings).fragments)
-        self.rounds.load_records(state)
+            rounds.cut(cut(self.model, settings).fragments, settings)
+        rounds.load_records(state)
         # First, because hooks of a module may restore parameters with its extra state.
         load_extra_state(self.model, state["extra_state"])
-        self.view.load_local(LocalValues(**state["local"]))
-        self.rounds.copies.load_state_dict(state)
+        rounds.view.load_local(LocalValues(**state["local"]))
+        rounds.inner.copies.load_state_dict(state)
         self.loop.load_state_dict(state)
-        self._absences.load_state_dict(state)
-        self._counts = Counts(**state["counts"])
-        self.requests.bits = state["requests"]
+        self.history.absences.load_state_dict(state)
+        self.history.counts = Counts(**state["counts"])
+        rounds.requests.bits = state["requests"]
 
     def save(self, path: str | PathLike[str]) -> None:
         """Saves all that a run needs to resume bit for bit, including what is in flight. All ranks
@@ -713,68 +528,29 @@ class StreamingDiLoCo:
         numbers.
         """
         require_processes(self.topology)
+        rounds = self.rounds
         is_trained = self.has_landed or self.is_finished
-        outer = self.outer_state_dict() if is_trained else self.view.named(self.group_mean())
+        outer = self.outer_state_dict() if is_trained else rounds.view.named(self.group_mean())
         save(
             str(path),
             self.topology,
-            self.settings,
+            rounds.settings,
             self.state_dict(),
             outer,
-            self.rounds.inner_optimizers,
+            rounds.inner.optimizers,
         )
 
     def load(self, path: str | PathLike[str]) -> None:
         """Resumes where `save` was called; refused on all ranks if settings, ranks or files
         differ.
         """
+        rounds = self.rounds
         self.load_state_dict(
-            load(str(path), self.topology, self.requested_settings, self.rounds.inner_optimizers)
+            load(str(path), self.topology, rounds.requested_settings, rounds.inner.optimizers)
         )
 
-    @torch.no_grad()
-    def restart(self, restart: Restart) -> None:
-        """Restarts the rounds from an earlier run's outer state, with any groups and fragments.
-        All ranks call it.
-        """
-        self._counts = Counts(**restart.counts)
-        landed = {
-            name: parameter for name, parameter in restart.parameters.items() if parameter.rounds
-        }
-        self.rounds.begin(NamedOuter(landed, restart.untrained), restart.weighed, self.inner_steps)
-        self.view.write_outer(stays=True)
-
-    @torch.no_grad()
-    def choose(self, settings: Settings) -> None:
-        """Continues as if these settings had held from the start. All ranks must call it, before
-        any launch is due.
-        """
-        self._require_no_site()
-        self.rounds.require_no_launch(self.inner_steps, settings)
-        before = self.rounds.fragments
-        weighed = self.rounds.weighed()
-        began_at = self.rounds.began_at
-        outer = named_outer(before, self.topology.in_group)
-        self.requested_settings = settings
-        self.settings = self._chosen(settings)
-        self._cut(cut(self.model, settings).fragments)
-        self.rounds.begin(outer, weighed, began_at)
-        for fragment in self.rounds.fragments:
-            fragment.weight = before[0].weight
-
-    def has_other_parameters(self) -> bool:
-        """Returns whether parameters were frozen, became trainable or were replaced since the
-        model was cut.
-        """
-        return not self.rounds.cut_model.is_same()
-
-    def has_new_parameters(self) -> bool:
-        """Returns whether parameters are trainable that are in no fragment, or are there in
-        another shape.
-        """
-        return bool(self.rounds.cut_model.new())
-
-    def recut(self, inner_optimizers: Sequence[Optimizer] | None = None) -> list[Landing]:
+    @takes_turns
+    def recut(self, inner_optimizers: Sequence[Optimizer] | None = None) -> Turns[list[Landing]]:
         """Cuts the model again after parameters were frozen, became trainable or were replaced. All
         ranks must call it.
 
@@ -787,68 +563,23 @@ class StreamingDiLoCo:
         Args:
             inner_optimizers: The optimizers of your loop, if you made others. Make them before.
         """
-        landed, recut = self.begin_recut(inner_optimizers)
-        recut = recut.agreed(self.topology.world.all_gather_object(recut.names))
-        self.end_recut(recut, self.group_mean() if recut.needs_mean else None)
-        return landed
-
-    @torch.no_grad()
-    def begin_recut(
-        self, inner_optimizers: Sequence[Optimizer] | None = None
-    ) -> tuple[list[Landing], Recut]:
-        """Does the first half of `recut`: refuses what cannot be cut again, and lands every
-        fragment in flight. Returns the landings, and what becomes of the outer state, as far as
-        this rank knows.
-        """
         self._require_open("recut()")
-        if self.view.is_shown:
-            raise RuntimeError(
-                "recut() was called while the outer model is shown. Call recut() outside"
-                " evaluate()."
-            )
         self._require_no_site()
-        if not self.settings.shares:
-            raise ValueError(
-                "Parameters were frozen, became trainable or were replaced since training began."
-                f" route={self.settings.route!r} cannot follow: groups hold their own outer"
-                " parameters, and a frozen one would stay different. Choose what is trainable"
-                " before training, and train in several fits."
-            )
         rounds = self.rounds
         if inner_optimizers is not None:
-            self.use_optimizers(inner_optimizers)
-        partition = cut_again(rounds.cut_model, rounds.fragments, self.settings, self.topology)
-        for fragment in rounds.fragments:
-            fragment.let_go()
-        landed = self._counted(self.loop.land_all(self.inner_steps))
-        rounds.reshard()
-        outer = named_outer(rounds.fragments, self.topology.in_group)
-        recut = Recut.of(rounds.cut_model, partition, rounds.fragments, outer, self.settings)
-        return landed, recut
-
-    def use_optimizers(self, inner_optimizers: Sequence[Optimizer]) -> None:
-        """Takes other inner optimizers than those that the engine was made with; see `recut`."""
-        self.rounds.use_optimizers(inner_optimizers)
-        self.view = self._new_view()
-
-    @torch.no_grad()
-    def end_recut(self, recut: Recut, mean: GroupMean | None) -> None:
-        """Does the second half of `recut`, after all ranks have agreed. ``mean`` is that of the
-        groups, if the recut needs one.
-        """
-        if mean is not None:
-            recut = recut.with_mean(self.view.named(mean))
-        take_over(self.rounds.fragments, recut, self.topology)
-        rounds = self.rounds
-        is_first_rank = self.topology.rank == 0
-        if is_first_rank:
-            say_what_is_cut_again(
-                recut, rounds.cut_model, restarts=recut.fragments != rounds.partition
-            )
-        rounds.copies.renew(recut.new)
-        follow_in_optimizers(recut, rounds.cut_model, rounds.inner_optimizers, says=is_first_rank)
-        rounds.cut_again(recut, self.settings, self.inner_steps)
-        self.view = self._new_view()
+            rounds.use_optimizers(inner_optimizers)
+        partition = rounds.cut_for_recut()
+        landed = self.history.land(self.loop.land_all(self.inner_steps))
+        rounds.begin_recut(partition)
+        yield
+        assert rounds.recut is not None, "it has just begun"
+        recut = rounds.recut
+        recut = recut.agreed(self.topology.world.all_gather_object(recut.names))
+        if recut.needs_mean:
+            mean = yield from turns_of(self.group_mean)
+            recut = recut.with_mean(rounds.view.named(mean))
+        rounds.end_recut(recut, self.inner_steps)
+        return landed
 
     def _require_no_site(self) -> None:
         if self.site is not None:
@@ -866,7 +597,7 @@ class StreamingDiLoCo:
         ``exposed_wait_s`` is the time training waited for fragments, and ``in_flight_s`` the time
         these were in flight, added up.
         """
-        return {**asdict(self._counts), **self.settings.numbers}
+        return {**asdict(self.history.counts), **self.rounds.settings.numbers}
 
 
 def _require_no_warmup(state: Mapping[str, Any]) -> None:

@@ -45,7 +45,7 @@ from lightning_sdiloco.engine.fragments import (
     Purpose,
     Span,
 )
-from lightning_sdiloco.engine.measure import Diagnosis, on_link, span_from
+from lightning_sdiloco.engine.measure import Diagnosis, on_link
 from lightning_sdiloco.engine.outer import OuterState
 from lightning_sdiloco.engine.untrained import (
     NOTHING,
@@ -879,6 +879,13 @@ def moved_by(mean: Tensor, before: OuterState, values: Tensor) -> OuterState:
 def unchanged(before: OuterState, values: Tensor) -> OuterState:
     """Returns the outer state with these values, without an outer step."""
     return before._replace(values=values, lr=0.0, direction_norm=math.nan)
+
+
+def span_from(began: float, device: torch.device) -> Span:
+    """Ends a part of a flight; waits for the device, so that the part holds what it started."""
+    if device.type != "cpu":
+        torch.get_device_module(device).current_stream(device).synchronize()
+    return began, time.perf_counter()
 
 
 def reported(

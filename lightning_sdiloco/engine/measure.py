@@ -1,7 +1,6 @@
 """What is measured of inner steps, links and flights, and how far the groups agree."""
 
 import math
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.compression import Compression
-from lightning_sdiloco.engine.fragments import Diagnostics, Launch, Span
+from lightning_sdiloco.engine.fragments import Diagnostics, Launch
 
 # The clock of steps remembers the last inner steps, the rate of the link the last flights.
 _REMEMBERED_STEPS = 16
@@ -116,13 +115,6 @@ def on_link(posted: float, began: float, launched: float, ended: float, encoding
     was_there = ended - max(began, launched) < (ended - since) / 2
     came_together = launched > posted and ended - launched < encoding
     return math.nan if was_there or came_together else ended - since
-
-
-def span_from(began: float, device: torch.device) -> Span:
-    """Ends a part of a flight; waits for the device, so that the part holds what it started."""
-    if device.type != "cpu":
-        torch.get_device_module(device).current_stream(device).synchronize()
-    return began, time.perf_counter()
 
 
 class Diagnosis:

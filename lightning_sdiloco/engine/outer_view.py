@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.outer import OuterStorage
 from lightning_sdiloco.engine.shards import digest, reshard
-from lightning_sdiloco.engine.untrained import Place, buffer_places
+from lightning_sdiloco.engine.untrained import Place, buffer_places, first_own
 from lightning_sdiloco.engine.weight_copies import WeightCopies
 
 
@@ -54,13 +54,14 @@ class OuterView:
         self,
         model: nn.Module,
         fragments: Sequence[FragmentState],
-        in_group: Communicator,
+        topology: Topology,
         storage: OuterStorage,
         copies: WeightCopies,
     ) -> None:
         self._model = model
         self._fragments = fragments
-        self._in_group = in_group
+        self._topology = topology
+        self._in_group = topology.in_group
         self._storage = storage
         self._copies = copies
         # The local values, while the model shows other ones.
@@ -346,6 +347,18 @@ class OuterView:
             if place.name not in untrained:
                 untrained[place.name] = self._storage.store_copy(place.values)
         return LocalValues(parameters, untrained)
+
+    def first_own(self) -> dict[str, Tensor]:
+        """Returns what the first group keeps of untrained state, by name, where this rank holds
+        something else.
+
+        All ranks must call it. Given to `show`, it lets all groups show one consistent state.
+        """
+        states = [fragment.untrained for fragment in self._fragments]
+        values = first_own(states, self._topology)
+        for state in states:
+            values.update(state.own.shown_of_first())
+        return values
 
     @torch.no_grad()
     def write_untrained(self, values: Mapping[str, Tensor]) -> None:

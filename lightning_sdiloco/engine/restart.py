@@ -15,9 +15,12 @@ from lightning_sdiloco.algorithm.config import Settings, read_settings
 from lightning_sdiloco.algorithm.reduce import TwoShot, all_reduce_for
 from lightning_sdiloco.algorithm.weighting import Control, Count, Weighed
 from lightning_sdiloco.engine.flight import norm_squared
+from lightning_sdiloco.engine.history import Counts, History
 from lightning_sdiloco.engine.matrices import direct_shards
 from lightning_sdiloco.engine.outer import OuterState, ShardOptimizer, outer_optimizer_for
+from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.shards import OuterParameter, to_parameters
+from lightning_sdiloco.engine.start import NamedOuter
 from lightning_sdiloco.engine.untrained import Kind, new_outer
 
 State = dict[str, Any]
@@ -46,6 +49,19 @@ class Restart(NamedTuple):
         parameters, untrained, counts, weighed = arrived
         parameters = {name: OuterParameter(*fields) for name, fields in parameters.items()}
         return Restart(parameters, untrained, counts, Weighed(*weighed))
+
+    @torch.no_grad()
+    def begin(self, rounds: Rounds, history: History) -> None:
+        """Begins the rounds of an engine from this state, with any groups and fragments. All ranks
+        must call it.
+        """
+        history.counts = Counts(**self.counts)
+        landed = {
+            name: parameter for name, parameter in self.parameters.items() if parameter.rounds
+        }
+        outer = NamedOuter(landed, self.untrained)
+        rounds.begin(outer, self.weighed, history.counts.inner_steps)
+        rounds.view.write_outer(stays=True)
 
 
 def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | None) -> Restart:

@@ -24,7 +24,6 @@ first of an ``lr_schedule``, so a record needs nothing more to resume, or to be 
 """
 
 import math
-import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,11 +38,12 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from lightning_sdiloco.algorithm.config import Settings, read_settings
-from lightning_sdiloco.algorithm.gossip import Leg
+from lightning_sdiloco.algorithm.gossip import Leg, Route
 from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.schedule import Every, Heard, LaunchSchedule, Schedule
 from lightning_sdiloco.algorithm.weighting import Weighed
 from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine.background import Background
 from lightning_sdiloco.engine.flight import PendingFlight, Synchronizer, completed
 from lightning_sdiloco.engine.fragments import (
@@ -54,12 +54,27 @@ from lightning_sdiloco.engine.fragments import (
     Purpose,
     fragments_of,
 )
+from lightning_sdiloco.engine.inner_optimizers import InnerOptimizers, on_all_ranks
+from lightning_sdiloco.engine.matrices import with_direction
 from lightning_sdiloco.engine.measure import LinkRate, StepClock
 from lightning_sdiloco.engine.outer import OuterStorage, ShardOptimizer
-from lightning_sdiloco.engine.recut import Recut
+from lightning_sdiloco.engine.outer_view import OuterView
+from lightning_sdiloco.engine.recut import (
+    Recut,
+    cut_again,
+    follow_in_optimizers,
+    say_what_is_cut_again,
+    take_over,
+)
 from lightning_sdiloco.engine.shards import CutModel, digest, local, sharded_modules, trainable
-from lightning_sdiloco.engine.start import NamedOuter, require_same_fragments, start_from
-from lightning_sdiloco.engine.weight_copies import WeightCopies
+from lightning_sdiloco.engine.start import (
+    NamedOuter,
+    cut,
+    named_outer,
+    require_same_fragments,
+    require_same_settings,
+    start_from,
+)
 from lightning_sdiloco.memory import SparePages
 
 Received = TypeVar("Received")
@@ -154,15 +169,20 @@ class Rounds:
         flights: What is in flight, in the order of the launches.
         began_at: The inner step after which the rounds began.
         is_ending: Whether landings change the model alone; see [Note: memory at the end].
-        partition: How the model is cut. `cut` sets it, as it does ``settings``, ``cut_model`` and
-            ``schedule``.
+        requested_settings: The settings as they were given, some of them ``"auto"``.
+        partition: How the model is cut. `cut` sets it, as it does ``settings``, ``cut_model``,
+            ``schedule`` and ``view``.
+        recut: The new cut on which the groups are about to agree.
     """
 
     partition: tuple[Fragment, ...]
     settings: Settings
     cut_model: CutModel
     schedule: Schedule
+    view: OuterView
     _launches: LaunchSchedule
+    _route: Route | None
+    _codec: Compression
     _synchronizer: Synchronizer
 
     requested = 0
@@ -172,18 +192,18 @@ class Rounds:
         self,
         model: nn.Module,
         partition: Sequence[Fragment],
+        requested: Settings,
         settings: Settings,
         topology: Topology,
         storage: OuterStorage,
         background: Background,
-        inner_optimizers: Sequence[Optimizer],
-        copies: WeightCopies,
+        inner: InnerOptimizers,
     ) -> None:
         self.model = model
+        self.requested_settings = requested
         self.storage = storage
         self.background = background
-        self.inner_optimizers = inner_optimizers
-        self.copies = copies
+        self.inner = inner
         self.link = LinkRate()
         self.step_clock = StepClock()
         self.requests = RequestBits()
@@ -191,10 +211,10 @@ class Rounds:
         self.began_at = 0
         self.flights: list[PendingFlight] = []
         self.fragments: list[FragmentState] = []
+        self.recut: Recut | None = None
         self._topology = topology
         self._diagnoses = False
         self._sharded = sharded_modules(model)
-        self._thread = threading.get_ident()
         # The schedule's memory of the landings since the rounds began.
         self._schedule_state: Mapping[str, Any] = {}
         # The outer gradient of a flight and the state that it replaces serve the next flight.
@@ -206,6 +226,8 @@ class Rounds:
         self.partition = tuple(partition)
         self.settings = settings
         self._launches = settings.schedule or Every()
+        self._route = None if settings.shares else settings.routing
+        self._codec = settings.codec
         self._begin_at(0)
         self.fragments = fragments_of(
             self.model, partition, settings, self._topology, self.storage, self.fragments
@@ -215,22 +237,31 @@ class Rounds:
         self._spare = SparePages(_KEPT_BYTES * longest) if is_on_host else None
         self.cut_model = CutModel(self.model)
         self._watch_copies()
+        self.view = self._new_view()
         self._synchronizer = Synchronizer(self.fragments, self._topology, settings, self._diagnoses)
 
     def use_optimizers(self, inner_optimizers: Sequence[Optimizer]) -> None:
         """Takes other inner optimizers, which may keep other copies of the weights."""
-        if list(inner_optimizers) != list(self.inner_optimizers):
-            self.copies = WeightCopies(inner_optimizers)
+        if list(inner_optimizers) != list(self.inner.optimizers):
+            self.inner = InnerOptimizers(inner_optimizers)
             self._watch_copies()
-        self.inner_optimizers = inner_optimizers
+            self.view = self._new_view()
 
     def _watch_copies(self) -> None:
-        self.copies.watch(trainable(self.model))
+        copies = self.inner.copies
+        copies.watch(trainable(self.model))
         for fragment in self.fragments:
-            fragment.layout.copies_of = self.copies.of
+            fragment.layout.copies_of = copies.of
 
-    def diagnose(self, diagnoses: bool) -> None:
-        """Measures at every landing how far the groups agree, or no longer does."""
+    def _new_view(self) -> OuterView:
+        copies = self.inner.copies
+        return OuterView(self.model, self.fragments, self._topology, self.storage, copies)
+
+    def diagnose(self, diagnoses: bool = True) -> None:
+        """Sets whether landings say how far the groups agree. All ranks must call it alike, before
+        the first step.
+        """
+        require_same_settings({"diagnostics": str(diagnoses)}, self._topology.world)
         self._diagnoses = diagnoses
         self._synchronizer.diagnoses = diagnoses
 
@@ -249,20 +280,89 @@ class Rounds:
         states = {tuple(fragment.layout.names): fragment.weighing for fragment in self.fragments}
         return Weighed(self.settings.weighing_text, self._topology.num_groups, states)
 
-    def cut_again(self, recut: Recut, settings: Settings, step: int) -> None:
-        """Cuts the model as it is now, with the outer state that remains; nothing is in flight.
+    @torch.no_grad()
+    def choose(self, requested: Settings, step: int) -> None:
+        """Continues after an inner step as if these settings had held from the start. All ranks
+        must call it, before any launch is due.
+        """
+        self._require_no_launch(step, requested)
+        before = self.fragments
+        weighed = self.weighed()
+        began_at = self.began_at
+        outer = named_outer(before, self._topology.in_group)
+        self.requested_settings = requested
+        chosen = chosen_settings(requested, self.model, self._topology)
+        self.cut(cut(self.model, chosen).fragments, chosen)
+        self.begin(outer, weighed, began_at)
+        for fragment in self.fragments:
+            fragment.weight = before[0].weight
+
+    def _require_no_launch(self, step: int, settings: Settings) -> None:
+        """Refuses to choose other settings after an inner step, unless no launch was or would have
+        been due by then.
+        """
+        steps = step - self.began_at
+        first = self.schedule.first_launch
+        if self.flights or steps >= min(first, settings.schedule_of(1).first_launch):
+            raise RuntimeError(
+                f"choose() was called after {steps} inner steps with"
+                f" sync_every={settings.sync_every}. Settings can be chosen only before the first"
+                f" launch: before inner step {first}."
+            )
+
+    def cut_for_recut(self) -> tuple[Fragment, ...]:
+        """Cuts the model as it is now, and lets go of what the fragments no longer hold. Refuses
+        what cannot be cut again.
+        """
+        if self.view.is_shown:
+            raise RuntimeError(
+                "recut() was called while the outer model is shown. Call recut() outside"
+                " evaluate()."
+            )
+        if not self.settings.shares:
+            raise ValueError(
+                "Parameters were frozen, became trainable or were replaced since training began."
+                f" route={self.settings.route!r} cannot follow: groups hold their own outer"
+                " parameters, and a frozen one would stay different. Choose what is trainable"
+                " before training, and train in several fits."
+            )
+        partition = cut_again(self.cut_model, self.fragments, self.settings, self._topology)
+        for fragment in self.fragments:
+            fragment.let_go()
+        return partition
+
+    def begin_recut(self, partition: tuple[Fragment, ...]) -> None:
+        """Divides the outer state for a new cut, as far as this rank knows; nothing is in flight.
+        In-group collective.
+        """
+        self.reshard()
+        outer = named_outer(self.fragments, self._topology.in_group)
+        self.recut = Recut.of(self.cut_model, partition, self.fragments, outer, self.settings)
+
+    @torch.no_grad()
+    def end_recut(self, recut: Recut, step: int) -> None:
+        """Takes the new cut on which all ranks have agreed, with the outer state that remains.
         In-group collective.
 
         Rounds restart after this inner step. If the fragments are the same, for instance because a
         submodule was replaced by a copy, they continue, and error feedback remains where a fragment
         has its parameters still.
         """
+        take_over(self.fragments, recut, self._topology)
+        is_first_rank = self._topology.rank == 0
+        if is_first_rank:
+            restarts = recut.fragments != self.partition
+            say_what_is_cut_again(recut, self.cut_model, restarts=restarts)
+        self.inner.copies.renew(recut.new)
+        optimizers = self.inner.optimizers
+        follow_in_optimizers(recut, self.cut_model, optimizers, says=is_first_rank)
+        self.recut = None
         before = self.fragments
         partition = self.partition
         weighed = self.weighed()
         began_at = self.began_at
         schedule_state = self._schedule_state
-        self.cut(recut.fragments, settings)
+        self.cut(recut.fragments, self.settings)
         for fragment in self.fragments:
             fragment.untrained.expect_unlike({*recut.known, *recut.new, *recut.frozen})
         if self.partition != partition:
@@ -309,15 +409,6 @@ class Rounds:
         self.reshard()
         self.cut_model.require_coverage()
 
-    def is_training_thread(self) -> bool:
-        """Returns whether the caller runs in the thread that made the engine, or in a backward
-        pass.
-
-        Autograd has threads of its own for accelerators; an optimizer steps there that is part of
-        the backward pass.
-        """
-        return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
-
     def local_digests(self) -> dict[str, int]:
         """Returns a digest of what this rank holds of each parameter, by name."""
         digests: dict[str, int] = {}
@@ -328,13 +419,6 @@ class Rounds:
                 if self.cut_model.former_name(parameter) is not None:
                     digests[name] = digest(local(parameter))
         return digests
-
-    def has_parameters_of(self, optimizer: Optimizer) -> bool:
-        """Returns whether an optimizer steps a parameter that is in a fragment."""
-        parameters = (
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        )
-        return any(self.cut_model.former_name(parameter) is not None for parameter in parameters)
 
     # Algorithm 2
 
@@ -374,11 +458,11 @@ class Rounds:
         """Returns the groups with which this one exchanges in a round, itself among them; () for
         all.
         """
-        if self.settings.shares:
+        if self._route is None:
             return ()
         topology = self._topology
         number = self._counted_in_rounds(step) // self.settings.sync_every - 1
-        for leg in self.settings.routing.legs(number, topology.num_groups):
+        for leg in self._route.legs(number, topology.num_groups):
             if topology.group_index in leg:
                 return tuple(leg)
         return ()
@@ -400,6 +484,18 @@ class Rounds:
             return self.schedule.launches(since)
         return self._launches.due(self._schedule_state, self._counted_in_rounds(step))
 
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """The fragments in flight, in the order of their launch."""
+        return tuple(flight.launch.fragment for flight in self.flights)
+
+    @property
+    def outer_steps(self) -> int:
+        """How many outer steps the first fragment has made; those of a dense beginning count as
+        one.
+        """
+        return self.fragments[0].outer.rounds
+
     def longest_wait(self, step: int) -> int:
         """Returns how many inner steps it takes at most, from now on, until a request has landed
         with a launch.
@@ -420,18 +516,21 @@ class Rounds:
 
     def start(self, launch: Launch, began: float) -> None:
         """Starts the flight of a launch that began at a time."""
+        self.flights.append(self._flight_of(launch, began))
+
+    def _flight_of(self, launch: Launch, began: float) -> PendingFlight:
         # Noted before the background may begin.
         launch_span = began, time.perf_counter()
-        pending = self.background.start(self._synchronizer.fly(launch))
-        self.flights.append(PendingFlight(launch, pending, launch_span))
+        return PendingFlight(
+            launch, self.background.start(self._synchronizer.fly(launch)), launch_span
+        )
 
     def chosen(self, launch: Launch) -> Launch:
         """Chooses in which code a launch is sent, by what this rank alone knows."""
         schedule = self.schedule
         overlap_steps = schedule.overlap_of_round(1) if launch.is_dense else schedule.overlap_steps
         overlap_s = overlap_steps * (launch.step_time or math.nan)
-        codec = self.settings.codec
-        choice = codec.choice(len(launch.gradient), self.link.bytes_per_s, overlap_s)
+        choice = self._codec.choice(len(launch.gradient), self.link.bytes_per_s, overlap_s)
         return launch._replace(choice=choice) if choice else launch
 
     def _deadline(self) -> float:
@@ -481,58 +580,17 @@ class Rounds:
         collective.
         """
         self.reshard()
-        is_finite = self._on_all_ranks([fragment.layout.is_finite() for fragment in self.fragments])
+        in_group = self._topology.in_group
+        is_finite = on_all_ranks([f.layout.is_finite() for f in self.fragments], in_group)
         for fragment in self.fragments:
             if fragment.index == landed:
                 fragment.untrained.recover()
-                self._recover_optimizers(fragment)
+                self.inner.recover(fragment.layout.parameters, in_group)
             elif not is_finite[fragment.index]:
                 if self.is_ending:
                     fragment.keep_local()
-                fragment.write_outer(self._topology.in_group, stays=True)
-                self._recover_optimizers(fragment)
-
-    @property
-    def inner_rate(self) -> float:
-        """The largest learning rate of the inner optimizers; 0 if none is known on the host."""
-        rates = [0.0]
-        for optimizer in self.inner_optimizers:
-            for group in optimizer.param_groups:
-                rate = group.get("lr")
-                is_on_host = not isinstance(rate, Tensor) or rate.device.type == "cpu"
-                if rate is not None and is_on_host:
-                    rates.append(float(rate))
-        return max(rates)
-
-    def _recover_optimizers(self, fragment: FragmentState) -> None:
-        """Forgets the state of inner optimizers for parameters for which it is not finite.
-        In-group collective.
-        """
-        parameters = fragment.layout.parameters
-        is_finite = self._on_all_ranks([self._has_finite_state(p) for p in parameters])
-        for optimizer in self.inner_optimizers:
-            for parameter, is_kept in zip(parameters, is_finite, strict=True):
-                if is_kept:
-                    continue
-                if self.copies.of(parameter):
-                    # Copies that the optimizer made at the start would not be made again.
-                    clear_not_finite(optimizer.state.get(parameter, {}))
-                else:
-                    optimizer.state.pop(parameter, None)
-
-    def _has_finite_state(self, parameter: Tensor) -> bool:
-        for optimizer in self.inner_optimizers:
-            for value in optimizer.state.get(parameter, {}).values():
-                if isinstance(value, Tensor) and not bool(local(value).isfinite().all()):
-                    return False
-        return True
-
-    def _on_all_ranks(self, facts: Sequence[bool]) -> list[bool]:
-        """Returns which facts hold on all ranks of the group: they all do the same, even if they
-        hold different parts. In-group collective.
-        """
-        of_ranks = self._topology.in_group.all_gather_object(list(facts))
-        return [all(of_fact) for of_fact in zip(*of_ranks, strict=True)]
+                fragment.write_outer(in_group, stays=True)
+                self.inner.recover(fragment.layout.parameters, in_group)
 
     # The mean of the groups, and the end
 
@@ -546,7 +604,7 @@ class Rounds:
         every launch, so that groups in one process can take turns. Where training ends, flights
         take along what was requested.
         """
-        purpose = Purpose.MEAN if self.settings.shares else Purpose.START
+        purpose = Purpose.MEAN if self._route is None else Purpose.START
         flights: list[PendingFlight] = self.flights if ends else []
         # In float32 a flight takes four times its fragment's size: a quarter of the model at once,
         # and at the end no more than in a round.
@@ -560,10 +618,9 @@ class Rounds:
                 launch = fragment.launch(step, self._deadline(), purpose, self.requests.take())
             else:
                 launch = fragment.read(step, self._deadline(), purpose)
-            launch_span = began, time.perf_counter()
-            pending = self.background.start(self._synchronizer.fly(launch))
+            flight = self._flight_of(launch, began)
             launch = launch.without_values()
-            flights.append(PendingFlight(launch, pending, launch_span))
+            flights.append(replace(flight, launch=launch))
             yield received
         while flights:
             yield receive(flights.pop(0))
@@ -595,23 +652,6 @@ class Rounds:
         """The optimizer that steps the shards of all fragments."""
         return self.fragments[0].optimizer
 
-    def described(self) -> dict[str, str]:
-        """Describes the outer optimizer and its schedule; see `ShardOptimizer`."""
-        return self.outer_optimizer.described
-
-    def require_no_launch(self, step: int, settings: Settings) -> None:
-        """Refuses to choose other settings after an inner step, unless no launch was or would have
-        been due by then.
-        """
-        steps = step - self.began_at
-        first = self.schedule.first_launch
-        if self.flights or steps >= min(first, settings.schedule_of(1).first_launch):
-            raise RuntimeError(
-                f"choose() was called after {steps} inner steps with"
-                f" sync_every={settings.sync_every}. Settings can be chosen only before the first"
-                f" launch: before inner step {first}."
-            )
-
     def state_dict(self) -> dict[str, Any]:
         return {"flights": [flight.launch.state_dict() for flight in self.flights]}
 
@@ -625,7 +665,7 @@ class Rounds:
     def records(self) -> dict[str, Any]:
         return {
             "rounds_began_at": self.began_at,
-            "described": self.described(),
+            "described": self.outer_optimizer.described,
             "schedule": dict(self._schedule_state),
             "fragments": [fragment.state_dict() for fragment in self.fragments],
             **({"link": self.link.last} if self.link.last else {}),
@@ -633,7 +673,7 @@ class Rounds:
 
     def _require_same_outer_step(self, saved: Mapping[str, str]) -> None:
         """Refuses a state with another outer optimizer, or another schedule of it."""
-        for part, description in self.described().items():
+        for part, description in self.outer_optimizer.described.items():
             if saved[part] != description:
                 raise ValueError(
                     f"The state was saved with another {part}: it was {saved[part]}, now it is"
@@ -662,6 +702,13 @@ class Rounds:
         self.link.last = list(state.get("link", ()))
 
 
+def chosen_settings(requested: Settings, model: nn.Module, topology: Topology) -> Settings:
+    """Returns settings with a direction and numbers that suit model and groups. All ranks must
+    call it.
+    """
+    return with_direction(requested, model, topology).chosen_for(topology.num_groups)
+
+
 def _most_in_flight(schedule: Schedule) -> int:
     """Returns how many flights there are at once in rounds. A flight lands after the launches of
     the same step.
@@ -678,13 +725,6 @@ def _most_in_flight(schedule: Schedule) -> int:
             until = step + schedule.overlap_of_round(first)
             most = max(most, bisect_right(launches, until) - bisect_left(launches, step))
     return most
-
-
-def clear_not_finite(state: Mapping[str, Any]) -> None:
-    """Overwrites values in the state of an optimizer that are not finite with zeros."""
-    for value in state.values():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            local(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def keep_until_done(tensors: Iterable[Tensor]) -> None:

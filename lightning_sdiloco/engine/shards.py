@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sdiloco.algorithm.merge import LandingRule
@@ -130,6 +131,13 @@ class CutModel:
         if name is None or parameter.shape != self._identities[name].shape:
             return None
         return name
+
+    def has_parameters_of(self, optimizer: Optimizer) -> bool:
+        """Returns whether an optimizer steps a parameter of the cut."""
+        for group in optimizer.param_groups:
+            if any(self.former_name(parameter) is not None for parameter in group["params"]):
+                return True
+        return False
 
     def former_parameter(self, name: str) -> Tensor | None:
         """Returns the parameter that had a name when the model was cut; None if there was none."""

@@ -16,9 +16,10 @@ from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.engine.matrices import MappedOnce
 from lightning_sdiloco.engine.outer_view import GroupMean
+from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.engine.start import require_same_signatures, signature
-from lightning_sdiloco.engine.turns import in_turns
+from lightning_sdiloco.engine.turns import in_turns, turns_of
 from lightning_sdiloco.engine.weight_copies import WeightCopies
 
 
@@ -101,15 +102,15 @@ class SimulatedGroups:
         steps = []
         for group, engine in enumerate(self.engines):
             micro_batches = trained[group] if trained else 1
-            steps.append(engine.stepping(trained=micro_batches, idle=group in idle))
+            steps.append(turns_of(engine.step, trained=micro_batches, idle=group in idle))
         return in_turns(steps)
 
     def finish(self) -> None:
         """Ends training in all groups; see `StreamingDiLoCo.finish`."""
-        in_turns([engine.finishing() for engine in self.engines])
+        in_turns([turns_of(engine.finish) for engine in self.engines])
         first_values = self._first_own()
         for engine in self.engines:
-            engine.view.write_untrained(first_values)
+            engine.rounds.view.write_untrained(first_values)
 
     def recut(self, inner_optimizers: Sequence[Sequence[Optimizer]] = ()) -> list[list[Landing]]:
         """Cuts the models of all groups again; see `StreamingDiLoCo.recut`. Returns what landed in
@@ -125,32 +126,23 @@ class SimulatedGroups:
         optimizers: Sequence[Sequence[Optimizer] | None] = inner_optimizers or [
             None for _ in self.engines
         ]
-        begun = [
-            engine.begin_recut(of_group)
+        recutting = [
+            turns_of(engine.recut, of_group)
             for engine, of_group in zip(self.engines, optimizers, strict=True)
         ]
-        names = [recut.names for _, recut in begun]
-        recuts = [recut.agreed(names) for _, recut in begun]
-        means: Sequence[GroupMean | None] = [None for _ in self.engines]
-        if recuts[0].needs_mean:
-            means = self._group_means()
-        with torch.no_grad():
-            for name, values in recuts[0].new.items():
-                for recut in recuts[1:]:
-                    recut.new[name].copy_(values)
-        for engine, recut, mean in zip(self.engines, recuts, means, strict=True):
-            engine.end_recut(recut, mean)
+        for turns in recutting:
+            next(turns)
+        _agree_on_recut([engine.rounds for engine in self.engines])
+        landed = in_turns(recutting)
         self._map_once()
-        return [landings for landings, _ in begun]
+        return landed
 
     def group_mean(self) -> GroupMean:
         """Returns the mean of the groups, which any of the ``engines`` shows; see
         `StreamingDiLoCo.group_mean`.
         """
-        return self._group_means()[0]._replace(own=self._first_own())
-
-    def _group_means(self) -> list[GroupMean]:
-        return in_turns([engine.averaging() for engine in self.engines])
+        means = in_turns([turns_of(engine.group_mean) for engine in self.engines])
+        return means[0]._replace(own=self._first_own())
 
     def _map_once(self) -> None:
         """Lets the first group map the mean outer gradients that are the same in all groups."""
@@ -172,9 +164,21 @@ class SimulatedGroups:
         On a route that does not share, it is the mean of the groups.
         """
         first = self.engines[0]
-        if first.settings.shares or first.is_finished:
+        if first.rounds.settings.shares or first.is_finished:
             return first.outer_state_dict()
-        return first.view.named(self.group_mean())
+        return first.rounds.view.named(self.group_mean())
+
+
+@torch.no_grad()
+def _agree_on_recut(groups: Sequence[Rounds]) -> None:
+    """Gives all groups one recut, and the first group's values of what is new."""
+    recuts = [rounds.recut for rounds in groups if rounds.recut is not None]
+    names = [recut.names for recut in recuts]
+    agreed = [recut.agreed(names) for recut in recuts]
+    for rounds, recut in zip(groups, agreed, strict=True):
+        rounds.recut = recut
+        for name, values in agreed[0].new.items():
+            recut.new[name].copy_(values)
 
 
 def _require_own_parameters(models: Sequence[nn.Module]) -> None:

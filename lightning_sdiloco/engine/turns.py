@@ -5,16 +5,37 @@ side. In one process each is a generator that pauses after what it launches, and
 until all have paused.
 """
 
-from collections.abc import Generator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Generator, Sequence
+from functools import wraps
+from types import MethodType
+from typing import ParamSpec, TypeVar
 
 Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
 Turns = Generator[None, None, Result]
 
 
-def alone(turns: Turns[Result]) -> Result:
-    """Does all the work of a group whose others are in other processes."""
-    return in_turns([turns])[0]
+def takes_turns(verb: Callable[Arguments, Turns[Result]]) -> Callable[Arguments, Result]:
+    """Makes a generator a verb that does all the work of a group whose others are in other
+    processes; `turns_of` still pauses.
+    """
+
+    @wraps(verb)
+    def without_pauses(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return in_turns([verb(*args, **kwargs)])[0]
+
+    return without_pauses
+
+
+def turns_of(
+    verb: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> Turns[Result]:
+    """Begins a verb that takes turns, such as ``engine.step``: returns a generator that pauses
+    after what it launches, and at the end returns what the verb does.
+    """
+    assert isinstance(verb, MethodType)
+    turns: Turns[Result] = vars(verb.__func__)["__wrapped__"](verb.__self__, *args, **kwargs)
+    return turns
 
 
 def in_turns(groups: Sequence[Turns[Result]]) -> list[Result]:

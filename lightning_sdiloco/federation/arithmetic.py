@@ -39,12 +39,12 @@ from lightning_sdiloco.engine.flight import (
     norm_squared,
     outer_step,
     reported,
+    span_from,
     unchanged,
     whole_norm,
 )
 from lightning_sdiloco.engine.fragments import Arrival, Commit, FragmentState, Landing, Launch, Span
 from lightning_sdiloco.engine.matrices import proofs
-from lightning_sdiloco.engine.measure import span_from
 from lightning_sdiloco.engine.outer import OuterState, outer_optimizer_for
 from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.shards import FragmentLayout, digest, is_sharded

@@ -15,7 +15,6 @@ from lightning_sdiloco.algorithm.config import Settings, fault_of, is_real, is_w
 from lightning_sdiloco.algorithm.reduce import kind_and_backend
 from lightning_sdiloco.algorithm.weighting import Weighing
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.compression import FP4, ErrorFeedback, Float32
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.shards import ShardedLayout, trainable
@@ -247,7 +246,7 @@ class Federation:
                     f"clip_norm={settings.outer.clip_norm:g} does not work with mean='hub', which"
                     " clips nothing. Leave one of them out."
                 )
-            if code_of(settings) is None:
+            if settings.codec.traits.hub_code is None:
                 raise ValueError(
                     f"compression={settings.compression!r} does not work with mean='hub': a hub"
                     " reads 'fp4' and 'fp32', with and without memory. Choose one of them, or leave"
@@ -329,16 +328,6 @@ class Federation:
         return replace(ours, terms=replace(ours.terms, **founded))
 
 
-def code_of(settings: Settings) -> Literal["fp4", "fp32"] | None:
-    """Returns the code of the payloads, if a hub reads it."""
-    codec = settings.codec
-    if isinstance(codec, ErrorFeedback):
-        codec = codec.compression
-    if type(codec) is FP4:
-        return "fp4"
-    return "fp32" if type(codec) is Float32 else None
-
-
 def _has_memory(weighing: Weighing | None) -> bool:
     """Returns whether a weighing decides by what it has heard in earlier rounds."""
     if weighing is None:
@@ -387,10 +376,10 @@ def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
         quorum=federation.quorum_of_terms,
         rounds=federation.rounds,
         guard=settings.outer.guard,
-        hub_mean=code_of(settings) if federation.mean == "hub" else None,
+        hub_mean=settings.codec.traits.hub_code if federation.mean == "hub" else None,
         dense_beginning=settings.dense_beginning,
     )
-    described = {**settings.fixed_by_a_checkpoint(), **rounds.described()}
+    described = {**settings.fixed_by_a_checkpoint(), **rounds.outer_optimizer.described}
     if settings.dense_beginning is None:
         # The setting is newer than some run configs.
         del described["dense_beginning"]

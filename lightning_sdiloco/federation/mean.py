@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from lightning_sdiloco.algorithm.weighting import by_training
 from lightning_sdiloco.federation.codec import Bytes
 from lightning_sdiloco.federation.messages import Contribution, Record
 from lightning_sdiloco.federation.untrained import Sizes, packed, unpacked
@@ -110,11 +111,12 @@ def averaged(
         residual: The residual of the mean before: values in float32.
     """
     weights = [1 if record.final else contribution.weight for contribution in record.counted]
+    factors = by_training(dict(enumerate(weights)))
     mean = np.zeros(sizes.numel, np.float32)
     changed_by_site = list[dict[int, bytes]]()
-    for contribution, weight in zip(record.counted, weights, strict=True):
+    for index, contribution in enumerate(record.counted):
         values, changed = _sent(contribution, get, sizes, code)
-        mean += np.float32(len(weights) * weight / sum(weights)) * values
+        mean += np.float32(factors[index]) * values
         if contribution.site not in record.without_buffers:
             changed_by_site.append(changed)
     mean /= np.float32(len(weights))

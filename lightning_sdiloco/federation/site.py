@@ -441,7 +441,7 @@ class FederatedWorld:
         """Warns, once, if this site trains with another inner learning rate than the others: its
         schedule is its own, and begins with its own first step.
         """
-        rate = self._rounds.inner_rate or None
+        rate = self._rounds.inner.rate or None
         self.follower.inner_lr = rate
         common_rate = self._rate_of_others
         if rate is None or common_rate is None or self._has_compared_rates:
@@ -759,7 +759,7 @@ class FederatedWorld:
         if not self._has_said_hello:
             self._has_said_hello = True
             self._connection.hub.hello(self.follower)
-        report = self._connection.hear(requests, self._samples, self._rounds.inner_rate)
+        report = self._connection.hear(requests, self._samples, self._rounds.inner.rate)
         self._now = report.now
         if self._has_trained:
             self.follower.trained(report.samples, rate=report.rate)

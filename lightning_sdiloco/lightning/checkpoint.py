@@ -137,7 +137,7 @@ class Checkpointer:
 
     def resume(self, engine: StreamingDiLoCo) -> None:
         if self._restart is not None:
-            engine.restart(self._restart)
+            self._restart.begin(engine.rounds, engine.history)
         if self.resumed is not None:
             engine.load_state_dict(self.resumed["engine"])
             self._fit.requests.done_at = dict(self.resumed["requests"])

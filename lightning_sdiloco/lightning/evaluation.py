@@ -84,12 +84,12 @@ class ShownModel:
         All ranks must call it.
         """
         self._groups.meet()
-        self._first_own = engine.first_own()
+        self._first_own = engine.rounds.view.first_own()
 
     @staticmethod
     def is_outer(engine: StreamingDiLoCo) -> bool:
         """Returns whether all groups have trained the outer model; see [Note: the first round]."""
-        return engine.has_landed and engine.settings.shares
+        return engine.has_landed and engine.rounds.settings.shares
 
     def exchange(self, engine: StreamingDiLoCo) -> None:
         """Takes the mean of the groups, which then is what is shown. All ranks must call it."""
@@ -99,7 +99,7 @@ class ShownModel:
                 "Until every fragment has landed once, after inner step %d, validation and"
                 " checkpoints use the mean of the worker groups, which they exchange in float32:"
                 " the outer model still holds untrained values. Shown once.",
-                engine.inner_steps - engine.steps_in_rounds + engine.schedule.first_round,
+                engine.rounds.began_at + engine.rounds.schedule.first_round,
             )
         self._warns = False
         self.mean = engine.group_mean()
@@ -118,7 +118,8 @@ class ShownModel:
             if getattr(model, _BUFFERS_ARE_DUE, None) is not None
         }
         try:
-            with engine.evaluate(self.mean, self._first_own, watches=watches):
+            view = engine.rounds.view
+            with view.shown(self.mean, self._first_own, watches=watches):
                 yield
         finally:
             for model, is_due in are_due.items():
@@ -316,7 +317,7 @@ class Evaluation:
                     if is_due:
                         self._groups.meet()
                     self.rewritten.take(
-                        engine, engine.view.rewritten(), self._hooks, with_all=is_due
+                        engine, engine.rounds.view.rewritten(), self._hooks, with_all=is_due
                     )
                 return metrics
         finally:
@@ -325,7 +326,7 @@ class Evaluation:
     def _exchange(self, engine: StreamingDiLoCo, validates: bool) -> None:
         """Exchanges what a validation shows, if all ranks validate; see [Note: the first round]."""
         takes_mean = self._shows == "mean" or not self.shown.is_outer(engine)
-        if not takes_mean and not engine.view.own_moved:
+        if not takes_mean and not engine.rounds.view.own_moved:
             return
         device = self._fit.trainer.strategy.root_device
         if self._groups.decide(validates, True, device):

@@ -175,7 +175,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             return
         if self._shown.mean is None and not self._shown.is_outer(engine):
             self._shown.exchange(engine)
-        elif self._shown.mean is None and engine.view.own_moved:
+        elif self._shown.mean is None and engine.rounds.view.own_moved:
             self._shown.take_first_own(engine)
         with self._shown.showing(engine, self._wrapped):
             yield
@@ -201,7 +201,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             self._stepped.clear()
             self.results.engine = None
         self._refuse_batch_norm_over_all(module)
-        if self.engine is not None and self.engine.is_training(unwrapped(module)):
+        if self._is_training(module):
             if not self._is_set_up_again:
                 raise ValueError(
                     "This model is in training. Set it up again together with its optimizers, in"
@@ -240,7 +240,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     ) -> Forwarded:
         set_up = super().setup_module_and_optimizers
         engine = self.engine
-        if engine is None or not engine.is_training(unwrapped(module)):
+        if engine is None or not self._is_training(module):
             return set_up(module, optimizers, *schedulers)
         # The model in training has other parameters or optimizers, which replace those from before.
         self._wrapped = [
@@ -254,10 +254,11 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         finally:
             self._is_set_up_again = False
         self._shown.forget()
-        if any(self.topology.world.all_gather_object(engine.has_other_parameters())):
+        is_same = engine.rounds.cut_model.is_same()
+        if not all(self.topology.world.all_gather_object(is_same)):
             self._landings = engine.recut(self._inner_optimizers)
         else:
-            engine.use_optimizers(self._inner_optimizers)
+            engine.rounds.use_optimizers(self._inner_optimizers)
         return results
 
     def _begin_batch(self, module: nn.Module, args: tuple[object, ...], kwargs: State) -> None:
@@ -399,7 +400,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             rank_zero_info(
                 f"The checkpoint after inner step {engine.inner_steps} holds the outer model. It"
                 " lacks all training since the launches that landed last; each fragment launches"
-                f" every {engine.settings.sync_every} steps. Before you save the last checkpoint,"
+                f" every {engine.rounds.settings.sync_every} steps. Before you save the last checkpoint,"
                 " call fabric.strategy.finish() in all processes: it lands the fragments in flight"
                 " and takes the last mean."
             )
@@ -422,7 +423,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             saved = write_own(
                 str(path),
                 self.topology,
-                self.engine.settings,
+                self.engine.rounds.settings,
                 self.engine.state_dict(),
                 self._inner_optimizers,
                 self._of_ranks(state, *args, **kwargs),
@@ -466,7 +467,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         """Returns whether an object is the model that the engine trains."""
         if self.engine is None or not isinstance(module, nn.Module):
             return False
-        return self.engine.is_training(unwrapped(module))
+        return self.engine.model is unwrapped(module) and not self.engine.is_finished
 
     @property
     def _is_alone(self) -> bool:

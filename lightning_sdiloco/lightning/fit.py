@@ -2,6 +2,7 @@
 
 import logging
 import math
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -128,6 +129,7 @@ class Fit(FitState):
         self.scale_watch = ScaleWatch()
         self.patches = ExitStack()
         self._results = results
+        self._thread = threading.get_ident()
         self.counts = BatchCounts()
         # The optimizer steps of the last batch that was trained; an idle one counts as many.
         self._steps_per_batch = 0
@@ -201,7 +203,8 @@ class Fit(FitState):
             federation=self.options.federation,
             **vars(self.options.settings),
         )
-        engine.diagnose(any(monitor.diagnostics for monitor in monitors_of(self.trainer)))
+        diagnoses = any(monitor.diagnostics for monitor in monitors_of(self.trainer))
+        engine.rounds.diagnose(diagnoses)
         self.engine = engine
         self._results.engine = engine
         # Lightning validates and saves over all ranks between two inner steps, so the fit watches
@@ -228,9 +231,14 @@ class Fit(FitState):
         torch calls this for every optimizer of the process, and other fits may run in other
         threads.
         """
-        if self.engine is None or not self.engine.rounds.is_training_thread():
+        # Autograd has threads of its own for accelerators; an optimizer steps there that is part of
+        # the backward pass.
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        is_in_fit = threading.get_ident() == self._thread or is_in_backward
+        if self.engine is None or not is_in_fit:
             return
-        if optimizer in self.trainer.optimizers or self.engine.rounds.has_parameters_of(optimizer):
+        cut_model = self.engine.rounds.cut_model
+        if optimizer in self.trainer.optimizers or cut_model.has_parameters_of(optimizer):
             self.counts.stepped = True
 
     @property
@@ -246,7 +254,7 @@ class Fit(FitState):
         if is_due and self.trainer.is_global_zero:
             steps = self._known_steps
             if steps < math.inf:
-                warn_of_few_rounds(engine.schedule, int(steps))
+                warn_of_few_rounds(engine.rounds.schedule, int(steps))
             environment = self.trainer.strategy.cluster_environment
             self._announcement = Announcement(engine, environment, self.options.why_rounds)
 
@@ -288,7 +296,8 @@ class Fit(FitState):
         wrapped anew.
         """
         if self._is_between_epochs and self.engine is not None:
-            must_recut = self._any_rank(self.engine.has_other_parameters())
+            is_same = self.engine.rounds.cut_model.is_same()
+            must_recut = self._any_rank(not is_same)
             self._recut_or_take(self.engine, must_recut)
         self._is_between_epochs = False
         must_wrap = self._must_wrap
@@ -323,11 +332,11 @@ class Fit(FitState):
         if engine is None or engine.is_finished:
             save(*args, **kwargs)
             return
-        if self._is_between_epochs and waits and not engine.view.is_shown:
-            if self._any_rank(engine.has_other_parameters()):
+        if self._is_between_epochs and waits and not engine.rounds.view.is_shown:
+            if self._any_rank(not engine.rounds.cut_model.is_same()):
                 self._recut_or_take(engine, must_recut=True)
                 self._note_before_hooks()
-        elif engine.has_new_parameters():
+        elif engine.rounds.cut_model.new():
             _log.warning(
                 "A checkpoint is saved after parameters were replaced, before the model is cut"
                 " again: a fit that resumes from it begins with the old ones. Replace parameters in"
@@ -397,7 +406,7 @@ class Fit(FitState):
                 " the worker groups had joined. Set them before trainer.fit, or fit again."
             )
         self.requests.ask(self.signals.received)
-        if engine.launches_next:
+        if engine.rounds.due(engine.inner_steps + 1):
             # Before the launch: groups that wait for this one must make it too, and this one waits
             # for its landing.
             self.groups.meet()
@@ -418,17 +427,19 @@ class Fit(FitState):
     def _choose_if_due(self, engine: StreamingDiLoCo) -> None:
         """Chooses the settings that are open, once enough inner steps were timed."""
         options = self.options
-        launch_in = engine.schedule.first_launch - engine.steps_in_rounds
+        rounds = engine.rounds
+        first_launch = rounds.began_at + rounds.schedule.first_launch
+        launch_in = first_launch - engine.inner_steps
         waited = engine.report()["exposed_wait_s"] if options.open else 0.0
         if not options.step(launch_in, waited):
             return
         self.groups.meet()
         is_planned = options.is_planned
         options.choose(self.trainer.lightning_module, self.groups.topology)
-        engine.choose(options.settings)
+        rounds.choose(options.settings, engine.inner_steps)
         self._announce(engine)
         if self.trainer.is_global_zero and is_planned:
-            self._row |= announce_choice(engine.settings, len(engine.fragments), options.measured)
+            self._row |= announce_choice(rounds.settings, len(engine.fragments), options.measured)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Drops metrics that cannot be reduced, and warns if no batch of the epoch has counted as
@@ -455,7 +466,7 @@ class Fit(FitState):
             elif self.engine is not None:
                 # The interval begins with the first landing: before it there was nothing to wait
                 # for.
-                self._interval = Interval(self.engine.settings.sync_every, landing.landed_at)
+                self._interval = Interval(self.engine.rounds.settings.sync_every, landing.landed_at)
             add_to_row(self._row, metrics)
         for monitor in monitors_of(self.trainer):
             monitor.note(landings)
@@ -497,7 +508,7 @@ class Fit(FitState):
         self._note(self.finish())
         self._log_last_row()
         if self.engine is not None and self.engine.is_finished and may_write_at_end(trainer):
-            self.engine.view.keep_outer()
+            self.engine.rounds.view.keep_outer()
 
     def finish(self) -> list[Landing]:
         """Ends a fit that ran to its end, with the outer parameters in the module, and returns what
@@ -508,7 +519,8 @@ class Fit(FitState):
         self.groups.meet()
         # Hooks at the end of the last epoch may have replaced parameters, which all groups end with
         # alike.
-        if not self.engine.is_finished and self._any_rank(self.engine.has_new_parameters()):
+        cut_model = self.engine.rounds.cut_model
+        if not self.engine.is_finished and self._any_rank(bool(cut_model.new())):
             self._recut_or_take(self.engine, must_recut=True)
         landings = [*self._early, *self.engine.finish()]
         self._early = []

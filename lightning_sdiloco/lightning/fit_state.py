@@ -64,13 +64,13 @@ class Requests:
         """Asks all groups for something. Asking again before it is done changes nothing."""
         if self._engine is not None:
             # A plain number: it is saved with the engine.
-            self._engine.requests.ask(int(bit))
+            self._engine.rounds.requests.ask(int(bit))
 
     def settle(self, bit: int) -> None:
         """Marks what was asked for up to now as done. All ranks do so after the same inner step."""
         if self._engine is not None:
             self.done_at[int(bit)] = self._engine.inner_steps
-            self._engine.requests.withdraw(int(bit))
+            self._engine.rounds.requests.withdraw(int(bit))
 
     def land(self, landings: Iterable[Landing], requested: int) -> None:
         """Takes in the requests that came with landings: all ranks agree on them now, after the

@@ -259,7 +259,7 @@ class ConnectedGroups:
         except RuntimeError as error:
             if not self.is_connected:
                 raise
-            in_flight = list(engine.in_flight) if engine is not None else []
+            in_flight = list(engine.rounds.in_flight) if engine is not None else []
             raise ExchangeError(
                 f"This rank, of worker group {self.topology.group_index}, waited for all others at"
                 f" {names or 'a barrier'} and they did not arrive; fragments in flight:"

@@ -169,15 +169,15 @@ def progress(engine: StreamingDiLoCo, columns: float = math.inf) -> dict[str, st
     """Returns what the progress bar shows: as many entries as fit into its line, and at least the
     first.
     """
-    flights = [str(fragment) for fragment in engine.in_flight]
+    flights = [str(fragment) for fragment in engine.rounds.in_flight]
     if len(flights) > 3:
         flights = [*flights[:2], f"+{len(flights) - 2}"]
-    schedule = engine.schedule
-    steps = engine.steps_in_rounds
-    outer_step = str(engine.round)
+    schedule = engine.rounds.schedule
+    steps = engine.inner_steps - engine.rounds.began_at
+    outer_step = str(engine.rounds.outer_steps)
     if schedule.is_dense(steps):
         outer_step = f"dense {schedule.launches_in(0, steps)[0]}"
-    landing = engine.last_landing
+    landing = engine.history.last_landing
     exposed_wait = "-"
     link = "-"
     if landing is not None:
@@ -344,11 +344,11 @@ class StreamingDiLoCoMonitorMixin:
             return
         self._step = engine.inner_steps
         began = self._done
-        self._done = engine.step_span[1]
-        self._write("step", step=self._step, span=(began, engine.step_span[0]), done=self._done)
+        step_began, self._done = engine.history.step_span
+        self._write("step", step=self._step, span=(began, step_began), done=self._done)
         if engine.fragments is not self._fragments:
             # So they are when settings were chosen, too.
-            self._write("settings", settings=_recorded(engine.settings))
+            self._write("settings", settings=_recorded(engine.rounds.settings))
             self._note_fragments(pl_module, engine)
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is not None and self._step % max(1, trainer.log_every_n_steps) == 0:
@@ -376,7 +376,7 @@ class StreamingDiLoCoMonitorMixin:
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = trainer.strategy.engine
         if engine is not None and self._done is not None:
-            self.note(engine.final_landings, final=True)
+            self.note(engine.history.final_landings, final=True)
             self._note_losses(wait=True)
         self._close()
 
@@ -466,7 +466,7 @@ class StreamingDiLoCoMonitorMixin:
             site=engine.site,
             time=self._done,
             step=self._step,
-            settings=_recorded(engine.settings),
+            settings=_recorded(engine.rounds.settings),
         )
         self._note_fragments(pl_module, engine)
 
@@ -602,7 +602,7 @@ class Announcement:
         Args:
             seconds: The duration of an inner step.
         """
-        settings = self._engine.settings
+        settings = self._engine.rounds.settings
         window = settings.overlap_steps * seconds
         if self._engine.topology.num_groups == 1:
             return ""
@@ -644,7 +644,7 @@ class Announcement:
 def _launch_bytes(engine: StreamingDiLoCo) -> list[int]:
     """Returns how many bytes this rank sends to other groups for each fragment, without buffers."""
     topology = engine.topology
-    settings = engine.settings
+    settings = engine.rounds.settings
     all_reduce = all_reduce_for(
         settings.exchange, topology.num_groups, settings.codec, settings.landing.kept
     )
@@ -664,22 +664,22 @@ def _launch_bytes(engine: StreamingDiLoCo) -> list[int]:
 def _start_line(engine: StreamingDiLoCo, launch_bytes: list[int], why_rounds: str) -> str:
     """Returns the line that tells at the start what trains, and what each rank will send."""
     topology = engine.topology
-    settings = engine.settings
+    settings = engine.rounds.settings
     reason = f" ({why_rounds})" if why_rounds else ""
     least = readable(min(launch_bytes))
     most = readable(max(launch_bytes))
     sent = most if least == most else f"{least} to {most}"
     if settings.codec.traits.varies:
         sent = f"at most {most}"
-    first_launch = next(
-        step for step in count(engine.steps_in_rounds + 1) if engine.schedule.launches(step)
-    )
+    rounds = engine.rounds
+    steps = engine.inner_steps - rounds.began_at
+    first_launch = next(step for step in count(steps + 1) if rounds.schedule.launches(step))
     return (
         f"Streaming DiLoCo: {_counted(topology.num_groups, 'worker group')} of"
         f" {_counted(topology.group_size, 'rank')}, {_counted(len(engine.fragments), 'fragment')},"
         f" sync_every={settings.sync_every}{reason}, overlap_steps={settings.overlap_steps},"
         f" {_outer_settings(engine)}; each rank sends {sent} a fragment; the first launch follows"
-        f" inner step {engine.inner_steps - engine.steps_in_rounds + first_launch}."
+        f" inner step {rounds.began_at + first_launch}."
     )
 
 
@@ -689,9 +689,9 @@ def _counted(number: int, noun: str) -> str:
 
 def _outer_settings(engine: StreamingDiLoCo) -> str:
     """Returns the settings of the outer step, as a user would write them."""
-    outer = engine.settings.outer
+    outer = engine.rounds.settings.outer
     parts = []
-    for name, setting in engine.settings.numbers_and_policies.items():
+    for name, setting in engine.rounds.settings.numbers_and_policies.items():
         text = setting if isinstance(setting, str) else format(setting, "g")
         parts.append(f"{name}={text}")
     if any(fragment.matrices.stacks for fragment in engine.rounds.fragments):

@@ -160,7 +160,7 @@ class LauncherMixin(_Base):
         if engine is not None and engine.is_finished:
             summary = (
                 engine.fragments,
-                engine.schedule,
+                engine.rounds.schedule,
                 engine.outer_state_dict(),
                 engine.report(),
             )

@@ -432,7 +432,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         is_in_training = (
             self.engine is not None
             and self.model is not None
-            and self.engine.is_training(self.model)
+            and self.engine.model is self.model
+            and not self.engine.is_finished
         )
         if self._format.is_sharded:
             super().setup(trainer)

@@ -85,7 +85,7 @@ def test_an_engine_resumes_from_a_state_with_settings_as_texts() -> None:
     resumed = new_groups(mixing="auto")
     for engine, before in zip(resumed.engines, stopped.engines, strict=True):
         state = before.state_dict()
-        state["settings"] = before.settings.fixed_by_a_checkpoint()
+        state["settings"] = before.rounds.settings.fixed_by_a_checkpoint()
         assert state["settings"]["mixing"] == "0.375"
         engine.load_state_dict(state)
-        assert engine.settings.mixing == 0.375
+        assert engine.rounds.settings.mixing == 0.375

@@ -145,7 +145,7 @@ def test_without_values_only_the_control_vectors_travel(compression: Any) -> Non
             fragments=[["none"], ["*.*"]],
         )
         for engine in run.engines:
-            engine.diagnose()
+            engine.rounds.diagnose()
         landings = [landing for landing in run.until(8) if landing.fragment == 0]
         assert [landing.bytes_sent for landing in landings] == [2 * control_bytes] * 3
         run.groups.finish()

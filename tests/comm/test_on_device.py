@@ -80,7 +80,7 @@ class Run(NamedTuple):
 
 def run_of(name: str, lane: type[ThreadBackground], topology: Topology, device: str) -> Run:
     training = Training(device, topology.group_index, lane=lane, topology=topology, **CHOICES[name])
-    training.engine.diagnose()
+    training.engine.rounds.diagnose()
     trajectory = shown_run(training)
     report = training.engine.report()
     counts = {key: count for key, count in report.items() if not key.endswith("_s")}

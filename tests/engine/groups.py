@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo, WorkerGroups
 from lightning_sdiloco.engine.measure import StepClock
-from lightning_sdiloco.engine.turns import in_turns
+from lightning_sdiloco.engine.turns import in_turns, turns_of
 from tests.bits import same_bits
 from tests.training import batch, inner_optimizer, mlp
 
@@ -96,7 +96,7 @@ def with_statistics(seed: int) -> nn.Sequential:
 def with_links(engines: Sequence[StreamingDiLoCo], rates: Sequence[float]) -> None:
     """Tells every group how fast its link is, and that an inner step takes a second."""
     for engine, rate in zip(engines, rates, strict=False):
-        engine.link.fixed = rate
+        engine.rounds.link.fixed = rate
         engine.rounds.step_clock = StepClock(1.0)
 
 
@@ -176,7 +176,7 @@ class Groups:
             then(self.models)
         landed, *_ = in_turns(
             [
-                engine.stepping(trained=self.micro_batches(group, self.steps), idle=rest)
+                turns_of(engine.step, trained=self.micro_batches(group, self.steps), idle=rest)
                 for engine, group, rest in zip(self.engines, self.every, rests, strict=True)
             ]
         )

@@ -23,6 +23,7 @@ from lightning_sdiloco import (
 )
 from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int4, RandomK
 from lightning_sdiloco.engine import start
+from lightning_sdiloco.engine.turns import turns_of
 from tests.engine.groups import MEAN, Groups, Values, copied, message, unlike, with_statistics
 from tests.ranks import run_ranks
 from tests.training import LAYERS, mlp
@@ -205,12 +206,12 @@ def test_the_group_mean_is_the_plain_mean_of_local_values_whatever_is_shown(
     mean = floating(shown(run, 1))
     assert_plain_mean(mean, run.models)
     for engine in run.engines:
-        engine.show_outer()
+        engine.rounds.view.show()
     outer = copied(model.state_dict())
     mean_while_outer_is_shown = run.groups.group_mean()
     assert unlike(copied(model.state_dict()), outer) == []
     for engine in run.engines:
-        engine.show_local()
+        engine.rounds.view.show_local()
     with run.engines[0].evaluate(mean_while_outer_is_shown):
         assert unlike(floating(model.state_dict()), mean) == []
     run.until(3)
@@ -268,8 +269,8 @@ def test_the_end_has_no_more_in_flight_than_a_round_and_is_the_end() -> None:
     groups = SimulatedGroups(models, compression="fp32", sync_every=100, fragments="strided:1")
     for model in models:
         model(torch.ones(5)).sum().backward()
-    turns = zip(*(engine.finishing() for engine in groups.engines), strict=True)
-    assert [len(groups.engines[0].in_flight) for _ in turns] == [0, *[1] * 12, 0]
+    turns = zip(*(turns_of(engine.finish) for engine in groups.engines), strict=True)
+    assert [len(groups.engines[0].rounds.in_flight) for _ in turns] == [0, *[1] * 12, 0]
     assert all(engine.is_finished for engine in groups.engines)
     assert all(parameter.grad is None for model in models for parameter in model.parameters())
 

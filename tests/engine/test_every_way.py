@@ -276,7 +276,7 @@ def test_a_run_that_is_stopped_anywhere_goes_on_as_if_it_never_stopped(name: str
         # Taking the state changes nothing in the run that goes on.
         assert run.differs(simulation.states, stop) == {}
         resumed = run.resumed()
-        in_flight.add(len(resumed.engines[0].in_flight))
+        in_flight.add(len(resumed.engines[0].rounds.in_flight))
         assert resumed.differs(simulation.states, STEPS) == {}
         resumed.groups.finish()
         assert unlike(resumed.seen(), simulation.run.seen()) == []
@@ -303,8 +303,8 @@ def test_flights_land_at_a_restart_as_their_groups_would_have_landed_them(
     saved = [[through_a_file(engine.state_dict())] for engine in run.engines]
     restart = restart_from(saved, Settings(**run.choices))
     engine = run.engines[0]
-    assert "dense" not in name or engine.schedule.is_dense(run.steps)
-    run.until(run.steps + engine.schedule.overlap_of(run.steps))
+    assert "dense" not in name or engine.rounds.schedule.is_dense(run.steps)
+    run.until(run.steps + engine.rounds.schedule.overlap_of(run.steps))
     # Since a group is missing, the flights that began meanwhile are left out.
     landed = restart_from([[engine.state_dict()], [None]], Settings())
     assert restart.counts["flights_dropped"] == 0
@@ -340,7 +340,7 @@ def saved_by_an_older_version(warmup_steps: int) -> Any:
 
 def test_a_run_of_an_older_version_resumes_after_its_warmup_and_is_refused_before() -> None:
     resumed = Groups(**SHORT).load(saved_by_an_older_version(warmup_steps=3))
-    assert [engine.schedule.dense for engine in resumed.engines] == [None, None]
+    assert [engine.rounds.schedule.dense for engine in resumed.engines] == [None, None]
     landed_at = [step for step in range(4, 20) if resumed.step()]
     assert landed_at[0] == 3 + 8 + 5, "rounds are counted from the end of the warm-up"
     assert_refused(
@@ -354,7 +354,7 @@ def test_a_run_of_an_older_version_resumes_after_its_warmup_and_is_refused_befor
 def test_requests_survive_a_stop_and_a_run_can_go_back(stop: int) -> None:
     run = Groups(**SHORT)
     run.until(8)
-    run.engines[1].requests.ask(0b101)
+    run.engines[1].rounds.requests.ask(0b101)
     run.until(stop)
     saved = run.saved()
     seen = run.seen()
@@ -499,7 +499,7 @@ def test_any_groups_and_fragments_go_on_from_the_same_outer_parameters_and_agree
     choices = {"fragments": fragments, "compression": compression}
     run = Groups(groups, "sgd", sync_every=3, overlap_steps=1, **choices)
     for engine in run.engines:
-        engine.restart(restart)
+        restart.begin(engine.rounds, engine.history)
         assert_restarted(engine)
     for name, values in run.groups.outer_state_dict().items():
         assert torch.equal(values.flatten(), restart.parameters[name].values)
@@ -515,7 +515,7 @@ def test_any_groups_and_fragments_go_on_from_the_same_outer_parameters_and_agree
 
 
 def assert_restarted(engine: StreamingDiLoCo) -> None:
-    assert (engine.inner_steps, engine.steps_in_rounds) == (20, 0)
+    assert (engine.inner_steps, engine.rounds.began_at) == (20, 20)
     for fragment in outer_state(engine):
         assert fragment["memory"] is None, "values that waited are forgotten"
 
@@ -542,7 +542,7 @@ def test_restarted_rounds_finish_the_dense_beginning_and_resume(
     choices = {"sync_every": 5, "overlap_steps": 1, "fragments": 2, "dense_beginning": dense}
     run = Groups(inner="sgd", **choices)
     for engine in run.engines:
-        engine.restart(restart)
+        restart.begin(engine.rounds, engine.history)
     landed_at = [step for step in range(21, 34) for _ in run.step()]
     assert landed_at == expected
     resumed = run.resumed()
@@ -555,7 +555,7 @@ def test_all_buffers_travel_with_the_first_launch_of_restarted_rounds() -> None:
     run = Groups(net=with_statistics, sync_every=2, overlap_steps=0, mixing=0.0, fragments=[["*"]])
     restart = restart_from([[engine.state_dict()] for engine in run.engines], Settings())
     for group, (engine, model) in enumerate(zip(run.engines, run.models, strict=True)):
-        engine.restart(restart)
+        restart.begin(engine.rounds, engine.history)
         model[7].running_mean.fill_(float(group))
     run.groups.step()
     run.groups.step()
@@ -704,15 +704,16 @@ def with_recuts(rank: int, world_size: int) -> Values:
     model[6].requires_grad_(False)
     model[7] = nn.BatchNorm1d(3)
     model[7].running_mean.fill_(float(rank))
-    assert engine.has_other_parameters()
-    flights = len(engine.in_flight)
+    assert not engine.rounds.cut_model.is_same()
+    flights = len(engine.rounds.in_flight)
     assert flights
     landings = run.landings + engine.recut()
     assert engine.report()["landings"] == len(landings) == len(run.landings) + flights
     assert_state_after_recut(engine)
     run.landings = []
     run.until(27)
-    assert (engine.steps_in_rounds, engine.in_flight) == (7, ()), "a round begins anew"
+    steps_in_rounds = engine.inner_steps - engine.rounds.began_at
+    assert (steps_in_rounds, engine.rounds.in_flight) == (7, ()), "a round begins anew"
     run.until(39)
     assert_rates_go_on(landings, run.landings, len(engine.fragments))
     engine.finish()

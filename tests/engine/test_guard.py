@@ -137,7 +137,7 @@ def state_with_a_norm_in_flight() -> list[Any]:
     for _ in range(8):
         run.step(0.5, 0.5)
     engines = run.groups.engines
-    assert engines[0].in_flight == (0,), "the fourth norm is on its way"
+    assert engines[0].rounds.in_flight == (0,), "the fourth norm is on its way"
     return [[through_a_file(engine.state_dict())] for engine in engines]
 
 
@@ -146,7 +146,7 @@ def outlying_after_restart(groups: int, *fragments: list[str]) -> tuple[int, ...
     restart = restart_from(state_with_a_norm_in_flight(), Settings(**EXACT))
     run = Pushed(groups, fragments=list(fragments), sync_every=2)
     for engine in run.groups.engines:
-        engine.restart(restart)
+        restart.begin(engine.rounds, engine.history)
     landings = run.step(1.0, 30.0, *[1.0] * (groups - 2))
     landings += run.step(*[0.0] * groups)
     (landing,) = landings

@@ -60,7 +60,7 @@ def test_the_engine_follows_loops_that_decompose() -> None:
         expected = loops.outers[-1][name]
         progress = torch.linalg.norm(expected - start[name])
         assert torch.linalg.norm(actual - expected) < 0.02 * progress, name
-    landing = engine.last_landing
+    landing = engine.history.last_landing
     assert landing is not None
     # Equal singular values with the same sum have a smaller norm.
     assert 0 < landing.direction_norm < landing.outer_grad_norm
@@ -262,7 +262,7 @@ def test_a_run_that_was_saved_before_there_were_directions_goes_on_elementwise()
 
 
 def direction_of(model: nn.Module, **choices: Any) -> str:
-    return StreamingDiLoCo(model, **choices).settings.outer.direction
+    return StreamingDiLoCo(model, **choices).rounds.settings.outer.direction
 
 
 def test_matrices_of_language_models_are_mapped_by_default(
@@ -278,7 +278,7 @@ def test_matrices_of_language_models_are_mapped_by_default(
     adapted = nn.Sequential(deepcopy(language_model).requires_grad_(False), nn.Linear(3, 3))
     regression = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 1))
     for model in (mlp(), regression, adapted):
-        settings = StreamingDiLoCo(model).settings
+        settings = StreamingDiLoCo(model).rounds.settings
         assert (settings.outer.direction, settings.outer_lr) == ("elementwise", 0.7)
     assert warnings() == []
     monkeypatch.setattr("lightning_sdiloco.engine.matrices.MOST_VALUES", 50)

@@ -26,6 +26,7 @@ from lightning_sdiloco.compression import (
 from lightning_sdiloco.compression.casts import Float32
 from lightning_sdiloco.compression.sparse import RandomK, Threshold, TopK
 from lightning_sdiloco.engine import flight
+from lightning_sdiloco.engine.turns import turns_of
 from tests import fits
 from tests.engine.groups import Groups, outer_state, with_links, with_statistics
 from tests.engine.test_every_way import LINKS, MENU
@@ -241,7 +242,7 @@ def assert_shares(rank: int, world_size: int) -> None:
         for _ in range(STEPS):
             engine.step()
         numels = held_numels(engine)
-        next(engine.finishing())  # lands what is in flight
+        next(turns_of(engine.finish))  # lands what is in flight
         # Either fragment launches twice: after steps 6 and 12, and after 9 and 15.
         sizes = [CONTROL_BYTES + codec.wire_bytes(-(-numel // shards)) for numel in NUMELS]
         assert engine.report()["bytes_sent"] == 2 * sum(sizes), name

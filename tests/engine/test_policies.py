@@ -843,7 +843,7 @@ def test_given_numbers_are_kept_and_the_others_are_chosen() -> None:
     recommendation = recommended(direction="elementwise")
     expected = recommendation._replace(outer_momentum=0.5)._asdict()
     for engine in SimulatedGroups([mlp(), mlp()], outer_momentum=0.5).engines:
-        assert engine.settings.numbers == expected
+        assert engine.rounds.settings.numbers == expected
         assert expected.items() <= engine.report().items()
     with_optimizer = Settings(outer_optimizer=partial(SGD, lr=0.1)).chosen_for(2)
     expected_mixing = {"mixing": recommended().mixing}
@@ -875,7 +875,7 @@ def test_an_engine_takes_its_numbers_from_a_checkpoint_and_refuses_others(tmp_pa
     StreamingDiLoCo(mlp(), **SHORT, **users).save(path)
     engine = StreamingDiLoCo(mlp(), **SHORT)
     engine.load(path)
-    assert engine.settings.numbers == users
+    assert engine.rounds.settings.numbers == users
     slower = StreamingDiLoCo(mlp(), **SHORT, outer_lr=0.5)
     assert_refused(r"outer_lr was 0.625, now it is 0.5\.", slower.load, path)
 

@@ -15,6 +15,7 @@ from torch.optim import SGD
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo, WorkerGroups
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.engine.restart import restart_from
+from lightning_sdiloco.engine.turns import turns_of
 from lightning_sdiloco.errors import AgreementError
 from tests.engine.groups import Groups, Values, copied, outer_state, unlike
 from tests.fits import SHORT, said_by
@@ -91,12 +92,12 @@ def change(run: Groups, how: Callable[[Net], None]) -> None:
         torch.manual_seed(100 + index + run.place)
         how(model)
         run.optimizers[index] = inner_optimizer("sgd", model)
-    assert all(engine.has_other_parameters() for engine in run.engines)
+    assert not any(engine.rounds.cut_model.is_same() for engine in run.engines)
     if hasattr(run, "groups"):
         run.landings += run.groups.recut([[optimizer] for optimizer in run.optimizers])[0]
     else:
         run.landings += run.engines[0].recut(run.optimizers)
-    assert not any(engine.has_other_parameters() for engine in run.engines)
+    assert all(engine.rounds.cut_model.is_same() for engine in run.engines)
 
 
 def after(steps: int, **choices: Any) -> Groups:
@@ -133,7 +134,7 @@ def test_groups_train_on_alike_after_a_change_of_the_model_with_flights_in_fligh
     how, words = CHANGES[kind]
     log = said_by(RECUT)
     run = after(10)
-    flights = len(run.engines[0].in_flight)
+    flights = len(run.engines[0].rounds.in_flight)
     assert flights
     landed = len(run.landings)
     change(run, how)
@@ -167,7 +168,7 @@ def recut_in_ranks(rank: int, world_size: int, kind: str) -> Recut:
         run.trained = [nn.parallel.DistributedDataParallel(run.models[0], **ddp)]
     run.until(17)
     engine = run.engines[0]
-    assert engine.in_flight
+    assert engine.rounds.in_flight
     engine.finish()
     return Recut(copied(run.models[0].named_parameters()), log)
 
@@ -185,13 +186,13 @@ def test_real_groups_of_one_and_of_two_ranks_end_alike_after_changes(ranks: int,
 def test_a_copy_starts_from_group_0_without_momentum_and_the_rest_goes_on() -> None:
     run = after(10)
     engine = run.engines[0]
-    steps = engine.steps_in_rounds
+    began_at = engine.rounds.began_at
     change(run, replace_copy)
     expected = starting_with("copy.", copied(run.models[0].named_parameters()))
     for model, engine_of_group in zip(run.models, run.engines, strict=True):
         assert unlike(starting_with("copy.", engine_of_group.outer_state_dict()), expected) == []
         assert unlike(starting_with("copy.", copied(model.named_parameters())), expected) == []
-    assert engine.steps_in_rounds == steps, "the fragments are the same, so the rounds continue"
+    assert engine.rounds.began_at == began_at, "the fragments are the same, so the rounds continue"
     with_momentum = momentum(engine)
     assert not starting_with("copy.", with_momentum)
     assert starting_with("body.", with_momentum).keys() == {
@@ -210,14 +211,16 @@ def test_a_layer_that_is_inserted_leaves_momentum_with_those_that_it_renames() -
     assert "body.2.weight" not in now
     renamed = copied(run.models[1].body[3].named_parameters())
     assert unlike(renamed, local) == [], "each group keeps its progress"
-    assert run.engines[0].steps_in_rounds == 0, "rounds restart with other fragments"
+    assert run.engines[0].rounds.began_at == run.engines[0].inner_steps, (
+        "rounds restart with other fragments"
+    )
 
 
 def test_error_feedback_of_fragments_without_a_new_parameter_remains() -> None:
     run = after(12, compression="sparse")
     engine = run.engines[0]
     before = [fragment["memory"] for fragment in outer_state(engine)]
-    in_flight = engine.in_flight
+    in_flight = engine.rounds.in_flight
     change(run, replace_copy)
     remaining = []
     for index, fragment in enumerate(outer_state(engine)):
@@ -241,7 +244,7 @@ def test_data_of_a_parameter_may_be_replaced_at_any_time() -> None:
     for _ in range(13):
         plain.step()
         rebound.step(then=rebind)
-        assert not rebound.engines[0].has_other_parameters()
+        assert rebound.engines[0].rounds.cut_model.is_same()
     assert unlike(rebound.seen(), plain.seen()) == []
 
 
@@ -263,7 +266,7 @@ def evaluate(engine: StreamingDiLoCo) -> None:
 
 USES = {
     "launch": StreamingDiLoCo.step,
-    "land": lambda engine: next(engine.finishing()),
+    "land": lambda engine: next(turns_of(engine.finish)),
     "finish": StreamingDiLoCo.finish,
     "evaluate": evaluate,
 }
@@ -362,10 +365,10 @@ def assign(net: Net) -> None:
 def test_a_model_all_of_whose_parameters_are_replaced_keeps_the_rate_of_its_round() -> None:
     run = after(10)
     engine = run.engines[0]
-    round_before = engine.round
+    round_before = engine.rounds.outer_steps
     assert round_before
     change(run, assign)
-    assert engine.round == round_before
+    assert engine.rounds.outer_steps == round_before
     assert engine.has_landed
 
 

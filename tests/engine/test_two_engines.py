@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sdiloco import DenseBeginning, SimulatedGroups, StreamingDiLoCo, WorkerGroups
 from lightning_sdiloco.comm.pacing import Connection
-from lightning_sdiloco.engine.turns import in_turns
+from lightning_sdiloco.engine.turns import in_turns, turns_of
 from lightning_sdiloco.errors import AgreementError
 from tests.engine.groups import Values, copied, message, unlike
 from tests.known_training import wait_for_flights
@@ -81,7 +81,7 @@ def trained_together(rank: int, groups: int, overlaps: bool, **choices: Any) -> 
             if not overlaps:
                 wait_for_flights(engine)
     # The last means of both networks fly at once.
-    in_turns([engine.finishing() for engine in engines])
+    in_turns([turns_of(engine.finish) for engine in engines])
     return gan.values()
 
 
@@ -182,9 +182,9 @@ def received_in_unlike_order(rank: int, world_size: int) -> list[Values]:
         model[1].signs.fill_(10 * rank + number)
     received = {}
     with ThreadPoolExecutor() as threads:
-        received[rank] = threads.submit(engines[rank].first_own)
+        received[rank] = threads.submit(engines[rank].rounds.view.first_own)
         time.sleep(0.5)
-        received[1 - rank] = threads.submit(engines[1 - rank].first_own)
+        received[1 - rank] = threads.submit(engines[1 - rank].rounds.view.first_own)
     return [received[number].result() for number in range(2)]
 
 

@@ -21,7 +21,7 @@ from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.background import InlineBackground
 from lightning_sdiloco.engine.fragments import Landing
-from lightning_sdiloco.engine.turns import Turns, alone
+from lightning_sdiloco.engine.turns import Turns, in_turns, turns_of
 from lightning_sdiloco.federation.client import InProcessClient
 from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.follower import Follower
@@ -146,7 +146,7 @@ class Site:
 
     def begin_step(self, **trained: Any) -> None:
         """Counts an inner step and launches what is due; `land` does its second half."""
-        self.inner_step = self.engine.stepping(**trained)
+        self.inner_step = turns_of(self.engine.step, **trained)
         next(self.inner_step)
 
     def land(self) -> None:
@@ -154,7 +154,7 @@ class Site:
         if self.inner_step is None:
             list(self.world.land_due(self.engine.inner_steps))
             return
-        alone(self.inner_step)
+        in_turns([self.inner_step])
         self.inner_step = None
 
     def outer(self) -> list[Tensor]:

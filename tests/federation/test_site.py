@@ -292,7 +292,7 @@ class Run:
 def test_sites_and_their_hub_die_and_return_and_each_step_counts_once() -> None:
     run = Run(3)
     run.train(9)
-    assert run.sites[2].engine.in_flight
+    assert run.sites[2].engine.rounds.in_flight
     early = run.sites[2].state()
     run.train(6)
     run.die(2)
@@ -385,7 +385,7 @@ def test_a_new_incarnations_progress_in_an_open_round_counts_with_its_next_launc
     run.train(6)
     state = run.sites[0].state()
     run.train(3, 0)
-    assert run.sites[0].engine.in_flight
+    assert run.sites[0].engine.rounds.in_flight
     run.die(0)
     again = run.return_site(0, state if has_checkpoint else None)
     outer_before = again.outer()[0].clone()
@@ -599,7 +599,7 @@ def test_a_site_that_returns_with_a_flight_trains_once_it_has_the_closed_rounds(
     train(sites[1:], 3)
     again = slow(Site(sites[0].hub, 0, mlp(5), **choices), waits=3)
     again.resume(state)
-    assert again.engine.in_flight
+    assert again.engine.rounds.in_flight
     again.engine.join()
     again.die()
     train([again], 3)
@@ -919,7 +919,7 @@ def test_the_number_of_ranks_of_a_site_changes_no_bit(direction: Any, mixing: An
         if rank.index == 0 and rank.is_first_rank and step < 8:
             gathered.append(rank.topology.in_site.gathered)  # type: ignore[attr-defined]
         if step == 5 and rank.topology.group_rank == 3:
-            rank.engine.requests.ask(2)
+            rank.engine.rounds.requests.ask(2)
         if rank.world.requested:
             requests.append((rank.index, step, rank.world.requested))
 
@@ -1082,7 +1082,7 @@ class EndAfter:
     def __call__(self, rank: Site, step: int) -> None:
         if step != self.last_step:
             return
-        assert not rank.engine.in_flight
+        assert not rank.engine.rounds.in_flight
         self.states.append((rank, copy.deepcopy(outer_states(rank))))
         if rank.index == 0 and rank.is_first_rank:
             rank.hub.coordinator.end()

@@ -73,7 +73,7 @@ def digest_of_decoded(compression: Compression, payload: Tensor) -> str:
 def make_checkpoint(folder: Path) -> None:
     run = Run()
     run.train_until(SAVED_AFTER)
-    assert run.engine.in_flight
+    assert run.engine.rounds.in_flight
     run.engine.save(folder / "run.ckpt")
     (folder / "end.json").write_text(json.dumps(run.end(), indent=1) + "\n")
 

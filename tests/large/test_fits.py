@@ -35,7 +35,7 @@ def fit(
     def look(trainer: Any, *_: Any) -> None:
         if trainer.global_step == SAVED:
             at_save["seen"] = trainer.strategy.outer_state_dict()
-            at_save["in_flight"] = trainer.strategy.engine.in_flight
+            at_save["in_flight"] = trainer.strategy.engine.rounds.in_flight
 
     def inspect(trainer: Any, module: Any) -> dict[str, Tensor]:
         return {name: values.clone() for name, values in module.named_buffers()}

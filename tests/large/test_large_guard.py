@@ -54,8 +54,8 @@ def trained(spoil: Spoil | None = None) -> Trained:
     synchronizer.fly = fly_spoilt
     while loop.step < training.steps:
         loop.run(steps=loop.step + 1)
-        if first.last_landing is not None and first.last_landing not in landings:
-            landings.append(first.last_landing)
+        if first.history.last_landing is not None and first.history.last_landing not in landings:
+            landings.append(first.history.last_landing)
     return Trained(landings, text.loss(loop.finish()))
 
 

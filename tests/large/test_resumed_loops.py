@@ -53,7 +53,7 @@ def loop(rank: int, groups: int, folder: Path, resume: bool) -> dict[str, Tensor
         assert not agreed(dict(model.state_dict()))
         engine.save(folder / "loop.ckpt")
     assert run.steps == SAVED
-    assert engine.in_flight
+    assert engine.rounds.in_flight
     run.until(STEPS)
     values = values_at_end(engine, model)
     return {**values, "bytes": torch.tensor(engine.report()["bytes_sent"])}
@@ -68,7 +68,7 @@ def fabric_loop(rank: int, groups: int, folder: Path, resume: bool) -> dict[str,
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
     if resume:
         assert fabric.load(folder / "fabric.ckpt", state) == {}
-        assert fabric.strategy.engine.in_flight
+        assert fabric.strategy.engine.rounds.in_flight
     for step in range(state["step"] + 1, STEPS + 1):
         train(fabric, optimizer, drawn(model))
         if step == SAVED:

@@ -72,7 +72,7 @@ def inspect(trainer: Any, model: Any) -> Inspected:
     if topology.num_groups > 1:
         sent_bytes = topology.exchange.bytes_sent
     state = {name: values.clone() for name, values in model.state_dict().items()}
-    return Inspected(strategy.engine.settings, strategy.measured, sent_bytes, state)
+    return Inspected(strategy.engine.rounds.settings, strategy.measured, sent_bytes, state)
 
 
 def of_planner(measured: Measured, *candidates: Settings) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def test_fits_of_few_rounds_step_elementwise_and_fits_of_unknown_length_map_matr
         net = mlp(0)
         net[0].register_module("tokens", nn.Embedding(len(net[-1].weight), 1))
         runner.fit(module(net=net), SomeBatches(rank, 2))
-        return strategy.engine.settings.outer.direction
+        return strategy.engine.rounds.settings.outer.direction
 
     assert direction(max_steps=19) == "elementwise"
     assert direction(max_steps=20) == "equalised"
@@ -250,7 +250,7 @@ def test_choices_in_a_checkpoint_are_adopted_and_forgotten_with_its_fit(
         for start in starts:
             runner.fit_loop.epoch_loop.max_steps += 8
             runner.fit(model, SomeBatches(rank, 20), ckpt_path=start)
-            numbers_of_fits.append(strategy.engine.settings.numbers)
+            numbers_of_fits.append(strategy.engine.rounds.settings.numbers)
         return numbers_of_fits
 
     saved = {"outer_lr": 0.625, "outer_momentum": 0.5, "mixing": 0.375}

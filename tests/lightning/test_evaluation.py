@@ -99,7 +99,7 @@ def reader_of(distribution: str, average: Any) -> Any:
 
         def on_validation_start(self, trainer: Any, module: Any) -> None:
             if trainer.strategy.engine:
-                self.in_flight.append(len(trainer.strategy.engine.in_flight))
+                self.in_flight.append(len(trainer.strategy.engine.rounds.in_flight))
             is_in_fit = trainer.state.fn == "fit" and not trainer.sanity_checking
             if average in trainer.callbacks and is_in_fit:
                 self.averages.append(net_of(average._average_model.module))

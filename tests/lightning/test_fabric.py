@@ -402,18 +402,18 @@ def with_another_head(rank: int, world_size: int) -> dict[str, Tensor]:
     model, optimizer = set_up(fabric, net)
     for step in range(1, 20):
         if step == 10:
-            assert fabric.strategy.engine.in_flight
+            assert fabric.strategy.engine.rounds.in_flight
             body = net[0].weight.detach().clone()
             net[6] = nn.Linear(9, 4)
             model, optimizer = set_up(fabric, net)
-            assert not fabric.strategy.engine.in_flight
+            assert not fabric.strategy.engine.rounds.in_flight
             assert agreed({"head": net[6].weight.detach()})
             assert not agreed({"body": body})
             # Groups keep the values that they have trained.
             assert not agreed({"body": net[0].weight.detach()})
         x, y = batch(group, step)
         train(fabric, optimizer, nn.functional.mse_loss(model(x)[:, :3], y))
-    assert fabric.strategy.engine.in_flight
+    assert fabric.strategy.engine.rounds.in_flight
     fabric.strategy.finish()
     return copies_of(net)
 

@@ -35,7 +35,7 @@ class Model(LightningModule):
         if strategy.global_rank == 0:
             optimizer = strategy.engine.state_dict()["described"]["outer_optimizer"].split("(")[0]
             print("RESULT", strategy.report()["launches"], strategy.schedule.overlap_steps, optimizer)
-            print("COMPRESSION", strategy.engine.settings.codec)
+            print("COMPRESSION", strategy.engine.rounds.settings.codec)
             print("SCHEDULE", strategy.engine.state_dict()["described"]["outer_optimizer.lr_schedule"])
 
 if __name__ == "__main__":

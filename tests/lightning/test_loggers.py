@@ -183,7 +183,9 @@ def fitted(
         trainer = fitted_rank["inspected"]
         if package == "wandb" and rank == 0:
             trainer.logger.experiment.finish()
-        final_bytes = sum(landing.bytes_sent for landing in trainer.strategy.engine.final_landings)
+        final_bytes = sum(
+            landing.bytes_sent for landing in trainer.strategy.engine.history.final_landings
+        )
         report = fitted_rank["report"]
         return report["landings"], report["bytes_sent"] - final_bytes
 

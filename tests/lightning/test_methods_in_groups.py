@@ -21,12 +21,12 @@ from lightning_sdiloco import (
     RandomPairs,
     Ring,
     Selective,
-    StreamingDiLoCo,
     StreamingDiLoCoMonitor,
     TwoShot,
 )
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int2, Threshold, TopK
+from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.lightning import options as options_module
 from lightning_sdiloco.lightning.options import Options
 from lightning_sdiloco.planning.link import Link
@@ -274,18 +274,18 @@ class Pretended:
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Pretended:
     """Inner steps of a second, links, and four groups where a dense beginning needs eight."""
     pretended = Pretended()
-    choose = StreamingDiLoCo.choose
+    choose = Rounds.choose
 
-    def choose_and_note(engine: StreamingDiLoCo, settings: Any) -> None:
-        pretended.chosen_at.append(engine.inner_steps)
+    def choose_and_note(rounds: Rounds, settings: Any, step: int) -> None:
+        pretended.chosen_at.append(step)
         pretended.settings = settings
-        choose(engine, settings)
+        choose(rounds, settings, step)
 
     monkeypatch.setattr("lightning_sdiloco.algorithm.config._FEWEST_FOR_DENSE", 4)
     monkeypatch.setattr("lightning_sdiloco.algorithm.config._DENSE_SHARE", 0.1)
     monkeypatch.setattr(options_module, "measure_link", pretended.measure_link)
     monkeypatch.setattr(Options, "step_time", lambda options: 1.0)
-    monkeypatch.setattr(StreamingDiLoCo, "choose", choose_and_note)
+    monkeypatch.setattr(Rounds, "choose", choose_and_note)
     return pretended
 
 

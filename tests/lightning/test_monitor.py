@@ -115,7 +115,7 @@ def fitted(rank: int, world_size: int, folder: Path) -> ShownByRank:
 
     def note(trainer: Any, *_: Any) -> None:
         engine = trainer.strategy.engine
-        landed = engine.last_landing
+        landed = engine.history.last_landing
         # The final exchange sends more.
         if not engine.is_finished and landed and landed not in landings:
             landings.append(landed)
@@ -195,14 +195,14 @@ def test_diagnostics_are_those_of_a_direct_computation() -> None:
         models, sync_every=2, overlap_steps=1, fragments=LAYERS, compression="fp4"
     )
     for engine in groups.engines:
-        engine.diagnose()
+        engine.rounds.diagnose()
     optimizers = [inner_optimizer("sgd", model) for model in models]
     launches: dict[int, Launch] = {}
     compared = 0
     for step in range(1, 9):
         for group, model in enumerate(models):
             train_step(model, optimizers[group], group, step)
-        if 1 in groups.engines[0].schedule.launches(step):
+        if 1 in groups.engines[0].rounds.schedule.launches(step):
             launches[step] = launch_of(groups, models)
         for group, landings in enumerate(groups.step()):
             for landed in landings:
@@ -423,7 +423,7 @@ def test_the_link_rate_is_the_busier_directions_and_unknown_numbers_are_not_show
     assert "sdiloco/link_gbit_s" not in scalars_of(UNKNOWN_RATE)
     # One group without momentum has neither other groups to compare with nor a momentum.
     groups = SimulatedGroups([nn.Linear(2, 2)], sync_every=1, overlap_steps=0, outer_momentum=0.0)
-    groups.engines[0].diagnose()
+    groups.engines[0].rounds.diagnose()
     scalars = scalars_of(groups.step()[0][0])
     assert "sdiloco/local_distance" in scalars
     assert "sdiloco/outer_momentum_norm" not in scalars
@@ -433,15 +433,18 @@ def test_the_link_rate_is_the_busier_directions_and_unknown_numbers_are_not_show
 
 def test_progress_fits_into_a_line_and_shows_neither_unknown_rates_nor_dense_rounds() -> None:
     engine = SimpleNamespace(
-        round=12,
-        in_flight=(0, 1, 2, 3),
-        last_landing=UNKNOWN_RATE,
-        schedule=Schedule(20, 5, 4, DenseBeginning(rounds=3)),
-        steps_in_rounds=300,
+        rounds=SimpleNamespace(
+            began_at=10,
+            outer_steps=12,
+            in_flight=(0, 1, 2, 3),
+            schedule=Schedule(20, 5, 4, DenseBeginning(rounds=3)),
+        ),
+        history=SimpleNamespace(last_landing=UNKNOWN_RATE),
+        inner_steps=310,
     )
     assert progress(engine, columns=34) == {"outer_step": "12", "in_flight": "0, 1, +2"}
     assert progress(engine)["link"] == "-"
-    engine.steps_in_rounds = 9
+    engine.inner_steps = 19
     assert progress(engine)["outer_step"] == "dense 2"
 
 

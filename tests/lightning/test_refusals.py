@@ -334,7 +334,7 @@ def test_former_arguments_are_refused_with_a_substitute_and_typos_with_the_right
 def settings_of(maker: Any) -> Settings:
     """The settings of a strategy, an engine, or a Fabric."""
     if isinstance(maker, StreamingDiLoCo):
-        return maker.settings
+        return maker.rounds.settings
     strategy = maker.strategy if isinstance(maker, L.Fabric) else maker
     return strategy._options.settings  # type: ignore[no-any-return]
 
@@ -379,7 +379,7 @@ def test_numpy_scalars_are_accepted_as_numbers_and_ranges_include_their_ends() -
         maker = make(**scalars)
         if make is engine:
             directed = expected.directed(may_direct=False)
-            assert maker.settings.described() == directed.described()
+            assert maker.rounds.settings.described() == directed.described()
         else:
             assert settings_of(maker).described() == expected.described()
             assert type(maker._options.worker_groups) is int

@@ -147,7 +147,7 @@ def test_set_outer_takes_the_model_of_the_first_group_and_drops_flights() -> Non
                 model.weight.add_(0.1)
         groups.step()
     engine = groups.engines[0]
-    assert engine.in_flight == (0,)
+    assert engine.rounds.in_flight == (0,)
     with pytest.raises(ValueError, match="'head', which is no trainable parameter"):
         engine.set_outer(["head"])
     with torch.no_grad():
@@ -155,7 +155,7 @@ def test_set_outer_takes_the_model_of_the_first_group_and_drops_flights() -> Non
     with engine.evaluate():
         bias = models[0].bias.clone()
     engine.set_outer(["weight"])
-    assert engine.in_flight == ()
+    assert engine.rounds.in_flight == ()
     assert engine.report()["flights_dropped"] == 1
     with engine.evaluate():
         assert models[0].weight.tolist() == [[4.0] * 3] * 2

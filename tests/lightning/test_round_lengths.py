@@ -89,7 +89,7 @@ def length_and_line(rank: int, batches: int = 2, **choices: Any) -> tuple[int, s
     )
     trainer.fit(fits.module(), Announced((rank, 0, 1), batches))
     line = "".join(text for text in messages if "the first launch follows" in text)
-    return strategy.engine.settings.sync_every, line
+    return strategy.engine.rounds.settings.sync_every, line
 
 
 @in_ranks(2)
@@ -128,7 +128,7 @@ def test_fabric_the_engine_and_sites_keep_the_default_of_unknown_lengths() -> No
     site = Federation(hub="localhost:1", run="run", site="site", insecure=True)
     assert FabricStrategy()._options.settings.sync_every == 100
     assert fits.strategy(federation=site)._options.settings.sync_every == 100
-    assert StreamingDiLoCo(mlp()).settings.sync_every == 100
+    assert StreamingDiLoCo(mlp()).rounds.settings.sync_every == 100
 
 
 def lengths_of_fits(
@@ -144,7 +144,7 @@ def lengths_of_fits(
         trainer.fit_loop.epoch_loop.max_steps = max_steps
         trainer.should_stop = False
         trainer.fit(model, SomeBatches(rank, 20), ckpt_path=path)
-        lengths.append(strategy.engine.settings.sync_every)
+        lengths.append(strategy.engine.rounds.settings.sync_every)
         path = None
     return lengths
 
@@ -178,7 +178,7 @@ def test_a_search_for_a_learning_rate_leaves_the_rounds_to_the_fit(rank: int) ->
     finder = LearningRateFinder(num_training_steps=20)
     trainer = fits.trainer(strategy=strategy, devices=2, max_steps=300, callbacks=[finder])
     trainer.fit(Rated(), SomeBatches(rank, 20))
-    assert strategy.engine.settings.sync_every == 10
+    assert strategy.engine.rounds.settings.sync_every == 10
 
 
 # The link
@@ -188,7 +188,7 @@ class Fitted:
     """The choice and the bits of a fit."""
 
     def __init__(self, strategy: Any, model: nn.Module) -> None:
-        self.settings = strategy.engine.settings
+        self.settings = strategy.engine.rounds.settings
         self.parameters = [fits.whole(parameter) for parameter in model.parameters()]
 
     def is_like(self, fitted: "Fitted") -> bool:

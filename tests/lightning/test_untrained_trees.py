@@ -212,7 +212,8 @@ def in_plain_loop(run: Run) -> Fingerprints:
         engine.step()
         if step % VALIDATES_EVERY == 0:
             mean = None if engine.has_landed else engine.group_mean()
-            with engine.evaluate(mean, own=engine.first_own()):
+            view = engine.rounds.view
+            with view.shown(mean, own=view.first_own()):
                 run.note_shown(step)
     if run.is_saved:
         engine.save(run.path)

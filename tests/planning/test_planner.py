@@ -125,7 +125,7 @@ def test_fragments_are_those_of_the_engine() -> None:
         engine = StreamingDiLoCo(stack, fragments=f"strided:{layers}")
         engine.close()
         model = Model.of_parameters(trainable(stack))
-        numels = model.fragments(engine.settings)
+        numels = model.fragments(engine.rounds.settings)
         assert numels == tuple(fragment.nbytes // 4 for fragment in engine.fragments)
         assert sum(numels) == model.numel == sum(p.numel() for p in stack.parameters())
     # A model that is given by its size has equal layers; one on the meta device needs no memory.

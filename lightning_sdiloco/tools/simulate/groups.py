@@ -293,8 +293,10 @@ class RecorderMixin(_Callback):
         """Notes what is launched after the next inner step, which a pace decides as the run goes
         on.
         """
-        if engine.launches_next:
-            self.group.launches[engine.inner_steps + 1] = engine.launches_next
+        next_step = engine.inner_steps + 1
+        due = engine.rounds.due(next_step)
+        if due:
+            self.group.launches[next_step] = due
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn == "fit":
@@ -677,7 +679,7 @@ def live(
         return group, None
     model = Model.of_parameters(trainable(trainer.lightning_module))
     outer = strategy.outer_state_dict()
-    return group, Run([], group.validations, outer, model, strategy.engine.settings)
+    return group, Run([], group.validations, outer, model, strategy.engine.rounds.settings)
 
 
 @contextmanager

@@ -1,0 +1,131 @@
+"""The history of a training: counts of steps, launches and landings, and the warnings that follow
+from landings.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_sdiloco.algorithm.guard import REMEMBERED
+from lightning_sdiloco.algorithm.weighting import Absences, Exclusions
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine.fragments import Landing, Span
+from lightning_sdiloco.engine.matrices import DirectionCost
+from lightning_sdiloco.engine.rounds import Rounds
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Counts:
+    inner_steps: int = 0
+    launches: int = 0
+    landings: int = 0
+    flights_dropped: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    exposed_wait_s: float = 0.0
+    in_flight_s: float = 0.0
+
+
+class History:
+    """Counts what happens, and warns of groups that are left out.
+
+    Args:
+        rounds: The rounds, for their present settings.
+        topology: The worker groups.
+        is_site: Whether these ranks are a site of a federation, whose hub tells who is left out.
+        maps_on_device: Whether an accelerator maps matrices in the outer step.
+
+    Attributes:
+        counts: The numbers that a checkpoint keeps.
+        absences: How often in a row each group was left out.
+        step_span: Beginning and end of the last inner step's launches and landings.
+        last_landing: The last landing of a round, or of the end.
+        final_landings: The landings of the final exchange.
+    """
+
+    def __init__(
+        self, rounds: Rounds, topology: Topology, *, is_site: bool, maps_on_device: bool
+    ) -> None:
+        self._rounds = rounds
+        self.counts = Counts()
+        self.absences = Absences(topology.num_groups)
+        self.step_span: Span = (0.0, 0.0)
+        self.last_landing: Landing | None = None
+        self.final_landings = list[Landing]()
+        self._is_first_rank = topology.rank == 0
+        self._is_site = is_site
+        self._direction_cost = DirectionCost() if maps_on_device else None
+        self._exclusions = Exclusions()
+        self._buffer_exclusions = Exclusions()
+
+    def land(self, landings: Iterable[Landing]) -> list[Landing]:
+        """Notes what lands in rounds, and returns it."""
+        landed = []
+        for landing in landings:
+            self.note(landing)
+            landed.append(landing)
+        self.counts.landings += len(landed)
+        return landed
+
+    def note(self, landing: Landing) -> None:
+        """Adds up what a landing took, and warns of the groups that it leaves out."""
+        self.count_bytes(landing)
+        self.counts.exposed_wait_s += landing.exposed_wait_s
+        self.counts.in_flight_s += landing.in_flight_s
+        if self._is_first_rank and not self._is_site:
+            self._say_who_is_left_out(landing)
+            self._say_whose_buffers_are_wrong(landing)
+        if self._is_first_rank and self._direction_cost is not None:
+            mapping_s = landing.seconds("outer_step")
+            self._direction_cost.note(landing.fragment, time.perf_counter(), mapping_s)
+        self.absences.count(landing.launched_at, landing.landed_at, landing.left_out)
+        self.last_landing = landing
+
+    def count_bytes(self, landing: Landing) -> None:
+        self.counts.bytes_sent += landing.bytes_sent
+        self.counts.bytes_received += landing.bytes_received
+
+    def _say_who_is_left_out(self, landing: Landing) -> None:
+        settings = self._rounds.settings
+        guard = "outlier_guard"
+        if settings.weighing is not None:
+            guard = f"weighing={settings.weighing!r}"
+        norms = ", ".join(f"{norm:.3g}" for norm in landing.group_norms)
+        too_long = f"is too long for {guard} (norms by group: {norms})"
+        left_out = dict.fromkeys(landing.left_out, "is not finite") | dict.fromkeys(
+            landing.outlying, too_long
+        )
+        for group, reason in left_out.items():
+            if self._exclusions.begins(group, landing.launched_at, settings.sync_every):
+                _log.warning(
+                    "The outer gradient of worker group %d %s: the mean of fragment %d, launched"
+                    " after inner step %d, leaves that group out, and the group takes the outer"
+                    " parameters. Look at its data, loss and learning rate. Until it has counted"
+                    " for %d rounds, only Landing and the metrics sdiloco/groups_left_out and"
+                    " sdiloco/groups_outlying tell of more.",
+                    group,
+                    reason,
+                    landing.fragment,
+                    landing.launched_at,
+                    REMEMBERED,
+                )
+
+    def _say_whose_buffers_are_wrong(self, landing: Landing) -> None:
+        exclusions = self._buffer_exclusions
+        sync_every = self._rounds.settings.sync_every
+        for group in landing.wrong_buffers:
+            if exclusions.begins(group, landing.launched_at, sync_every):
+                _log.warning(
+                    "The buffers of worker group %d are too large for outlier_guard: those of"
+                    " fragment %d, launched after inner step %d, are left out of the mean, and the"
+                    " group takes the outer ones. Look at its data. Until they have counted for %d"
+                    " rounds, only Landing and the metric sdiloco/groups_wrong_buffers tell of"
+                    " more.",
+                    group,
+                    landing.fragment,
+                    landing.launched_at,
+                    REMEMBERED,
+                )

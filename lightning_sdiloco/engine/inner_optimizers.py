@@ -1,0 +1,70 @@
+"""The inner optimizers, those of the training loop: their rate, and state that is not finite."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.engine.shards import local
+from lightning_sdiloco.engine.weight_copies import WeightCopies
+
+
+class InnerOptimizers:
+    """The optimizers that step the parameters of the fragments.
+
+    Attributes:
+        optimizers: The optimizers.
+        copies: The copies that they keep of the weights.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = optimizers
+        self.copies = WeightCopies(optimizers)
+
+    @property
+    def rate(self) -> float:
+        """The largest learning rate; 0 if none is known on the host."""
+        rates = [0.0]
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                rate = group.get("lr")
+                is_on_host = not isinstance(rate, Tensor) or rate.device.type == "cpu"
+                if rate is not None and is_on_host:
+                    rates.append(float(rate))
+        return max(rates)
+
+    def recover(self, parameters: Sequence[Tensor], in_group: Communicator) -> None:
+        """Forgets the state for parameters for which it is not finite. In-group collective."""
+        is_finite = on_all_ranks([self._has_finite_state(p) for p in parameters], in_group)
+        for optimizer in self.optimizers:
+            for parameter, is_kept in zip(parameters, is_finite, strict=True):
+                if is_kept:
+                    continue
+                if self.copies.of(parameter):
+                    # Copies that the optimizer made at the start would not be made again.
+                    clear_not_finite(optimizer.state.get(parameter, {}))
+                else:
+                    optimizer.state.pop(parameter, None)
+
+    def _has_finite_state(self, parameter: Tensor) -> bool:
+        for optimizer in self.optimizers:
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, Tensor) and not bool(local(value).isfinite().all()):
+                    return False
+        return True
+
+
+def on_all_ranks(facts: Sequence[bool], in_group: Communicator) -> list[bool]:
+    """Returns which facts hold on all ranks of the group: they all do the same, even if they hold
+    different parts. In-group collective.
+    """
+    of_ranks = in_group.all_gather_object(list(facts))
+    return [all(of_fact) for of_fact in zip(*of_ranks, strict=True)]
+
+
+def clear_not_finite(state: Mapping[str, object]) -> None:
+    """Overwrites values in the state of an optimizer that are not finite with zeros."""
+    for value in state.values():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            local(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
