@@ -412,7 +412,7 @@ class Site(ScriptedSite, Process):
                 self.halt(Refused(event.body.decode()))
         if event.kind in ("refused", "heard"):
             return
-        message = event.event if isinstance(event, Passed) else read_event(event)
+        message: Any = event.event if isinstance(event, Passed) else read_event(event)
         if isinstance(message, Recorded):
             # Records are handled in the order in which their payloads come.
             world = self.world
