@@ -243,9 +243,20 @@ class _Round(Generic[Member]):
                 growths.append(length.log - curve.usual(peer, self.distance(length)))
         return median_high(growths or [0.0])
 
+    def is_usual_by_any_curve(self, member: Member, length: Length, guard: float) -> bool:
+        """Returns whether a length is not too long for a member's own past, whatever its curve: no
+        curve falls where the distance grows, or falls faster than the distance.
+        """
+        if member not in self.lengths or not self._has_past(member):
+            return False
+        last = self.pasts[member].measured
+        further = max(map(self.distance, last)) / self.distance(length)
+        least = median(past.log for past in last) - _log(max(1.0, further))
+        return length.log <= guard + least
+
     def usual_in_its_past(self, member: Member, length: Length) -> float | None:
         """Returns the longest usual length by a member's own past; None if it has too little."""
-        if not self.curves or member not in self.curves[0].levels:
+        if not self._has_past(member):
             return None
         distance = self.distance(length)
         # Where the others have become shorter, a member may stay as it is.
@@ -290,6 +301,9 @@ class _Round(Generic[Member]):
         if level is None:
             level = median(length.log for length in self.lengths.values())
         return self.lengths[member].log - level
+
+    def _has_past(self, member: Member) -> bool:
+        return member in self.pasts and len(self.pasts[member].measured) >= _ENOUGH
 
     def _is_scaled(self, member: Member) -> bool:
         return member in self.pasts and self.pasts[member].rounds >= _ENOUGH
@@ -345,15 +359,18 @@ def outlying(
 
 
 def _judged(round: _Round[Member], member: Member, length: Length, guard: float) -> TooLong | None:
-    in_its_past = round.usual_in_its_past(member, length)
-    if in_its_past is not None and length.log > guard + in_its_past:
-        return TooLong(_exp(length.log - in_its_past), is_beside_others=False)
+    is_unknown = False
+    if not round.is_usual_by_any_curve(member, length, guard):
+        in_its_past = round.usual_in_its_past(member, length)
+        if in_its_past is not None and length.log > guard + in_its_past:
+            return TooLong(_exp(length.log - in_its_past), is_beside_others=False)
+        is_unknown = in_its_past is None
     beside_peers = round.usual_beside_peers(member, length)
     # Unlike data may drive a group apart from the others, but not so far.
     if beside_peers is not None and length.log > 2.0 * guard + beside_peers:
         return TooLong(_exp(length.log - beside_peers), is_beside_others=True)
     at_first = round.usual_at_first(member, length)
-    is_unknown = in_its_past is None and beside_peers is None
+    is_unknown = is_unknown and beside_peers is None
     if is_unknown and at_first is not None and length.log > _log(FIRST) + at_first:
         return TooLong(_exp(length.log - at_first), is_beside_others=True)
     return None

@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields, is_dataclass
-from functools import cache
+from functools import cache, cached_property, partial
 from types import NoneType, UnionType
 from typing import (
     Annotated,
@@ -79,10 +79,15 @@ class Message:
     most_bytes: ClassVar[int] = 128 << 10
     sealed: ClassVar[bool] = False
 
+    @cached_property
+    def seal(self) -> str:
+        """The key that the text of a sealed message holds."""
+        return key_of(encoded(plain(self)))
+
     def to_bytes(self) -> bytes:
         fields_by_name = plain(self)
         if self.sealed:
-            fields_by_name["key"] = key_of(encoded(fields_by_name))
+            fields_by_name["key"] = self.seal
         return encoded(fields_by_name)
 
     @classmethod
@@ -157,6 +162,7 @@ def _may_lack(kind: Hint) -> frozenset[str]:
 # Reading
 
 _Hints = tuple[Hint, ...]
+_Reader = Callable[[object, str], Json]
 
 
 def decoded(text: bytes, most: int) -> Json:
@@ -185,6 +191,12 @@ def _no_number(constant: str) -> NoReturn:
 
 def read(hint: Hint, value: object, name: str) -> Any:
     """Returns a value of JSON as the type that a hint names; see [Note: read strictly]."""
+    return _reader(hint)(value, name)
+
+
+@cache
+def _reader(hint: Hint) -> _Reader:
+    """Returns the function that reads what a hint names: a text has many values of a few types."""
     limit = None
     form: Hint = get_origin(hint)
     if form is Annotated:
@@ -192,12 +204,17 @@ def read(hint: Hint, value: object, name: str) -> Any:
     kind: Hint = get_origin(hint) or hint
     arguments = get_args(hint)
     if kind in (Union, UnionType):
-        return _read_union(arguments, value, name)
+        return partial(_read_union, arguments)
     if kind in _READERS:
-        return _READERS[kind](arguments, limit, value, name)
+        return partial(_READERS[kind], arguments, limit)
     if issubclass(kind, tuple):
-        return _read_tuple(kind, arguments, limit, value, name)
-    return _read_dataclass(kind, value, name)
+        return partial(_read_tuple, kind, arguments, limit)
+    return partial(_read_dataclass, kind)
+
+
+@cache
+def _readers_of(kind: Hint) -> dict[str, _Reader]:
+    return {name: _reader(hint) for name, hint in _hints(kind).items()}
 
 
 def _read_any(arguments: _Hints, limit: object, value: object, name: str) -> object:
@@ -292,33 +309,35 @@ def _read_tuple(
         sizes = limit if isinstance(limit, range) else range((limit or MOST_FRAGMENTS) + 1)
         if not isinstance(value, list) or len(value) not in sizes:
             raise Malformed(f"{name} is not a list of {sizes.start} to {sizes.stop - 1}")
-        hint = arguments[0]
-        return tuple(read(hint, element, f"{name}[{index}]") for index, element in enumerate(value))
-    hints = {str(index): hint for index, hint in enumerate(arguments)} or _hints(kind)
-    if not isinstance(value, list) or len(value) != len(hints):
-        raise Malformed(f"{name} is not a list of {', '.join(hints)}")
+        reader = _reader(arguments[0])
+        return tuple([reader(element, f"{name}[{index}]") for index, element in enumerate(value)])
+    readers = {str(index): _reader(hint) for index, hint in enumerate(arguments)}
+    if not arguments:
+        readers = _readers_of(kind)
+    if not isinstance(value, list) or len(value) != len(readers):
+        raise Malformed(f"{name} is not a list of {', '.join(readers)}")
     parts = [
-        read(hint, element, f"{name}.{place}")
-        for (place, hint), element in zip(hints.items(), value, strict=True)
+        reader(element, f"{name}.{place}")
+        for (place, reader), element in zip(readers.items(), value, strict=True)
     ]
     return tuple(parts) if arguments else kind(*parts)
 
 
 def _read_dataclass(kind: Hint, value: object, name: str) -> object:
-    hints = _hints(kind)
+    readers = _readers_of(kind)
     may_lack = _may_lack(kind)
     if not isinstance(value, dict):
         raise Malformed(f"{name} is of type {type(value).__name__}, not an object")
     for key in value:
-        if key not in hints:
+        if key not in readers:
             raise Malformed(f"{name} has no field {key[:64]!r}")
     arguments = {}
-    for key in hints:
+    for key in readers:
         if key not in value and key not in may_lack:
             raise Malformed(f"{name} lacks {key!r}")
-    for key, hint in hints.items():
+    for key, reader in readers.items():
         if key in value:
-            arguments[key] = read(hint, value[key], f"{name}.{key}")
+            arguments[key] = reader(value[key], f"{name}.{key}")
     try:
         return kind(**arguments)
     except Malformed:

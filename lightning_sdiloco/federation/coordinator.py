@@ -609,9 +609,9 @@ class Coordinator:
         fragment = contribution.fragment
         sender = Peer("site", site, incarnation)
         with self._lock:
-            overtaken, _ = self._arriving.pop((fragment, site), (contribution, incarnation))
-            if overtaken != contribution:
-                self._unnamed.discard(overtaken.payloads, sender)
+            arriving = self._arriving.pop((fragment, site), None)
+            if arriving is not None and arriving[0] != contribution:
+                self._unnamed.discard(arriving[0].payloads, sender)
             answer = self.ledger.examine(contribution, incarnation)
             has_payloads = holds(self.store, contribution.payloads)
             if answer is Answer.LATE:

@@ -123,7 +123,7 @@ class Progress:
 
     @property
     def next_round(self) -> RoundNumber:
-        return self.applied.next_round
+        return RoundNumber(self.applied.round + 1)
 
     @property
     def has_joined(self) -> bool:
@@ -135,9 +135,21 @@ class Progress:
         return all(round in self.records for round in range(self.next_round, self.closed + 1))
 
     @property
+    def lag(self) -> int:
+        """How many rounds are known to be closed that have not landed."""
+        return self.closed - self.applied.round
+
+    @property
+    def wants_state(self) -> bool:
+        """True if there is no state that is right, or that records can bring up to date soon."""
+        if self.digest is None or self.lag > RETENTION:
+            return True
+        return self.lag > 0 and (not self.can_fetch or self.lacks_payloads)
+
+    @property
     def can_fetch(self) -> bool:
         """True if the hub keeps the payloads of all rounds after the applied one."""
-        return self.next_round >= self.kept_from or self.applied.round >= self.closed
+        return self.lag <= 0 or self.next_round >= self.kept_from
 
     @property
     def lacks_payloads(self) -> bool:
@@ -241,7 +253,7 @@ class Progress:
 
     def launches(self, step: int, terms: Terms, finishing: bool) -> bool:
         # If the round is closed already, a launch would be late.
-        if not self.can_launch or self.closed > self.applied.round:
+        if not self.can_launch or self.lag > 0:
             return False
         called = self.called
         if called and called.final:
@@ -479,19 +491,12 @@ class Follower:
     @property
     def lag(self) -> int:
         """How many rounds this site is behind, in the fragment where it is worst."""
-        return max(progress.closed - progress.applied.round for progress in self.fragments)
+        return max([progress.lag for progress in self.fragments])
 
     @property
     def wants_state(self) -> bool:
-        """True if to ask for a state: some fragment has none that is right, or that records can
-        bring up to date soon.
-        """
-        if self.lag > RETENTION:
-            return True
-        for progress in self.fragments:
-            if progress.digest is None or not progress.can_fetch or progress.lacks_payloads:
-                return True
-        return False
+        """True if to ask for a state: some fragment has none of use."""
+        return any(progress.wants_state for progress in self.fragments)
 
     @property
     def lacked_rounds(self) -> list[RoundId]:
@@ -560,13 +565,11 @@ class Follower:
     # Launching
 
     def launches(self, step: int) -> list[int]:
-        if not self.follows:
-            return []
-        return [
-            progress.fragment
-            for progress in self.fragments
-            if progress.launches(step, self.terms, self._finishing)
-        ]
+        due = []
+        for progress in self.fragments:
+            if progress.launches(step, self.terms, self._finishing):
+                due.append(progress.fragment)
+        return due if due and self.follows else []
 
     def skips(self) -> list[Call]:
         """Returns the calls that this site declines, each once, because it has trained too
@@ -579,8 +582,7 @@ class Follower:
             called = progress.called
             if called is None or called.final or progress.skipped == called.round:
                 continue
-            has_trained_enough = progress.steps >= self.terms.least_steps(progress.next_round)
-            if progress.can_launch and not has_trained_enough:
+            if progress.can_launch and progress.steps < self.terms.least_steps(called.round):
                 progress.skipped = called.round
                 calls.append(called)
         return calls

@@ -313,12 +313,12 @@ class Ledger:
         return member
 
     def present(self, now: float) -> list[str]:
-        return sorted(site for site, member in self.members.items() if member.until > now)
+        return sorted([site for site, member in self.members.items() if member.until > now])
 
     def behind(self, site: str) -> int:
         """Returns how many rounds a site is behind, in the fragment where it is worst."""
         rounds = zip(self.closed, self.members[site].applied, strict=True)
-        return max(closed.round - applied for closed, applied in rounds)
+        return max([closed.round - applied for closed, applied in rounds])
 
     def can_contribute(self, site: str) -> bool:
         return self.members[site].follows and self.behind(site) <= RETENTION
@@ -335,8 +335,9 @@ class Ledger:
         """
         present = self.present(now)
         fewest = self.quorum.fewest(len(present))
-        has_ended = all(map(self.has_ended, range(self.terms.fragments)))
-        if not present or len(present) >= fewest or has_ended:
+        if not present or len(present) >= fewest:
+            return None
+        if all(map(self.has_ended, range(self.terms.fragments))):
             return None
         missing = []
         for site in sorted(self._known_sites().difference(present)):
@@ -417,7 +418,10 @@ class Ledger:
 
     def has_counted(self, contribution: Contribution) -> bool:
         """Returns whether a contribution counts in one of the last records."""
-        return any(contribution in record.counted for record in self.history[contribution.fragment])
+        for record in self.history[contribution.fragment]:
+            if record.round == contribution.round:
+                return contribution in record.counted
+        return False
 
     def _take(self, contribution: Contribution, now: float, opened: float | None) -> OpenRound:
         round = self.open.setdefault(contribution.fragment, OpenRound(opened))
@@ -447,9 +451,15 @@ class Ledger:
 
     def _call(self, fragment: int) -> Call:
         number = self.closed[fragment].next_round
-        contributions = self.open.get(fragment, OpenRound()).contributions.values()
-        is_exact = all(launched.exact for launched in contributions if not launched.reason)
-        return Call(fragment, number, is_exact and (self._ending or self.terms.is_last(number)))
+        is_last = self._ending or self.terms.is_last(number)
+        return Call(fragment, number, is_last and self._is_exact(fragment))
+
+    def _is_exact(self, fragment: int) -> bool:
+        """Returns whether the open round has nothing that was rounded; see [Note: the last round]."""
+        if fragment not in self.open:
+            return True
+        contributions = self.open[fragment].contributions.values()
+        return all(launched.exact for launched in contributions if not launched.reason)
 
     # Rounds
 
@@ -641,7 +651,8 @@ class Ledger:
         self.closing.clear()
 
     def has_ended(self, fragment: int) -> bool:
-        return any(record.final for record in self.history[fragment])
+        history = self.history[fragment]
+        return bool(history) and history[-1].final
 
     # States
 

@@ -16,7 +16,6 @@ follower knows how to handle that.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, Literal, NamedTuple, get_args
 
 from lightning_sdiloco.errors import Malformed
@@ -37,7 +36,6 @@ from lightning_sdiloco.federation.codec import (
     absent_if_empty,
     decoded,
     encoded,
-    key_of,
     plain,
     read,
 )
@@ -176,9 +174,9 @@ class Record(Message):
 
     sealed = True
 
-    @cached_property
+    @property
     def key(self) -> str:
-        return key_of(encoded(plain(self)))
+        return self.seal
 
     @property
     def sources(self) -> list[tuple[Payload, ...]]:

@@ -103,6 +103,8 @@ class Terms:
 
     def steps_before(self, fragment: int, round: RoundNumber) -> int:
         """Returns the inner steps between the launch of a round and that of the one before."""
+        if self.dense_beginning is None:
+            return self.sync_every
         launch_of = self.schedule.launch_of
         return launch_of(fragment, round) - launch_of(fragment, round - 1)
 

@@ -232,6 +232,8 @@ class States:
         """Asks another site if a donor does not answer, or has gone, or sends no heartbeat; returns
         whether the founder is among those.
         """
+        if not self._requests:
+            return False
         now = self._clock()
         lost_donors = {gone}
         if ledger:

@@ -2,6 +2,7 @@
 values.
 """
 
+import math
 import pickle
 import time
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,12 @@ from lightning_sdiloco.federation.run_config import RunConfig, Terms
 
 RUN = "run-1"
 LENGTH = 4
-NOISE = np.random.default_rng(0).standard_normal((64, LENGTH)).astype(np.float32) / 16
+# Of a float32: sign, exponent and two bits.
+_LEFT = np.int32(-1 << 21)
+_HALF = np.float32(0.5)
+_MOMENTUM = np.float32(0.9)
+_OUTER_RATE = np.float32(0.4)
+NOISE = list(np.random.default_rng(0).standard_normal((64, LENGTH)).astype(np.float32) / 16)
 
 
 # Worlds ask for the same keys and digests again and again.
@@ -58,6 +64,13 @@ class Values(NamedTuple):
     @property
     def digest(self) -> int:
         return _digest_of(self.outer.tobytes())
+
+    def to_bytes(self) -> bytes:
+        return pickle.dumps(tuple(self))
+
+    @staticmethod
+    def from_bytes(text: bytes) -> "Values":
+        return Values(*pickle.loads(text))
 
 
 def first_values(fragment: int, lineage: str = "", seed: int = 0) -> Values:
@@ -102,7 +115,7 @@ class Part:
         old = self.values
         self.values = new
         if landing in (MergeAction.MIX, MergeAction.DROP):
-            self.local = np.float32(0.5) * (self.local + new.outer)
+            self.local = _HALF * (self.local + new.outer)
         elif landing is MergeAction.CARRY:
             self.local = self.local + (new.outer - old.outer)
         else:
@@ -116,7 +129,7 @@ class Part:
 
 def rounded(gradient: np.ndarray) -> np.ndarray:
     """Leaves sign, exponent and two bits: about what four bits with a scale leave."""
-    return (gradient.view(np.int32) & np.int32(-1 << 21)).view(np.float32)
+    return (gradient.view(np.int32) & _LEFT).view(np.float32)
 
 
 def run_config(terms: Terms, **settings: str) -> RunConfig:
@@ -179,7 +192,7 @@ class ScriptedSite:
             case StateWanted() if event.founding or self.can_give():
                 self.give_state(event)
             case StateArrived() if follower.wants_state:
-                state = [Values(*pickle.loads(part)) for part in event.parts]
+                state = [Values.from_bytes(part) for part in event.parts]
                 self.take_over(event.header, state, event.source)
             case Waiting():
                 self.messages.append(event.why)
@@ -208,7 +221,7 @@ class ScriptedSite:
             header = StateHeader((start,) * len(self.parts), tuple(self.digests()))
         else:
             header = self.follower.header()
-        state = [pickle.dumps(tuple(part.values)) for part in self.parts]
+        state = [part.values.to_bytes() for part in self.parts]
         self.connection.give(event.request, header, state)
 
     def can_give(self) -> bool:
@@ -305,7 +318,7 @@ class ScriptedSite:
             begun,
             digest=part.values.digest,
             payloads=(Payload(known_key(payload), len(payload)),),
-            finite=bool(np.isfinite(gradient).all()),
+            finite=all(map(math.isfinite, gradient.tolist())),
             norm_squared=self.norm_squared(gradient),
         )
         contribution = follower.complete(encoded)
@@ -368,6 +381,6 @@ class ScriptedSite:
             factor = np.float32(len(weights) * weights[index] / max(1, sum(weights)))
             mean += factor * np.frombuffer(payloads[index], np.float32)
         mean /= np.float32(len(weights))
-        momentum = np.float32(0.9) * old.momentum + mean
-        move = mean if record.final else np.float32(0.4) * (mean + np.float32(0.9) * momentum)
+        momentum = _MOMENTUM * old.momentum + mean
+        move = mean if record.final else _OUTER_RATE * (mean + _MOMENTUM * momentum)
         return Values(old.outer - move, momentum, record.key)

@@ -4,6 +4,7 @@ refused.
 
 import json
 import re
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sdiloco.errors import Malformed
+from lightning_sdiloco.federation import codec
 from lightning_sdiloco.federation.codec import decoded, plain
+from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.messages import (
     Call,
     Contribution,
@@ -28,6 +31,7 @@ from lightning_sdiloco.federation.messages import (
     Welcome,
 )
 from lightning_sdiloco.federation.run_config import RunConfig, Terms
+from tests.federation.simulated_disk import SimulatedDisk, SimulatedJournal, SimulatedStore
 
 KEYS = st.text("0123456789abcdef", min_size=64, max_size=64)
 LIVES = st.text("0123456789abcdef", min_size=16, max_size=16)
@@ -243,3 +247,52 @@ def test_another_patch_of_a_version_joins_where_its_arithmetic_agrees() -> None:
     for change in changes:
         with pytest.raises(ValueError, match="another run config"):
             replace(patched, **change).require_same(founded)
+
+
+def calls_of_a_start(records: int) -> int:
+    """Returns how many functions a hub calls that starts on a ledger with so many records."""
+    disk = SimulatedDisk()
+    journal: Any = SimulatedJournal(disk)
+    store: Any = SimulatedStore(disk, lambda: 0.0)
+    journal.note({"run_config": RUN_CONFIG.to_bytes()})
+    closed = Position.start(RUN_CONFIG.key)
+    for seq in range(records):
+        of_a = replace(OF_A, round=closed.next_round, previous=closed.key)
+        counted = (of_a, replace(of_a, site="site-b"))
+        record = Record(seq, 1, closed.next_round, closed.key, counted)
+        journal.append(seq, record.to_bytes())
+        closed = record.position
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        Coordinator("llm", journal, store)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_the_work_of_a_hub_that_starts_grows_in_proportion_to_its_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls_of_a_start(20)
+    calls = [calls_of_a_start(records) for records in (100, 200, 400)]
+    assert calls[2] - calls[1] <= 2.02 * (calls[1] - calls[0])
+
+    hashed = list[bytes]()
+    key_of = codec.key_of
+
+    def counting(blob: bytes) -> str:
+        hashed.append(blob)
+        return key_of(blob)
+
+    monkeypatch.setattr(codec, "key_of", counting)
+    calls_of_a_start(0)
+    hashes_without_records = len(hashed)
+    calls_of_a_start(100)
+    # One to write a record, and one to read it.
+    assert len(hashed) - hashes_without_records == hashes_without_records + 200

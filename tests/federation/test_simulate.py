@@ -266,7 +266,7 @@ PLANTED = [
         [(SimulatedStore, "_sync_content", always(None)), (Site, "is_sound", always(True))],
     ),
     Planted(
-        "a blob is stored before its name is", 81, [(SimulatedStore, "_sync_name", always(None))]
+        "a blob is stored before its name is", 323, [(SimulatedStore, "_sync_name", always(None))]
     ),
     Planted(
         "bytes are stored that were not announced",

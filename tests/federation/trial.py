@@ -12,24 +12,21 @@ what was due.
 
 import heapq
 import math
-import pickle
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, partial
 from itertools import count
 from operator import attrgetter
 from random import Random
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 
 from lightning_sdiloco.algorithm.schedule import DenseBeginning
 from lightning_sdiloco.errors import AgreementError, Malformed, Refused
 from lightning_sdiloco.federation import (
-    codec,
     coordinator,
     follower,
     ledger,
@@ -62,7 +59,7 @@ from lightning_sdiloco.federation.messages import (
     Welcome,
     read_event,
 )
-from lightning_sdiloco.federation.run_config import ChosenQuorum, Terms
+from lightning_sdiloco.federation.run_config import ChosenQuorum, RunConfig, Terms
 from lightning_sdiloco.federation.store import LedgerError
 from lightning_sdiloco.federation.wire import Altered, HubError, Missing
 from tests.federation.scripted import (
@@ -114,6 +111,9 @@ HOPELESS = 4.0
 # Troubles for which an operator evicts sites.
 EVICTED_FOR = ("different outer parameters", "has finite values", "far too long")
 OPERATOR = Peer("operator", "boss", "")
+NOBODY = Peer("site", "nobody", "")
+# A hub's answer to a heartbeat, as a connection hears it.
+HEARD = Event("heard", {})
 
 
 class Fault(NamedTuple):
@@ -154,11 +154,6 @@ def faults_of(seed: int, sites: int) -> list[Fault]:
 
 # Before a world gives records short texts.
 real_text = Record.to_bytes
-
-
-@lru_cache(1 << 12)
-def read_cached(kind: str, body: bytes) -> Any:
-    return read_event(Event(kind, {}, body))
 
 
 class Passed(NamedTuple):
@@ -220,6 +215,9 @@ class Connection:
     def heartbeat(self, follower: Follower) -> None:
         self._machine.world.send(self._machine, "heartbeat", follower.heartbeat())
 
+    def contribute(self, contribution: Contribution, blobs: dict[str, bytes]) -> None:
+        self._machine.world.send(self._machine, "contribute", contribution, blobs)
+
     def __getattr__(self, call: str) -> Callable[..., None]:
         return partial(self._machine.world.send, self._machine, call)
 
@@ -229,6 +227,7 @@ class Life:
     """The state of one incarnation of a site; a restart forgets it."""
 
     incarnation: str = ""
+    peer: Peer = NOBODY
     # The hub that it is connected with: the one that it has greeted last.
     hub: "Hub | None" = None
     # The hub whose welcome has come: without one, the others' events are of no connection.
@@ -289,7 +288,8 @@ class Site(ScriptedSite, Process):
         connection = Connection(self, incarnation)
         ScriptedSite.__init__(self, connection, world.run_config, world.first_values(), world.late)
         has_joined = not world.sites_join
-        self.life = Life(incarnation, heard_at=now, waited_since=now, has_joined=has_joined)
+        peer = Peer("site", self.name, incarnation)
+        self.life = Life(incarnation, peer, heard_at=now, waited_since=now, has_joined=has_joined)
         self.alive = True
         self.stopped = False
         self.calm_since = now
@@ -412,7 +412,7 @@ class Site(ScriptedSite, Process):
                 self.halt(Refused(event.body.decode()))
         if event.kind in ("refused", "heard"):
             return
-        message = event.event if isinstance(event, Passed) else read_cached(event.kind, event.body)
+        message: Any = event.event if isinstance(event, Passed) else read_event(event)
         if isinstance(message, Recorded):
             # Records are handled in the order in which their payloads come.
             world = self.world
@@ -462,7 +462,9 @@ class Site(ScriptedSite, Process):
 
     def has_in_flight(self, contribution: Contribution) -> bool:
         flight = self.follower.fragments[contribution.fragment].flight
-        return flight is not None and flight.own == contribution
+        if flight is None or flight.own.round != contribution.round:
+            return False
+        return flight.own is contribution or flight.own == contribution
 
     def is_sound(self, key: str, blob: bytes) -> bool:
         return known_key(blob) == key
@@ -474,12 +476,11 @@ class Site(ScriptedSite, Process):
             blobs = [self.fetch(part.key) for part in offer.parts]
         except (Missing, Altered):
             return None
-        state = [Values(*pickle.loads(blob)) for blob in blobs]
         if world.flips_now("flip_state"):
-            index = world.random.randrange(len(state))
-            state[index] = world.with_flipped_bit(state[index])
-        parts = tuple(pickle.dumps(tuple(values)) for values in state)
-        return StateArrived(offer.header, parts, offer.source)
+            index = world.random.randrange(len(blobs))
+            flipped = world.with_flipped_bit(Values.from_bytes(blobs[index]))
+            blobs[index] = flipped.to_bytes()
+        return StateArrived(offer.header, tuple(blobs), offer.source)
 
     def handle(self, event: SiteEvent) -> None:
         super().handle(event)
@@ -551,8 +552,8 @@ class Site(ScriptedSite, Process):
         if life.is_waiting:
             return
         waited = world.now - life.waited_since
-        is_too_long = waited > world.terms.longest_wait + 0.5
-        world.judge.deny(is_too_long, f"{self.name} did not train for {waited:.1f} s")
+        if waited > world.terms.longest_wait + 0.5:
+            world.judge.violations.append(f"{self.name} did not train for {waited:.1f} s")
         if self.inner_steps % 20 == 0:
             self.save()
 
@@ -575,10 +576,9 @@ class Site(ScriptedSite, Process):
 
     def before_contributing(self, contribution: Contribution, payload: bytes) -> None:
         self.world.judge.payloads[contribution.payloads[0].key] = payload
-        self.world.note(
-            f"{self.name} launches round {contribution.round} of {contribution.fragment}:"
-            f" {contribution.steps} steps"
-        )
+        if self.world.history is not None:
+            round = f"round {contribution.round} of {contribution.fragment}"
+            self.world.note(f"{self.name} launches {round}: {contribution.steps} steps")
 
     def stepped(self, record: Record, old: Values, payloads: Any) -> Values:
         new = super().stepped(record, old, payloads)
@@ -589,10 +589,11 @@ class Site(ScriptedSite, Process):
         return new
 
     def before_landing(self, record: Record, landing: MergeAction, new: Values) -> None:
-        self.world.note(
-            f"{self.name} lands round {record.round} of {record.fragment}: {landing.value}"
-        )
-        self.world.judge.check_landing(Landing(self, record, landing, new))
+        world = self.world
+        if world.history is not None:
+            round = f"round {record.round} of {record.fragment}"
+            world.note(f"{self.name} lands {round}: {landing.value}")
+        world.judge.check_landing(Landing(self, record, landing, new))
 
     def land(self, record: Record) -> None:
         self.world.judge.check_payloads(self, record)
@@ -625,7 +626,7 @@ class Disk(SimulatedDisk):
         backup.notes = {name: self.notes[name] for name in ("run_config", oldest)}
         for seq in sorted(self.records)[: max(0, len(self.records) - number)]:
             backup.records[seq] = self.records[seq]
-            record = read_cached("record", self.records[seq]).record
+            record = Record.from_bytes(self.records[seq])
             backup.keys[record.fragment, record.round] = record.key
             for counted in record.counted:
                 rounds = dict.fromkeys(steps[counted].ids, counted.round)
@@ -683,11 +684,12 @@ class Hub(Process):
 
     def write_down(self, text: bytes) -> None:
         record = Record.from_bytes(text)
-        self.world.note(
-            f"round {record.round} of {record.fragment} counts"
-            f" {', '.join(counted.site for counted in record.counted)}"
-            f"{''.join(f', not {out.site} ({out.reason})' for out in record.left_out)}"
-        )
+        if self.world.history is not None:
+            self.world.note(
+                f"round {record.round} of {record.fragment} counts"
+                f" {', '.join(counted.site for counted in record.counted)}"
+                f"{''.join(f', not {out.site} ({out.reason})' for out in record.left_out)}"
+            )
         self.world.judge.check_record(self, record)
         if self.world.quiet_records is not None:
             self.world.quiet_records.append(record)
@@ -804,7 +806,7 @@ class Hub(Process):
         self.beats[peer.name] = Beat(
             self.world.now, peer.incarnation, heartbeat.follows, heartbeat.applied
         )
-        self.world.tell(self, peer, Event("heard", {}))
+        self.world.tell(self, peer, HEARD)
 
     def on_contribute(
         self, peer: Peer, contribution: Contribution, blobs: dict[str, bytes]
@@ -843,31 +845,51 @@ class Hub(Process):
 
 
 @contextmanager
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Sets attributes of modules and classes, and puts back what was there."""
+    before = [vars(owner).get(name) for owner, name, _ in changes]
+    for change in changes:
+        setattr(*change)
+    try:
+        yield
+    finally:
+        for (owner, name, _), value in zip(changes, before, strict=True):
+            if value is None:
+                # The class has inherited it.
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+@contextmanager
 def small_world() -> Iterator[None]:
     """Short times of the hub, short memories, frequent snapshots, and messages that are written
     and read at most once.
     """
-    with ExitStack() as patches:
-        for module in (coordinator, follower, ledger, quorum):
-            patches.enter_context(mock.patch.object(module, "RETENTION", RETENTION))
-        for module in (coordinator, state_requests):
-            patches.enter_context(mock.patch.object(module, "event_of", passed))
-        for module in (coordinator, lost_payloads, state_requests):
-            patches.enter_context(mock.patch.object(module.log, "disabled", True))
-        patches.enter_context(mock.patch.multiple(state_requests, _PATIENCE=1.0, _SENDING=1.0))
-        patches.enter_context(mock.patch.object(coordinator, "read", read_passed))
-        patches.enter_context(mock.patch.object(coordinator, "_TIDY_EVERY", 1.0))
-        patches.enter_context(mock.patch.object(coordinator, "SNAPSHOT_EVERY", 4))
-        patches.enter_context(mock.patch.object(ledger, "SNAPSHOT_EVERY", 4))
-        numbers = count()
-        for kind, name_of in (
-            (Record, attrgetter("key")),
-            (Contribution, lambda contribution: next(numbers)),
-        ):
-            texts = Texts(kind, name_of)
-            patches.enter_context(mock.patch.object(kind, "to_bytes", texts.write))
-            patches.enter_context(mock.patch.object(kind, "from_bytes", texts.read))
-        patches.enter_context(mock.patch.object(codec, "plain", Plain()))
+    changes: list[tuple[Any, str, Any]] = [
+        (state_requests, "_PATIENCE", 1.0),
+        (state_requests, "_SENDING", 1.0),
+        (coordinator, "read", read_passed),
+        (coordinator, "_TIDY_EVERY", 1.0),
+        (coordinator, "SNAPSHOT_EVERY", 4),
+        (ledger, "SNAPSHOT_EVERY", 4),
+        (Record, "key", key_by_content()),
+    ]
+    changes += [
+        (module, "RETENTION", RETENTION) for module in (coordinator, follower, ledger, quorum)
+    ]
+    changes += [(module, "event_of", passed) for module in (coordinator, state_requests)]
+    for module in (coordinator, lost_payloads, state_requests):
+        changes.append((module.log, "disabled", True))
+    numbers = count()
+    for kind, name_of in (
+        (RunConfig, attrgetter("run")),
+        (Record, attrgetter("key")),
+        (Contribution, lambda contribution: next(numbers)),
+    ):
+        texts = Texts(kind, name_of)
+        changes += [(kind, "to_bytes", texts.write), (kind, "from_bytes", texts.read)]
+    with replaced(*changes):
         yield
 
 
@@ -897,26 +919,22 @@ class Texts:
         if text in self._messages:
             return self._messages[text]
         # A message is sealed by its real text.
-        with mock.patch.object(self._kind, "to_bytes", self._write):
+        with replaced((self._kind, "to_bytes", self._write)):
             return self._read(text)
 
 
-class Plain:
-    """Makes contributions plain once: the records that count them contain them."""
+def key_by_content() -> "cached_property[str]":
+    """Returns the property `Record.key` with short work: equal records have equal keys, others have
+    others.
+    """
+    keys: dict[Record, str] = {}
 
-    def __init__(self) -> None:
-        self._plain = codec.plain
-        self._contributions: dict[int, tuple[Any, Any]] = {}
+    def key(record: Record) -> str:
+        return keys.setdefault(record, f"{len(keys):064x}")
 
-    def __call__(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in (int, str, float, bool):
-            return value
-        if kind is not Contribution:
-            return self._plain(value)
-        if id(value) not in self._contributions:
-            self._contributions[id(value)] = value, self._plain(value)
-        return self._contributions[id(value)][1]
+    key_property = cached_property(key)
+    key_property.__set_name__(Record, "key")
+    return key_property
 
 
 class World:
@@ -954,9 +972,7 @@ class World:
             speed = 0.4 if index == 3 else self.random.choice([0.12, 0.12, 0.2])
             samples = self.random.choice([1, 2, 4])
             self.sites[f"s{index}"] = Site(self, f"s{index}", speed, samples)
-        self.write_founding()
-        with small_world():
-            self.hub = Hub(self, self.disk)
+        self.hub: Hub
 
     def some_terms(self) -> Terms:
         random = self.random
@@ -969,6 +985,8 @@ class World:
         return Terms(fragments, 6, 2, grace, lease=LEASE, quorum=rule, dense_beginning=dense)
 
     def begin(self) -> None:
+        self.write_founding()
+        self.hub = Hub(self, self.disk)
         for site in self.sites.values():
             self.within(0.0, 0.5, site.start)
         self.faults.schedule()
@@ -985,7 +1003,7 @@ class World:
         state = self.first_values()
         start = Position(0, self.run_config.key)
         header = StateHeader((start,) * len(state), tuple(values.digest for values in state))
-        blobs = [pickle.dumps(tuple(values)) for values in state]
+        blobs = [values.to_bytes() for values in state]
         store = SimulatedStore(self.disk, lambda: self.now, LEASE)
         parts = tuple(Payload(store.put(blob), len(blob)) for blob in blobs)
         snapshot = encoded(plain(Snapshot(header, parts)))
@@ -998,7 +1016,7 @@ class World:
         heapq.heappush(self.queue, (time, next(self.numbers), act, arguments))
 
     def after(self, delay: float, act: Callable[..., None], *arguments: Any) -> None:
-        self.schedule(self.now + delay, act, *arguments)
+        heapq.heappush(self.queue, (self.now + delay, next(self.numbers), act, arguments))
 
     def within(self, least: float, most: float, act: Callable[..., None], *arguments: Any) -> None:
         self.after(self.random.uniform(least, most), act, *arguments)
@@ -1039,7 +1057,7 @@ class World:
             arguments = (contribution, flipped)
         delays = [] if site.cut_up else self.delays(site.name)
         site.life.link_is_broken |= not delays
-        peer = Peer("site", site.name, site.life.incarnation)
+        peer = site.life.peer
         for delay in delays:
             self.after(delay, self.hub.arrive, peer, call, arguments)
 
@@ -1190,7 +1208,7 @@ class World:
         if any(site.follower.fragments[fragment].applied.round >= round for site in alive):
             return True
         number = hub.coordinator._index.next_number(fragment, round - 1)
-        record = read_cached("record", hub.disk.records[number]).record
+        record = Record.from_bytes(hub.disk.records[number])
         holders = [site for site in alive if site.holds(record)]
         held = {record.of(site.name).payloads[0].key for site in holders}
         lost = {
@@ -1498,9 +1516,9 @@ class Judge:
 
     def check_told(self, hub: Hub, text: bytes) -> None:
         record = Record.from_bytes(text)
-        is_durable = hub.disk.keys.get((record.fragment, record.round)) == record.key
-        where = f"round {record.round} of {record.fragment}"
-        self.deny(not is_durable, f"{where} is told before it is durable")
+        if hub.disk.keys.get((record.fragment, record.round)) != record.key:
+            where = f"round {record.round} of {record.fragment}"
+            self.violations.append(f"{where} is told before it is durable")
 
     def check_status(self, hub: Hub) -> None:
         """Looks whether the status shows who is not there, while rounds wait for a quorum."""
@@ -1557,9 +1575,9 @@ class Judge:
         for payloads in record.sources:
             for payload in payloads:
                 blob = site.blobs[record.key][payload.key]
-                is_sent = self.payloads.get(payload.key) == blob
-                where = f"{site.name}, round {record.round} of {record.fragment}"
-                self.deny(not is_sent, f"{where}: lands other bytes than were sent")
+                if self.payloads.get(payload.key) != blob:
+                    where = f"{site.name}, round {record.round} of {record.fragment}"
+                    self.violations.append(f"{where}: lands other bytes than were sent")
 
     def check_launch(self, site: Site, contribution: Contribution, part: Part) -> None:
         ids = list(part.held)
@@ -1662,8 +1680,9 @@ class Judge:
             steps = progress.steps
             if progress.flight:
                 steps += progress.flight.steps
-            violation = f"{site.name} holds {len(part.steps)} steps, and says {steps}"
-            self.deny(steps != len(part.steps), violation)
+            if steps != len(part.steps):
+                violation = f"{site.name} holds {len(part.steps)} steps, and says {steps}"
+                self.violations.append(violation)
 
     # Records
 
@@ -1706,8 +1725,8 @@ class Judge:
         self.deny(too_few, f"{where} was closed with {len(sites)} sites")
         for (fragment, site), contribution in hub.acknowledged.items():
             is_of_round = (fragment, contribution.round) == (record.fragment, record.round)
-            is_lost = is_of_round and site not in sites
-            self.deny(is_lost, f"{where} forgot what {site} had contributed")
+            if is_of_round and site not in sites:
+                self.violations.append(f"{where} forgot what {site} had contributed")
 
     def check_counted(
         self, disk: Disk, record: Record, contribution: Contribution, where: str
@@ -1757,13 +1776,13 @@ class Judge:
         """The sites that have beaten within a lease, follow, and are near enough."""
         now = hub.world.now
         lease = hub.world.terms.lease
-        last_rounds = [position.round for position in hub.ledger.closed]
+        ledger = hub.ledger
         sites = []
         for site, beat in hub.beats.items():
-            if not beat.follows or site not in hub.ledger.members or beat.time + lease <= now:
+            if not beat.follows or site not in ledger.members or beat.time + lease <= now:
                 continue
-            pairs = zip(last_rounds, beat.applied, strict=True)
-            if all(last - applied <= RETENTION for last, applied in pairs):
+            pairs = zip(ledger.closed, beat.applied, strict=True)
+            if max([closed.round - applied for closed, applied in pairs]) <= RETENTION:
                 sites.append(site)
         return sites
 
@@ -1789,9 +1808,9 @@ class Judge:
                 continue
             # A change is seen by the next tick.
             overdue[fragment] = hub.overdue.get(fragment, world.now)
-            number = hub.ledger.closed[fragment].round + 1
-            is_overdue = world.now > overdue[fragment] + 0.6
-            self.deny(is_overdue, f"round {number} of {fragment} is open {why}")
+            if world.now > overdue[fragment] + 0.6:
+                number = hub.ledger.closed[fragment].round + 1
+                self.violations.append(f"round {number} of {fragment} is open {why}")
         hub.overdue = overdue
 
     def reason_to_close(self, hub: Hub, open_round: OpenRound) -> str:
