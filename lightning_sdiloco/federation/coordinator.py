@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import get_type_hints
 
+from lightning_sdiloco.algorithm.guard import AGAINST, AGAINST_OTHERS
 from lightning_sdiloco.errors import AgreementError, Malformed, Refused
 from lightning_sdiloco.federation.codec import Json, RoundNumber, decoded, encoded, plain, read
 from lightning_sdiloco.federation.keys import Peer
@@ -89,7 +90,8 @@ Status = dict[str, Json]
 @dataclass
 class SiteStatistics:
     """Numbers of a site, for `Coordinator.status`. ``began``: when each blob began to arrive;
-    ``trained_steps``, ``lost_steps`` and ``inner_lr``: those of its last heartbeat.
+    ``trained_steps``, ``lost_steps``, ``inner_lr``, ``cosine`` and ``against``: those of its last
+    heartbeat.
     """
 
     heard_at: float = 0.0
@@ -99,6 +101,8 @@ class SiteStatistics:
     trained_steps: int = 0
     lost_steps: int = 0
     inner_lr: float | None = None
+    cosine: float = 0.0
+    against: int = 0
     not_finite: int = 0
     too_long: int = 0
     wrong_buffers: int = 0
@@ -483,6 +487,10 @@ class Coordinator:
             statistics.trained_steps = heartbeat.trained_steps
             statistics.lost_steps = heartbeat.lost_steps
             statistics.inner_lr = heartbeat.inner_lr
+            statistics.cosine = heartbeat.cosine / 100
+            if heartbeat.against >= AGAINST > statistics.against:
+                log.warning("%s points against the others: %s", heartbeat.site, AGAINST_OTHERS)
+            statistics.against = heartbeat.against
             self._unnamed.renew(peer, now + self._ledger.terms.lease)
         if heartbeat.follows and not followed:
             self._wake()
@@ -960,6 +968,8 @@ class Coordinator:
             "lost_steps": round(statistics.lost_steps / len(ledger.closed), 1),
             "lost_share": round(statistics.lost_steps / (statistics.trained_steps or 1), 4),
             "inner_lr": statistics.inner_lr,
+            "cosine": statistics.cosine,
+            "against": statistics.against,
             "not_finite": statistics.not_finite,
             "too_long": statistics.too_long,
             "wrong_buffers": statistics.wrong_buffers,
