@@ -35,6 +35,7 @@ from lightning_sdiloco.federation import (
     ledger,
     lost_payloads,
     quorum,
+    room,
     state_requests,
 )
 from lightning_sdiloco.federation.codec import encoded, plain, read
@@ -848,16 +849,16 @@ def small_world() -> Iterator[None]:
     and read at most once.
     """
     with ExitStack() as patches:
-        for module in (coordinator, follower, ledger, quorum):
+        for module in (room, follower, ledger, quorum):
             patches.enter_context(mock.patch.object(module, "RETENTION", RETENTION))
         for module in (coordinator, state_requests):
             patches.enter_context(mock.patch.object(module, "event_of", passed))
-        for module in (coordinator, lost_payloads, state_requests):
+        for module in (coordinator, lost_payloads, room, state_requests):
             patches.enter_context(mock.patch.object(module.log, "disabled", True))
         patches.enter_context(mock.patch.multiple(state_requests, _PATIENCE=1.0, _SENDING=1.0))
         patches.enter_context(mock.patch.object(coordinator, "read", read_passed))
-        patches.enter_context(mock.patch.object(coordinator, "_TIDY_EVERY", 1.0))
-        patches.enter_context(mock.patch.object(coordinator, "SNAPSHOT_EVERY", 4))
+        patches.enter_context(mock.patch.object(room, "_TIDY_EVERY", 1.0))
+        patches.enter_context(mock.patch.object(room, "SNAPSHOT_EVERY", 4))
         patches.enter_context(mock.patch.object(ledger, "SNAPSHOT_EVERY", 4))
         numbers = count()
         for kind, name_of in (
