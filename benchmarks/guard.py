@@ -1,4 +1,5 @@
-"""Whom the guard leaves out: honest groups never, faulty ones always or as often as is said.
+"""Whom the guard leaves out: honest groups never, faulty ones always or as often as is said; and
+which groups are named because they point against the others.
 
     python -m benchmarks.guard [--quick] [--json FILE]
 
@@ -13,7 +14,7 @@ from statistics import fmean, stdev
 import numpy as np
 
 from benchmarks import report
-from benchmarks.lengths import FAULTS, HONEST, Fault, Scenario, World, honest
+from benchmarks.lengths import BEGINS, FAULTS, HONEST, Fault, Scenario, World, honest
 
 ROUNDS = 150
 GROUPS = (2, 3, 4, 5)
@@ -77,6 +78,41 @@ def fault_rows(seeds: int) -> list[list[str]]:
     return rows
 
 
+def direction_rows() -> list[list[str]]:
+    """Returns how many groups are named among four, five and eight: honest ones, and a flipped
+    one.
+    """
+    rows = []
+    for name, scenarios in HONEST.items():
+        worlds = list[World]()
+        for scenario in scenarios:
+            if scenario.groups > 3:
+                worlds.append(World(scenario, 0, guard=None).run(ROUNDS))
+        groups = sum(world.scenario.groups for world in worlds)
+        rows.append([name, str(groups), str(sum(len(world.named) for world in worlds)), "-"])
+        report.said(" ".join(rows[-1]))
+    for unlike in (0.0, 0.3, 3.0):
+        rows.append(flipped_row(unlike, seeds=5))
+        report.said(" ".join(rows[-1]))
+    return rows
+
+
+def flipped_row(unlike: float, seeds: int) -> list[str]:
+    """Returns how often a flipped group of four, and of five, is named, and after how many
+    rounds.
+    """
+    delays = list[int]()
+    for groups in (4, 5):
+        for seed in range(seeds):
+            flipped = {groups - 1: FAULTS["the sign flipped"]}
+            world = World(Scenario(groups, unlike=unlike), seed, guard=None, faults=flipped)
+            named = world.run(ROUNDS).named
+            if groups - 1 in named:
+                delays.append(named[groups - 1] - BEGINS + 1)
+    name = f"the sign flipped, data unlike by {unlike:g}"
+    return [name, str(2 * seeds), str(len(delays)), str(max(delays, default="-"))]
+
+
 def main(arguments: list[str] | None = None) -> None:
     options = report.options(__doc__, arguments)
     seeds = 1 if options.quick else 2
@@ -84,6 +120,8 @@ def main(arguments: list[str] | None = None) -> None:
     report.show("Honest groups", ["groups", "contributions", "left out"], bowls, "")
     columns = ["fault", "groups", "left out in a run", "loss, times without it", "spread of losses"]
     report.show("Faults", columns, fault_rows(3 * seeds), "")
+    columns = ["groups", "of these", "named", "after rounds, at most"]
+    report.show("Groups that point against the others", columns, direction_rows(), "")
     headline = {"honest": contributions, "left out": alarms}
     report.write(options.json, headline, report.measured("guard", options.quick))
 

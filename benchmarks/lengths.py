@@ -13,10 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_sdiloco.algorithm.guard import (
+    AGAINST,
     GUARD,
+    JUDGED,
     Length,
     Past,
     TooLong,
+    direction_in_mean,
     outlying,
     remembered,
 )
@@ -79,6 +82,7 @@ class World:
     Attributes:
         contributions: How many the guard has judged.
         alarms: Those that it has left out: round, group and why.
+        named: The groups that pointed against the others for long, and the first round of each.
     """
 
     scenario: Scenario
@@ -89,6 +93,9 @@ class World:
     contributions: int = 0
     alarms: list[tuple[int, int, TooLong]] = field(default_factory=list)
     pasts: dict[int, Past] = field(default_factory=dict)
+    named: dict[int, int] = field(default_factory=dict)
+    # By group: which of its last contributions pointed against the others, one bit each.
+    _against: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         groups = self.scenario.groups
@@ -169,7 +176,9 @@ class World:
                 gradient = self.outer - self._values[number]
                 gradients[number] = self.faults.get(number, honest)(gradient, round)
         if gradients:
-            self._land(gradients, self._judged(gradients, round))
+            counted = self._judged(gradients, round)
+            self._judge_directions({number: gradients[number] for number in counted}, round)
+            self._land(gradients, counted)
 
     def _judged(self, gradients: Mapping[int, Vector], round: int) -> list[int]:
         lengths = dict[int, Length]()
@@ -185,6 +194,26 @@ class World:
         counted = {number: length for number, length in lengths.items() if number not in outliers}
         self.pasts = remembered(counted, outliers, self.pasts)
         return [*counted]
+
+    def _judge_directions(self, counted: Mapping[int, Vector], round: int) -> None:
+        weights = {number: self._steps[number] for number in counted}
+        total = sum(weights.values())
+        parts = {number: counted[number] * weights[number] / total for number in counted}
+        norms = {number: float(np.linalg.norm(part)) for number, part in parts.items()}
+        mean = sum(parts.values(), start=np.zeros(VALUES))
+        for number, part in parts.items():
+            norms_of_others = [norm for peer, norm in norms.items() if peer != number]
+            direction = direction_in_mean(
+                float(part @ part),
+                float(part @ mean),
+                float(mean @ mean),
+                norms[number],
+                norms_of_others,
+            )
+            bits = self._against.get(number, 0) << 1 | direction.is_against
+            self._against[number] = bits % (1 << JUDGED)
+            if self._against[number].bit_count() >= AGAINST:
+                self.named.setdefault(number, round)
 
     def _land(self, gradients: Mapping[int, Vector], counted: Sequence[int]) -> None:
         if counted:

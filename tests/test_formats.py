@@ -15,7 +15,7 @@ from lightning_sdiloco.engine.checkpoint import FORMAT
 from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.messages import Record
 from lightning_sdiloco.federation.store import InMemoryStore, SQLiteLedger
-from lightning_sdiloco.federation.wire import PROTOCOL, unpack
+from lightning_sdiloco.federation.wire import OLDEST, PROTOCOL, unpack
 from tests.fits import refusal
 from tests.formats.make import BODY, FOLDER, HEADER, LAUNCHED_AFTER, LEDGER, Run, digest_of_decoded
 from tests.ranks import run_ranks
@@ -53,9 +53,11 @@ def test_a_hub_goes_on_from_a_ledger(folder: Path, tmp_path: Path) -> None:
     ledger.close()
 
 
-def test_a_message_is_read() -> None:
-    messages = json.loads((WIRE / "messages.json").read_text())
-    assert unpack(bytes.fromhex(messages["message"])) == (HEADER, BODY)
+@pytest.mark.parametrize("protocol", range(OLDEST, PROTOCOL + 1))
+def test_a_message_is_read(protocol: int) -> None:
+    messages = json.loads((FOLDER / f"wire-{protocol}" / "messages.json").read_text())
+    header = {**HEADER, "protocol": protocol}
+    assert unpack(bytes.fromhex(messages["message"])) == (header, BODY)
 
 
 PAYLOADS = json.loads((WIRE / "messages.json").read_text())["payloads"]

@@ -14,6 +14,12 @@ distances say nothing about ``half``: the guard tries 13 of them, and keeps all 
 lengths almost as well as the best one does. Usual is the longest length that one of them allows.
 All lengths are compared as logarithms, which are computed here: those of the C library differ in
 their last bit between machines, and with it the judgement could.
+
+[Note: directions] A flipped sign leaves the length as it is, but the outer gradient then points
+against the others', who agree with each other. So does that of a site whose data differs from data
+that the others share, once those have learned what all of them share: at the optimum all outer
+gradients add up to nothing. No rule tells the two apart, so nobody is left out for a direction. It
+is reported if it lasts, and if three others can agree.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -42,6 +48,18 @@ BUFFERS = 100.0
 NOT_FINITE = 3.4028234663852886e38
 """The size of buffers that are not finite: the largest number of a control vector."""
 
+JUDGED = 16
+"""The contributions of a site that are judged together: whether to leave, and where they point."""
+
+AGAINST = 12
+"""How many of them point against the others before that is reported."""
+
+AGAINST_OTHERS = (
+    f"at least {AGAINST} of its last {JUDGED} contributions had a negative cosine with the mean of the"
+    " others', who agree with each other. They count all the same. If its data is like the others',"
+    " look for a wrong sign in its loss, its labels or its optimizer."
+)
+
 _ENOUGH = 4
 _PEERS = 2
 # The rounds over which a scale is averaged, and by how much one round can change it.
@@ -49,6 +67,9 @@ _SCALED = 64
 _LARGEST_CHANGE = 0.7
 # In units of the median distance.
 _HALVES = [4.0**power for power in range(-6, 7)]
+# Cosines beyond this say that outer gradients agree, or that they oppose each other.
+_OPPOSED = 0.1
+_AGREEING = 3
 # By how much more a curve may miss the last lengths than the best one does, on average.
 _TOLERANCE = 0.25
 # The largest logarithm of a length, and the least sum of learning rates that says anything.
@@ -461,6 +482,54 @@ def _as_lengths(sizes: Mapping[Member, float]) -> dict[Member, Length]:
         if 0.0 < size < NOT_FINITE:
             lengths[member] = Length(size, steps=1.0)
     return lengths
+
+
+class Direction(NamedTuple):
+    """How an outer gradient points beside those of the others.
+
+    Attributes:
+        cosine: Its cosine with the mean of the others.
+        among_others: The mean cosine between two of the others; 0 if there are fewer than three.
+    """
+
+    cosine: float
+    among_others: float
+
+    @property
+    def is_against(self) -> bool:
+        """True if it points against others that agree; see [Note: directions]."""
+        return self.cosine < -_OPPOSED and self.among_others > _OPPOSED
+
+
+def direction_in_mean(
+    part: float, product: float, mean: float, norm: float, norms_of_others: Sequence[float]
+) -> Direction:
+    """Returns how a group's part of a mean points.
+
+    Args:
+        part: Squared norm of the part, as it was decoded.
+        product: Inner product of the part and the mean.
+        mean: Squared norm of the mean.
+        norm: Norm of the part before it was encoded.
+        norms_of_others: The same of each other part. Codes change all norms alike.
+
+    Examples:
+        >>> direction_in_mean(1.0, 1.0, 4.0, 1.0, [1.0, 1.0, 1.0])  # at right angles
+        Direction(cosine=0.0, among_others=0.0)
+        >>> direction_in_mean(1.0, -2.0, 4.0, 1.0, [1.0, 1.0, 1.0])  # flipped
+        Direction(cosine=-1.0, among_others=1.0)
+    """
+    mean_of_others = mean - 2.0 * product + part
+    if not 0.0 < part * mean_of_others < inf or not norm:
+        return Direction(0.0, 0.0)
+    cosine = (product - part) / sqrt(part * mean_of_others)
+    among_others = 0.0
+    if sum(map(bool, norms_of_others)) >= _AGREEING:
+        loss = part / (norm * norm)
+        squares = loss * sum(length * length for length in norms_of_others)
+        products = loss * sum(norms_of_others) ** 2 - squares
+        among_others = (mean_of_others - squares) / products if products else 0.0
+    return Direction(cosine, among_others)
 
 
 def joined_pasts(pasts: Sequence[Past]) -> Past:

@@ -182,7 +182,7 @@ class Landing(NamedTuple):
         spans: When each part ran, on the clock of ``time.perf_counter()``: ``launch``, ``wait`` and
             ``land`` in the training thread, ``flight`` and its parts ``encode``, ``transfer``,
             ``decode``, ``relay`` if there is a second hop, and ``outer_step`` in the background.
-        diagnostics: How far the groups agree, if `StreamingDiLoCo.diagnose` asked for it.
+        diagnostics: How far the groups agree, if `engine.rounds.diagnose` asked for it.
         on_link_s: Seconds for which the messages of the other groups were on the link; NaN if
             unknown, because they had arrived before this rank began to wait for them, or were too
             short to be measured every time.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.guard import Direction, direction_in_mean
 from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.reduce import AllReduce, all_reduce_for
@@ -85,6 +86,7 @@ class Stepped(NamedTuple):
         outer: The new ones, gathered over the ranks.
         moved: The values that it has added to them, gathered.
         arrival: The arrival that lands, in so far as this site has a flight in that round.
+        direction: How this site's contribution points beside the others; None if it has none there.
     """
 
     before: int
@@ -92,6 +94,7 @@ class Stepped(NamedTuple):
     outer: Tensor
     moved: Tensor
     arrival: Arrival
+    direction: Direction | None
 
 
 class Fetch(NamedTuple):
@@ -136,6 +139,10 @@ class _Average:
     @property
     def trained(self) -> list[int]:
         return [control.weight for control in self.controls]
+
+    def share(self, index: int) -> float:
+        """Returns the factor of an outer gradient in the mean."""
+        return self.count.factors.get(index, 0.0) / len(self.count.factors)
 
     def landing_of(self, record: Record, outer: OuterState, outer_step_span: Span) -> Landing:
         spans = {"decode": self.span, "outer_step": outer_step_span}
@@ -230,15 +237,20 @@ class SiteArithmetic:
         """
         fragment = self._fragments[record.fragment]
         average = self._average(record, blobs, before)
+        direction = self._direction(record, average, launch, encoded)
         began = time.perf_counter()
         if record.final:
             outer = moved_by(average.mean, before, average.values)
         elif not average.count.factors:
             outer = unchanged(before, average.values)
         else:
-            is_dense = self._schedule.is_dense_round(record.round)
             outer = outer_step(
-                fragment, before, average.values, average.mean, self._site, is_dense=is_dense
+                fragment,
+                before,
+                average.values,
+                average.mean,
+                self._site,
+                is_dense=self._schedule.is_dense_round(record.round),
             )
         gathered = fragment.layout.all_gather(outer.values, self._site)
         rows = [gathered]
@@ -259,7 +271,39 @@ class SiteArithmetic:
         digests = digests_of(
             [average.values, outer.values], [fragment.layout.start] * 2, self._site
         )
-        return Stepped(digests[0], digests[1], gathered, moved, arrival)
+        return Stepped(digests[0], digests[1], gathered, moved, arrival, direction)
+
+    def _direction(
+        self,
+        record: Record,
+        average: _Average,
+        launch: Launch | None,
+        encoded: Encoded | None,
+    ) -> Direction | None:
+        """Returns how this site's contribution points beside the others that count. In-group
+        collective.
+        """
+        if launch is None or encoded is None or record.final:
+            return None
+        index = record.index_of(encoded.sent.site)
+        if encoded.sent not in record.counted or index not in average.count.factors:
+            return None
+        part = average.share(index) * self._decoded(launch, encoded, average.values)
+        products = [part.dot(part), part.dot(average.mean), average.mean.dot(average.mean)]
+        of_ranks = torch.stack(self._site.all_gather(torch.stack(products)))
+        part_squared, product, mean_squared = of_ranks.sum(dim=0).tolist()
+        norms = [average.share(place) * c.norm for place, c in enumerate(average.controls)]
+        return direction_in_mean(part_squared, product, mean_squared, norms.pop(index), norms)
+
+    def _decoded(self, launch: Launch, encoded: Encoded, like: Tensor) -> Tensor:
+        """Decodes what this rank has sent, as the others do."""
+        all_reduce = self._exact_all_reduce
+        if not encoded.sent.exact:
+            all_reduce = self._rounding(launch.fragment, encoded.sent.round, launch.choice)
+        (blob,) = encoded.blobs.values()
+        end = all_reduce.payload_bytes(like.numel())
+        payload = torch.frombuffer(bytearray(memoryview(blob)[:end]), dtype=torch.uint8)
+        return all_reduce.decode_own([payload.to(like.device)], like)
 
     def _average(self, record: Record, blobs: Mapping[str, Bytes], before: OuterState) -> _Average:
         """Decodes the payloads of a record and averages them (line 8). In-group collective."""

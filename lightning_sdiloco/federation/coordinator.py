@@ -19,14 +19,14 @@ import logging
 import math
 import threading
 import time
-from array import array
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median_low
 from typing import get_type_hints
 
+from lightning_sdiloco.algorithm.guard import AGAINST, AGAINST_OTHERS
 from lightning_sdiloco.errors import AgreementError, Malformed, Refused
 from lightning_sdiloco.federation.codec import Json, RoundNumber, decoded, encoded, plain, read
 from lightning_sdiloco.federation.keys import Peer
@@ -56,25 +56,15 @@ from lightning_sdiloco.federation.messages import (
     event_of,
 )
 from lightning_sdiloco.federation.quorum import Quorum, built_in, quorum_of
-from lightning_sdiloco.federation.run_config import (
-    AMENDABLE,
-    RETENTION,
-    SNAPSHOT_EVERY,
-    RunConfig,
-    Terms,
-)
+from lightning_sdiloco.federation.room import RecordIndex, Room
+from lightning_sdiloco.federation.run_config import AMENDABLE, RunConfig, Terms
 from lightning_sdiloco.federation.state_requests import Need, States, holds
-from lightning_sdiloco.federation.store import BlobStore, InMemoryStore, SQLiteLedger, sync_folder
-from lightning_sdiloco.federation.unnamed import UnnamedBlobs
+from lightning_sdiloco.federation.store import BlobStore, InMemoryStore, SQLiteLedger
 from lightning_sdiloco.federation.wire import CHUNK, Busy, Header, HubError, Missing, NoSpace
 
 log = logging.getLogger(__name__)
 
 _AGAIN = 1.0  # seconds after which a failed attempt is repeated
-_TIDY_EVERY = 60.0
-_LACKING = 60.0  # seconds for which a full disk is in the status after it has refused a blob
-# Rounds that close, at the least, while a snapshot is sent and then verified by the next record.
-_VERIFYING = 2
 _MOST_BEGUN = 128  # blobs of a site whose beginning is remembered
 
 _TERMS = {
@@ -89,7 +79,8 @@ Status = dict[str, Json]
 @dataclass
 class SiteStatistics:
     """Numbers of a site, for `Coordinator.status`. ``began``: when each blob began to arrive;
-    ``trained_steps``, ``lost_steps`` and ``inner_lr``: those of its last heartbeat.
+    ``trained_steps``, ``lost_steps``, ``inner_lr``, ``cosine`` and ``against``: those of its last
+    heartbeat.
     """
 
     heard_at: float = 0.0
@@ -99,6 +90,8 @@ class SiteStatistics:
     trained_steps: int = 0
     lost_steps: int = 0
     inner_lr: float | None = None
+    cosine: float = 0.0
+    against: int = 0
     not_finite: int = 0
     too_long: int = 0
     wrong_buffers: int = 0
@@ -118,54 +111,6 @@ class SiteStatistics:
             left_out.site,
             record.why(left_out.site),
         )
-
-
-class RecordIndex:
-    """Finds records in the journal by fragment and round, and the payloads that they name.
-
-    Args:
-        base: For each fragment, the round after which its records begin.
-    """
-
-    def __init__(self, base: Sequence[int]) -> None:
-        self._base = base
-        # By fragment: the numbers of its records in the journal, in order.
-        self._numbers = [array("q") for _ in base]
-        # By fragment: the last rounds, and the keys of their payloads.
-        self._payloads: list[deque[tuple[int, tuple[str, ...]]]] = [deque() for _ in base]
-
-    def add(self, record: Record) -> Record:
-        self._numbers[record.fragment].append(record.seq)
-        keys = tuple(payload.key for payloads in record.sources for payload in payloads)
-        self._payloads[record.fragment].append((record.round, keys))
-        return record
-
-    @property
-    def records(self) -> int:
-        return sum(map(len, self._numbers))
-
-    def next_number(self, fragment: int, round: RoundNumber) -> int | None:
-        """Returns the number of the first record after a round; None if there is none."""
-        position = max(0, round - self._base[fragment])
-        numbers = self._numbers[fragment]
-        return numbers[position] if position < len(numbers) else None
-
-    def rounds_before(self, number: int) -> list[int]:
-        """Returns the last round of every fragment among the records before a number."""
-        rounds = []
-        for base, numbers in zip(self._base, self._numbers, strict=True):
-            rounds.append(base + sum(earlier < number for earlier in numbers))
-        return rounds
-
-    def keys_from(self, rounds: Sequence[int]) -> set[str]:
-        """Returns the keys of payloads from rounds on, and forgets those of earlier rounds."""
-        kept_keys = set[str]()
-        for payloads, first in zip(self._payloads, rounds, strict=True):
-            while payloads and payloads[0][0] < first:
-                payloads.popleft()
-            for _, keys in payloads:
-                kept_keys.update(keys)
-        return kept_keys
 
 
 class Coordinator:
@@ -197,30 +142,17 @@ class Coordinator:
         self._states = States(journal, store, clock, lambda event, to: self._notify(event, to))
         self._lost = LostPayloads(store)
         self._index = RecordIndex([])
+        is_new = self.run_config is None
+        self.room = Room(journal, store, self._states, clock, self._lock, is_new)
         self._ledger = self._opened() if self.run_config else None
         # By fragment and site: contributions whose payloads are still arriving, with the
         # incarnation that sends them.
         self._arriving: dict[tuple[int, str], tuple[Contribution, str]] = {}
-        self._unnamed = UnnamedBlobs()
-        # When the store is tidied next, or after how many records if that is sooner. A hub that was
-        # started again waits: it does not know who has sent the blobs that are there.
-        self._tidy_at = clock() + _TIDY_EVERY
-        self._tidy_after = math.inf if self.run_config else 0
-        # The last round when a snapshot was asked for; and how many rounds closed until the one
-        # before was verified.
-        self._snapshot_asked_at: int | None = None
-        self._rounds_until_verified = _VERIFYING
-        # Why the store has refused a blob, and until when the status says so.
-        self._no_room = ""
-        self._no_room_until = -math.inf
         # When the sites hear again of what keeps rounds open.
         self._remind_at = -math.inf
-        self._snapshot_at = clock()
         self._call_at = clock()
         # By fragment: the last call that was announced.
         self._called: dict[int, Call] = {}
-        self._backing_up: set[str] = set()
-        self._copying = threading.Lock()
         self._averaging = threading.Lock()
         self.backup_folder: Path | None = None
 
@@ -246,6 +178,7 @@ class Coordinator:
         )
         if notes("ending"):
             ledger.end()
+        self.room.follow(ledger, self._index)
         return ledger
 
     @property
@@ -284,51 +217,6 @@ class Coordinator:
         for seq, text in self.journal.read(min(numbers.values()) - 1):
             if seq >= numbers.get(Record.from_bytes(text).fragment, seq + 1):
                 yield text
-
-    def _in_use(self) -> set[str]:
-        """Returns the keys of all blobs to keep: those of use, and those that may be named yet."""
-        return self._needed() | self._unnamed.keys(self._clock()) | self._backing_up
-
-    def _needed(self) -> set[str]:
-        """Returns the keys of all blobs that are still of use."""
-        ledger = self.ledger
-        needed = self._index.keys_from(ledger.fetched_from(self._clock()))
-        needed |= self._states.keys(ledger)
-        for text in self.journal.notes("open/").values():
-            needed.update(payload.key for payload in Contribution.from_bytes(text).payloads)
-        needed.update(text.decode() for text in self.journal.notes("residual/").values())
-        return needed
-
-    def back_up(self, folder: Path) -> int:
-        """Copies ledger and blobs into a folder, from which a hub can be started; returns how many
-        records it holds.
-
-        It copies the run as of one moment, while the run continues. An incomplete copy replaces
-        none.
-        """
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        copy = BlobStore(folder / "hub.store")
-        ledger = folder / "hub.sqlite"
-        assert isinstance(self.store, BlobStore), "what is in memory alone needs no copy"
-        with self._copying:
-            with self._lock:
-                records = self.ledger.seq
-                keys = self._needed()
-                self._backing_up = keys
-                self.journal.back_up(folder / "next.sqlite")
-            try:
-                for key in keys:
-                    try:
-                        copy.size(key)
-                    except Missing:
-                        copy.copy(self.store, key)
-            finally:
-                self._backing_up = set()
-            (folder / "next.sqlite").replace(ledger)
-            sync_folder(folder)
-            copy.retain(keys)
-        log.info("a copy of the run is in %s, with %d records", folder, records)
-        return records
 
     def start(self, notify: Callable[..., None], wake: Callable[[], None] = lambda: None) -> None:
         self._notify = notify
@@ -483,7 +371,11 @@ class Coordinator:
             statistics.trained_steps = heartbeat.trained_steps
             statistics.lost_steps = heartbeat.lost_steps
             statistics.inner_lr = heartbeat.inner_lr
-            self._unnamed.renew(peer, now + self._ledger.terms.lease)
+            statistics.cosine = heartbeat.cosine / 100
+            if heartbeat.against >= AGAINST > statistics.against:
+                log.warning("%s points against the others: %s", heartbeat.site, AGAINST_OTHERS)
+            statistics.against = heartbeat.against
+            self.room.unnamed.renew(peer, now + self._ledger.terms.lease)
         if heartbeat.follows and not followed:
             self._wake()
 
@@ -521,7 +413,7 @@ class Coordinator:
                     f" {RunConfig.most_bytes:,}."
                 )
             with self._lock:
-                self._keep_unnamed(key, peer)
+                self.room.keep_unnamed(key, peer)
             return
         if kind not in ("payload", "state"):
             raise Malformed("a blob is a run config, a payload or a part of a state.")
@@ -541,17 +433,12 @@ class Coordinator:
         if kind == "state":
             self._states.note_sending(sender.name, key)
         else:
-            self._keep_unnamed(key, sender)
-
-    def _keep_unnamed(self, key: str, sender: Peer) -> None:
-        lease = self._ledger.terms.lease if self._ledger else _TIDY_EVERY
-        self._unnamed.add(key, sender, self._clock(), lease)
+            self.room.keep_unnamed(key, sender)
 
     def lacks_room(self, peer: Peer, about: Header, error: NoSpace) -> None:
         """Notes that the store has refused a blob for which there is no room."""
         with self._lock:
-            self._no_room_until = self._clock() + _LACKING
-            self._no_room = str(error)
+            self.room.refuse(error)
             if about.get("kind") == "state":
                 self._states.note_no_room(peer.name)
 
@@ -578,7 +465,7 @@ class Coordinator:
             if seconds > 0:
                 statistics.rate = size / seconds
             self._keep_arriving(key, str(about.get("kind")), peer)
-            self._no_room_until = now
+            self.room.note_stored()
             for (_, site), (contribution, incarnation) in list(self._arriving.items()):
                 if site != peer.name:
                     continue
@@ -592,7 +479,7 @@ class Coordinator:
     def _answer_run_config(self, peer: Peer, key: str) -> Header:
         run_config = self.agree(peer.name, self._brought(key))
         with self._lock:
-            self._keep_unnamed(run_config.key, peer)
+            self.room.keep_unnamed(run_config.key, peer)
         try:
             self.store.size(run_config.key)
         except Missing:
@@ -611,7 +498,7 @@ class Coordinator:
         with self._lock:
             arriving = self._arriving.pop((fragment, site), None)
             if arriving is not None and arriving[0] != contribution:
-                self._unnamed.discard(arriving[0].payloads, sender)
+                self.room.unnamed.discard(arriving[0].payloads, sender)
             answer = self.ledger.examine(contribution, incarnation)
             has_payloads = holds(self.store, contribution.payloads)
             if answer is Answer.LATE:
@@ -619,7 +506,7 @@ class Coordinator:
                 if has_payloads:
                     self.ledger.contribute(contribution, incarnation, self._clock())
             if answer is not Answer.OPEN:
-                self._unnamed.discard(contribution.payloads, sender)
+                self.room.unnamed.discard(contribution.payloads, sender)
                 return answer.value
             if not contribution.payloads:
                 raise Refused(
@@ -631,7 +518,7 @@ class Coordinator:
                 self._arriving[fragment, site] = contribution, incarnation
                 return "waiting"
             self.journal.note({f"open/{fragment:06d}/{site}": contribution.to_bytes()})
-            self._unnamed.discard(contribution.payloads, sender)
+            self.room.unnamed.discard(contribution.payloads, sender)
             self.ledger.contribute(contribution, incarnation, self._clock())
             self._call(contribution)
         self._wake()
@@ -694,7 +581,7 @@ class Coordinator:
                         "this hub was started without a folder for copies (sdiloco hub --backups"
                         " FOLDER)"
                     )
-                records = self.back_up(self.backup_folder)
+                records = self.room.back_up(self.backup_folder)
                 return {"records": records, "folder": str(self.backup_folder)}
             case "amend":
                 return {"terms": plain(self.amend(about.get("terms")))}
@@ -892,19 +779,6 @@ class Coordinator:
 
     # Status
 
-    def _still_needs(self, ledger: Ledger) -> int:
-        """Returns how many more bytes the store will hold before a snapshot makes room: payloads,
-        and a state.
-        """
-        nbytes = self._states.snapshot_bytes
-        most_rounds = SNAPSHOT_EVERY + self._rounds_until_verified
-        for fragment, history in enumerate(ledger.history):
-            if history:
-                held = ledger.closed[fragment].round - ledger.kept_from[fragment] + 1
-                rounds = max(0, most_rounds - held)
-                nbytes += rounds * _payload_bytes(history[-1])
-        return nbytes
-
     def status(self) -> Status:
         with self._lock:
             status: Status = {
@@ -929,7 +803,7 @@ class Coordinator:
                         weights[contribution.site] += contribution.weight
             return status | {
                 "lost_quorum": ledger.lost_quorum(now) is not None,
-                "disk": {"still_needs": self._still_needs(ledger), "free": self.store.free},
+                "disk": {"still_needs": self.room.still_needs, "free": self.store.free},
                 "run_config": run_config,
                 "records": ledger.seq,
                 "sites": {
@@ -960,6 +834,8 @@ class Coordinator:
             "lost_steps": round(statistics.lost_steps / len(ledger.closed), 1),
             "lost_share": round(statistics.lost_steps / (statistics.trained_steps or 1), 4),
             "inner_lr": statistics.inner_lr,
+            "cosine": statistics.cosine,
+            "against": statistics.against,
             "not_finite": statistics.not_finite,
             "too_long": statistics.too_long,
             "wrong_buffers": statistics.wrong_buffers,
@@ -999,27 +875,26 @@ class Coordinator:
             ledger = self._ledger
             if ledger is None:
                 return _AGAIN
-            self._ask_for_snapshot(ledger, now)
+            self.room.ask_for_snapshot()
             if now >= self._call_at:
                 # A site that has missed its call gets it again, for as long as the round is open.
                 self._call_at = now + _AGAIN
                 self._called.clear()
                 self._call()
-            self._tidy(ledger, now)
+            self.room.tidy()
             return _AGAIN if self.trouble else max(0.0, min(_AGAIN, ledger.next_due(now) - now))
 
     def _lasting_trouble(self, now: float) -> str | None:
         """Returns why no room was found a while ago, if nothing shows yet that there is some; or
         which sites are missing, or have more than this hub.
         """
-        if now < self._no_room_until:
-            return self._no_room
         if self._ledger is None:
-            return None
+            return self.room.trouble
         # A mean that had no room in the store is still waiting for it.
         waiting_for_room = self.trouble if self._ledger.closing else None
         return (
-            waiting_for_room
+            self.room.trouble
+            or waiting_for_room
             or self._lost.trouble(self._ledger, now)
             or self._ledger.lost_quorum(now)
             or self._older_than_sites(now)
@@ -1029,48 +904,6 @@ class Coordinator:
         advice = self.ledger.older_than_sites(now)
         # After a rollback this is as the operator wants it.
         return None if advice and self.journal.notes("rolled_back") else advice
-
-    def _tidy(self, ledger: Ledger, now: float) -> None:
-        """Drops blobs that are of no use: at intervals, and sooner if rounds close quickly."""
-        if now < self._tidy_at and ledger.seq < self._tidy_after:
-            return
-        self._tidy_at = now + _TIDY_EVERY
-        # A hub that averages needs no payload after its round.
-        rounds = RETENTION if ledger.terms.hub_mean is None else 1
-        self._tidy_after = ledger.seq + rounds * ledger.terms.fragments
-        self.store.retain(self._in_use())
-
-    def _ask_for_snapshot(self, ledger: Ledger, now: float) -> None:
-        if now < self._snapshot_at or not self._wants_snapshot(ledger):
-            return
-        self._snapshot_at = now + _AGAIN
-        donor = ledger.source("", now)
-        if isinstance(donor, str) and not self._states.awaits_snapshot:
-            if self._snapshot_asked_at is None:
-                self._snapshot_asked_at = max(_rounds_of(ledger.closed))
-            self._states.ask_donor(donor, for_snapshot=True)
-
-    def _wants_snapshot(self, ledger: Ledger) -> bool:
-        """Returns whether it is time for a snapshot: after some rounds, or sooner if there is no
-        room for their payloads.
-        """
-        rounds = _rounds_of(ledger.closed)
-        if not ledger.snapshots.is_due(rounds, RETENTION):
-            return False
-        if ledger.snapshots.is_due(rounds):
-            return True
-        free = self.store.free
-        return free is not None and free < self._still_needs(ledger)
-
-    def _drop_snapshots(self, ledger: Ledger, now: float) -> None:
-        """Drops the snapshots that a verified one replaces, and the payloads before it at once."""
-        if not self._states.drop_all_but(ledger.snapshots.headers):
-            return
-        self._tidy_at = now
-        if self._snapshot_asked_at is not None:
-            rounds = max(_rounds_of(ledger.closed)) - self._snapshot_asked_at
-            self._rounds_until_verified = max(_VERIFYING, rounds)
-            self._snapshot_asked_at = None
 
     def _close_due(self, now: float) -> str | None:
         """Hands on complete states and closes the rounds that are due; returns what prevents
@@ -1084,7 +917,7 @@ class Coordinator:
                         self._close(record)
                     else:
                         self._ledger.closing[record.fragment] = record
-                self._drop_snapshots(self._ledger, now)
+                self.room.drop_snapshots()
         except (AgreementError, NoSpace) as error:
             return str(error)
         return None
@@ -1156,8 +989,8 @@ class Coordinator:
             record = replace(record, seq=self.ledger.seq, mean=mean)
             self._close(record, {note: new_key.encode() or None})
             # The old residual is as large as a fragment in float32, and of no use any more.
-            if old_key and old_key != new_key and old_key not in self._backing_up:
-                self.store.drop(old_key)
+            if old_key and old_key != new_key:
+                self.room.drop(old_key)
 
     def _call(self, contribution: Contribution | None = None) -> None:
         """Announces the rounds to launch for, once, and a contribution whose payloads are large, so
@@ -1212,10 +1045,6 @@ def _amendments(changes: object) -> dict[str, Json]:
             f"the term {unknown[0]!r} cannot be amended: only {', '.join(AMENDABLE)} can."
         )
     return {name: read(_TERMS[name], value, name) for name, value in changes.items()}
-
-
-def _payload_bytes(record: Record) -> int:
-    return sum(payload.size for payloads in record.sources for payload in payloads)
 
 
 def _rounds_of(positions: Iterable[Position]) -> list[int]:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import get_type_hints
 
+from lightning_sdiloco.algorithm.guard import AGAINST, JUDGED, Direction
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
 from lightning_sdiloco.federation.codec import Digest, Json, RoundNumber, plain, read
 from lightning_sdiloco.federation.messages import (
@@ -381,7 +382,6 @@ _SAVED = (
 )
 
 # A site of whose last contributions the guard has left out so many will not recover.
-_JUDGED = 16
 _MOST_LEFT_OUT = 8
 
 
@@ -413,6 +413,10 @@ class Follower:
         self._trained_steps = 0
         # The inner learning rate at the last launch, if its owner knows it.
         self.inner_lr: float | None = None
+        # The direction of the last contribution that counted, in percent; and which of the last
+        # ones pointed against the others, one bit each.
+        self._cosine = 0
+        self._directions = 0
         offsets = [terms.schedule.launch_of(fragment, 0) for fragment in range(terms.fragments)]
         self.fragments = [
             Progress(fragment, self._start, offset, late=late)
@@ -524,6 +528,8 @@ class Follower:
             trained_steps,
             lost_steps,
             self.inner_lr,
+            self._cosine,
+            self.against,
         )
 
     def hear(self, call: Call) -> None:
@@ -705,16 +711,30 @@ class Follower:
         left_out = record.without(self.site)
         is_out = left_out is not None and left_out.is_by_guard
         if is_out or record.of(self.site) is not None:
-            progress.too_long = (progress.too_long << 1 | is_out) % (1 << _JUDGED)
+            progress.too_long = (progress.too_long << 1 | is_out) % (1 << JUDGED)
         count = progress.too_long.bit_count()
         if is_out and count >= _MOST_LEFT_OUT:
             raise AgreementError(
-                f"{count} of the last {_JUDGED} contributions of {self.site} to fragment"
+                f"{count} of the last {JUDGED} contributions of {self.site} to fragment"
                 f" {record.fragment} were left out, the last one because {record.why(self.site)}."
                 " This site leaves, and the others continue. Look at its data, its learning rate"
                 " and its machine; restarted without a checkpoint, it begins from the others'"
                 " state."
             )
+
+    @property
+    def against(self) -> int:
+        """How many of the last contributions pointed against the others."""
+        return self._directions.bit_count()
+
+    def judge_direction(self, direction: Direction) -> bool:
+        """Notes how a contribution pointed; returns whether they now point against the others, and
+        did not before.
+        """
+        pointed_against = self.against >= AGAINST
+        self._cosine = round(100 * direction.cosine)
+        self._directions = (self._directions << 1 | direction.is_against) % (1 << JUDGED)
+        return self.against >= AGAINST and not pointed_against
 
     # States
 

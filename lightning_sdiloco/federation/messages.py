@@ -304,6 +304,8 @@ class Heartbeat(Message):
         trained_steps: Inner steps of this incarnation, in each fragment, summed over the fragments.
         lost_steps: Those of them that were launched late and dropped.
         inner_lr: Its largest inner learning rate at the last launch.
+        cosine: Between its last contribution that counted and the mean of the others', in percent.
+        against: How many of its last 16 contributions pointed against the others.
     """
 
     site: Name
@@ -313,6 +315,8 @@ class Heartbeat(Message):
     trained_steps: int = absent_if_empty(0)
     lost_steps: int = absent_if_empty(0)
     inner_lr: float | None = absent_if_empty(None)
+    cosine: Annotated[int, range(-100, 101)] = absent_if_empty(0)
+    against: int = absent_if_empty(0)
 
 
 @dataclass(frozen=True)

@@ -673,7 +673,7 @@ class HubService(Hub):
     def _back_up(self, interval: float) -> None:
         while not self._closed.wait(interval):
             try:
-                self.coordinator.back_up(self.coordinator.backup_folder or Path())
+                self.coordinator.room.back_up(self.coordinator.backup_folder or Path())
             except (HubError, Refused, OSError) as error:
                 log.error("the run could not be copied: %s", error)
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sdiloco.algorithm.guard import AGAINST_OTHERS, Direction
 from lightning_sdiloco.algorithm.merge import Mix
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
@@ -646,6 +647,7 @@ class FederatedWorld:
             return None
         self._rounds.reshard()
         self._warn(record, action)
+        self._judge_direction(stepped.direction)
         launched_at = step
         if launched is not None:
             launched_at = launched.flight.launch.step
@@ -692,6 +694,11 @@ class FederatedWorld:
                 record.round,
                 record.fragment,
             )
+
+    def _judge_direction(self, direction: Direction | None) -> None:
+        """Warns if this site's contributions begin to point against the others'."""
+        if direction is not None and self.follower.judge_direction(direction):
+            _log.warning("This site points against the others: %s", AGAINST_OTHERS)
 
     def _commit(self, record: Record, stepped: Stepped, action: MergeAction, steps: int) -> None:
         """Does to the values of a fragment what an action says, ``steps`` inner steps after the

@@ -98,7 +98,7 @@ def backoff(tries: int, first: float = 1.0, longest: float = 30.0) -> float:
 
 Header = dict[str, Json]
 
-PROTOCOL = 3  # version of the messages
+PROTOCOL = 4  # version of the messages
 # The oldest version of a site that a hub understands: the hub of a run is updated before its sites.
 OLDEST = 3
 # Bytes of the largest piece in which blobs travel, between a header and the end of a stream.

@@ -302,6 +302,16 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
         "lost_share",
         "Share of these among the inner steps of the process.",
     ),
+    "cosine": (
+        "gauge",
+        "cosine",
+        "Cosine of a site's last contribution with the mean of the others.",
+    ),
+    "against": (
+        "gauge",
+        "against",
+        "How many of the last 16 contributions of a site pointed against the others.",
+    ),
     "not_finite": (
         "counter",
         "not_finite",

@@ -65,6 +65,7 @@ def _table_of_sites(sites: dict[str, Status]) -> Table:
         "late",
         "lost",
         "inner lr",
+        "cosine, against",
         "not finite",
         "too long, buffers",
         "incarnations",
@@ -84,6 +85,7 @@ def _table_of_sites(sites: dict[str, Status]) -> Table:
             str(site["late"]),
             f"{site['lost_steps']:g} steps, {site['lost_share']:.1%}",
             "-" if site["inner_lr"] is None else f"{site['inner_lr']:.3g}",
+            f"{site['cosine']:.2f}, {site['against']}",
             str(site["not_finite"]),
             f"{site['too_long']}, {site['wrong_buffers']}",
             str(site["incarnations"]),
@@ -111,5 +113,5 @@ def _table_of_fragments(fragments: list[Status]) -> Table:
 def printed(status: Status) -> str:
     """Renders the tables as text, for output that is no terminal."""
     text = io.StringIO()
-    Console(file=text, width=120, highlight=False).print(as_table(status))
+    Console(file=text, width=140, highlight=False).print(as_table(status))
     return text.getvalue().rstrip("\n")

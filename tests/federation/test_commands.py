@@ -42,6 +42,8 @@ SITE: dict[str, Any] = {
     "lost_steps": 12.5,
     "lost_share": 0.031,
     "inner_lr": 0.0004,
+    "cosine": -0.31,
+    "against": 13,
     "not_finite": 1,
     "too_long": 4,
     "wrong_buffers": 7,

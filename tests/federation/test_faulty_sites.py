@@ -1,5 +1,5 @@
 """Faulty sites among five cost the others nothing: the loss at the end is within the spread of runs
-without the fault.
+without the fault. A site whose sign is flipped is named.
 """
 
 from collections.abc import Callable, Collection
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_sdiloco.algorithm.guard import AGAINST
 from lightning_sdiloco.engine.fragments import Launch
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.federation.messages import Contribution
@@ -141,3 +142,72 @@ def test_faulty_sites_among_five_cost_the_others_nothing(mean: str) -> None:
     for name, fault in FAULTS.items():
         excess[name] = (trained_loss(mean, 0, fault) - fmean(sound)) / stdev(sound)
     assert {name: times for name, times in excess.items() if not times < 3.0} == {}
+
+
+# Directions
+
+
+def trained_on(count: int, mean: str, fault: Fault | None, unlike: float = 0.0) -> list[Site]:
+    """Trains sites for 20 rounds, on targets of their own as far as ``unlike`` says."""
+    hub = VirtualHub(count)
+    choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 1, "mean": mean}
+    sites = [Site(hub, index, normed(), **choices) for index in range(count)]
+    for site in (*sites, *sites):
+        site.world.hear()
+    for site in sites:
+        if fault is not None:
+            spoilt_by(fault, site)
+    for _ in range(40):
+        hub.passes(STEP)
+        for site in sites:
+            site.step += 1
+            site.optimizer.zero_grad()
+            inputs, _ = batch(site.index, site.step)
+            weights = torch.arange(15.0).reshape(5, 3)
+            targets = (weights.sin() + unlike * (weights + 50.0 * site.index).cos()).tanh()
+            nn.functional.mse_loss(site.model(inputs), inputs @ targets).backward()
+            site.optimizer.step()
+            site.begin_step()
+        for site in sites:
+            site.land()
+    assert all(not record.left_out for record in hub.records())
+    return sites
+
+
+def directions(sites: list[Site]) -> list[tuple[float, int]]:
+    """The cosine of each site in the status of the hub, and how often it was against the others."""
+    status: dict[str, Any] = sites[0].hub.coordinator.status()["sites"]
+    return [(status[name]["cosine"], status[name]["against"]) for name in sorted(status)]
+
+
+def named(caplog: pytest.LogCaptureFixture) -> list[str]:
+    texts = [record.getMessage() for record in caplog.records]
+    return [text.split(" points")[0] for text in texts if "points against the others" in text]
+
+
+@pytest.mark.parametrize("mean", ["sites", "hub"])
+def test_a_flipped_site_of_four_is_named_by_itself_and_the_hub_and_still_counts(
+    mean: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sites = trained_on(4, mean, Fault(times(-1.0), sites=(3,), first=1))
+    assert sorted(named(caplog)) == ["This site", "s3"]
+    *sound, (cosine, against) = directions(sites)
+    assert cosine < -0.1
+    assert against >= AGAINST
+    assert all(against == 0 for _, against in sound)
+
+
+def test_with_three_sites_a_flipped_one_shows_its_cosine_and_nobody_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sites = trained_on(3, "sites", Fault(times(-1.0), sites=(2,), first=1))
+    assert named(caplog) == []
+    *_, (cosine, against) = directions(sites)
+    assert cosine < -0.1
+    assert against == 0
+
+
+def test_honest_sites_with_unlike_data_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    sites = trained_on(4, "sites", None, unlike=2.0)
+    assert named(caplog) == []
+    assert all(against < AGAINST / 2 for _, against in directions(sites))

@@ -559,7 +559,7 @@ def test_a_snapshot_comes_sooner_when_the_disk_cannot_hold_all_payloads_until_th
     assert snapshot_rounds() == [0, 0]
     # A little less than it still needs.
     # Always a little less than it still needs.
-    free = property(lambda store: coordinator._still_needs(ledger) - 1)
+    free = property(lambda store: coordinator.room.still_needs - 1)
     with patch.object(BlobStore, "free", free):
         world.run(lambda: min(snapshot_rounds()) > RETENTION)
         assert max(snapshot_rounds()) < SNAPSHOT_EVERY - RETENTION, "it came sooner"

@@ -336,7 +336,7 @@ def test_of_two_hubs_on_one_ledger_only_the_later_one_writes_and_is_followed(
     # A file system that has forgotten the lock of the earlier hub.
     copy = tmp_path / "elsewhere"
     copy.mkdir()
-    earlier.coordinator.back_up(copy)
+    earlier.coordinator.room.back_up(copy)
     (copy / "hub.epoch").symlink_to(world.folder / "hub.epoch")
     port = world.port
     world.port = 0

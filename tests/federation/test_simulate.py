@@ -24,6 +24,7 @@ from lightning_sdiloco.federation.messages import (
     Record,
 )
 from lightning_sdiloco.federation.quorum import All
+from lightning_sdiloco.federation.room import Room
 from tests.federation.simulate import failing, main, played, shortest
 from tests.federation.simulated_disk import SimulatedDisk, SimulatedJournal, SimulatedStore
 from tests.federation.trial import RETENTION, Site, World
@@ -66,7 +67,7 @@ close_due = Coordinator._close_due
 due = Follower.due
 examine = Ledger.examine
 heartbeat = Ledger.heartbeat
-needed = Coordinator._needed
+needed = Room.needed
 summation_order = Site.summation_order
 waits = Follower.waits
 land = Follower.land
@@ -182,14 +183,14 @@ def despair(self: Coordinator, now: float) -> str | None:
     return close_due(self, now)
 
 
-def needed_without_open(self: Coordinator, *arguments: Any) -> set[str]:
+def needed_without_open(self: Room) -> set[str]:
     """Forgets the payloads of open rounds when it tidies the store."""
-    notes = self.journal.notes
+    notes = self._journal.notes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            self.journal, "notes", lambda prefix: {} if prefix == "open/" else notes(prefix)
+            self._journal, "notes", lambda prefix: {} if prefix == "open/" else notes(prefix)
         )
-        return needed(self, *arguments)
+        return needed(self)
 
 
 # The sites
@@ -335,7 +336,7 @@ def test_a_planted_fault_is_found(planted: Planted, monkeypatch: pytest.MonkeyPa
 def test_payloads_of_an_open_round_that_a_hub_drops_come_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Coordinator, "_needed", needed_without_open)
+    monkeypatch.setattr(Room, "needed", needed_without_open)
     assert not [*failing(range(60, 80))]
 
 

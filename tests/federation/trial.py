@@ -32,6 +32,7 @@ from lightning_sdiloco.federation import (
     ledger,
     lost_payloads,
     quorum,
+    room,
     state_requests,
 )
 from lightning_sdiloco.federation.codec import encoded, plain, read
@@ -870,16 +871,14 @@ def small_world() -> Iterator[None]:
         (state_requests, "_PATIENCE", 1.0),
         (state_requests, "_SENDING", 1.0),
         (coordinator, "read", read_passed),
-        (coordinator, "_TIDY_EVERY", 1.0),
-        (coordinator, "SNAPSHOT_EVERY", 4),
+        (room, "_TIDY_EVERY", 1.0),
+        (room, "SNAPSHOT_EVERY", 4),
         (ledger, "SNAPSHOT_EVERY", 4),
         (Record, "key", key_by_content()),
     ]
-    changes += [
-        (module, "RETENTION", RETENTION) for module in (coordinator, follower, ledger, quorum)
-    ]
+    changes += [(module, "RETENTION", RETENTION) for module in (room, follower, ledger, quorum)]
     changes += [(module, "event_of", passed) for module in (coordinator, state_requests)]
-    for module in (coordinator, lost_payloads, state_requests):
+    for module in (coordinator, lost_payloads, room, state_requests):
         changes.append((module.log, "disabled", True))
     numbers = count()
     for kind, name_of in (

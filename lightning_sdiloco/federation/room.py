@@ -1,0 +1,282 @@
+"""The room at a hub: which blobs its store keeps, when it drops the others, and when a snapshot has
+to make room.
+
+The coordinator owns the `Room` of its run, and holds its lock for every call but `back_up`.
+"""
+
+import logging
+import math
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lightning_sdiloco.errors import Refused
+from lightning_sdiloco.federation.codec import RoundNumber
+from lightning_sdiloco.federation.keys import Peer
+from lightning_sdiloco.federation.ledger import Ledger
+from lightning_sdiloco.federation.messages import Contribution, Record
+from lightning_sdiloco.federation.run_config import RETENTION, SNAPSHOT_EVERY
+from lightning_sdiloco.federation.state_requests import States
+from lightning_sdiloco.federation.store import (
+    BlobStore,
+    InMemoryStore,
+    SQLiteLedger,
+    sync_folder,
+)
+from lightning_sdiloco.federation.unnamed import UnnamedBlobs
+from lightning_sdiloco.federation.wire import Missing, NoSpace
+
+log = logging.getLogger(__name__)
+
+_AGAIN = 1.0  # seconds after which a snapshot is asked for again
+_TIDY_EVERY = 60.0
+_LACKING = 60.0  # seconds for which a full disk is in the status after it has refused a blob
+# Rounds that close, at the least, while a snapshot is sent and then verified by the next record.
+_VERIFYING = 2
+
+
+class RecordIndex:
+    """Finds records in the journal by fragment and round, and the payloads that they name.
+
+    Args:
+        base: For each fragment, the round after which its records begin.
+    """
+
+    def __init__(self, base: Sequence[int]) -> None:
+        self._base = base
+        # By fragment: the numbers of its records in the journal, in order.
+        self._numbers = [array("q") for _ in base]
+        # By fragment: the last rounds, and the keys of their payloads.
+        self._payloads: list[deque[tuple[int, tuple[str, ...]]]] = [deque() for _ in base]
+
+    def add(self, record: Record) -> Record:
+        self._numbers[record.fragment].append(record.seq)
+        keys = tuple(payload.key for payloads in record.sources for payload in payloads)
+        self._payloads[record.fragment].append((record.round, keys))
+        return record
+
+    @property
+    def records(self) -> int:
+        return sum(map(len, self._numbers))
+
+    def next_number(self, fragment: int, round: RoundNumber) -> int | None:
+        """Returns the number of the first record after a round; None if there is none."""
+        position = max(0, round - self._base[fragment])
+        numbers = self._numbers[fragment]
+        return numbers[position] if position < len(numbers) else None
+
+    def rounds_before(self, number: int) -> list[int]:
+        """Returns the last round of every fragment among the records before a number."""
+        rounds = []
+        for base, numbers in zip(self._base, self._numbers, strict=True):
+            rounds.append(base + sum(earlier < number for earlier in numbers))
+        return rounds
+
+    def keys_from(self, rounds: Sequence[int]) -> set[str]:
+        """Returns the keys of payloads from rounds on, and forgets those of earlier rounds."""
+        kept_keys = set[str]()
+        for payloads, first in zip(self._payloads, rounds, strict=True):
+            while payloads and payloads[0][0] < first:
+                payloads.popleft()
+            for _, keys in payloads:
+                kept_keys.update(keys)
+        return kept_keys
+
+
+class Room:
+    """Decides which blobs the store of a run keeps.
+
+    Args:
+        lock: The coordinator's, which `back_up` holds only while it notes what to copy.
+        is_new: True if the run has not been founded. Otherwise the hub was started again, and does
+            not know who has sent the blobs that are there: so it tidies at the next interval.
+
+    Attributes:
+        unnamed: The blobs that no message has named yet.
+    """
+
+    def __init__(
+        self,
+        journal: SQLiteLedger,
+        store: BlobStore | InMemoryStore,
+        states: States,
+        clock: Callable[[], float],
+        lock: "threading.RLock",
+        is_new: bool,
+    ) -> None:
+        self._journal = journal
+        self._store = store
+        self._states = states
+        self._clock = clock
+        self._lock = lock
+        self.unnamed = UnnamedBlobs()
+        # The run's, and its records; there is none until the run is founded.
+        self._ledger: Ledger | None = None
+        self._index = RecordIndex([])
+        # When the store is tidied next, or after how many records if that is sooner.
+        self._tidy_at = clock() + _TIDY_EVERY
+        self._tidy_after = 0 if is_new else math.inf
+        # When a snapshot is asked for next, at the earliest; the last round when one was; and how
+        # many rounds closed until the one before was verified.
+        self._snapshot_at = clock()
+        self._snapshot_asked_at: int | None = None
+        self._rounds_until_verified = _VERIFYING
+        # Why the store has refused a blob, and until when the status says so.
+        self._refusal = ""
+        self._refused_until = -math.inf
+        self._backing_up = set[str]()
+        self._copying = threading.Lock()
+
+    def follow(self, ledger: Ledger, index: RecordIndex) -> None:
+        """Takes the ledger of the run, which was founded, started again or rolled back."""
+        self._ledger = ledger
+        self._index = index
+
+    @property
+    def _founded(self) -> Ledger:
+        if self._ledger is None:
+            raise Refused("the run has not been founded yet")
+        return self._ledger
+
+    # Blobs to keep
+
+    def keep_unnamed(self, key: str, sender: Peer) -> None:
+        """Keeps a blob that a message may still name."""
+        lease = self._ledger.terms.lease if self._ledger else _TIDY_EVERY
+        self.unnamed.add(key, sender, self._clock(), lease)
+
+    def needed(self) -> set[str]:
+        """Returns the keys of all blobs that are still of use."""
+        ledger = self._founded
+        needed = self._index.keys_from(ledger.fetched_from(self._clock()))
+        needed |= self._states.keys(ledger)
+        for text in self._journal.notes("open/").values():
+            needed.update(payload.key for payload in Contribution.from_bytes(text).payloads)
+        needed.update(text.decode() for text in self._journal.notes("residual/").values())
+        return needed
+
+    def tidy(self) -> None:
+        """Drops blobs that are of no use: at intervals, and sooner if rounds close quickly."""
+        ledger = self._founded
+        now = self._clock()
+        if now < self._tidy_at and ledger.seq < self._tidy_after:
+            return
+        self._tidy_at = now + _TIDY_EVERY
+        # A hub that averages needs no payload after its round.
+        rounds = RETENTION if ledger.terms.hub_mean is None else 1
+        self._tidy_after = ledger.seq + rounds * ledger.terms.fragments
+        self._store.retain(self.needed() | self.unnamed.keys(now) | self._backing_up)
+
+    def drop(self, key: str) -> None:
+        """Drops at once a large blob that is of no use any more."""
+        if key not in self._backing_up:
+            self._store.drop(key)
+
+    def back_up(self, folder: Path) -> int:
+        """Copies ledger and blobs into a folder, from which a hub can be started; returns how many
+        records it holds.
+
+        It copies the run as of one moment, while the run continues. An incomplete copy replaces
+        none.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        copy = BlobStore(folder / "hub.store")
+        ledger = folder / "hub.sqlite"
+        assert isinstance(self._store, BlobStore), "what is in memory alone needs no copy"
+        with self._copying:
+            with self._lock:
+                records = self._founded.seq
+                keys = self.needed()
+                self._backing_up = keys
+                self._journal.back_up(folder / "next.sqlite")
+            try:
+                for key in keys:
+                    try:
+                        copy.size(key)
+                    except Missing:
+                        copy.copy(self._store, key)
+            finally:
+                self._backing_up = set()
+            (folder / "next.sqlite").replace(ledger)
+            sync_folder(folder)
+            copy.retain(keys)
+        log.info("a copy of the run is in %s, with %d records", folder, records)
+        return records
+
+    # A full disk
+
+    def refuse(self, error: NoSpace) -> None:
+        """Notes that the store has refused a blob for which there is no room."""
+        self._refused_until = self._clock() + _LACKING
+        self._refusal = str(error)
+
+    def note_stored(self) -> None:
+        """Notes that there was room for a blob."""
+        self._refused_until = self._clock()
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no room was found a while ago, if nothing shows yet that there is some."""
+        return self._refusal if self._clock() < self._refused_until else None
+
+    # Snapshots make room
+
+    def ask_for_snapshot(self) -> None:
+        """Asks a site for its state if it is time for a snapshot."""
+        ledger = self._founded
+        now = self._clock()
+        if now < self._snapshot_at or not self._wants_snapshot(ledger):
+            return
+        self._snapshot_at = now + _AGAIN
+        donor = ledger.source("", now)
+        if isinstance(donor, str) and not self._states.awaits_snapshot:
+            if self._snapshot_asked_at is None:
+                self._snapshot_asked_at = _newest_round(ledger)
+            self._states.ask_donor(donor, for_snapshot=True)
+
+    def _wants_snapshot(self, ledger: Ledger) -> bool:
+        """Returns whether it is time for a snapshot: after some rounds, or sooner if there is no
+        room for their payloads.
+        """
+        rounds = [position.round for position in ledger.closed]
+        if not ledger.snapshots.is_due(rounds, RETENTION):
+            return False
+        if ledger.snapshots.is_due(rounds):
+            return True
+        free = self._store.free
+        return free is not None and free < self.still_needs
+
+    def drop_snapshots(self) -> None:
+        """Drops the snapshots that a verified one replaces, and soon the payloads before it."""
+        ledger = self._founded
+        if not self._states.drop_all_but(ledger.snapshots.headers):
+            return
+        self._tidy_at = self._clock()
+        if self._snapshot_asked_at is not None:
+            rounds = _newest_round(ledger) - self._snapshot_asked_at
+            self._rounds_until_verified = max(_VERIFYING, rounds)
+            self._snapshot_asked_at = None
+
+    @property
+    def still_needs(self) -> int:
+        """How many more bytes the store will hold before a snapshot makes room: payloads, and a
+        state.
+        """
+        ledger = self._founded
+        nbytes = self._states.snapshot_bytes
+        most_rounds = SNAPSHOT_EVERY + self._rounds_until_verified
+        for fragment, history in enumerate(ledger.history):
+            if history:
+                held = ledger.closed[fragment].round - ledger.kept_from[fragment] + 1
+                nbytes += max(0, most_rounds - held) * _payload_bytes(history[-1])
+        return nbytes
+
+
+def _newest_round(ledger: Ledger) -> int:
+    return max(position.round for position in ledger.closed)
+
+
+def _payload_bytes(record: Record) -> int:
+    return sum(payload.size for payloads in record.sources for payload in payloads)
