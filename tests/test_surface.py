@@ -117,7 +117,6 @@ def test_the_public_surface_is_the_recorded_one() -> None:
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("TopK", "Import it from lightning_sdiloco.compression"),
         ("Fp4", "Did you mean lightning_sdiloco.FP4?"),
         ("TopKs", "Did you mean lightning_sdiloco.compression.TopK?"),
         ("Nonsense", "lightning_sdiloco.__all__ lists its public names"),
@@ -128,6 +127,11 @@ def test_names_of_other_modules_and_typos_are_corrected(name: str, advice: str) 
         getattr(lightning_sdiloco, name)
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'$"):
         lightning_sdiloco.nonsense  # noqa: B018
+
+
+def test_an_import_of_a_compression_names_its_module() -> None:
+    with pytest.raises(ImportError, match="no TopK. Import it from lightning_sdiloco.compression."):
+        from lightning_sdiloco import TopK  # noqa: F401
 
 
 def test_the_compressions_that_are_pointed_to_exist() -> None:

@@ -70,6 +70,7 @@ from lightning_sdiloco.lightning.own_hosts import give_own_folders, make_site_of
 from lightning_sdiloco.lightning.results import Results
 
 if TYPE_CHECKING:
+    from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.strategies import DDPStrategy as _Base
 else:
     _Base = object
@@ -296,6 +297,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     def __init__(self, *args: Forwarded, **arguments: Forwarded) -> None:
         super().__init__(*args, **arguments)
         self._fit: Fit | None = None
+        # Not where Lightning keeps it: it would take it for one that the user gave.
+        self._accelerator_of_trainer: Accelerator | None = None
         # Replacements in Lightning while there is no fit.
         self._patches = ExitStack()
 
@@ -329,6 +332,22 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         return int(super().world_size)
 
     # Start
+
+    @property
+    @override
+    def accelerator(self) -> "Accelerator | None":
+        return self._accelerator_of_trainer or super().accelerator
+
+    @accelerator.setter
+    @override
+    def accelerator(self, accelerator: "Accelerator") -> None:
+        # Every Trainer sets it once, before anything starts.
+        if self._accelerator_of_trainer is not None:
+            raise ValueError(
+                "This strategy object belongs to another Trainer. Make one for each Trainer, or use"
+                " one Trainer for all fits."
+            )
+        self._accelerator_of_trainer = accelerator
 
     @override
     def connect(self, model: LightningModule) -> None:

@@ -24,6 +24,7 @@ from importlib import import_module
 from importlib.machinery import PathFinder
 from itertools import chain, pairwise
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, NoReturn, get_type_hints
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
@@ -313,13 +314,16 @@ class _Parser(ArgumentParser):
     examples: Sequence[str] = ()
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**{"formatter_class": _Help, **kwargs})
+        super().__init__(**{"formatter_class": _Help, "allow_abbrev": False, **kwargs})
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         text = super().format_help(*args, **kwargs)
         if not self.examples:
             return text
-        return "\n  ".join([f"{text}\nexamples:", *self.examples]) + "\n"
+        lines = [f"{text}\nexamples:"]
+        for example in self.examples:
+            lines.append(" \\\n    ".join(wrap(example, 76, break_on_hyphens=False)))
+        return "\n  ".join(lines) + "\n"
 
     def add_argument(self, *args: str, **kwargs: Any) -> Action:
         """Adds an option in both spellings, a flag, or a list, as their types ask for."""

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -94,9 +95,8 @@ def demo(
             "There will be no picture: matplotlib is not installed. Install it with pip install"
             " matplotlib."
         )
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    wanted: Iterable[str] = settings or SETTINGS
+    folder = writable_folder(out)
+    wanted: Iterable[str] = dict.fromkeys(settings or SETTINGS)
     results: dict[str, Numbers] = {}
     try:
         for name in wanted:
@@ -110,6 +110,19 @@ def demo(
     for name in results:
         numbers_of(name, folder).unlink()
     return text
+
+
+def writable_folder(out: str) -> Path:
+    """Makes the folder, or refuses one that cannot take a file before anything is trained."""
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise ValueError(
+            f"out={out!r} cannot hold the results ({error}). Give another folder."
+        ) from error
 
 
 def numbers_of(setting: str, folder: Path) -> Path:
@@ -158,20 +171,31 @@ def train(setting: str, command: list[str], steps: int, console: Console) -> Non
             text=True,
         ) as process,
     ):
-        bar = progress.add_task(SETTINGS[setting], total=steps)
+        bar = progress.add_task(description_of(setting), total=steps)
         assert process.stdout is not None
-        for line in process.stdout:
-            step = re.fullmatch(r"step (\d+)\n", line)
-            if step:
-                progress.update(bar, completed=int(step[1]))
-            else:
-                output.append(line)
+        try:
+            for line in process.stdout:
+                step = re.fullmatch(r"step (\d+)\n", line)
+                if step:
+                    progress.update(bar, completed=int(step[1]))
+                else:
+                    output.append(line)
+        except KeyboardInterrupt:
+            # Ctrl-C reaches it as well; a signal to this process alone does not.
+            process.terminate()
+            process.wait()
+            raise
     if process.returncode != 0:
         console.print("".join(output[-60:]), highlight=False, markup=False)
         raise SystemExit(
             f"The setting {setting!r} ended with exit code {process.returncode}; its error is"
             f" above. It was: {shlex.join(command)}"
         )
+
+
+def description_of(setting: str) -> str:
+    """Returns the name of a setting as wide as the widest, so that bars are below each other."""
+    return SETTINGS[setting].ljust(max(map(len, SETTINGS.values())))
 
 
 def add_times(results: dict[str, Numbers]) -> None:
@@ -193,14 +217,19 @@ def results_table(results: dict[str, Numbers]) -> Table:
     table = Table(
         title=f"{first['parameters']:,} parameters, {first['ranks']} worker groups, {first['steps']:,} steps; "
         f"{first['tokens']:,} tokens, {first['tokens'] / first['parameters']:.3g} per parameter,"
-        f" {first['passes']:.2g} passes over the text",
-        caption="Loss in nats per byte, on text not trained on. Bytes are those one rank sent to the other: counted by "
-        "Streaming DiLoCo, for DDP the arithmetic of a ring all-reduce of the gradients. Training"
-        " here is measured, with nothing slow; the last column is computed for a link of"
-        f" {LINK_NAME}.",
+        f" {first['passes']:.2g} passes over the text\n",
+        caption="\nLoss in nats per byte, on text not trained on. Bytes are those one rank sent to the"
+        " other: counted by Streaming DiLoCo, for DDP the arithmetic of a ring all-reduce of the"
+        " gradients. Training here is measured, with nothing slow; the last column is computed for"
+        f" a link of {LINK_NAME}.",
+        title_justify="left",
+        caption_justify="left",
         box=SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        collapse_padding=True,
     )
-    table.add_column("setting")
+    table.add_column("setting", no_wrap=True)
     for heading in ("loss", "perplexity", "bytes/rank", "vs. DDP", "here", "slow link"):
         table.add_column(heading, justify="right")
     baseline = results["ddp"]["bytes_sent"] if "ddp" in results else 0
@@ -245,10 +274,11 @@ def sentences(ddp: Numbers, ours: Numbers) -> list[str]:
 def tell(results: dict[str, Numbers], folder: Path, console: Console) -> str:
     """Prints the results, writes numbers and pictures into a folder, and returns their paths."""
     add_times(results)
-    console.print(results_table(results))
+    console.print("", results_table(results), sep="\n")
     if {"ddp", "streaming_fp4"} <= results.keys():
         for sentence in sentences(results["ddp"], results["streaming_fp4"]):
-            console.print(sentence, highlight=False)
+            console.print("", sentence, sep="\n", highlight=False)
+    console.print()
     numbers = folder / "demo.json"
     rows = {setting: dict(row) for setting, row in results.items()}
     for row in rows.values():

@@ -618,29 +618,29 @@ def test_unused_parameters_are_reported_with_the_argument_that_allows_them(
     assert "DDPStrategy" not in message
 
 
-def test_the_docs_explain_the_messages_of_lightning(
+def test_the_docs_explain_the_message_of_lightning(
     distribution: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = importlib.import_module(distribution)
-    strategy = fits.strategy(distribution)
-    fits.trainer(distribution, strategy=strategy, devices=2)
     # Not `delitem`: what it puts back is what the registry's `get` returns, which is an object and
     # no entry.
     registry = importlib.import_module(f"{distribution}.strategies").StrategyRegistry
     monkeypatch.setattr(registry, "available_strategies", list)
     page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+    message = refusal(host.Trainer, accelerator="cpu", strategy="streaming_diloco", devices=2)
+    assert "invalid strategy name" in message
+    assert message.partition(".")[0] in page
 
-    def beginning(end: str, accelerator: str, strategy: Any) -> str:
+
+def test_a_strategy_object_is_refused_by_a_second_trainer(distribution: str) -> None:
+    strategy = fits.strategy(distribution)
+    trainer = fits.trainer(distribution, strategy=strategy, devices=2)
+    assert trainer.accelerator is strategy.accelerator
+    host = importlib.import_module(distribution)
+    for accelerator in ("cpu", "auto"):
         choices = {"accelerator": accelerator, "strategy": strategy, "devices": 2}
-        return refusal(host.Trainer, kind=Exception, **choices).partition(end)[0]
-
-    for message in (
-        beginning(".", "cpu", "streaming_diloco"),
-        beginning(",", "cpu", strategy),
-        beginning(",", "auto", strategy),
-    ):
-        assert "set through" in message or "invalid strategy name" in message
-        assert message in page
+        message = refusal(host.Trainer, **choices)
+        assert "belongs to another Trainer. Make one for each Trainer" in message
 
 
 # Users' objects

@@ -3,15 +3,21 @@ is run, and read.
 """
 
 import json
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
 from lightning_sdiloco.tools import demo
 from tests.scripts import ROOT, run_python
+
+sys.path.insert(0, str(ROOT / "docs"))
+import make_demo
 
 SHAPES = {
     "net.blocks.0.matrix.weight": [100, 100],
@@ -47,6 +53,19 @@ def test_the_readme_shows_the_results_of_the_demo() -> None:
         assert row in page
     for sentence in demo.sentences(runs["ddp"], runs["streaming_fp4"]):
         assert sentence in page
+
+
+def test_the_picture_of_the_terminal_is_that_of_the_recorded_run() -> None:
+    runs = recorded_runs()
+    for file, picture in make_demo.pictures().items():
+        assert file.read_text() == picture, "run python docs/make_demo.py, and look at the picture"
+        assert len(picture) < 100_000
+        text = " ".join(" ".join(ElementTree.fromstring(picture).itertext()).split())
+        for run in runs.values():
+            for cell in demo.cells(run, runs["ddp"]["bytes_sent"]):
+                assert cell in text
+        for sentence in demo.sentences(runs["ddp"], runs["streaming_fp4"]):
+            assert sentence in text
 
 
 def test_the_demo_computes_the_times_of_its_runs_on_a_link() -> None:
@@ -109,6 +128,24 @@ def test_an_interrupted_demo_trains_only_what_is_left(
     with pytest.raises(SystemExit):
         demo.demo(steps=2186, out=str(folder))
     assert begun[-1] == "ddp"
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupted_setting_leaves_no_process_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid_file = tmp_path / "pid"
+    code = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid()))"
+    code += "; print('step 1', flush=True); time.sleep(50)"
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo.Progress, "update", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        demo.train("ddp", ["python", "-c", code], 1, Console())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
 
 
 @pytest.mark.slow
