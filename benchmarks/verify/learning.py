@@ -145,6 +145,8 @@ def of_bare_name() -> Iterator[Claim]:
     yield Table(README, ["worker groups", "2", "4", "8"], rows)
     yield Sentence(README, "Why 1/#?", fractions[:1])
     yield Sentence(README, "gives 1/# for two groups", [lengths[0] * 32 / 4])
+    numbers = [*fractions[:1], names[0].ours[0]["steps"]]
+    yield Sentence(README, "1/# in the # steps of these fits", numbers)
 
 
 def lengths_of_bare_names() -> list[float]:

@@ -397,7 +397,7 @@ REFUSED = {
     "FILE --sweep=compression=fp4,fp5": "compression='fp5'",
     "FILE --sweep=overlap_steps=2,auto": "overlap_steps='auto' cannot be simulated",
     "FILE --round-trip=0.1": (
-        "--round-trip is for predicting the time of a run on a link. Give its --bandwidth"
+        "--round-trip is for predicting the time of a run on a link. Also give its --bandwidth"
     ),
     "FILE --bandwidth=1Gbit --speeds=1,x": "speeds has 'x' where a number should be",
     "FILE --bandwidth=1Gbit --speeds=1": "1 speeds for 2 worker groups",
