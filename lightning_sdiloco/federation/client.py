@@ -573,8 +573,9 @@ class HubClient:
         if isinstance(epoch, int) and epoch:
             if epoch < self._epoch:
                 raise HubUnreachable(
-                    f"hub {self._hub} is of epoch {epoch}, but another one of this run has begun"
-                    f" {self._epoch}."
+                    f"hub {self._hub} has epoch {epoch}, but this site has followed a later hub of"
+                    f" this run, of epoch {self._epoch}. Stop the earlier one. If you refounded the"
+                    " run, the clock of its machine is behind: set it, and restart the hub."
                 )
             self._epoch = epoch
         return header, body

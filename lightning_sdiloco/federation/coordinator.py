@@ -890,6 +890,7 @@ class Coordinator:
         """
         if self._ledger is None:
             return self.room.trouble
+        self._lost.forget_unneeded(self._ledger, now)
         # A mean that had no room in the store is still waiting for it.
         waiting_for_room = self.trouble if self._ledger.closing else None
         return (

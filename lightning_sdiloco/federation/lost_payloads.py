@@ -69,14 +69,16 @@ class LostPayloads:
     def clear(self) -> None:
         self._records.clear()
 
+    def forget_unneeded(self, ledger: Ledger, now: float) -> None:
+        """Forgets the rounds that all present sites have applied."""
+        for round_id in list(self._records):
+            if not _waiting(ledger, round_id, now):
+                del self._records[round_id]
+
     def trouble(self, ledger: Ledger, now: float) -> str | None:
-        """Returns what sites wait for that are here and have not applied such a round; forgets
-        those that no site needs.
-        """
-        for round_id, record in list(self._records.items()):
-            waiting = [
-                site for site in ledger.present(now) if not ledger.has_applied(site, [round_id])
-            ]
+        """Returns which sites wait for the first of these rounds, and for what."""
+        for round_id, record in self._records.items():
+            waiting = _waiting(ledger, round_id, now)
             if waiting:
                 # Nobody but the hub has had its mean.
                 senders = "" if record.mean else f", or for {_senders(record)} to send it again"
@@ -86,8 +88,12 @@ class LostPayloads:
                     f" it. They wait for the state of a site that has{senders}. If no site returns"
                     f" with it: sdiloco hub rollback {record.round - 1}"
                 )
-            del self._records[round_id]
         return None
+
+
+def _waiting(ledger: Ledger, round_id: RoundId, now: float) -> list[str]:
+    """Returns the present sites that have not applied a round."""
+    return [site for site in ledger.present(now) if not ledger.has_applied(site, [round_id])]
 
 
 def _id_of(record: Record) -> RoundId:
