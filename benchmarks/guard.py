@@ -119,11 +119,15 @@ def main(arguments: list[str] | None = None) -> None:
     bowls, contributions, alarms = honest_rows(seeds)
     report.show("Honest groups", ["groups", "contributions", "left out"], bowls, "")
     columns = ["fault", "groups", "left out in a run", "loss, times without it", "spread of losses"]
-    report.show("Faults", columns, fault_rows(3 * seeds), "")
+    faults = fault_rows(3 * seeds)
+    report.show("Faults", columns, faults, "")
     columns = ["groups", "of these", "named", "after rounds, at most"]
-    report.show("Groups that point against the others", columns, direction_rows(), "")
+    directions = direction_rows()
+    report.show("Groups that point against the others", columns, directions, "")
     headline = {"honest": contributions, "left out": alarms}
-    report.write(options.json, headline, report.measured("guard", options.quick))
+    about = report.measured("guard", options.quick)
+    tables = {"honest": bowls, "faults": faults, "directions": directions}
+    report.write(options.json, headline, about, **tables)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ gets.
   by the bare name, of which it chooses H, too; and one group on the batches of all of them.
 - ``screen``: one factor at a time around two groups and H=50, on the seeds for tuning.
 - ``shares``: 4 and 8 groups with other shares of the steps as their dense beginning, on one seed.
+- ``bands``: 4 groups by the bare name with other H, and both methods with other inner learning
+  rates, on one seed.
 - ``muon``: Muon for the matrices inside both methods: its rates, and by itself on the seeds of the
   verdict.
 - ``unequal``: 4 groups by themselves, each with files of its own.
@@ -141,6 +143,10 @@ TRIED = (2e-3, 3e-3, 4.5e-3, 6e-3, 1.2e-2)
 TRIED_LARGE = (1.5e-3, 3e-3)
 TRIED_MUON = (3e-3, 6e-3, 1.2e-2, 2.4e-2)
 """Inner learning rates."""
+
+OTHER_LENGTHS = (20, 40, 70, 100)
+OTHER_RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2)
+"""H and inner learning rates of the bands; with four groups at 0.1M the bare name means H=10."""
 
 ELEMENTWISE = OuterOptimizer(direction="elementwise")
 """The outer step of the runs that say nothing of a direction."""
@@ -277,6 +283,17 @@ def shares(size: str) -> Iterator[tuple[str, Pair]]:
         yield name, pair(size, groups, TUNING[0], sync_every=sync_every, **choices)
 
 
+def bands(size: str) -> Iterator[tuple[str, Pair]]:
+    """Yields four groups by the bare name, with another H, and with another inner learning rate,
+    which DDP then has, too: how wrong one may be.
+    """
+    for sync_every in OTHER_LENGTHS:
+        yield f"{size}, M=4, H={sync_every}", alone(size, 4, HELD_OUT[0], sync_every=sync_every)
+    for rate in OTHER_RATES:
+        pair_at_rate = alone(size, 4, HELD_OUT[0], Rates(rate, rate), sync_every=None)
+        yield at_rate(f"{size}, M=4, bare name", rate), pair_at_rate
+
+
 def rates(size: str) -> Iterator[tuple[str, Pair]]:
     """Yields each rate for each number of groups, for both methods alike."""
     for groups in MODELS[size].rates:
@@ -359,6 +376,7 @@ STAGES = {
     "alone": Stage("what the strategy does by itself", ["0.1M"], by_itself),
     "screen": Stage("one factor at a time around the defaults", ["0.1M"], screen),
     "shares": Stage("shares of the steps as dense beginning", ["0.1M"], shares),
+    "bands": Stage("other H and other inner learning rates", ["0.1M"], bands),
     "muon": Stage("Muon for the matrices inside both", ["0.1M"], muon),
     "unequal": Stage("files of its own for each group", ["0.1M"], unequal),
     "sparse": Stage("1/64 of the values, beside fp4", ["0.1M"], sparse),
