@@ -152,17 +152,17 @@ _EXAMPLES = {
 }
 
 
-class _IsElsewhere(ImportError, ValueError):
-    """A name has another home: an import error, and a wrong value of a configuration.
-
-    No AttributeError, whose words `from lightning_sdiloco import TopK` would drop.
-    """
+class _IsAnExample(ImportError, ValueError):
+    """A name is not part of the package: an import error, and a wrong value of a configuration."""
 
 
 def _advice(name: str) -> str:
     """Returns the end of the message about a name that the package does not have."""
     if not name[0].isupper():
         return ""
+    if name in _COMPRESSIONS:
+        # No ImportError, which a from-import would show: jsonargparse asks for names by hasattr.
+        return f". Import it from {__name__}.compression"
     close = get_close_matches(name, [*__all__, *_COMPRESSIONS], 1)
     if not close:
         return f". {__name__}.__all__ lists its public names"
@@ -182,14 +182,10 @@ if not TYPE_CHECKING:
         if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
         if name in _EXAMPLES:
-            raise _IsElsewhere(
+            raise _IsAnExample(
                 f"lightning_sdiloco has no {name}: it is an example, not a part of the package."
                 f" Copy examples/methods/{_EXAMPLES[name]} from the repository next to your script,"
                 " and import it from there."
-            )
-        if name in _COMPRESSIONS:
-            raise _IsElsewhere(
-                f"lightning_sdiloco has no {name}. Import it from lightning_sdiloco.compression."
             )
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_advice(name)}")
 
