@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -53,6 +54,15 @@ class InnerOptimizers:
                 if isinstance(value, Tensor) and not bool(local(value).isfinite().all()):
                     return False
         return True
+
+
+def is_in_backward() -> bool:
+    """Returns whether the caller runs in a backward pass.
+
+    Autograd has threads of its own for accelerators; an optimizer steps there that is part of the
+    backward pass.
+    """
+    return torch._C._current_graph_task_id() != -1
 
 
 def on_all_ranks(facts: Sequence[bool], in_group: Communicator) -> list[bool]:

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lightning_sdiloco.comm.watch import WorldWatch
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.fragments import Landing
+from lightning_sdiloco.engine.inner_optimizers import is_in_backward
 from lightning_sdiloco.engine.matrices import with_direction
 from lightning_sdiloco.engine.start import (
     align_at_end,
@@ -231,10 +232,7 @@ class Fit(FitState):
         torch calls this for every optimizer of the process, and other fits may run in other
         threads.
         """
-        # Autograd has threads of its own for accelerators; an optimizer steps there that is part of
-        # the backward pass.
-        is_in_backward = torch._C._current_graph_task_id() != -1
-        is_in_fit = threading.get_ident() == self._thread or is_in_backward
+        is_in_fit = threading.get_ident() == self._thread or is_in_backward()
         if self.engine is None or not is_in_fit:
             return
         cut_model = self.engine.rounds.cut_model
