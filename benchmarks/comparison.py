@@ -13,7 +13,6 @@ from benchmarks import report
 from benchmarks.runs import Runs
 from benchmarks.training import Run, Training
 from lightning_sdiloco.planning.units import half_width
-from lightning_sdiloco.tools.output import DDP, STREAMING
 
 FEWEST_ROUNDS = 14
 """A training with fewer rounds says nothing about a setting, and is left out."""
@@ -135,6 +134,7 @@ def draw(comparisons: Sequence[Comparison], path: Path | None) -> None:
         return
     # Not at the head: a machine on which only numbers are measured may not have what draws.
     from benchmarks.picture import figure, save
+    from lightning_sdiloco.tools.output import STREAMING
 
     picture, (axes,) = figure(height=1.2 + 0.25 * len(comparisons))
     plot_all(axes, comparisons, STREAMING)
@@ -144,6 +144,8 @@ def draw(comparisons: Sequence[Comparison], path: Path | None) -> None:
 
 def plot_all(axes: Any, comparisons: Sequence[Comparison], color: str) -> None:
     """Draws by how many percent each setting is worse, one below the other, and their names."""
+    from lightning_sdiloco.tools.output import DDP
+
     places = [-number for number in range(len(comparisons))]
     for place, comparison in zip(places, comparisons, strict=True):
         _plot(axes, place, comparison, color)
