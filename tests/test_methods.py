@@ -456,7 +456,9 @@ def engine_with(*step_times: float) -> Any:
     """The attributes of an engine that tell the speeds of the groups; it is in the second one."""
     topology = SimpleNamespace(group_index=1)
     landing = SimpleNamespace(step_times=step_times)
-    return SimpleNamespace(site=None, topology=topology, last_landing=landing)
+    return SimpleNamespace(
+        site=None, topology=topology, history=SimpleNamespace(last_landing=landing)
+    )
 
 
 @pytest.mark.parametrize("stop", range(1, 9))
