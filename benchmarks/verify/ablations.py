@@ -138,7 +138,7 @@ def of_defaults() -> Iterator[Claim]:
         half = len(losses) // 2
         pairs = zip(losses[:half], losses[half:], strict=True)
         apart += [100 * (max(pair) / min(pair) - 1) for pair in pairs]
-    yield Sentence(CHOOSING, "Two seeds of one setting differ by up to # %", [max(apart)])
+    yield Sentence(CHOOSING, "Two seeds of the same setting differ by up to # %", [max(apart)])
 
 
 _SETTINGS: Mapping[str, Sequence[Mapping[str, Any]]] = {
