@@ -164,7 +164,11 @@ def of_verdict() -> Iterator[Claim]:
     small, medium = (in_stage("verdict", name)["M=2, H=50"] for name in ("0.2M", "0.5M"))
     sizes = [parameters(quality.MODELS[name].size) for name in ("0.2M", "0.5M")]
     numbers = [sizes[0], *gap(small), sizes[1], *gap(medium)]
-    yield Sentence(BENCHMARKS, "# parameters reach # ± # %, # reach # ± # %", numbers)
+    yield Sentence(
+        BENCHMARKS,
+        "a model with # parameters reaches # ± # %, and one with # reaches # ± # %",
+        numbers,
+    )
     apart = max(_apart(small.ours), _apart(small.plain))
     yield Sentence(BENCHMARKS, "Seeds differ by up to # %", [apart])
 
@@ -299,7 +303,7 @@ def _by_compression(sync_every: int) -> Comparison:
 def of_unequal() -> Iterator[Claim]:
     """Files of its own for each group: quality.json."""
     numbers = gaps(earlier(4, split="by_file"), earlier(4))
-    yield Sentence(CHOOSING, "with shuffled data: # ± # against # ± # %", numbers)
+    yield Sentence(CHOOSING, "with shuffled data: # ± # compared with # ± # %", numbers)
 
 
 def of_curve() -> Iterator[Claim]:

@@ -58,17 +58,17 @@ def of_methods() -> Iterator[Claim]:
     pattern = "two groups sent # % of the bytes, with no difference in loss (# ± # %)"
     yield Sentence(METHODS, pattern, [100 * table.bytes_sent(two), *gap(two)])
     random = four("random_k+memory, outer_lr=1")
-    pattern = "# ± # % more loss with the mean over senders; random values # ± # % at # % of"
+    pattern = "the mean over senders led to # ± # % more loss; random values led to # ± # % more, at # % of"
     losses = gaps(four("sparse, over senders"), random)
     yield Sentence(METHODS, pattern, [*losses, 100 * table.bytes_sent(random)])
     threshold = four("Threshold(every=10)")
     top_k = four("top_k+memory")
     beside = Comparison("top-k", threshold.ours, top_k.ours)
     share = 100 * table.bytes_sent(threshold) / table.bytes_sent(top_k)
-    pattern = "# % of the bytes of top-k, # ± # % more loss"
+    pattern = "it sent # % of top-k's bytes and had # ± # % more loss"
     yield Sentence(METHODS, pattern, [share, *gap(beside)])
     in_flight = gaps(four("Carry, tau=19"), four("defaults, tau=19"))
-    pattern = "at tau=19 with H=20, # ± # % more loss than the defaults; mixing had # ± # %"
+    pattern = "at tau=19 with H=20, it had # ± # % more loss than the defaults; mixing had # ± # %"
     yield Sentence(METHODS, pattern, in_flight)
     gpa = gap(four("GPA inside, none outside"))
     yield Sentence(METHODS, "with or without the default outer momentum (# ± # %", gpa)
@@ -88,7 +88,7 @@ def of_gossip() -> Iterator[Claim]:
         numbers,
     )
     numbers = _differences("saps_psgd", "FastestPairs, 1/100")
-    yield Sentence(METHODS, "1/100 of the values, # ± # and # ± # %", numbers)
+    yield Sentence(METHODS, "1/100 of the values, the loss changed by # ± # and # ± # %", numbers)
 
 
 def _differences(claim: str, method: str) -> list[float]:
@@ -133,7 +133,7 @@ def of_gains() -> Iterator[Claim]:
         row for row in _summary("drop_compute") if (row["ranks"], row["sigma"]) == (200, 0.2)
     ]
     gain = results("drop_compute")["found"]["gain"]
-    pattern = "# % more trained per second on 8 ranks ... computed for 200 ranks, # %"
+    pattern = "8 ranks trained # % more per second ... for 200 ranks, the computed gain is # %"
     yield Sentence(METHODS, pattern, [100 * gain, 100 * large["gain"]])
 
 
@@ -150,4 +150,4 @@ def of_backup_workers() -> Iterator[Claim]:
     pattern = "goodput is # % if rounds wait for all sites, and # % with grace=2 and either quorum"
     for goodput in quorums:
         yield Sentence(METHODS, pattern, [waiting, goodput])
-    yield Sentence(METHODS, "delays no landing (# s, not #", [late[1], late[0]])
+    yield Sentence(METHODS, "does not delay any landing (# s, not #", [late[1], late[0]])

@@ -180,7 +180,7 @@ def of_overhead() -> Iterator[Claim]:
         numbers += [100 * (ratios[f"{name}: wall ratio"] - 1)]
         numbers += [parameters(Size(**row["case"]["size"])) / 1e6]
     numbers += [100 * (ratios[f"{name}: cpu ratio"] - 1) for name in sizes]
-    pattern = "# % of a step with # million parameters, # % with # million, and # and # % of"
+    pattern = "adds # % to a step with # million parameters and # % with # million, and it adds # and # % of"
     yield Sentence(BENCHMARKS, pattern, numbers)
     steps = [1000 * row["plain_step_s"] for row in sizes.values()]
     yield Sentence(BENCHMARKS, "steps take # and # ms", steps)
@@ -191,7 +191,7 @@ def of_memory() -> Iterator[Claim]:
     rows = results("memory")["memory"]
     numel = max(row["parameters"] for row in rows) / 1e6
     memories = [_memory(name, "100M") for name in ("streaming", "torchft", "lightning_ddp")]
-    pattern = "# bytes per parameter at # million, against # with torchft and # with DDP"
+    pattern = "# bytes per parameter at # million, compared with # with torchft and # with DDP"
     yield Sentence(BENCHMARKS, pattern, [memories[0], numel, *memories[1:]])
     for size in {row["size"] for row in rows}:
         is_less = _memory("streaming", size) < _memory("torchft", size)
@@ -229,10 +229,10 @@ def of_flights() -> Iterator[Claim]:
     least = [AtLeast(min(map(remaining, paced)))]
     yield Sentence(BENCHMARKS, "training keeps at least # of its speed", least)
     free = "8 sites, cubic, not paced"
-    pattern = "eight sites take # times as long and keep #"
+    pattern = "eight sites take # times as long, and training keeps #"
     yield Sentence(BENCHMARKS, pattern, [ratio(free), remaining(free)])
     with_bbr = [remaining(f"{sites} sites, bbr, paced") for sites in (4, 8)]
-    yield Sentence(BENCHMARKS, "With BBR, four sites keep # and eight #", with_bbr)
+    yield Sentence(BENCHMARKS, "With BBR, four sites keep # and eight keep #", with_bbr)
     rows = {str(sites): f"{sites} sites, cubic" for sites in (2, 4, 8)}
     rows["4, round trip of 200 ms"] = "4 sites, round trip of 200 ms"
     rows["2, 1 Gbit/s, 40 MB"] = "2 sites, 1 Gbit/s"
@@ -343,7 +343,9 @@ def of_gpu() -> Iterator[Claim]:
     yield Sentence(BENCHMARKS, pattern, [min(ratios), max(ratios)])
     shared = "125M, two groups on one device, "
     both = [numbers[f"{shared}{way}: step over plain"] for way in ("streaming", "DDP")]
-    pattern = "take # times the step of two unconnected Trainers; DDP takes # times"
+    pattern = (
+        "a step takes # times as long as for two unconnected Trainers; with DDP, it takes # times"
+    )
     yield Sentence(BENCHMARKS, pattern, both)
 
 
