@@ -31,7 +31,7 @@ def of_loss_over_time() -> Iterator[Claim]:
     yield Sentence(README, pattern, [*ends, late, _end("torchft")["seconds"]])
     yield Sentence(INDEX, "DDP's final loss in # s instead of # s", ends)
     beside = [ends[0] / _end("torchft")["seconds"]]
-    yield Sentence(BENCHMARKS, "a tenth of DDP's time, # of torchft's", beside)
+    yield Sentence(BENCHMARKS, "a tenth of DDP's time, and in # of torchft's", beside)
     yield Table(BENCHMARKS, ["method", "MB sent per rank", "seconds"], _rows_of_ends())
     stopped = best["ddp_powersgd"]
     steps = [_end("ddp_powersgd")["step"], stopped["steps"]]
