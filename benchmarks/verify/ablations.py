@@ -111,7 +111,9 @@ def of_finetuning() -> Iterator[Claim]:
         (compared,) = comparison.compared(runs("finetuning"), {method: pairs})
         assert len(compared.ours) == len(pairs)
         numbers += gap(compared)
-    pattern = "the loss is # ± # % above DDP with all parameters ..., # ± # % with LoRA"
+    pattern = (
+        "the loss is # ± # % above DDP with all parameters ..., and # ± # % above it with LoRA"
+    )
     yield Sentence(BENCHMARKS, pattern, numbers)
     late = finetuning.ours("all parameters", overlap_steps=5)
     early = finetuning.ours("all parameters", overlap_steps=1)
@@ -138,7 +140,7 @@ def of_defaults() -> Iterator[Claim]:
         half = len(losses) // 2
         pairs = zip(losses[:half], losses[half:], strict=True)
         apart += [100 * (max(pair) / min(pair) - 1) for pair in pairs]
-    yield Sentence(CHOOSING, "Two seeds of one setting differ by up to # %", [max(apart)])
+    yield Sentence(CHOOSING, "Two seeds of the same setting differ by up to # %", [max(apart)])
 
 
 _SETTINGS: Mapping[str, Sequence[Mapping[str, Any]]] = {
@@ -165,6 +167,6 @@ def of_vision() -> Iterator[Claim]:
     losses = results("vision")["found"]
     pairs = zip(losses["worker groups"], losses["DDP"], strict=True)
     percent = [100 * (ours[0] / ddp[0] - 1) for ours, ddp in pairs]
-    pattern = "as well in four groups as with DDP: # ± # % in loss (H=20, # parameters"
+    pattern = "as well with four groups as with DDP: # ± # % in loss (H=20, # parameters"
     numel = sum(parameter.numel() for parameter in vision.resnet8(0).parameters())
     yield Sentence(CHOOSING, pattern, [*gap(percent), numel])

@@ -12,13 +12,13 @@ def of_transport() -> Iterator[Claim]:
     """Payloads to a hub: hub_transport.json."""
     large = _of_link("100 Mbit/s, 100 MB")
     fast = _of_link("1000 Mbit/s, 100 MB")
-    pattern = "at # of 100 Mbit/s for 100 MB, and # of 1000"
+    pattern = "at # of 100 Mbit/s for 100 MB, and at # of 1000"
     yield Sentence(BENCHMARKS, pattern, [100 * large, 1000 * fast])
     many = "100 Mbit/s, 0.1% lost, 8 connections, 10 MB"
     lossy = 100 * _of_link(many)
     iperf3 = lossy / headline("hub_transport")[f"{many}: of iperf3"]
     alone = 100 * _of_link(many.replace("8 connections", "1 connections"))
-    pattern = "it is # of 100, against # with iperf3 and # with one connection"
+    pattern = "it reaches # of 100, compared with # with iperf3 and # with one connection"
     yield Sentence(BENCHMARKS, pattern, [lossy, iperf3, alone])
 
 
@@ -28,16 +28,22 @@ def _of_link(case: str) -> float:
 
 def of_hub_rounds() -> Iterator[Claim]:
     """What rounds cost a hub: hub_rounds.json, and the bits of fp4 of compression.json."""
-    pattern = "a round of 64 sites costs # s with payloads of"
+    pattern = "a round of 64 sites takes # s with payloads of"
     yield Sentence(FEDERATION, pattern, [_cost(16, "sites", 64)])
     numbers: list[Expected] = [_cost(1024, "sites", sites) for sites in (16, 32)]
     numbers += [_cost(1024, "hub", sites) for sites in (16, 32, 64)]
-    pattern = '16 sites cost # s and 32 cost # s; with mean="hub" # and # s, and 64 sites # s'
+    pattern = (
+        '16 sites take # s and 32 take # s; with mean="hub", they take # and # s, '
+        "and 64 sites take # s"
+    )
     yield Sentence(FEDERATION, pattern, numbers)
     bits = results("compression", "docs")["errors"]["fp4"]["bits"]
     sent = 16 * 100e6 * bits / 8 / 1e9
     fetched = 15 * sent
-    pattern = 'send # GB every H steps and fetch # GB, # seconds at 1 Gbit/s; with mean="hub" # GB'
+    pattern = (
+        "send # GB every H steps and fetch # GB, which takes # seconds at 1 Gbit/s; "
+        'with mean="hub", they fetch # GB'
+    )
     yield Sentence(FEDERATION, pattern, [sent, fetched, About(8 * fetched), sent])
 
 
@@ -60,14 +66,16 @@ def of_site_steps() -> Iterator[Claim]:
 def of_chaos() -> Iterator[Claim]:
     """Faults: chaos.json."""
     records = sum(run["records"] for run in _runs())
-    yield Sentence(BENCHMARKS, "In # records no two sites differed", [records])
+    yield Sentence(BENCHMARKS, "In # records, no two sites differed", [records])
     faults = sum(_faults(run) for run in _runs())
     behind = sum(_faults(run) for run in _runs() if run["namespaces"])
-    pattern = "met # random kills, stops, moves, and cut or slow links, # of them behind NATs"
+    pattern = (
+        "went through # random kills, stops, moves, and cut or slow links, # of them behind NATs"
+    )
     yield Sentence(BENCHMARKS, pattern, [faults, behind])
     yield Sentence(FEDERATION, "# random faults on a hub and four sites", [faults])
     longest = max(pause for run in _runs() for pause in run["pauses"])
-    yield Sentence(BENCHMARKS, "without a record, hub and a site up: # s", [longest])
+    yield Sentence(BENCHMARKS, "without a record while the hub and a site were up: # s", [longest])
 
 
 def _runs() -> list[Any]:
@@ -83,14 +91,16 @@ def of_returns() -> Iterator[Claim]:
     returns = [back for run in _runs() for back in run["returns"]]
     late = sorted(back["seconds"] for back in returns if not back["state"])
     assert late[-3] <= 3 < late[-2], "the page says: all but two"
-    pattern = "all but two of # took at most # s or fetched a state; the two took # s"
+    pattern = (
+        "of # returns, all but two took at most # s or fetched a state; the other two took # s"
+    )
     yield Sentence(BENCHMARKS, pattern, [len(returns), AtMost(late[-3]), late[-1]])
     kills = [back["seconds"] for back in returns if back["kind"] == _KILL]
-    yield Sentence(BENCHMARKS, "The median after kill -9 of a site is # s", [median(kills)])
+    yield Sentence(BENCHMARKS, "After kill -9 of a site, the median is # s", [median(kills)])
     sites = [site for run in _runs() for site in run["stalls"].values()]
     above = [stall["stalled"] - stall["delayed"] for site in sites for stall in site["above"]]
     usual = max(stall for site in sites if not site["above"] for stall in site["stalls"])
-    pattern = "waited at most # s and a step, except for two steps of # and # s"
+    pattern = "waited at most # s plus one step, except for two steps of # and # s"
     yield Sentence(BENCHMARKS, pattern, [AtMost(usual), *above])
 
 
@@ -101,5 +111,5 @@ def of_guard() -> Iterator[Claim]:
     """Honest contributions: guard.json."""
     numbers = headline("guard")
     assert numbers["left out"] == 0, "the page says: none was left out"
-    pattern = "Of # honest contributions of 2, 3, 5 and 8 groups none was left out"
+    pattern = "Of # honest contributions from 2, 3, 5 and 8 groups, none was left out"
     yield Sentence(FEDERATION, pattern, [numbers["honest"]])

@@ -144,7 +144,7 @@ def of_bare_name() -> Iterator[Claim]:
     }
     yield Table(README, ["worker groups", "2", "4", "8"], rows)
     yield Sentence(README, "Why 1/#?", fractions[:1])
-    yield Sentence(README, "gives 1/# for two groups", [lengths[0] * 32 / 4])
+    yield Sentence(README, "instead of 32 gives 1/#", [lengths[0] * 32 / 4])
     numbers = [*fractions[:1], names[0].ours[0]["steps"]]
     yield Sentence(README, "1/# in the # steps of these fits", numbers)
 
@@ -157,14 +157,18 @@ def lengths_of_bare_names() -> list[float]:
 def of_verdict() -> Iterator[Claim]:
     """How groups compare with DDP: quality.json."""
     names = [bare(groups) for groups in GROUPS]
-    yield Sentence(BENCHMARKS, "and eight lose # %", means(names[2]))
+    yield Sentence(BENCHMARKS, "and eight groups lose # %", means(names[2]))
     size = parameters(quality.MODELS["0.1M"].size)
     yield Sentence(BENCHMARKS, "Percent above DDP with # parameters", [size])
     yield Table(BENCHMARKS, VERDICT_HEADER, _rows_of_verdict())
     small, medium = (in_stage("verdict", name)["M=2, H=50"] for name in ("0.2M", "0.5M"))
     sizes = [parameters(quality.MODELS[name].size) for name in ("0.2M", "0.5M")]
     numbers = [sizes[0], *gap(small), sizes[1], *gap(medium)]
-    yield Sentence(BENCHMARKS, "# parameters reach # ± # %, # reach # ± # %", numbers)
+    yield Sentence(
+        BENCHMARKS,
+        "a model with # parameters reaches # ± # %, and one with # reaches # ± # %",
+        numbers,
+    )
     apart = max(_apart(small.ours), _apart(small.plain))
     yield Sentence(BENCHMARKS, "Seeds differ by up to # %", [apart])
 
@@ -183,7 +187,7 @@ def of_bytes() -> Iterator[Claim]:
     yield Sentence(BENCHMARKS, pattern, fractions)
     before = [ratio_of_bytes(earlier(groups)) for groups in (4, 8)]
     shares = [100 * _EARLIER_WARMUP[groups] / steps_of(groups) for groups in (4, 8)]
-    pattern = "in the first # and # % of the steps ... which sent 1/# and 1/# of DDP's bytes"
+    pattern = "in the first # and # % of the steps, which made training wait and sent 1/# and 1/# of DDP's bytes"
     yield Sentence(BENCHMARKS, pattern, [*shares, *before])
 
 
@@ -273,10 +277,10 @@ def of_sparse() -> Iterator[Claim]:
     fifty = _by_compression(50)
     ten = _by_compression(10)
     dense_fifty = Comparison("fp4, H=50", ten.ours, fifty.plain)
-    pattern = "After # rounds of H=50 the loss was # % above fp4's."
+    pattern = "After # rounds with H=50, the loss was # % above fp4's."
     steps = by_itself(2).ours[0]["steps"]
     yield Sentence(CHOOSING, pattern, [steps // 50, *means(fifty)])
-    pattern = "After # rounds of H=10 it was # % below fp4's at the same H, and # % above"
+    pattern = "After # rounds with H=10, it was # % below fp4's at the same H, and # % above"
     numbers = [steps // 10, -mean(ten.percent), *means(dense_fifty)]
     yield Sentence(CHOOSING, pattern, numbers)
 
@@ -299,7 +303,7 @@ def _by_compression(sync_every: int) -> Comparison:
 def of_unequal() -> Iterator[Claim]:
     """Files of its own for each group: quality.json."""
     numbers = gaps(earlier(4, split="by_file"), earlier(4))
-    yield Sentence(CHOOSING, "with shuffled data: # ± # against # ± # %", numbers)
+    yield Sentence(CHOOSING, "with shuffled data: # ± # compared with # ± # %", numbers)
 
 
 def of_curve() -> Iterator[Claim]:
@@ -309,12 +313,12 @@ def of_curve() -> Iterator[Claim]:
     four, better = rows["M=4"][0]
     alone, _ = rows["M=1, with the outer step"][0]
     tried = [runs("curve")[ddp]["loss"] for ddp in of_point.tried(curve.SEEDS[0])]
-    pattern = "four groups reached # nats per byte, and DDP # and # at inner rates"
+    pattern = "four groups reached # nats per byte, and DDP reached # and # at inner rates"
     yield Sentence(CHOOSING, pattern, [four["loss"], *tried])
     behind = curve.percents(rows["M=4"])
     yield Sentence(CHOOSING, "So four groups are # % behind", behind)
     own_rate = 100 * (four["loss"] / tried[0] - 1)
-    yield Sentence(CHOOSING, "they are # % behind DDP with their own rate", [own_rate])
+    yield Sentence(CHOOSING, "they are # % behind DDP at their own rate", [own_rate])
     ahead = 100 * (1 - alone["loss"] / better["loss"])
     pattern = "DDP with the same outer step (M=1) reached #, # % ahead of DDP"
     yield Sentence(CHOOSING, pattern, [alone["loss"], ahead])
@@ -328,7 +332,7 @@ def _bytes_of_curve(four: Run) -> Iterator[Claim]:
     yield Sentence(CHOOSING, "in bf16-mixed, with # parameters, on C code", [numel])
     sent = ring(4, numel) * four["steps"]
     numbers = [four["bytes_sent"] / 1e9, sent / four["bytes_sent"], sent / 1e9]
-    pattern = "Each group sent # GB, a #th of the # GB of DDP's float32 gradients"
+    pattern = "Each group sent # GB, a #th of the # GB of float32 gradients that DDP sends"
     yield Sentence(CHOOSING, pattern, numbers)
 
 

@@ -58,23 +58,23 @@ def of_methods() -> Iterator[Claim]:
     pattern = "two groups sent # % of the bytes, with no difference in loss (# ± # %)"
     yield Sentence(METHODS, pattern, [100 * table.bytes_sent(two), *gap(two)])
     random = four("random_k+memory, outer_lr=1")
-    pattern = "# ± # % more loss with the mean over senders; random values # ± # % at # % of"
+    pattern = "the mean over senders led to # ± # % more loss; random values led to # ± # % more, at # % of"
     losses = gaps(four("sparse, over senders"), random)
     yield Sentence(METHODS, pattern, [*losses, 100 * table.bytes_sent(random)])
     threshold = four("Threshold(every=10)")
     top_k = four("top_k+memory")
     beside = Comparison("top-k", threshold.ours, top_k.ours)
     share = 100 * table.bytes_sent(threshold) / table.bytes_sent(top_k)
-    pattern = "# % of the bytes of top-k, # ± # % more loss"
+    pattern = "it sent # % of top-k's bytes and had # ± # % more loss"
     yield Sentence(METHODS, pattern, [share, *gap(beside)])
     in_flight = gaps(four("Carry, tau=19"), four("defaults, tau=19"))
-    pattern = "at tau=19 of H=20, # ± # % more loss than the defaults; mixing # ± # %"
+    pattern = "at tau=19 with H=20, it had # ± # % more loss than the defaults; mixing had # ± # %"
     yield Sentence(METHODS, pattern, in_flight)
     gpa = gap(four("GPA inside, none outside"))
-    yield Sentence(METHODS, "outer momentum or without (# ± # %", gpa)
+    yield Sentence(METHODS, "with or without the default outer momentum (# ± # %", gpa)
     yield Sentence(METHODS, "Lookahead lost # ± # %", gap(compared()["M=1, Lookahead"]))
     averaged = gap(four("FedAvg, SGD inside"))
-    yield Sentence(METHODS, "federated averaging is itself # ± # % above", averaged)
+    yield Sentence(METHODS, "federated averaging itself is # ± # % above", averaged)
 
 
 def of_gossip() -> Iterator[Claim]:
@@ -82,9 +82,13 @@ def of_gossip() -> Iterator[Claim]:
     pattern = "saves # ± #, # ± #, # ± # and # ± # % of the loss"
     yield Sentence(METHODS, pattern, _differences("a2cid2", "Ring()"))
     numbers = _differences("saps_psgd", "FastestPairs")
-    yield Sentence(METHODS, "half the bytes of all with all, # ± # and # ± # % loss", numbers)
+    yield Sentence(
+        METHODS,
+        "half the bytes of an exchange among all groups, with # ± # and # ± # % loss",
+        numbers,
+    )
     numbers = _differences("saps_psgd", "FastestPairs, 1/100")
-    yield Sentence(METHODS, "1/100 of the values: # ± # and # ± # %", numbers)
+    yield Sentence(METHODS, "1/100 of the values, the loss changed by # ± # and # ± # %", numbers)
 
 
 def _differences(claim: str, method: str) -> list[float]:
@@ -98,7 +102,7 @@ def _differences(claim: str, method: str) -> list[float]:
 
 def of_rare_rows() -> Iterator[Claim]:
     """Clients and embedding tables: claims.json."""
-    pattern = "# ± # % less loss than averaging at a rate of 0.1, # ± # % less at 0.3"
+    pattern = "# ± # % less loss than averaging at a rate of 0.1, and # ± # % less at 0.3"
     yield Sentence(METHODS, pattern, _differences("fedglomo", "FedGLOMO, beta=0.5"))
     rows = {row["method"]: row for row in _summary("tables")}
     touched = 100 * rows["sparse"]["rows_with_a_gradient"]
@@ -119,7 +123,7 @@ def of_gains() -> Iterator[Claim]:
     yield Sentence(METHODS, pattern, numbers)
     by_link = {row["ratio"]: row["speed_up"] for row in _summary("fusionllm")}
     assert by_link[10] == 1, "the page says: as fast"
-    pattern = "# times faster at 100, # at 1,000"
+    pattern = "# times faster if it is 100 times slower, and # times faster at 1,000"
     yield Sentence(METHODS, pattern, [by_link[100], by_link[1000]])
     rows = [row for row in results("claims")["rows"] if row["claim"] == "uneven_parts"]
     steps = {(row["repeat"], row["sites"], row["method"]): row["step"] for row in rows}
@@ -129,7 +133,7 @@ def of_gains() -> Iterator[Claim]:
         row for row in _summary("drop_compute") if (row["ranks"], row["sigma"]) == (200, 0.2)
     ]
     gain = results("drop_compute")["found"]["gain"]
-    pattern = "# % more trained per second on 8 ranks ... computed for 200 ranks, # %"
+    pattern = "8 ranks trained # % more per second ... for 200 ranks, the computed gain is # %"
     yield Sentence(METHODS, pattern, [100 * gain, 100 * large["gain"]])
 
 
@@ -143,7 +147,7 @@ def of_backup_workers() -> Iterator[Claim]:
     waiting = 100 * rows["federation, waits for all"]["goodput"]
     quorums = [100 * row["goodput"] for name, row in rows.items() if name.endswith("grace=2")]
     late = [row["landing_seconds"] for name, row in rows.items() if name.startswith("one site")]
-    pattern = "goodput is # % if all wait, # % with grace=2 and either quorum"
+    pattern = "goodput is # % if rounds wait for all sites, and # % with grace=2 and either quorum"
     for goodput in quorums:
         yield Sentence(METHODS, pattern, [waiting, goodput])
-    yield Sentence(METHODS, "delays no landing (# s, not #", [late[1], late[0]])
+    yield Sentence(METHODS, "does not delay any landing (# s, not #", [late[1], late[0]])

@@ -29,9 +29,9 @@ def of_loss_over_time() -> Iterator[Claim]:
     late = _end("torchft")["loss"] - _end("ddp")["loss"]
     pattern = "DDP's final loss in # s; DDP needs # s, and torchft comes within # of it in # s"
     yield Sentence(README, pattern, [*ends, late, _end("torchft")["seconds"]])
-    yield Sentence(INDEX, "DDP's final loss in # s in place of # s", ends)
+    yield Sentence(INDEX, "DDP's final loss in # s instead of # s", ends)
     beside = [ends[0] / _end("torchft")["seconds"]]
-    yield Sentence(BENCHMARKS, "a tenth of DDP's time, # of torchft's", beside)
+    yield Sentence(BENCHMARKS, "a tenth of DDP's time, and in # of torchft's", beside)
     yield Table(BENCHMARKS, ["method", "MB sent per rank", "seconds"], _rows_of_ends())
     stopped = best["ddp_powersgd"]
     steps = [_end("ddp_powersgd")["step"], stopped["steps"]]
@@ -39,7 +39,7 @@ def of_loss_over_time() -> Iterator[Claim]:
     rows = results("loss_over_time")["rows"]
     (alone,) = [row for row in rows if row["method"] == "ddp" and not row["beside"]]
     slower = 100 * (1 - alone["step_seconds"] / best["ddp"]["step_seconds"])
-    yield Sentence(BENCHMARKS, "alone, its steps took # % less", [slower])
+    yield Sentence(BENCHMARKS, "when it ran by itself, its steps took # % less time", [slower])
 
 
 def _best() -> dict[str, Any]:
@@ -87,7 +87,7 @@ def of_run_over_time() -> Iterator[Claim]:
     numbers = [*link, numel, tokens / numel, case["sync_every"]]
     yield Sentence(BENCHMARKS, pattern, numbers)
     step = loss_over_time.without_exchange(results("loss_over_time")["rows"]) or 0.0
-    yield Sentence(BENCHMARKS, "Without any exchange it takes # s", [step * ours["steps"]])
+    yield Sentence(BENCHMARKS, "Without any exchange, it takes # s", [step * ours["steps"]])
     report = ours["told"]
     launches = case["fragments"] * (ours["steps"] // case["sync_every"])
     flight = 1000 * report["in_flight_s"] / launches
@@ -105,7 +105,7 @@ def of_slow_links() -> Iterator[Claim]:
     round_trip = 1000 * slow_links.ROUND_TRIP
     more = headline("slow_links")["4 sites, 30 Mbit/s: best peer's step over ours"]
     pattern = (
-        "# Mbit/s the best peer takes # times as long (# million parameters, sync_every=#, # ms)"
+        "# Mbit/s, the best peer takes # times as long (# million parameters, sync_every=#, # ms)"
     )
     yield Sentence(README, pattern, [30, more, *settings, round_trip])
     alone = slow_links.row_of(rows, "alone", 2, None)["seconds"]
@@ -115,15 +115,15 @@ def of_slow_links() -> Iterator[Claim]:
     pattern = "Settings: # million parameters in four fragments, H=#, tau=#, # ms round trip"
     yield Sentence(BENCHMARKS, pattern, [*settings, case["overlap_steps"], round_trip])
     virtual = [1000 * case["step_seconds"]]
-    yield Sentence(BENCHMARKS, "A virtual accelerator takes # ms", virtual)
+    yield Sentence(BENCHMARKS, "A simulated accelerator takes # ms", virtual)
 
 
 def of_predictions() -> Iterator[Claim]:
     """The speed that remains, and the planner's: slow_links.json."""
     rows = slow_links.predictions(results("slow_links")["rows"])
     least = min(row["utilisation"] for row in rows if row["fits"])
-    yield Sentence(README, "Training keeps # % of its speed or more", [AtLeast(100 * least)])
-    yield Sentence(BENCHMARKS, "Training keeps # of its speed or more", [AtLeast(least)])
+    yield Sentence(README, "Training keeps at least # % of its speed", [AtLeast(100 * least)])
+    yield Sentence(BENCHMARKS, "Training keeps at least # of its speed", [AtLeast(least)])
     planned: dict[str, list[float]] = {}
     for name in ("utilisation", "predicted"):
         for row in rows:
@@ -159,9 +159,9 @@ def of_wire_bytes() -> Iterator[Claim]:
     ddp = rows["Lightning DDP"]["bytes_per_step"]
     shares = {name: ddp / row["bytes_per_step"] for name, row in rows.items()}
     fp4, fp32, sparse = (shares[name] for name in wire_bytes.OURS)
-    yield Sentence(README, "The scales of fp4 make it 1/#", [fp4])
+    yield Sentence(README, "The fp4 scales raise this to 1/#", [fp4])
     yield Sentence(BENCHMARKS, "With fp4, 1/# of DDP's bytes", [fp4])
-    pattern = 'PowerSGD of rank 2 sends 1/#; torchft 1/#, like ours in fp32; "sparse" 1/#'
+    pattern = 'PowerSGD with rank 2 sends 1/#, torchft sends 1/# (as does our fp32), and "sparse" sends 1/#'
     numbers = [shares["DDP, PowerSGD rank 2"], shares["torchft DiLoCo, fp32"], sparse]
     yield Sentence(BENCHMARKS, pattern, numbers)
     assert round(fp32) == 20, "the page says: like torchft"
@@ -180,7 +180,7 @@ def of_overhead() -> Iterator[Claim]:
         numbers += [100 * (ratios[f"{name}: wall ratio"] - 1)]
         numbers += [parameters(Size(**row["case"]["size"])) / 1e6]
     numbers += [100 * (ratios[f"{name}: cpu ratio"] - 1) for name in sizes]
-    pattern = "# % of a step with # million parameters, # % with # million, and # and # % of"
+    pattern = "adds # % to a step with # million parameters and # % with # million, and it adds # and # % of"
     yield Sentence(BENCHMARKS, pattern, numbers)
     steps = [1000 * row["plain_step_s"] for row in sizes.values()]
     yield Sentence(BENCHMARKS, "steps take # and # ms", steps)
@@ -191,7 +191,7 @@ def of_memory() -> Iterator[Claim]:
     rows = results("memory")["memory"]
     numel = max(row["parameters"] for row in rows) / 1e6
     memories = [_memory(name, "100M") for name in ("streaming", "torchft", "lightning_ddp")]
-    pattern = "# bytes per parameter at # million, against # with torchft and # with DDP"
+    pattern = "# bytes per parameter at # million, compared with # with torchft and # with DDP"
     yield Sentence(BENCHMARKS, pattern, [memories[0], numel, *memories[1:]])
     for size in {row["size"] for row in rows}:
         is_less = _memory("streaming", size) < _memory("torchft", size)
@@ -209,9 +209,7 @@ def of_costs_of_flights() -> Iterator[Claim]:
         flights = [row for row in results("memory")["flights"] if row["parameters"] > 9e6]
         costs = [headline("memory")[f"{row['name']}: {part}, ns per value"] for row in flights]
         extremes += [min(costs), max(costs)]
-    pattern = (
-        "spends # to # ns per value at a launch and # to # at a landing, the background # to #"
-    )
+    pattern = "spends # to # ns per value at a launch and # to # at a landing; the background spends # to #"
     yield Sentence(BENCHMARKS, pattern, extremes)
 
 
@@ -226,15 +224,15 @@ def of_flights() -> Iterator[Claim]:
         return numbers[f"{sites}: kept"]
 
     paced = [f"{sites} sites, cubic, paced" for sites in (2, 4, 8)]
-    pattern = "less two round trips, takes at most # times as long"
+    pattern = "Minus two round trips, a flight takes at most # times as long"
     yield Sentence(BENCHMARKS, pattern, [AtMost(max(map(ratio, paced)))])
     least = [AtLeast(min(map(remaining, paced)))]
-    yield Sentence(BENCHMARKS, "at least # of the speed remains", least)
+    yield Sentence(BENCHMARKS, "training keeps at least # of its speed", least)
     free = "8 sites, cubic, not paced"
-    pattern = "eight sites take # times as long and keep #"
+    pattern = "eight sites take # times as long, and training keeps #"
     yield Sentence(BENCHMARKS, pattern, [ratio(free), remaining(free)])
     with_bbr = [remaining(f"{sites} sites, bbr, paced") for sites in (4, 8)]
-    yield Sentence(BENCHMARKS, "With BBR, four sites keep # and eight #", with_bbr)
+    yield Sentence(BENCHMARKS, "With BBR, four sites keep # and eight keep #", with_bbr)
     rows = {str(sites): f"{sites} sites, cubic" for sites in (2, 4, 8)}
     rows["4, round trip of 200 ms"] = "4 sites, round trip of 200 ms"
     rows["2, 1 Gbit/s, 40 MB"] = "2 sites, 1 Gbit/s"
@@ -272,7 +270,7 @@ def of_two_shots() -> Iterator[Claim]:
     gathered = errors["fp4, 8 groups: gather"]
     assert abs(errors["fp4, 8 groups: two shots"] - gathered) < 0.0005, "the page says: as in one"
     forgetful = errors["fp4, 8 groups: two shots that forget"]
-    pattern = "are off by #, as in one shot; without that memory by #"
+    pattern = "is off by #, the same as in one shot; without that memory, it is off by #"
     yield Sentence(COMPRESSION, pattern, [gathered, forgetful])
 
 
@@ -317,7 +315,7 @@ def of_directions_on_gpu() -> Iterator[Claim]:
     table["6.4 billion"] = [milliseconds["6.4B, direction of all blocks, ms"]]
     yield Table(CHOOSING, ["parameters, tokens a step"], table)
     share = table["1 billion, 4,096"][-1]
-    yield Sentence(CHOOSING, "would leave # % (computed)", [share / 16])
+    yield Sentence(CHOOSING, "would reduce it to # % (computed)", [share / 16])
 
 
 _MODELS = {
@@ -338,14 +336,16 @@ def of_gpu() -> Iterator[Claim]:
             rows[label].append(numbers[f"{size}, {way}: step time over plain"])
             rows[label].append(numbers[f"{size}, {way}: extra bytes a parameter"])
     yield Table(BENCHMARKS, ["one group", "125M", "1B"], rows)
-    pattern = "With a billion parameters a step takes # times as long"
+    pattern = "With a billion parameters, a step takes # times as long"
     yield Sentence(README, pattern, rows["outer state on the host"][2:3])
     ratios = results("gpu")["numbers"]["overhead 125M"]["offload=True"]["ratios"]
-    pattern = "turns with the state on the host vary from # to #"
+    pattern = "individual measurements with the state on the host vary from # to #"
     yield Sentence(BENCHMARKS, pattern, [min(ratios), max(ratios)])
     shared = "125M, two groups on one device, "
     both = [numbers[f"{shared}{way}: step over plain"] for way in ("streaming", "DDP")]
-    pattern = "take # times the step of two unconnected Trainers; DDP takes # times"
+    pattern = (
+        "a step takes # times as long as for two unconnected Trainers; with DDP, it takes # times"
+    )
     yield Sentence(BENCHMARKS, pattern, both)
 
 
