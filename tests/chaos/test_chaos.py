@@ -17,6 +17,7 @@ import pytest
 from typing_extensions import override
 
 from benchmarks.links import Links, missing
+from lightning_sdiloco.federation.wire import PROTOCOL
 from tests.chaos.__main__ import Trial, run
 from tests.chaos.checks import Found, Told, counted_twice, examined
 from tests.chaos.faults import ALL, HUB, STAGES, Fault
@@ -165,7 +166,7 @@ def require_rising(rounds: list[int]) -> None:
 # A hub and its sites are updated one after the other, while training goes on
 
 NEWER = {
-    "federation/wire.py": ("\nPROTOCOL = 3", "\nPROTOCOL = 4"),
+    "federation/wire.py": (f"\nPROTOCOL = {PROTOCOL}", f"\nPROTOCOL = {PROTOCOL + 1}"),
     "federation/config.py": ('str(torch.__version__).split("+")[0]', '"2.13.99"'),
     "version.py": ('VERSION = "0.1.0"', 'VERSION = "0.1.99"'),
 }
