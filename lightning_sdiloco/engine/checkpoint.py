@@ -571,7 +571,7 @@ def _read_matching(
     differences = settings.taken_from(header["settings"]).differences(header["settings"])
     if differences:
         raise ValueError(
-            f"{path} cannot be resumed exactly with other settings: {'; '.join(differences)}."
+            f"{path} cannot be resumed exactly with different settings: {'; '.join(differences)}."
             f" {_SAME}"
         )
     saved = read_rank(path, header, topology.rank)
