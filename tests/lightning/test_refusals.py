@@ -204,7 +204,7 @@ OF_STRATEGIES: Table = [
     ),
     (
         {"ddp_kwargs": {"process_group": object()}},
-        "ddp_kwargs contains 'process_group' ... among the ranks of a worker group ... Take it out"
+        "ddp_kwargs contains 'process_group' ... among the ranks of a worker group ... Remove it"
         " ... worker_groups",
     ),
     *(
@@ -230,7 +230,7 @@ OF_A_TRAINER: Table = [
     ),
     (
         {"sync_every": "auto", "overlap_steps": 500},
-        "overlap_steps=500 leaves nothing for sync_every='auto'",
+        "overlap_steps=500 leaves no choice for sync_every='auto'",
     ),
     ({"sync_every": "auto", "mixing": 2.0}, "mixing=2.0 is out of range"),
     ({"sync_every": "automatic"}, "sync_every='automatic' is of type str"),
