@@ -148,7 +148,7 @@ def test_set_outer_takes_the_model_of_the_first_group_and_drops_flights() -> Non
         groups.step()
     engine = groups.engines[0]
     assert engine.rounds.in_flight == (0,)
-    with pytest.raises(ValueError, match="'head', which is no trainable parameter"):
+    with pytest.raises(ValueError, match="'head', which is not a trainable parameter"):
         engine.set_outer(["head"])
     with torch.no_grad():
         models[0].weight.fill_(4.0)
