@@ -130,7 +130,7 @@ class _Folder:
             self.filesystem.rm(target, recursive=True)
 
     def write(self, target: str, content: bytes) -> None:
-        """Writes a file, either all of it or nothing."""
+        """Writes a file atomically: all of it or nothing."""
         if not self.is_local:
             with self.filesystem.transaction, self.filesystem.open(target, "wb") as file:
                 file.write(content)
