@@ -240,7 +240,7 @@ class StreamingDiLoCo:
     def step(
         self, *, trained: int = 1, idle: bool = False, samples: int | None = None
     ) -> Turns[list[Landing]]:
-        """Counts an inner step, launches what is due, and lands and returns what is due.
+        """Counts an inner step, starts due launches, and makes and returns due landings.
 
         Args:
             trained: The number of micro-batches that this rank trained in this inner step. They

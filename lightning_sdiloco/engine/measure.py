@@ -1,4 +1,4 @@
-"""What is measured of inner steps, links and flights, and how far the groups agree."""
+"""Measurements of inner steps, links and flights, and of how closely the groups agree."""
 
 import math
 from collections import deque

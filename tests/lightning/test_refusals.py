@@ -146,7 +146,7 @@ OF_ANOTHER_TYPE: Table = [
     ),
     (
         {"timeout": 30},
-        "Choose another timeout; datetime.timedelta(seconds=30) is that number of seconds.",
+        "Choose a different timeout; datetime.timedelta(seconds=30) is that number of seconds.",
     ),
     ({"dense_beginning": 3}, "^dense_beginning=3 is not a DenseBeginning. Give one, such as"),
     (
@@ -243,7 +243,10 @@ OF_FABRIC: Table = [
     ({"worker_groups": 3}, "worker_groups=3 cannot split 4 processes"),
 ]
 OF_THE_OUTER_OPTIMIZER: Table = [
-    ({"clip_norm": 0}, f"^clip_norm=0 is out of range: {NORM} ... . Choose another clip_norm; "),
+    (
+        {"clip_norm": 0},
+        f"^clip_norm=0 is out of range: {NORM} ... . Choose a different clip_norm; ",
+    ),
     ({"clip_norm": NAN}, f"^clip_norm=nan is not finite: {NORM}"),
     ({"clip_norm": "0.7"}, f"^clip_norm='0.7' is of type str, not a number: {NORM}"),
     ({"outlier_guard": 1}, f"^outlier_guard=1 is out of range: {GUARD}"),
