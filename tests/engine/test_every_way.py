@@ -432,7 +432,7 @@ def test_the_state_of_another_rank_and_a_file_of_other_groups_are_refused(tmp_pa
         states = [engine.state_dict()]
         torch.distributed.broadcast_object_list(states)  # as from a file that rank 0 wrote alone
         assert (
-            "saved with {'worker_groups': 2, 'group_size': 1}, but this run has {'worker_groups': 1"
+            "saved with {'worker_groups': 2, 'group_size': 1}, now there are {'worker_groups': 1"
         ) in refusal(trained(0, worker_groups=1).load, path)
         if rank == 0:
             trained(0).load_state_dict(states[0])
